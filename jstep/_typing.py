@@ -1,0 +1,82 @@
+"""The words the package speaks in: what a state, an update, a step and an optimizer are."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import jax
+import numpy as np
+
+Array: TypeAlias = jax.Array
+Params: TypeAlias = Any
+"""Any pytree of arrays; None and integer leaves pass through untouched."""
+Updates: TypeAlias = Any
+"""A tree like the parameters; a leaf is an array, an `IndexedSlices`, or None (leave it as it is)."""
+Slots: TypeAlias = dict[str, Any]
+"""Slot name → tree with the structure of the parameters, or a scalar."""
+Step: TypeAlias = int | np.integer[Any] | Array
+"""A whole number of applied updates: a Python or NumPy integer, or an integer scalar array."""
+Number: TypeAlias = float | int | np.number[Any] | Array
+
+
+class Schedule(Protocol):
+    """A function from the global step to a scalar."""
+
+    def __call__(self, step: Step, /) -> Array:
+        """The value in force at `step`."""
+        ...
+
+
+ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any]
+
+
+class InitFn(Protocol):
+    """Makes the slots of a fresh optimizer."""
+
+    def __call__(self, params: Params, global_step: Step = 0) -> Slots:
+        """Slots for `params`, created at `global_step`."""
+        ...
+
+
+class UpdateFn(Protocol):
+    """One update of an optimizer, a pure function of its arguments."""
+
+    def __call__(
+        self, updates: Updates, slots: Slots, params: Params, step: Step, /
+    ) -> tuple[Updates, Slots]:
+        """Turns gradients (or an earlier element's updates) into updates to add, and new slots."""
+        ...
+
+
+class HyperparametersFn(Protocol):
+    """Tells the values in force at a step."""
+
+    def __call__(self, step: Step, /) -> dict[str, Any]:
+        """Name → scalar."""
+        ...
+
+
+class Optimizer(NamedTuple):
+    """An optimizer as three pure functions; anything with these three composes with jstep.
+
+    Attributes:
+        init: `init(params, global_step=0) -> slots`.
+        update: `update(updates, slots, params, step) -> (updates, slots)`. The step is the number
+            of updates applied so far; the returned updates are *added* to the parameters. The slots
+            passed in may hold names of other parties; the slots returned are this optimizer's own.
+        hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values in force at a step.
+
+    Example:
+        A sign-descent optimizer of one's own, with no slots:
+
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> def update(updates, slots, params, step):
+        ...     return jax.tree.map(lambda g: -0.5 * jnp.sign(g), updates), {}
+        >>> sign = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})
+        >>> state = jstep.TrainState.create({"w": 1.0}, sign)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, sign).params["w"])
+        0.5
+    """
+
+    init: InitFn
+    update: UpdateFn
+    hyperparameters: HyperparametersFn

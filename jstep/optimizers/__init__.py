@@ -1,0 +1,1 @@
+"""Optimizers: one algorithm per file."""
