@@ -19,6 +19,16 @@ def path_str(keys: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten`, whose treedef has no type that checkers know."""
+    return jax.tree.flatten(tree)
+
+
+def structure(tree: Any) -> Any:
+    """`jax.tree.structure`, likewise."""
+    return jax.tree.structure(tree)
+
+
 def quoted(path: str) -> str:
     """A path as error messages show it; the root of a tree that is one bare leaf has no keys."""
     return repr(path) if path else "the tree itself (a single leaf)"
@@ -108,7 +118,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool) -> Array:
         return leaf.copy() if copy and not is_traced(leaf) else leaf
     # A weak type would become strong in the first step and compile it a second time.
     dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-    return jnp.array(leaf, dtype=dtype, copy=copy or None) if copy else jnp.asarray(leaf, dtype=dtype)
+    return jnp.array(leaf, dtype=dtype, copy=True) if copy else jnp.asarray(leaf, dtype=dtype)
 
 
 def _short(x: Any) -> str:
@@ -128,7 +138,7 @@ def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None) -> l
     Raises:
         ValueError: The structures differ; the message names the paths that do.
     """
-    treedef = jax.tree.structure(params)
+    treedef = structure(params)
     try:
         found = treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
@@ -160,5 +170,5 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
         lines.append("extra: " + ", ".join(map(repr, extra[:20])))
     if not missing and not extra:
         lines.append(f"same paths, other containers: {type(params).__name__} and {type(tree).__name__}, or ")
-        lines[-1] += f"{jax.tree.structure(tree)} instead of {jax.tree.structure(params)}"
+        lines[-1] += f"{structure(tree)} instead of {structure(params)}"
     return "; ".join(lines) + f". Give {what} the structure of params, with None for a leaf to leave out."

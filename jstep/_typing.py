@@ -40,9 +40,7 @@ class InitFn(Protocol):
 class UpdateFn(Protocol):
     """One update of an optimizer, a pure function of its arguments."""
 
-    def __call__(
-        self, updates: Updates, slots: Slots, params: Params, step: Step, /
-    ) -> tuple[Updates, Slots]:
+    def __call__(self, updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         """Turns gradients (or an earlier element's updates) into updates to add, and new slots."""
         ...
 

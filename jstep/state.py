@@ -1,0 +1,265 @@
+"""The training state and its one clock, the global step.
+
+`global_step` counts the updates that have been applied, and nothing else in jstep counts: schedules,
+bias corrections, averages, checkpoints, logs and the stop condition all read it.
+"""
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep import _tree
+from jstep._typing import Array, Optimizer, Params, Slots, Step
+
+MODEL_STATE = "model_state"
+START_STEP = "start_step"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class TrainState:
+    """What training changes: parameters, slots and the global step; an immutable pytree of arrays.
+
+    Attributes:
+        params: The trained variables, any pytree of arrays.
+        slots: Slot name → tree with the structure of `params` (None where a leaf has no slot), or a
+            scalar. Non-trained variables lie under `slots["model_state"]`.
+        global_step: The number of updates applied so far, an int32 scalar (int64 under x64).
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"w": [1.0, 2.0]}, jstep.momentum(0.1, 0.9))
+        >>> state
+        TrainState(global_step=0, params: 2 numbers in 2 leaves (8 B), slots: momentum (8 B))
+        >>> state.replace(params={"w": [0.0, 0.0]}).params
+        {'w': [0.0, 0.0]}
+    """
+
+    params: Params
+    slots: Slots
+    global_step: Array | None
+
+    @classmethod
+    def create(
+        cls,
+        params: Params,
+        optimizer: Optimizer,
+        global_step: Step = 0,
+        model_state: Any = None,
+        *,
+        copy: bool = True,
+    ) -> "TrainState":
+        """A fresh state, whose slots are created at `global_step`.
+
+        Args:
+            params: Any pytree of arrays and numbers. None and integer leaves stay as they are.
+            optimizer: Makes the slots.
+            global_step: The number of updates applied so far, ≥ 0.
+            model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
+            copy: Whether to copy params and model_state, so that the caller's arrays survive the
+                donation of the state to a compiled step. False saves the memory of a huge model, and
+                the arrays handed over are gone after the first step.
+
+        Raises:
+            TypeError: A leaf is no array and no number (names its path), or `global_step` is not an integer.
+            ValueError: `global_step` is negative, or with `copy=False` two leaves share one buffer.
+        """
+        step = create_global_step(global_step)
+        params = _as_arrays(params, copy=copy)
+        slots = dict(optimizer.init(params, step))
+        if model_state is not None:
+            if MODEL_STATE in slots:
+                raise ValueError(f"the optimizer has a slot named {MODEL_STATE!r}, which the state keeps for itself")
+            slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
+        if not copy:
+            _refuse_shared_buffers(params, slots)
+        return cls(params, slots, step)
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """A new state with some of the fields `params`, `slots` and `global_step` changed."""
+        return dataclasses.replace(self, **changes)
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        numbers = sum(int(np.size(leaf)) for leaf in leaves)
+        slots = ", ".join(f"{name} ({_bytes_text(tree)})" for name, tree in self.slots.items())
+        return (
+            f"TrainState(global_step={_step_text(self.global_step)}, "
+            f"params: {numbers:,} numbers in {len(leaves)} leaves ({_bytes_text(self.params)}), "
+            f"slots: {slots or 'none'})"
+        )
+
+
+def _as_arrays(tree: Any, *, copy: bool) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: _tree.as_leaf(leaf, _tree.path_str(keys), copy=copy), tree
+    )
+
+
+def _refuse_shared_buffers(params: Params, slots: Slots) -> None:
+    # Donating one buffer twice fails inside XLA with a message that names no leaf.
+    seen: dict[int, str] = {}
+    for path, leaf in _tree.leaves_with_paths({"params": params, "slots": slots}):
+        if seen.setdefault(id(leaf), path) != path:
+            raise ValueError(
+                f"copy=False: {seen[id(leaf)]!r} and {path!r} are one and the same array, which a compiled step "
+                "cannot donate twice. Use copy=True, or keep a shared array in one place of the tree."
+            )
+
+
+def _bytes_text(tree: Any) -> str:
+    size = float(sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)))
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def _step_text(step: Any) -> str:
+    if step is None:
+        return "None"
+    if _tree.is_traced(step):
+        return "traced"
+    if isinstance(step, jax.Array) and step.is_deleted():
+        return "donated"
+    return str(np.asarray(step))
+
+
+def create_global_step(value: Step = 0) -> Array:
+    """A global step: the integer scalar that counts the updates applied.
+
+    Args:
+        value: Where to start, ≥ 0; an integer or an integer scalar array, traced or not.
+
+    Returns:
+        An int32 scalar (int64 under `jax_enable_x64`), a buffer of its own.
+
+    Raises:
+        TypeError: `value` is not an integer.
+        ValueError: `value` is negative, no scalar, or larger than the dtype holds.
+
+    Example:
+        >>> import jstep
+        >>> jstep.create_global_step(7)
+        Array(7, dtype=int32)
+    """
+    dtype = _tree.default_int()
+    if isinstance(value, bool) or not jnp.issubdtype(_dtype_of(value), jnp.integer):
+        raise TypeError(f"global_step={value!r}: must be an integer, got {type(value).__name__}")
+    if np.ndim(value) != 0:
+        raise ValueError(f"global_step: must be a scalar, got shape {np.shape(value)}")
+    if not _tree.is_traced(value):
+        number = operator.index(np.asarray(value).item())
+        if number < 0:
+            raise ValueError(f"global_step={number}: must be ≥ 0, it counts the updates applied")
+        if number > np.iinfo(dtype).max:
+            raise ValueError(
+                f"global_step={number}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64 for int64 steps"
+            )
+    return jnp.array(value, dtype=dtype, copy=True)
+
+
+def _dtype_of(value: Any) -> Any:
+    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+
+
+def get_global_step(state: Any) -> Array | None:
+    """The global step of a state as an array, or None where the state has none."""
+    return getattr(state, "global_step", None)
+
+
+def get_or_create_global_step(state: Any) -> Array:
+    """The global step of a state as an array, or a zero where the state has none."""
+    step = get_global_step(state)
+    return create_global_step(0) if step is None else step
+
+
+def global_step(state: Any) -> int:
+    """The global step as a Python int. Waits for the device: keep it out of the training loop.
+
+    Raises:
+        ValueError: The state has no global step.
+
+    Example:
+        >>> import jstep
+        >>> jstep.global_step(jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1)))
+        0
+    """
+    step = get_global_step(state)
+    if step is None:
+        raise ValueError(
+            "the state has no global step: give it one with state.replace(global_step=create_global_step())"
+        )
+    return int(step)
+
+
+def increment_global_step(state: TrainState, amount: Step = 1) -> TrainState:
+    """A new state whose global step is larger by `amount`.
+
+    Args:
+        state: The state; one without a global step starts from zero.
+        amount: An integer ≥ 0, traced or not.
+
+    Raises:
+        TypeError: `amount` is not an integer.
+        ValueError: `amount` is negative.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
+        >>> jstep.global_step(jstep.increment_global_step(state, 5))
+        5
+    """
+    try:
+        more = create_global_step(amount)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("global_step", "amount", 1)) from None
+    step = get_or_create_global_step(state)
+    return state.replace(global_step=step + more.astype(step.dtype))
+
+
+def is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
+    """Whether a slot is one scalar for all parameters, such as `start_step` or `embed/start_step`."""
+    if name.rsplit("/", 1)[-1] == START_STEP:
+        return True
+    return jax.tree_util.all_leaves([tree]) and np.ndim(tree) == 0 and not jax.tree_util.all_leaves([params])
+
+
+def get_slot_names(state: TrainState) -> list[str]:
+    """The names of the per-parameter slots, sorted; scalars and model_state are not among them.
+
+    Example:
+        >>> import jstep
+        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.adam()))
+        ['m', 'v']
+    """
+    return sorted(
+        name
+        for name, tree in state.slots.items()
+        if name != MODEL_STATE and not is_scalar_slot(name, tree, state.params)
+    )
+
+
+def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
+    """The tree of a slot, or its one leaf at `path`; None where there is none.
+
+    Args:
+        state: The state.
+        name: The name of the slot, such as `"m"` or `"embed/accumulator"`.
+        path: The path of a parameter, such as `"dense/kernel"`.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"dense": {"kernel": 1.0}}, jstep.adagrad(0.1))
+        >>> print(jstep.get_slot(state, "accumulator", "dense/kernel"))
+        0.1
+    """
+    tree = state.slots.get(name)
+    if path is None or tree is None:
+        return tree
+    return dict(_tree.leaves_with_paths(tree)).get(path)
