@@ -1,0 +1,147 @@
+"""Step arithmetic that stays exact: whole and fractional parts are split before any float is made.
+
+float32 cannot tell 16 777 216 from 16 777 217, so `step / decay_steps` in floats misplaces steps, and a
+staircase built on it jumps at the wrong one. Here a step is divided by a rational period in integers.
+"""
+
+import math
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jstep import _tree
+from jstep._typing import Array
+
+
+def steps(step: Any) -> Array:
+    """The step (or an array of steps) as an integer array; a traced negative one counts as 0.
+
+    Raises:
+        TypeError: The step is not an integer.
+        ValueError: A concrete step is negative, or larger than the dtype of steps holds.
+    """
+    dtype = _tree.default_int()
+    kind = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
+    if not jnp.issubdtype(kind, jnp.integer):
+        raise TypeError(f"step={step!r}: must be an integer or an array of integers, got dtype {kind}")
+    value = _tree.concrete(step)
+    if value is not None and value.size:
+        if value.min() < 0:
+            raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the updates applied")
+        if value.max() > np.iinfo(dtype).max:
+            raise ValueError(f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
+    # The bound is taken before the cast: an unsigned or wider type would otherwise wrap around.
+    array = jnp.asarray(step)
+    if array.dtype != dtype and np.iinfo(array.dtype).max > np.iinfo(dtype).max:
+        array = jnp.minimum(array, np.iinfo(dtype).max)
+    return jnp.maximum(array.astype(dtype), 0)
+
+
+def period(name: str, value: Any) -> Fraction:
+    """A positive, finite number of steps as a fraction.
+
+    Raises:
+        TypeError: It is no number, or traced.
+        ValueError: It is not positive and finite.
+    """
+    if _tree.is_traced(value):
+        raise TypeError(f"{name} is traced; it must be a plain number, so that steps are divided exactly")
+    if isinstance(value, bool) or not (isinstance(value, int | float) or _tree.is_array(value)) or np.ndim(value):
+        raise TypeError(f"{name}={value!r}: must be a positive number, got {type(value).__name__}")
+    number = value if isinstance(value, int | float) else np.asarray(value).item()
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(f"{name}={number}: must be positive and finite")
+    return Fraction(number)
+
+
+def scalar(name: str, value: Any) -> Any:
+    """A number as it enters a schedule: a Python float, or a float scalar array (a tracer too).
+
+    Raises:
+        TypeError: It is no real number.
+        ValueError: It is no scalar, or not a number (NaN).
+    """
+    if isinstance(value, bool | str | bytes) or value is None or callable(value):
+        raise TypeError(f"{name}={value!r}: must be a number, got {type(value).__name__}")
+    if np.ndim(value):
+        raise ValueError(f"{name}: must be a scalar, got shape {np.shape(value)}")
+    if isinstance(value, int | float | np.number):
+        number = float(value)
+        if math.isnan(number):
+            raise ValueError(f"{name}={value!r}: must be a number")
+        return number
+    if not jnp.issubdtype(jnp.result_type(value), jnp.floating) and not jnp.issubdtype(
+        jnp.result_type(value), jnp.integer
+    ):
+        raise TypeError(f"{name}={value!r}: must be a real number, got dtype {jnp.result_type(value)}")
+    return jnp.asarray(value).astype(_tree.default_float())
+
+
+class Periods(NamedTuple):
+    """How many periods a step holds: `whole + fraction`, `remaining = 1 - fraction`."""
+
+    whole: Array
+    fraction: Array
+    remaining: Array
+
+
+def split(step: Array, length: Fraction) -> Periods:
+    """Divides an integer step by a period: step / length = whole + fraction, exactly.
+
+    With length = n/d and step = u·n + v: step/length = u·d + v·d/n, whose every product fits the
+    integers of the step. A fraction too fine for that (n·d past the largest step) is replaced by
+    the nearest one that fits.
+    """
+    largest, real = int(np.iinfo(step.dtype).max), _tree.default_float()
+    if length > largest:
+        fraction = step.astype(real) / jnp.asarray(float(length), real)
+        return Periods(jnp.zeros_like(step), fraction, 1 - fraction)
+    if length.numerator * length.denominator > largest:
+        length = length.limit_denominator(max(1, min(largest, math.isqrt(int(largest / length)))))
+        length = max(length, Fraction(1, largest))
+    n, d = length.numerator, length.denominator
+    u, v = step // n, step % n
+    if d > 1:
+        # More than the largest integer of whole periods is as good as that many.
+        fits = u < largest // d
+        whole = jnp.where(fits, jnp.where(fits, u, 0) * d + v * d // n, largest)
+        v = v * d % n
+    else:
+        whole = u
+    size = jnp.asarray(n, real)
+    return Periods(whole, v.astype(real) / size, (n - v).astype(real) / size)
+
+
+def power(base: Any, log_base: float | None, periods: Periods, *, staircase: bool) -> Array:
+    """base^whole · base^fraction, the whole powers from factors computed in double precision.
+
+    Args:
+        base: A Python float ≥ 0, or a scalar array.
+        log_base: The natural logarithm of a Python base, where the caller knows it better.
+        periods: The exponent.
+        staircase: Whether to leave the fraction out.
+    """
+    real = periods.fraction.dtype
+    if not isinstance(base, float):
+        value = jnp.power(base, periods.whole.astype(real))
+        return value if staircase else value * jnp.power(base, periods.fraction)
+    value = jnp.ones_like(periods.fraction)
+    smallest, largest = float(np.finfo(real).smallest_subnormal), float(np.finfo(real).max)
+    factor = base
+    for bit in range(np.iinfo(periods.whole.dtype).bits - 1):
+        if factor == 1.0:
+            break
+        if not smallest <= factor <= largest:  # so are all later ones
+            limit = jnp.asarray(0.0 if factor < 1 else np.inf, real)
+            value = jnp.where(periods.whole >> bit > 0, limit, value)
+            break
+        value = value * jnp.where((periods.whole >> bit) & 1 == 1, jnp.asarray(factor, real), jnp.ones((), real))
+        factor = factor * factor
+    if staircase or base == 1.0:
+        return value
+    if base == 0.0:
+        return jnp.where(periods.fraction > 0, jnp.zeros_like(value), value)
+    log = math.log(base) if log_base is None else log_base
+    return value * jnp.exp(periods.fraction * jnp.asarray(log, real))

@@ -1,0 +1,187 @@
+"""The cosine decays of `tf.train`: once, with restarts, and with a line.
+
+(1 + cos πx) / 2 is computed as sin²(π(1 − x) / 2), with 1 − x exact: near the end of a decay the first
+form has lost all its digits.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jstep import _tree
+from jstep._typing import Array, Number, Schedule, Step
+from jstep.schedules._arithmetic import period, scalar, split, steps
+
+
+def _cosine(remaining: Array) -> Array:
+    return jnp.square(jnp.sin(remaining * (math.pi / 2)))
+
+
+def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0) -> Schedule:
+    """learning_rate · ((1 − alpha) · (1 + cos(π · min(step, decay_steps) / decay_steps)) / 2 + alpha).
+
+    Args:
+        learning_rate: The value at step 0.
+        decay_steps: How long the decay takes; > 0, may be fractional.
+        alpha: The value at the end, as a fraction of `learning_rate`.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: An argument is no number.
+        ValueError: `decay_steps` ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.cosine_decay(1.0, 100)
+        >>> print(f"{schedule(0):.2f} {schedule(50):.2f} {schedule(100):.2f}")
+        1.00 0.50 0.00
+
+    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay`.
+    """
+    start, length, floor = (
+        scalar("learning_rate", learning_rate),
+        period("decay_steps", decay_steps),
+        scalar("alpha", alpha),
+    )
+
+    def schedule(step: Step, /) -> Any:
+        whole, _, remaining = split(steps(step), length)
+        cosine = jnp.where(whole > 0, jnp.zeros_like(remaining), _cosine(remaining))
+        return start * ((1 - floor) * cosine + floor)
+
+    return schedule
+
+
+def cosine_decay_restarts(
+    learning_rate: Number,
+    first_decay_steps: float,
+    t_mul: float = 2.0,
+    m_mul: float = 1.0,
+    alpha: Number = 0.0,
+) -> Schedule:
+    """Cosine decay that starts again: period i lasts first_decay_steps · t_mul^i and begins at m_mul^i.
+
+    value = learning_rate · ((1 − alpha) · m_mul^i · (1 + cos(π · x)) / 2 + alpha), x the fraction of period i
+    that has passed.
+
+    Args:
+        learning_rate: The value at step 0.
+        first_decay_steps: The length of the first period in steps; > 0, may be fractional.
+        t_mul: By how much each period is longer than the one before it, ≥ 1.
+        m_mul: By how much each period begins higher than the one before it, ≥ 0.
+        alpha: The value at the end of a period, as a fraction of `learning_rate`.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: An argument is no number.
+        ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so little above it that a run could hold
+            more than 100 000 periods), or `m_mul` < 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.cosine_decay_restarts(1.0, 10)
+        >>> print([round(float(schedule(n)), 2) for n in (0, 5, 10, 20, 30)])
+        [1.0, 0.5, 1.0, 0.5, 1.0]
+
+    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, which finds the period by
+    a float logarithm and so misplaces restarts; here they lie in a table.
+    """
+    start, length, floor = (
+        scalar("learning_rate", learning_rate),
+        period("first_decay_steps", first_decay_steps),
+        scalar("alpha", alpha),
+    )
+    stretch, height = float(period("t_mul", t_mul)), scalar("m_mul", m_mul)
+    if stretch < 1:
+        raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
+    if not isinstance(height, float) or height < 0:
+        raise ValueError(f"m_mul={m_mul}: must be a plain number ≥ 0")
+
+    def periodic(step: Step, /) -> Any:
+        whole, fraction, remaining = split(steps(step), length)
+        peak = 1.0 if height == 1.0 else jnp.power(jnp.asarray(height, fraction.dtype), whole.astype(fraction.dtype))
+        return start * ((1 - floor) * peak * _cosine(remaining) + floor)
+
+    def growing(step: Step, /) -> Any:
+        step = steps(step)
+        real = _tree.default_float()
+        begins, lengths = _restarts(float(length), stretch, int(np.iinfo(step.dtype).max))
+        firsts = np.ceil(begins)
+        index = jnp.searchsorted(jnp.asarray(firsts[1:-1], step.dtype), step, side="right")
+        # remaining = (end − step) / length; the whole part of the end is subtracted in integers.
+        ends = np.minimum(begins[1:], np.iinfo(step.dtype).max)
+        whole_ends = np.floor(ends)
+        left = (jnp.asarray(whole_ends.astype(np.int64), step.dtype)[index] - step).astype(real)
+        left = left + jnp.asarray(begins[1:] - whole_ends, real)[index]
+        remaining = left / jnp.asarray(lengths, real)[index]
+        peaks = jnp.asarray(np.power(height, np.arange(len(lengths))), real)[index]
+        return start * ((1 - floor) * peaks * _cosine(remaining) + floor)
+
+    if stretch == 1.0:
+        return periodic
+    _restarts(float(length), stretch, int(np.iinfo(_tree.default_int()).max))
+    return growing
+
+
+def _restarts(length: float, stretch: float, last: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where periods begin, up to the first beyond `last`, and how long they are."""
+    begins: list[float] = [0.0]
+    lengths: list[float] = []
+    while begins[-1] <= last:
+        if len(lengths) > 100_000:
+            raise ValueError(f"t_mul={stretch}: more than 100 000 periods in {last} steps; use t_mul=1.0")
+        lengths.append(length)
+        begins.append(begins[-1] + length)
+        length *= stretch
+    return np.array(begins), np.array(lengths)
+
+
+def linear_cosine_decay(
+    learning_rate: Number,
+    decay_steps: float,
+    num_periods: Number = 0.5,
+    alpha: Number = 0.0,
+    beta: Number = 0.001,
+) -> Schedule:
+    """learning_rate · ((alpha + 1 − x) · (1 + cos(2π · num_periods · x)) / 2 + beta), x = min(step/decay_steps, 1).
+
+    Args:
+        learning_rate: The value at step 0, but for `alpha` and `beta`.
+        decay_steps: How long the decay takes; > 0, may be fractional.
+        num_periods: How many periods of the cosine it holds.
+        alpha: Added to the line.
+        beta: Added to the product.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: An argument is no number.
+        ValueError: `decay_steps` ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.linear_cosine_decay(1.0, 100)(50))
+        0.251
+
+    Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
+    `tf.train.linear_cosine_decay`.
+    """
+    start, length = scalar("learning_rate", learning_rate), period("decay_steps", decay_steps)
+    count, above, floor = scalar("num_periods", num_periods), scalar("alpha", alpha), scalar("beta", beta)
+
+    def schedule(step: Step, /) -> Any:
+        whole, fraction, remaining = split(steps(step), length)
+        over = whole > 0
+        fraction = jnp.where(over, jnp.ones_like(fraction), fraction)
+        remaining = jnp.where(over, jnp.zeros_like(remaining), remaining)
+        cosine = 0.5 * (1 + jnp.cos(2 * math.pi * count * fraction))
+        return start * ((above + remaining) * cosine + floor)
+
+    return schedule
