@@ -1,0 +1,42 @@
+"""Adagrad."""
+
+import jax.numpy as jnp
+
+from jstep._typing import Array, Number, Optimizer, ScalarOrSchedule
+from jstep.optimizers._hyper import checked
+from jstep.optimizers._leafwise import Hyper, leafwise
+
+
+def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number = 0.1) -> Optimizer:
+    """A += g²; p −= lr · g / √a.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        initial_accumulator_value: What the accumulator starts from, > 0.
+
+    Returns:
+        An `Optimizer` with the slot `accumulator`. A sparse gradient touches its rows alone.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adagrad(0.5, initial_accumulator_value=3.0)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.75
+
+    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011); `tf.train.AdagradOptimizer`.
+    """
+
+    def adagrad_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+        a = slots["accumulator"] + g * g
+        return -h["learning_rate"] * g / jnp.sqrt(a), {"accumulator": a}
+
+    return leafwise(
+        adagrad_rule,
+        slots={"accumulator": checked("initial_accumulator_value", initial_accumulator_value, low=0, above=True)},
+        hyper={"learning_rate": checked("learning_rate", learning_rate, low=0)},
+    )

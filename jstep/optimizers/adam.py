@@ -1,0 +1,65 @@
+"""Adam."""
+
+import jax.numpy as jnp
+
+from jstep._typing import Array, Optimizer, ScalarOrSchedule
+from jstep.optimizers._hyper import checked
+from jstep.optimizers._leafwise import Hyper, bias_correction, leafwise
+
+
+def adam(
+    learning_rate: ScalarOrSchedule = 0.001,
+    beta1: ScalarOrSchedule = 0.9,
+    beta2: ScalarOrSchedule = 0.999,
+    epsilon: ScalarOrSchedule = 1e-8,
+) -> Optimizer:
+    """M = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·√(1−β2^t)/(1−β1^t) · m/(√v + ε).
+
+    t = step + 1 − start_step is the age of the slots: slots made at step 10 000 are corrected as fresh.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
+        beta2: The decay of the second moment, likewise.
+        epsilon: Added to √v, ≥ 0. This is the paper's "epsilon hat", larger by 1/√(1−β2^t) than its epsilon.
+
+    Returns:
+        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`. A sparse gradient
+        decays m and v everywhere, as in TF.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adam(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        0.5
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), before section 2.1;
+    `tf.train.AdamOptimizer`. TF multiplies powers of β up in float32; here they come from the step.
+    """
+
+    def adam_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+        m = h["beta1"] * slots["m"] + (1 - h["beta1"]) * g
+        v = h["beta2"] * slots["v"] + (1 - h["beta2"]) * (g * g)
+        return -h["corrected_rate"] * m / (jnp.sqrt(v) + h["epsilon"]), {"m": m, "v": v}
+
+    def prepare(h: Hyper, age: Array) -> Hyper:
+        correction = jnp.sqrt(bias_correction(h["beta2"], age)) / bias_correction(h["beta1"], age)
+        return {"corrected_rate": h["learning_rate"] * correction}
+
+    return leafwise(
+        adam_rule,
+        slots={"m": 0.0, "v": 0.0},
+        hyper={
+            "learning_rate": checked("learning_rate", learning_rate, low=0),
+            "beta1": checked("beta1", beta1, low=0, high=1, below=True),
+            "beta2": checked("beta2", beta2, low=0, high=1, below=True),
+            "epsilon": checked("epsilon", epsilon, low=0),
+        },
+        prepare=prepare,
+        sparse=False,
+    )

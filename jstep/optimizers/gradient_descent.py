@@ -1,0 +1,38 @@
+"""Gradient descent."""
+
+from jstep._typing import Array, Optimizer, ScalarOrSchedule
+from jstep.optimizers._hyper import checked
+from jstep.optimizers._leafwise import Hyper, leafwise
+
+
+def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
+    """P −= lr · g.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+
+    Returns:
+        An `Optimizer` without slots. A sparse gradient touches its rows alone.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.5
+
+    Source: `tf.train.GradientDescentOptimizer`.
+    """
+
+    def gradient_descent_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+        return -h["learning_rate"] * g, {}
+
+    return leafwise(
+        gradient_descent_rule,
+        slots={},
+        hyper={"learning_rate": checked("learning_rate", learning_rate, low=0)},
+    )

@@ -1,0 +1,48 @@
+"""Momentum, Polyak's and Nesterov's."""
+
+from jstep._typing import Array, Optimizer, ScalarOrSchedule
+from jstep.optimizers._hyper import checked
+from jstep.optimizers._leafwise import Hyper, leafwise
+
+
+def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
+    """A = momentum·a + g; p −= lr·a, or with Nesterov p −= lr·(g + momentum·a).
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        momentum: The share of the old direction that is kept, in [0, 1].
+        use_nesterov: Whether to look ahead along the new direction.
+
+    Returns:
+        An `Optimizer` with the slot `momentum` (initially 0). A sparse gradient touches its rows alone.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.momentum(0.5, 0.9)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> for _ in range(2):
+        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
+        >>> print(state.params["w"], state.slots["momentum"]["w"])
+        -0.45 1.9
+
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013);
+    `tf.train.MomentumOptimizer`.
+    """
+
+    def momentum_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+        a = h["momentum"] * slots["momentum"] + g
+        direction = g + h["momentum"] * a if use_nesterov else a
+        return -h["learning_rate"] * direction, {"momentum": a}
+
+    return leafwise(
+        momentum_rule,
+        slots={"momentum": 0.0},
+        hyper={
+            "learning_rate": checked("learning_rate", learning_rate, low=0),
+            "momentum": checked("momentum", momentum, low=0, high=1),
+        },
+    )
