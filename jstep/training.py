@@ -1,0 +1,335 @@
+"""The training step: the only place that compiles, donates and counts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep import _tree
+from jstep import state as state_module
+from jstep._microbatches import AggregationMethod
+from jstep._typing import Array, Optimizer, Params, Slots, Updates
+from jstep._var_list import VarList
+from jstep.clipping import global_norm
+from jstep.gradients import GATE_OP, gradient_function
+from jstep.optimizers._leafwise import apply_updates, matched_gradients
+from jstep.optimizers._merge import require_optimizer
+from jstep.state import MODEL_STATE, TrainState
+
+NORMS = ("grad_norm", "update_norm", "param_norm")
+
+
+def apply_gradients(
+    state: TrainState, grads: Updates, optimizer: Optimizer, *, increment_global_step: bool = True
+) -> TrainState:
+    """The next state: params + updates, new slots, global_step + 1. Pure; it neither compiles nor donates.
+
+    Args:
+        state: The state before the update.
+        grads: A tree like `state.params`; a leaf is an array, an `IndexedSlices`, or None to stay as it is.
+        optimizer: The one the state was created with.
+        increment_global_step: Whether the update counts.
+
+    Raises:
+        TypeError: A gradient is not floating point.
+        ValueError: All gradients are None, structures or shapes do not fit (names the path), or the slots of
+            the state are not the optimizer's.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
+        >>> print(state.params["w"], state.global_step)
+        0.5 1
+
+    Source: `tf.train.Optimizer.apply_gradients`.
+    """
+    return _applied(state, grads, optimizer, increment_global_step)[0]
+
+
+def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool) -> tuple[TrainState, Updates]:
+    require_optimizer("optimizer", optimizer)
+    if state.global_step is None:
+        raise ValueError("the state has no global step: state.replace(global_step=jstep.create_global_step())")
+    matched_gradients(grads, state.params)  # also where no element of a chain looks at them
+    held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
+    updates, own = optimizer.update(grads, held, state.params, state.global_step)
+    _check_slots(held, own)
+    params = apply_updates(state.params, updates)
+    new = state.replace(params=params, slots={**state.slots, **own})
+    return (state_module.increment_global_step(new) if increment else new), updates
+
+
+def _check_slots(held: Slots, own: Slots) -> None:
+    if held.keys() != own.keys():
+        raise ValueError(
+            f"the optimizer's slots are not those of the state: missing in the state "
+            f"{sorted(own.keys() - held.keys())}, unknown to the optimizer {sorted(held.keys() - own.keys())}. "
+            "Use the optimizer the state was created with, "
+            "or make new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
+        )
+    for name in held:
+        before, after = (_tree.flatten(tree) for tree in (held[name], own[name]))
+        kinds = [[(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves] for leaves, _ in (before, after)]
+        if before[1] != after[1] or kinds[0] != kinds[1]:
+            raise ValueError(
+                f"slot {name!r}: the optimizer returned a tree of another structure, shape or dtype than the state "
+                "holds; slots keep theirs from step to step"
+            )
+
+
+class TrainStep:
+    """A compiled training step: `state, metrics = train_step(state, *args)`.
+
+    The state passed in is donated (unless `donate=False`): its memory becomes the new state's, so keep the
+    one returned. What `jax.jit` offers is there as well: `lower(state, *args)`, `trace(state, *args)`,
+    `eval_shape`, `clear_cache`. A program lowered by hand returns only the metrics that are computed; constant
+    hyperparameters are put in by the call.
+
+    Attributes:
+        __wrapped__: The pure function that is compiled.
+        donate: Whether the state is donated.
+    """
+
+    def __init__(self, step: Callable[..., tuple[TrainState, dict[str, Any]]], *, donate: bool) -> None:
+        self.__wrapped__ = step
+        self.__name__ = getattr(step, "__name__", "train_step")
+        self.__doc__ = step.__doc__ or type(self).__doc__
+        self.donate = donate
+        self._constants: dict[str, Array] = {}
+
+        def compiled(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+            new_state, metrics = step(state, *args)
+            computed, constants = _split_constants(metrics)
+            with jax.ensure_compile_time_eval():
+                self._constants = {name: jnp.asarray(value) for name, value in constants.items()}
+            return new_state, computed
+
+        compiled.__name__ = compiled.__qualname__ = self.__name__
+        jitted: Any = jax.jit(compiled, donate_argnums=(0,) if donate else ())
+        self._compiled = jitted
+        self.lower = self._compiled.lower
+        self.trace = self._compiled.trace
+        self.eval_shape = self._compiled.eval_shape
+        self.clear_cache = self._compiled.clear_cache
+
+    def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+        """One call of the compiled step."""
+        try:
+            state, metrics = self._compiled(state, *args)
+        except (RuntimeError, ValueError) as error:
+            if "delete" in str(error) or "donate" in str(error):
+                _explain_donation(state, error)
+            raise
+        metrics.update(self._constants)
+        return state, metrics
+
+    def _cache_size(self) -> int:
+        return int(self._compiled._cache_size())
+
+    def __repr__(self) -> str:
+        return f"<jstep.TrainStep {self.__name__}, donate={self.donate}>"
+
+
+def _explain_donation(state: Any, error: Exception) -> None:
+    for path, leaf in _tree.leaves_with_paths(state):
+        if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf) and leaf.is_deleted():
+            raise RuntimeError(
+                f"the state's {path!r} was donated to an earlier step, whose result holds its memory now. Go on with "
+                "the state a step returns, `state, metrics = train_step(state, ...)`, or keep old states alive with "
+                "minimize(..., donate=False)."
+            ) from error
+
+
+def _split_constants(metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    constants = {name: value for name, value in metrics.items() if isinstance(value, np.ndarray | np.generic)}
+    return {name: value for name, value in metrics.items() if name not in constants}, constants
+
+
+def minimize(
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    *,
+    var_list: VarList = None,
+    has_aux: bool = False,
+    num_microbatches: int = 1,
+    weight_fn: Callable[..., Any] | None = None,
+    gate_gradients: int = GATE_OP,
+    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
+    has_model_state: bool = False,
+    rng: Array | None = None,
+    metrics: Sequence[str] = (),
+    increment_global_step: bool = True,
+    jit: bool = True,
+    donate: bool = True,
+) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+    """The training step of a loss: `train_step(state, *args) -> (state, metrics)`, compiled, the state donated.
+
+    Args:
+        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux `-> (loss, aux)`; with
+            has_model_state `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both
+            `-> (loss, (model_state, aux))`; with rng it also takes `rng=key`.
+        optimizer: The one the state was created with.
+        var_list: What to train, as in `compute_gradients`; the rest stays as it is.
+        has_aux: Whether loss_fn returns auxiliary values, which join the metrics.
+        num_microbatches: In how many parts the batch is gone through, as in `compute_gradients`: one update.
+        weight_fn: The weight of a microbatch, as in `compute_gradients`.
+        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH.
+        aggregation_method: How the gradients of microbatches are added up.
+        has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`.
+        rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, a function of the step alone, so that a run
+            that was interrupted draws the same numbers. A microbatch i gets `fold_in(that, i)`.
+        metrics: Which of `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates as added) and
+            `"param_norm"` (of the new parameters) to compute.
+        increment_global_step: Whether the update counts.
+        jit: Whether to compile. False gives the pure function.
+        donate: Whether the compiled step takes over the memory of the state passed in.
+
+    Returns:
+        A `TrainStep`, or the pure function where jit=False. Its metrics hold `loss`, each hyperparameter in force at
+        the update, the norms asked for, and the entries of aux where it is a mapping, else `aux`; scalars
+        on the device, which nothing waits for.
+
+    Raises:
+        TypeError: An argument, the loss or a gradient is of the wrong type.
+        ValueError: An argument is out of range, or something does not fit: var_list, the batch and
+            num_microbatches, the state and the optimizer, names of metrics that collide.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(jstep.exponential_decay(0.1, 10, 0.5))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] * x) ** 2, optimizer)
+        >>> state, metrics = train_step(state, jnp.float32(2.0))
+        >>> print(state.params["w"], state.global_step, metrics["loss"], metrics["learning_rate"])
+        0.19999999 1 4.0 0.1
+
+    Source: `tf.train.Optimizer.minimize`.
+    """
+    require_optimizer("optimizer", optimizer)
+    norms = _checked_norms(metrics)
+    compute = gradient_function(
+        loss_fn,
+        var_list=var_list,
+        has_aux=has_aux,
+        has_model_state=has_model_state,
+        num_microbatches=num_microbatches,
+        weight_fn=weight_fn,
+        gate_gradients=gate_gradients,
+        aggregation_method=aggregation_method,
+    )
+
+    def train_step(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+        if not isinstance(state, TrainState):
+            raise TypeError(f"state: must be a TrainState, got {type(state).__name__}; make one with TrainState.create")
+        if has_model_state and MODEL_STATE not in state.slots:
+            raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
+        if state.global_step is None:
+            raise ValueError("the state has no global step: state.replace(global_step=jstep.create_global_step())")
+        key = None if rng is None else jax.random.fold_in(rng, state.global_step)
+        loss, model_state, aux, grads = compute(state.params, state.slots.get(MODEL_STATE), args, {}, key)
+        new_state, updates = _applied(state, grads, optimizer, increment_global_step)
+        if has_model_state:
+            new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: model_state})
+        sources = {"grad_norm": grads, "update_norm": updates, "param_norm": _trainable(new_state.params)}
+        parts = {
+            "the loss": {"loss": loss},
+            "the optimizer's hyperparameters": optimizer.hyperparameters(state.global_step),
+            "aux": (dict(aux) if isinstance(aux, Mapping) else {"aux": aux}) if has_aux else {},
+            "the norms": {name: global_norm(sources[name]) for name in norms},
+        }
+        return new_state, _joined(parts)
+
+    return TrainStep(train_step, donate=donate) if jit else train_step
+
+
+def _checked_norms(metrics: Any) -> tuple[str, ...]:
+    names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+    for name in names:
+        if name not in NORMS:
+            raise ValueError(f"metrics: {name!r} is unknown{_tree.nearest(str(name), NORMS)}; it takes any of {NORMS}")
+    return names
+
+
+def _trainable(params: Params) -> Any:
+    return jax.tree.map(lambda leaf: leaf if _tree.is_trainable(leaf) else None, params)
+
+
+def _joined(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for part, values in parts.items():
+        for name, value in values.items():
+            if name in joined:
+                raise ValueError(f"metrics: {part} and {origin[name]} both have {name!r}; rename it in {part}")
+            joined[name], origin[name] = value, part
+    return joined
+
+
+def scan_steps(train_step: Callable[..., Any], length: int | None = None) -> Callable[..., Any]:
+    """K steps in one call: `f(state, *stacked) -> (state, stacked metrics)`.
+
+    Args:
+        train_step: What `minimize` returned, or any function `(state, *args) -> (state, metrics)`.
+        length: K, where train_step takes no args to tell it.
+
+    Returns:
+        A function whose args are stacked on a leading axis of size K, and whose metrics come back so. Of a compiled
+        step it is a compiled one that donates likewise; of a plain function, a plain one.
+
+    Raises:
+        TypeError: `train_step` is no function.
+        ValueError: The leading axes of the args differ, or there is none.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> state, metrics = jstep.scan_steps(train_step)(state, jnp.ones(3))
+        >>> print(state.global_step, metrics["loss"])
+        3 [1.     0.25   0.0625]
+    """
+    if not callable(train_step):
+        raise TypeError(f"train_step={train_step!r}: must be a function (state, *args) -> (state, metrics)")
+    step = train_step.__wrapped__ if isinstance(train_step, TrainStep) else train_step
+
+    def scanned_steps(state: TrainState, *stacked: Any) -> tuple[TrainState, Any]:
+        k = _leading_size(stacked, length)
+        constants: dict[str, Any] = {}
+
+        def body(state: TrainState, args: Any) -> tuple[TrainState, Any]:
+            state, metrics = step(state, *args)
+            if isinstance(metrics, dict):
+                metrics, fixed = _split_constants(metrics)
+                constants.update(fixed)
+            return state, metrics
+
+        state, metrics = jax.lax.scan(body, state, stacked, length=k)
+        if constants:
+            metrics = metrics | {name: np.full((k, *np.shape(v)), v, v.dtype) for name, v in constants.items()}
+        return state, metrics
+
+    return TrainStep(scanned_steps, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned_steps
+
+
+def _leading_size(stacked: Any, length: int | None) -> int:
+    sizes = {}
+    for path, leaf in _tree.leaves_with_paths(stacked):
+        if np.ndim(leaf) == 0:
+            raise ValueError(f"scan_steps: argument {path} is a scalar; stack the values of K steps on a leading axis")
+        sizes[path] = np.shape(leaf)[0]
+    if length is not None:
+        sizes["length"] = length
+    if not sizes:
+        raise ValueError("scan_steps: the step takes no args, so say how many: scan_steps(train_step, length=K)")
+    (first, k), *rest = sizes.items()
+    for path, size in rest:
+        if size != k:
+            raise ValueError(
+                f"scan_steps: the leading axes differ: argument {first} has {k}, argument {path} has {size}"
+            )
+    return k
