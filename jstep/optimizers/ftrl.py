@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jstep._typing import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers._hyper import checked
-from jstep.optimizers._leafwise import Hyper, leafwise
+from jstep.optimizers._leafwise import Hyper, leafwise, ordered_after
 
 
 def ftrl(
@@ -62,10 +62,10 @@ def ftrl(
         shrunk = g + 2 * h["l2_shrinkage_regularization_strength"] * p
         linear = slots["linear"] + shrunk - (rate_power(old + g * g) - rate_power(old)) / lr * p
         linear = jnp.where(moves, linear, slots["linear"])
-        # What follows reads the new `linear` from memory. Left to itself, XLA computes it anew from the
-        # slots it has to overwrite, and copies them whole to do so.
+        # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Left to
+        # itself XLA computes them from the old slots in another order, and copies what it has to overwrite.
         linear, old, g = jax.lax.optimization_barrier((linear, old, g))
-        accum = old + g * g
+        accum = ordered_after(old + g * g, linear)
         quadratic = rate_power(accum) / lr + 2 * (h["l2_regularization_strength"] + h["beta"] / (2 * lr))
         outweighs = jnp.abs(linear) > l1
         new_p = jnp.where(outweighs, (jnp.sign(linear) * l1 - linear) / quadratic, jnp.zeros_like(p))

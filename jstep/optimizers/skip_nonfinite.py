@@ -1,13 +1,16 @@
 """Leaving out updates that are not finite."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jstep import _tree
 from jstep._typing import Array, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers._leafwise import matched_gradients
+from jstep.optimizers._leafwise import apply_updates, matched_gradients, ordered_after
 from jstep.optimizers._merge import require_optimizer
-from jstep.state import START_STEP
+from jstep.state import START_STEP, is_scalar_slot
 
 
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
@@ -40,14 +43,12 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         gradients = [g for g in matched_gradients(updates, params) if g is not None]
         finite = jnp.stack([_all_finite(leaf) for leaf in jax.tree.leaves(gradients)]).all()
-        new_updates, new_slots = optimizer.update(updates, slots, params, step)
-        kept = {
-            name: slots[name] + jnp.where(finite, 0, 1).astype(slots[name].dtype)
-            if name.rsplit("/", 1)[-1] == START_STEP
-            else jax.tree.map(lambda new, old: jnp.where(finite, new, old), tree, slots[name])
-            for name, tree in new_slots.items()
-        }
-        return jax.tree.map(lambda u: _zero_unless(finite, u), new_updates), kept
+        updates, new_slots = optimizer.update(updates, slots, params, step)
+        updates = jax.tree.map(lambda u: _zero_unless(finite, u), updates)
+        # The parameters first, while the old slots are still there: see ordered_after.
+        moved = jax.lax.optimization_barrier(apply_updates(params, updates))
+        kept = {name: _kept(finite, name, slots[name], tree, moved) for name, tree in new_slots.items()}
+        return updates, kept
 
     return optimizer._replace(update=update)
 
@@ -55,6 +56,23 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 def _all_finite(leaf: Array) -> Array:
     # The indices of an IndexedSlices are leaves too, and always finite.
     return jnp.isfinite(leaf).all() if _tree.is_trainable(leaf) else jnp.ones((), bool)
+
+
+def _kept(finite: Array, name: str, old: Any, new: Any, moved: Params) -> Any:
+    if name.rsplit("/", 1)[-1] == START_STEP:
+        return old + jnp.where(finite, 0, 1).astype(old.dtype)
+
+    def leaf(before: Array, after: Array, parameter: Any) -> Array:
+        chosen = jnp.where(finite, after, before)
+        return ordered_after(chosen, parameter) if np.shape(parameter) == chosen.shape else chosen
+
+    if is_scalar_slot(name, old, moved):
+        return jnp.where(finite, new, old)
+    parameters = _tree.flatten_like(moved, moved, "params")
+    olds, news = (_tree.flatten_like(moved, tree, f"slot {name!r}") for tree in (old, new))
+    return _tree.structure(moved).unflatten(
+        [None if o is None else leaf(o, n, p) for o, n, p in zip(olds, news, parameters, strict=True)]
+    )
 
 
 def _zero_unless(finite: Array, update: Array) -> Array:
