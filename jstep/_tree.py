@@ -4,6 +4,7 @@ The path of a leaf is its keys joined by `/`, the same in predicates, slots, che
 """
 
 import difflib
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -51,7 +52,13 @@ def is_none(x: Any) -> bool:
 
 def is_trainable(leaf: Any) -> bool:
     """Whether an array can be trained: real floating point of any width."""
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+    return is_floating(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
+
+
+@functools.cache
+def is_floating(dtype: Any) -> bool:
+    """Whether a dtype is real floating point; remembered, since every leaf asks."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def is_array(x: Any) -> bool:
@@ -71,6 +78,7 @@ def concrete(x: Any) -> np.ndarray[Any, Any] | None:
     return np.asarray(x)
 
 
+@functools.cache
 def compute_dtype(dtype: Any) -> Any:
     """The dtype arithmetic on a leaf is done in: its own, and float32 at least."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -143,10 +151,10 @@ def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None) -> l
         found = treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise ValueError(_mismatch(params, tree, what, is_leaf)) from error
-    for path, sub in zip(paths_of(params), found, strict=True):
-        if sub is not None and not (is_leaf and is_leaf(sub)) and not jax.tree_util.all_leaves([sub]):
+    for i, sub in enumerate(found):
+        if not (sub is None or is_array(sub) or (is_leaf and is_leaf(sub)) or jax.tree_util.all_leaves([sub])):
             raise ValueError(
-                f"{what}: at {quoted(path)}, where params has an array, stands a {type(sub).__name__} "
+                f"{what}: at {quoted(paths_of(params)[i])}, where params has an array, stands a {type(sub).__name__} "
                 f"with {len(jax.tree.leaves(sub))} leaves. Give {what} the structure of params, "
                 "with None for a leaf to leave out."
             )

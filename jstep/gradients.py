@@ -231,7 +231,7 @@ def _check_arguments(loss_fn: Any, n: Any, weight_fn: Any, gate: Any, method: An
     if gate not in (GATE_NONE, GATE_OP, GATE_GRAPH):
         raise ValueError(f"gate_gradients={gate!r}: must be GATE_NONE, GATE_OP or GATE_GRAPH")
     if not isinstance(method, AggregationMethod):
-        raise TypeError(f"aggregation_method={method!r}: must be AggregationMethod.DEFAULT or AggregationMethod.ADD_N")
+        raise TypeError(f"aggregation_method={method!r}: must be AggregationMethod.DEFAULT or .ADD_N")
 
 
 def _taken_apart(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
@@ -239,8 +239,8 @@ def _taken_apart(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, A
     if not (has_aux or has_model_state):
         if isinstance(out, tuple | list):
             raise TypeError(
-                f"loss_fn returned a {type(out).__name__} of {len(out)}; it must return a scalar loss. Say has_aux=True "
-                "where it returns (loss, aux), and has_model_state=True where it returns (loss, model_state)."
+                f"loss_fn returned a {type(out).__name__} of {len(out)}; it must return a scalar loss. Say "
+                "has_aux=True where it returns (loss, aux), has_model_state=True where (loss, model_state)."
             )
         return out, None, None
     want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"

@@ -73,7 +73,7 @@ def _check_slots(held: Slots, own: Slots) -> None:
         )
     for name in held:
         before, after = (_tree.flatten(tree) for tree in (held[name], own[name]))
-        kinds = [[(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves] for leaves, _ in (before, after)]
+        kinds = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, leaves)] for leaves, _ in (before, after)]
         if before[1] != after[1] or kinds[0] != kinds[1]:
             raise ValueError(
                 f"slot {name!r}: the optimizer returned a tree of another structure, shape or dtype than the state "

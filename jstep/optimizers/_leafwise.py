@@ -4,6 +4,7 @@ Here, once for all: walking the tree, None gradients, `IndexedSlices`, dtypes of
 hyperparameters at a step, and the age of the slots.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,7 +74,8 @@ def leafwise(
             if START_STEP not in held:
                 raise _missing_slot(START_STEP, held)
             values |= prepare(values, _age(step, held[START_STEP]))
-        traced = {name: value for name, value in values.items() if not isinstance(value, float)}
+        # Behind a barrier the scalars are computed once; without, XLA fuses a schedule into the kernel of each leaf.
+        traced = jax.lax.optimization_barrier({n: value for n, value in values.items() if not isinstance(value, float)})
         new_updates: list[Any] = []
         for i, (gradient, leaf) in enumerate(zip(gradients, jax.tree.leaves(params), strict=True)):
             if gradient is None:
@@ -126,6 +128,16 @@ def _age(step: Step, start_step: Array) -> Array:
     return jnp.maximum(step - start_step + 1, 1)
 
 
+def ordered_after(x: Array, first: Array) -> Array:
+    """X itself, from a kernel that XLA has to run after the one that makes `first`.
+
+    Where two kernels read a slot that one of them overwrites, XLA copies the slot unless the other is known to
+    run earlier; only data says so. The condition is never true, which LLVM sees and XLA does not: nothing more
+    is read from memory.
+    """
+    return jnp.where((first > 0) & (first < 0), first.astype(x.dtype), x)
+
+
 def bias_correction(beta: Any, age: Array) -> Array:
     """1 − beta^age, without the cancellation that the formula has for beta near 1."""
     real = _tree.default_float()
@@ -144,41 +156,49 @@ def matched_gradients(updates: Updates, params: Params) -> list[Any]:
         ValueError: Structure or shape differ from params, or there is no gradient at all.
     """
     found = _tree.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+    leaves = jax.tree.leaves(params)
     gradients = [
-        _checked_gradient(gradient, leaf, path)
-        for gradient, (path, leaf) in zip(found, _tree.leaves_with_paths(params), strict=True)
+        None if _tree.is_none(gradient) else _checked_gradient(gradient, leaf, functools.partial(_path_at, params, i))
+        for i, (gradient, leaf) in enumerate(zip(found, leaves, strict=True))
     ]
     if all(gradient is None for gradient in gradients):
         raise ValueError(
-            f"{NO_GRADIENTS}: {[path for path, _ in _tree.leaves_with_paths(params)][:20]}. "
+            f"{NO_GRADIENTS}: {_tree.paths_of(params)[:20]}. "
             "All gradients are None; does the loss depend on params, and does var_list leave any?"
         )
     return gradients
 
 
-def _checked_gradient(gradient: Any, leaf: Any, path: str) -> Any:
-    if _tree.is_none(gradient):
-        return None
+def _path_at(params: Params, i: int) -> str:
+    return _tree.paths_of(params)[i]
+
+
+def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
     if not _tree.is_trainable(leaf):
         raise TypeError(
-            f"gradients: a gradient for {_tree.quoted(path)}, whose dtype {jnp.result_type(leaf)} cannot be trained; "
+            f"gradients: a gradient for {_tree.quoted(path())}, whose dtype {jnp.result_type(leaf)} cannot be trained; "
             "put None in its place"
         )
     if isinstance(gradient, IndexedSlices):
-        check(gradient, path, np.shape(leaf))
+        check(gradient, path(), np.shape(leaf))
         dtype = jnp.result_type(gradient.values)
     else:
         if not (_tree.is_array(gradient) or isinstance(gradient, float | int)):
-            raise TypeError(f"gradients: at {_tree.quoted(path)} stands a {type(gradient).__name__}, which is no array")
-        gradient = jnp.asarray(gradient, None if _tree.is_array(gradient) else jnp.result_type(leaf))
+            raise TypeError(
+                f"gradients: at {_tree.quoted(path())} stands a {type(gradient).__name__}, which is no array"
+            )
+        if not _tree.is_array(gradient):
+            gradient = jnp.asarray(gradient, jnp.result_type(leaf))
         dtype = gradient.dtype
         if gradient.shape != np.shape(leaf):
             raise ValueError(
-                f"gradients: the gradient at {_tree.quoted(path)} has shape {gradient.shape}, its parameter has "
+                f"gradients: the gradient at {_tree.quoted(path())} has shape {gradient.shape}, its parameter has "
                 f"shape {np.shape(leaf)}"
             )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"gradients: the gradient at {_tree.quoted(path)} has dtype {dtype}; it must be floating point")
+    if not _tree.is_floating(dtype):
+        raise TypeError(
+            f"gradients: the gradient at {_tree.quoted(path())} has dtype {dtype}; it must be floating point"
+        )
     return gradient
 
 
@@ -186,13 +206,13 @@ def _slot_leaves(held: Slots, name: str, params: Params) -> list[Any]:
     if name not in held:
         raise _missing_slot(name, held)
     leaves = _tree.flatten_like(params, held[name], f"slot {name!r}")
-    for slot, (path, leaf) in zip(leaves, _tree.leaves_with_paths(params), strict=True):
+    for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):
         if (slot is None) == _tree.is_trainable(leaf) or (slot is not None and np.shape(slot) != np.shape(leaf)):
             have = "nothing" if slot is None else f"shape {np.shape(slot)}"
             raise ValueError(
-                f"slot {name!r} has {have} at {_tree.quoted(path)}, where the parameter has shape {np.shape(leaf)} "
-                f"and dtype {jnp.result_type(leaf)}. Slots belong to the params they were created for: make them "
-                "with TrainState.create(params, optimizer)."
+                f"slot {name!r} has {have} at {_tree.quoted(_tree.paths_of(params)[i])}, where the parameter has shape "
+                f"{np.shape(leaf)} and dtype {jnp.result_type(leaf)}. Slots belong to the params they were created "
+                "for: make them with TrainState.create(params, optimizer)."
             )
     return leaves
 

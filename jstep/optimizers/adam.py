@@ -45,11 +45,11 @@ def adam(
     def adam_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
         m = h["beta1"] * slots["m"] + (1 - h["beta1"]) * g
         v = h["beta2"] * slots["v"] + (1 - h["beta2"]) * (g * g)
-        return -h["corrected_rate"] * m / (jnp.sqrt(v) + h["epsilon"]), {"m": m, "v": v}
+        return h["signed_rate"] * m / (jnp.sqrt(v) + h["epsilon"]), {"m": m, "v": v}
 
     def prepare(h: Hyper, age: Array) -> Hyper:
         correction = jnp.sqrt(bias_correction(h["beta2"], age)) / bias_correction(h["beta1"], age)
-        return {"corrected_rate": h["learning_rate"] * correction}
+        return {"signed_rate": -h["learning_rate"] * correction}
 
     return leafwise(
         adam_rule,

@@ -8,6 +8,7 @@ import math
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -102,16 +103,18 @@ def split(step: Array, length: Fraction) -> Periods:
         length = length.limit_denominator(max(1, min(largest, math.isqrt(int(largest / length)))))
         length = max(length, Fraction(1, largest))
     n, d = length.numerator, length.denominator
-    u, v = step // n, step % n
+    # lax.div rounds towards zero, which for steps ≥ 0 is what // does in several operations more.
+    size = jnp.full_like(step, n)
+    u, v = jax.lax.div(step, size), jax.lax.rem(step, size)
     if d > 1:
         # More than the largest integer of whole periods is as good as that many.
         fits = u < largest // d
-        whole = jnp.where(fits, jnp.where(fits, u, 0) * d + v * d // n, largest)
-        v = v * d % n
+        whole = jnp.where(fits, jnp.where(fits, u, 0) * d + jax.lax.div(v * d, size), largest)
+        v = jax.lax.rem(v * d, size)
     else:
         whole = u
-    size = jnp.asarray(n, real)
-    return Periods(whole, v.astype(real) / size, (n - v).astype(real) / size)
+    length_in_real = jnp.asarray(n, real)
+    return Periods(whole, v.astype(real) / length_in_real, (n - v).astype(real) / length_in_real)
 
 
 def power(base: Any, log_base: float | None, periods: Periods, *, staircase: bool) -> Array:
