@@ -1,0 +1,155 @@
+"""Large leaves, limited by memory: Adam, clipping and microbatches beside Optax; sparse rows; memory of all.
+
+python tests/benchmarks/bench_large.py
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+from _timing import interleaved, report
+
+import jstep
+
+LEAVES, SIDE = 16, 2048
+
+
+def params():
+    return [jnp.full((SIDE, SIDE), 0.1) for _ in range(LEAVES)]
+
+
+def runner(step, state, *args):
+    held = [state]
+
+    def run(calls):
+        for _ in range(calls):
+            held[0] = step(held[0], *args)
+        return held[0]
+
+    return run
+
+
+def optimizers(clip):
+    grads = [jax.random.normal(jax.random.key(i), (SIDE, SIDE)) for i in range(LEAVES)]
+    ours = jstep.adam(1e-3)
+    theirs = optax.adam(1e-3)
+    if clip:
+        ours = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), ours)
+        theirs = optax.chain(optax.clip_by_global_norm(1.0), theirs)
+
+    def optax_step(state, grads):
+        params, slots = state
+        updates, slots = theirs.update(grads, slots, params)
+        return optax.apply_updates(params, updates), slots
+
+    our_step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, ours), donate_argnums=0)
+    return {
+        "jstep": runner(our_step, jstep.TrainState.create(params(), ours), grads),
+        "Optax": runner(jax.jit(optax_step, donate_argnums=0), (params(), theirs.init(params())), grads),
+    }
+
+
+def microbatches(n=8):
+    """A wide two-layer network over n microbatches of 4 rows: accumulation is what costs."""
+
+    def init():
+        return {"w1": jnp.full((1024, 4096), 0.01), "w2": jnp.full((4096, 1024), 0.01)}
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["w1"]) @ params["w2"] - x))
+
+    x = jax.random.normal(jax.random.key(0), (4 * n, 1024))
+    ours = jstep.adam(1e-3)
+    step = jstep.minimize(loss_fn, ours, num_microbatches=n)
+    theirs = optax.MultiSteps(optax.adam(1e-3), every_k_schedule=n)
+
+    def optax_step(state, x):
+        params, slots = state
+        grads = jax.grad(loss_fn)(params, x)
+        updates, slots = theirs.update(grads, slots, params)
+        return optax.apply_updates(params, updates), slots
+
+    compiled = jax.jit(optax_step, donate_argnums=0)
+
+    def optax_round(state, x):
+        for part in jnp.split(x, n):
+            state = compiled(state, part)
+        return state
+
+    our_state, optax_state = jstep.TrainState.create(init(), ours), (init(), theirs.init(init()))
+    parameter_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(init()))
+    for name, lowered in (
+        ("jstep", step.lower(our_state, x)),
+        ("optax.MultiSteps", compiled.lower(optax_state, x[:4])),
+    ):
+        memory = lowered.compile().memory_analysis()
+        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        total -= memory.alias_size_in_bytes
+        print(f"  {name}: peak {total / parameter_bytes:.2f} times the parameters' bytes (state, gradients, all)")
+    return {
+        f"jstep, {n} microbatches": runner(lambda s, x: step(s, x)[0], our_state, x),
+        "optax.MultiSteps": runner(optax_round, optax_state, x),
+    }
+
+
+def sparse(rows=1000, table=(1_000_000, 64)):
+    optimizer = jstep.adagrad(0.1)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    indices = jax.random.randint(jax.random.key(0), (rows,), 0, table[0])
+    some = {"table": jstep.IndexedSlices(jnp.ones((rows, table[1])), indices, table)}
+    every = {"table": jnp.ones(table)}
+
+    def state():
+        return jstep.TrainState.create({"table": jnp.zeros(table)}, optimizer)
+
+    return {"1000 rows": runner(step, state(), some), "dense": runner(step, state(), every)}
+
+
+def memory():
+    """Temporaries of a donated step, in bytes of parameters, for every optimizer."""
+    table = {
+        "gradient_descent": jstep.gradient_descent(0.1),
+        "momentum": jstep.momentum(0.1, 0.9),
+        "momentum, Nesterov": jstep.momentum(0.1, 0.9, use_nesterov=True),
+        "adagrad": jstep.adagrad(0.1),
+        "adam": jstep.adam(),
+        "rmsprop": jstep.rmsprop(0.1, momentum=0.9),
+        "rmsprop, centered": jstep.rmsprop(0.1, momentum=0.9, centered=True),
+        "ftrl": jstep.ftrl(0.1, l1_regularization_strength=0.01, l2_shrinkage_regularization_strength=0.01),
+        "clip + adam": jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam()),
+        "adam + average": jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.99, True)),
+        "skip_nonfinite(adam)": jstep.skip_nonfinite(jstep.adam()),
+        "partition": jstep.partition(
+            {"a": jstep.adam(), "b": jstep.adagrad(0.1)}, lambda path, leaf: "a" if path == "0" else "b"
+        ),
+    }
+    print("\nTemporaries of a donated update, in bytes of parameters (bound 0.01)")
+    good = True
+    leaves = [jnp.ones((512, 512)) for _ in range(4)]
+    size = sum(leaf.nbytes for leaf in leaves)
+    for name, optimizer in table.items():
+        step = jax.jit(lambda s, g, o=optimizer: jstep.apply_gradients(s, g, o), donate_argnums=0)
+        analysis = step.lower(jstep.TrainState.create(leaves, optimizer), leaves).compile().memory_analysis()
+        ratio = analysis.temp_size_in_bytes / size
+        good &= ratio <= 0.01
+        print(f"  {name:24s} {ratio:.4f}")
+    return good
+
+
+def main():
+    good = report("16 leaves of 4M floats, Adam", interleaved(optimizers(False), 1, 9), {("jstep", "Optax"): 1.0}, 1e3)
+    title = "16 leaves of 4M floats, global-norm clipping and Adam"
+    good &= report(title, interleaved(optimizers(True), 1, 9), {("jstep", "Optax"): 0.60}, 1e3)
+    title, bound = (
+        "8.4M parameters, 8 microbatches of 4 rows, Adam",
+        {("jstep, 8 microbatches", "optax.MultiSteps"): 0.60},
+    )
+    good &= report(title, interleaved(microbatches(), 1, 9), bound, 1e3)
+    title = "Adagrad on a table of 1M × 64"
+    good &= report(title, interleaved(sparse(), 3, 9), {("1000 rows", "dense"): 0.03}, 1e3)
+    return memory() and good
+
+
+if __name__ == "__main__":
+    sys.exit(not main())
