@@ -1,0 +1,29 @@
+"""What the README shows, runs."""
+
+import pathlib
+import re
+
+import jax
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_code_of_the_readme_runs_in_order(capsys):
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) >= 3
+    # A README is read with JAX's own settings, not with those of our tests.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for block in blocks:
+            exec(compile(block, "README.md", "exec"), names)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("TrainState(global_step=200, params: 4 numbers in 2 leaves (16 B)")
+    assert shown[1].startswith("0.00959999")
+
+
+def test_the_two_commands_are_lines_that_make_their_own_environment():
+    commands = [
+        re.search(rf"<!-- {name} command -->\n```bash\n(.*)\n```", README).group(1) for name in ("example", "test")
+    ]
+    for command in commands:
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install ")
