@@ -78,3 +78,15 @@ class Optimizer(NamedTuple):
     init: InitFn
     update: UpdateFn
     hyperparameters: HyperparametersFn
+
+
+def require_optimizer(name: str, value: Any) -> Optimizer:
+    """The value, which must be an optimizer.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(value, Optimizer):
+        hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
+        raise TypeError(f"{name}={value!r}: must be a jstep.Optimizer, got {type(value).__name__}{hint}")
+    return value

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jstep import _tree
-from jstep._typing import Array, Number, Optimizer, Params, Slots, Step, Updates
+from jstep._typing import Array, Number, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers._hyper import checked
 from jstep.optimizers._leafwise import apply_updates
-from jstep.optimizers._merge import merge, require_optimizer
+from jstep.optimizers._merge import merge
 from jstep.state import START_STEP, TrainState
 
 NAME = "ExponentialMovingAverage"

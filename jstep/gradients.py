@@ -246,15 +246,19 @@ def _taken_apart(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, A
     want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
     said = f"has_aux={has_aux}" + (", has_model_state=True" if has_model_state else "")
     if not (isinstance(out, tuple | list) and len(out) == 2):
-        raise TypeError(f"loss_fn returned {type(out).__name__}; with {said} it must return {want}")
+        raise TypeError(f"loss_fn returned {_kind(out)}; with {said} it must return {want}")
     loss, rest = out
     if not has_model_state:
         return loss, None, rest
     if not has_aux:
         return loss, rest, None
     if not (isinstance(rest, tuple | list) and len(rest) == 2):
-        raise TypeError(f"loss_fn returned (loss, {type(rest).__name__}); with {said} it must return {want}")
+        raise TypeError(f"loss_fn returned (loss, {_kind(rest)}); with {said} it must return {want}")
     return loss, rest[0], rest[1]
+
+
+def _kind(x: Any) -> str:
+    return f"an array of shape {np.shape(x)}" if _tree.is_array(x) else f"a {type(x).__name__}"
 
 
 def _checked_loss(loss: Any) -> Array:

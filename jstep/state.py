@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep import _tree
-from jstep._typing import Array, Optimizer, Params, Slots, Step
+from jstep._typing import Array, Optimizer, Params, Slots, Step, require_optimizer
 
 MODEL_STATE = "model_state"
 START_STEP = "start_step"
@@ -68,6 +68,7 @@ class TrainState:
             TypeError: A leaf is no array and no number (names its path), or `global_step` is not an integer.
             ValueError: `global_step` is negative, or with `copy=False` two leaves share one buffer.
         """
+        require_optimizer("optimizer", optimizer)
         step = create_global_step(global_step)
         params = _as_arrays(params, copy=copy)
         slots = dict(optimizer.init(params, step))

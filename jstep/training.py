@@ -10,12 +10,11 @@ import numpy as np
 from jstep import _tree
 from jstep import state as state_module
 from jstep._microbatches import AggregationMethod
-from jstep._typing import Array, Optimizer, Params, Slots, Updates
+from jstep._typing import Array, Optimizer, Params, Slots, Updates, require_optimizer
 from jstep._var_list import VarList
 from jstep.clipping import global_norm
 from jstep.gradients import GATE_OP, gradient_function
 from jstep.optimizers._leafwise import apply_updates, matched_gradients
-from jstep.optimizers._merge import require_optimizer
 from jstep.state import MODEL_STATE, TrainState
 
 NORMS = ("grad_norm", "update_norm", "param_norm")
@@ -126,6 +125,11 @@ class TrainStep:
             raise
         metrics.update(self._constants)
         return state, metrics
+
+    @property
+    def constant_metrics(self) -> frozenset[str]:
+        """The names of metrics that no step computes: hyperparameters that are plain numbers."""
+        return frozenset(self._constants)
 
     def _cache_size(self) -> int:
         return int(self._compiled._cache_size())
@@ -314,6 +318,12 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None) -> Cal
         return state, metrics
 
     return TrainStep(scanned_steps, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned_steps
+
+
+@jax.jit
+def last_of(stacked: Any) -> Any:
+    """The values of the last of K steps, in one dispatch."""
+    return jax.tree.map(lambda leaf: leaf[-1], stacked)
 
 
 def _leading_size(stacked: Any, length: int | None) -> int:

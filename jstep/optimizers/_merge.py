@@ -6,18 +6,6 @@ from typing import Any
 from jstep._typing import Optimizer, Params, Slots, Step
 
 
-def require_optimizer(name: str, value: Any) -> Optimizer:
-    """The value, which must be an optimizer.
-
-    Raises:
-        TypeError: It is not.
-    """
-    if not isinstance(value, Optimizer):
-        hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
-        raise TypeError(f"{name}={value!r}: must be a jstep.Optimizer, got {type(value).__name__}{hint}")
-    return value
-
-
 def merge(parts: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
     """One dict of several.
 
@@ -25,14 +13,16 @@ def merge(parts: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
         ValueError: A name occurs twice; points to `scope`.
     """
     merged: dict[str, Any] = {}
+    owner: dict[str, int] = {}
     for i, part in enumerate(parts):
         for name in part:
             if name in merged:
                 raise ValueError(
-                    f"two optimizers have a {what} named {name!r} (the second is number {i}); give one of them a "
-                    'name of its own with jstep.scope("name", optimizer), which makes it "name/' + name + '"'
+                    f"optimizers {owner[name]} and {i} both have a {what} named {name!r}; give one of them a name of "
+                    f"its own with jstep.scope('name', optimizer), which makes it 'name/{name}'"
                 )
         merged.update(part)
+        owner |= dict.fromkeys(part, i)
     return merged
 
 
@@ -71,11 +61,11 @@ def check_names(optimizers: Sequence[Optimizer]) -> None:
     Raises:
         ValueError: A name occurs twice.
     """
-    merged_hyperparameters(optimizers)(0)
     slots = []
     for optimizer in optimizers:
         try:
             slots.append(optimizer.init({}, 0))
         except Exception:  # a user's own init may want real params: its names are checked by `init` then
-            return
+            slots.append({})
     merge(slots, "slot")
+    merged_hyperparameters(optimizers)(0)

@@ -1,7 +1,7 @@
 """One optimizer after another."""
 
-from jstep._typing import Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers._merge import check_names, merged_hyperparameters, merged_init, require_optimizer
+from jstep._typing import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers._merge import check_names, merged_hyperparameters, merged_init
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:

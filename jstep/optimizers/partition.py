@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from jstep import _tree
-from jstep._typing import Optimizer, Params, Slots, Step, Updates
+from jstep._typing import Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.indexed_slices import is_slices
 from jstep.optimizers._leafwise import NO_GRADIENTS
-from jstep.optimizers._merge import merged_hyperparameters, require_optimizer
+from jstep.optimizers._merge import merged_hyperparameters
 from jstep.optimizers.scope import scope
 
 

@@ -1,7 +1,7 @@
 """A prefix for the names of an optimizer."""
 
-from jstep._typing import Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers._merge import prefixed, require_optimizer, scoped
+from jstep._typing import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers._merge import prefixed, scoped
 
 
 def scope(name: str, optimizer: Optimizer) -> Optimizer:

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep import _tree
-from jstep._typing import Array, Optimizer, Params, Slots, Step, Updates
+from jstep._typing import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers._leafwise import apply_updates, matched_gradients, ordered_after
-from jstep.optimizers._merge import require_optimizer
 from jstep.state import START_STEP, is_scalar_slot
 
 
