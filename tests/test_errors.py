@@ -246,7 +246,7 @@ CASES: dict[str, Case] = {
     "scope without a name": (lambda: jstep.scope("", adam), ValueError, ("name", "''")),
     "scope with a slash": (lambda: jstep.scope("a/", adam), ValueError, ("name", "'a/'")),
     "scope the other way round": (lambda: jstep.scope(adam, "fast"), TypeError, ("must be",)),
-    "partition of nothing": (lambda: jstep.partition({}, lambda p, l: "a"), ValueError, ("optimizers",)),
+    "partition of nothing": (lambda: jstep.partition({}, lambda path, leaf: "a"), ValueError, ("optimizers",)),
     "partition with an unknown label": (
         lambda: create(PARAMS, jstep.partition({"rest": adam}, lambda path, leaf: "rset")),
         ValueError,
@@ -258,7 +258,7 @@ CASES: dict[str, Case] = {
         ("labels", "(path, leaf)"),
     ),
     "partition with a constructor": (
-        lambda: jstep.partition({"a": jstep.adam}, lambda p, l: "a"),
+        lambda: jstep.partition({"a": jstep.adam}, lambda path, leaf: "a"),
         TypeError,
         ("'a'", "adam(...)"),
     ),
@@ -271,7 +271,11 @@ CASES: dict[str, Case] = {
     "clip_gradients zero": (lambda: jstep.clip_gradients(by_global_norm=0.0), ValueError, ("by_global_norm", "0")),
     "clip_gradients negative": (lambda: jstep.clip_gradients(by_value=-1.0), ValueError, ("by_value", "-1")),
     "clip_gradients reversed": (lambda: jstep.clip_gradients(by_value=(1.0, -1.0)), ValueError, ("by_value", "min")),
-    "clip_gradients of three": (lambda: jstep.clip_gradients(by_value=(1, 2, 3)), ValueError, ("by_value", "(1, 2, 3)")),
+    "clip_gradients of three": (
+        lambda: jstep.clip_gradients(by_value=(1, 2, 3)),
+        ValueError,
+        ("by_value", "(1, 2, 3)"),
+    ),
     "skip_nonfinite of a number": (lambda: jstep.skip_nonfinite(3), TypeError, ("optimizer", "3")),
     # Loss and its arguments.
     "loss a vector": (
@@ -283,7 +287,11 @@ CASES: dict[str, Case] = {
     "loss None": (lambda: compute(lambda p, x: None), TypeError, ("loss", "NoneType")),
     "loss a tuple": (lambda: compute(lambda p, x: (linear(p, x), 1)), TypeError, ("has_aux=True",)),
     "loss without its aux": (lambda: compute(linear, has_aux=True), TypeError, ("has_aux", "(loss, aux)")),
-    "loss a complex": (lambda: compute(lambda p, x: jax.lax.complex(linear(p, x), 0.0)), TypeError, ("loss", "complex64")),
+    "loss a complex": (
+        lambda: compute(lambda p, x: jax.lax.complex(linear(p, x), 0.0)),
+        TypeError,
+        ("loss", "complex64"),
+    ),
     "loss of a step a vector": (lambda: step(lambda p, x: p["dense"]["bias"]), ValueError, ("loss", "(3,)")),
     "loss of a step an integer": (lambda: step(lambda p, x: 1), TypeError, ("loss", "int32")),
     "loss_fn not a function": (lambda: jstep.minimize(3.0, adam), TypeError, ("loss_fn", "3.0")),

@@ -1,6 +1,7 @@
 """Trajectories of every optimizer against the equations, written out in NumPy float64 (tests/reference.py)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ class Case(NamedTuple):
     slots: dict[str, float]
     hyper: dict[str, Any]
     """Every hyperparameter by name; an array is a schedule. What is not in `defaults` is passed by keyword."""
-    static: dict[str, Any] = {}
+    static: Mapping[str, Any] = MappingProxyType({})
     defaults: tuple[str, ...] = ()
 
 
@@ -97,9 +98,7 @@ CASES = {
         {"m": 0.0, "v": 0.0},
         {"learning_rate": FALLING, "beta1": RISING, "beta2": RISING, "epsilon": FALLING},
     ),
-    "rmsprop-defaults": Case(
-        jstep.rmsprop, reference.rmsprop, RMS, RMSPROP, defaults=("decay", "momentum", "epsilon")
-    ),
+    "rmsprop-defaults": Case(jstep.rmsprop, reference.rmsprop, RMS, RMSPROP, defaults=("decay", "momentum", "epsilon")),
     "rmsprop": Case(
         jstep.rmsprop,
         reference.rmsprop,
@@ -126,9 +125,7 @@ CASES = {
         {"learning_rate": FALLING, "decay": RISING, "momentum": RISING, "epsilon": FALLING},
         {"centered": True},
     ),
-    "ftrl-defaults": Case(
-        jstep.ftrl, reference.ftrl, {"accum": 0.1, "linear": 0.0}, FTRL, defaults=tuple(FTRL)[1:]
-    ),
+    "ftrl-defaults": Case(jstep.ftrl, reference.ftrl, {"accum": 0.1, "linear": 0.0}, FTRL, defaults=tuple(FTRL)[1:]),
     "ftrl-rate-scheduled": ftrl_case(learning_rate=FALLING),
     "ftrl-power": ftrl_case(learning_rate_power=-0.8),
     "ftrl-power-scheduled": ftrl_case(learning_rate_power=-RISING),
@@ -323,7 +320,9 @@ def test_sparse_gradients_touch_their_rows_alone(name: str) -> None:
     slots = {k: np.full(TABLE, v) for k, v in case.slots.items()}
     for n, (rows, indices) in enumerate(gradients):
         if indices:
-            p, slots = reference.sparse_update(case.rule, rows, indices, p, slots, reference.values(case.hyper, n), n + 1)
+            p, slots = reference.sparse_update(
+                case.rule, rows, indices, p, slots, reference.values(case.hyper, n), n + 1
+            )
     np.testing.assert_allclose(state.params["table"], p, **EXACT)
     for slot, value in slots.items():
         np.testing.assert_allclose(state.slots[slot]["table"], value, **EXACT, err_msg=slot)

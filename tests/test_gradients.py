@@ -220,6 +220,14 @@ def test_microbatches_are_contiguous_blocks_and_take_trees() -> None:
     assert int(aux["total"]) == 66
 
 
+def test_weights_may_be_integers() -> None:
+    f = jstep.compute_gradients(
+        lambda p, x: p * jnp.mean(x), num_microbatches=2, weight_fn=lambda x: jnp.sum(x > 1, dtype=jnp.int32) + 1
+    )
+    _, grads = f(jnp.float32(1), jnp.array([1.0, 1.0, 5.0, 5.0]))
+    np.testing.assert_allclose(grads, (1 * 1.0 + 3 * 5.0) / 4, rtol=1e-6)
+
+
 def test_weighted_aux_is_the_same_weighted_mean() -> None:
     def loss(params: Any, x: jax.Array) -> Any:
         return params["w"] * jnp.mean(x), {"mean": jnp.mean(x), "n": jnp.int32(1)}

@@ -358,9 +358,7 @@ def test_shift_begins_at_its_start(start: int) -> None:
 @example([2**24, 2**24 + 1, LAST])
 def test_join_gives_each_part_its_own_clock(boundaries: list[int]) -> None:
     """Part i reports i in the units and the last digits of its own step in the fraction."""
-    parts = [
-        lambda step, i=i: i + (step % 1000).astype(jnp.float32) / 1024 for i in range(len(boundaries) + 1)
-    ]
+    parts = [lambda step, i=i: i + (step % 1000).astype(jnp.float32) / 1024 for i in range(len(boundaries) + 1)]
     schedule = jstep.join(parts, boundaries)
     for step in {0, *boundaries, *(b - 1 for b in boundaries), LAST}:
         i = sum(b <= step for b in boundaries)

@@ -34,7 +34,9 @@ def test_three_fields_no_more() -> None:
 
 
 def test_paths_of_slots_are_those_of_params() -> None:
-    paths = [jax.tree_util.keystr(k, simple=True, separator="/") for k, _ in jax.tree_util.tree_leaves_with_path(plain())]
+    paths = [
+        jax.tree_util.keystr(k, simple=True, separator="/") for k, _ in jax.tree_util.tree_leaves_with_path(plain())
+    ]
     assert "slots/m/dense/kernel" in paths
     assert "slots/start_step" in paths
 

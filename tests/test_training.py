@@ -141,9 +141,7 @@ def test_metrics_hold_the_loss_and_every_hyperparameter() -> None:
         _, metrics = jstep.minimize(loss_fn, optimizer, jit=jit)(fresh(optimizer), X, Y)
         assert sorted(metrics) == ["beta1", "beta2", "clip_by_global_norm", "epsilon", "learning_rate", "loss"]
         assert all(isinstance(value, jax.Array) and value.shape == () for value in metrics.values())
-        np.testing.assert_allclose(
-            [metrics[k] for k in ("beta1", "clip_by_global_norm")], [0.9, 0.5], rtol=1e-6
-        )
+        np.testing.assert_allclose([metrics[k] for k in ("beta1", "clip_by_global_norm")], [0.9, 0.5], rtol=1e-6)
 
 
 def test_norms_on_request() -> None:
@@ -431,7 +429,9 @@ def test_an_optimizer_of_ones_own() -> None:
         return jax.tree.map(lambda g: -jnp.sign(g), updates), {"count": count}
 
     mine = jstep.Optimizer(
-        lambda params, global_step=0: {"count": jax.tree.map(jnp.zeros_like, params)}, update, lambda step: {"mine": 1.0}
+        lambda params, global_step=0: {"count": jax.tree.map(jnp.zeros_like, params)},
+        update,
+        lambda step: {"mine": 1.0},
     )
     optimizer = jstep.with_moving_average(
         jstep.chain(jstep.clip_gradients(by_norm=1.0), mine), jstep.ExponentialMovingAverage(0.5)
