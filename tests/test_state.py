@@ -80,6 +80,13 @@ def test_create_copies_so_that_params_survive_donation() -> None:
     assert fresh.params["w"] is not params["w"]
 
 
+def test_the_step_given_survives_donation() -> None:
+    given = jnp.int32(3)
+    state = plain(global_step=given)
+    jstep.minimize(lambda p: jnp.sum(p["dense"]["kernel"]), jstep.adam())(state)
+    assert int(given) == 3
+
+
 def test_one_array_in_two_places_can_be_donated() -> None:
     shared = jnp.ones(3)
     optimizer = jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.9))
