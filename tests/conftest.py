@@ -1,9 +1,12 @@
 """Strictness by configuration: what a user's strict settings would refuse, the tests refuse."""
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import pytest
 
@@ -11,9 +14,34 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
 
+# The first example of a property compiles; a machine that is slow today must not fail for it.
+hypothesis.settings.register_profile("jstep", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("jstep")
+
 
 @pytest.fixture
 def x64():
     """float64 and int64 for one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def compilations() -> Callable[[], contextlib.AbstractContextManager[list[str]]]:
+    """`with compilations() as seen:` lists what XLA compiled inside the block."""
+
+    @contextlib.contextmanager
+    def watch() -> Iterator[list[str]]:
+        seen: list[str] = []
+
+        def listener(event: str, duration: float, **kwargs: str | int) -> None:
+            if event == "/jax/core/compile/backend_compile_duration":
+                seen.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(listener)
+        try:
+            yield seen
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listener)
+
+    return watch

@@ -1,0 +1,153 @@
+"""Every optimizer and every way to put optimizers together, with what the contract says of it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jstep
+
+EMA = "ExponentialMovingAverage"
+
+
+class Entry(NamedTuple):
+    make: Callable[[Any], jstep.Optimizer]
+    """From a learning rate: a number, an array, a tracer or a schedule."""
+    slots: tuple[str, ...]
+    """Names of the per-parameter slots, sorted."""
+    initial: dict[str, float | None]
+    """Initial value of each, None for a copy of the parameter."""
+    hyper: tuple[str, ...]
+    scalars: tuple[str, ...] = ()
+    rate: float = 0.1
+    """A learning rate at which it converges on the quadratic and on the Rosenbrock-like valley below."""
+    steps: int = 2000
+
+
+ADAM = ("beta1", "beta2", "epsilon", "learning_rate")
+RMSPROP = ("decay", "epsilon", "learning_rate", "momentum")
+FTRL = (
+    "beta",
+    "l1_regularization_strength",
+    "l2_regularization_strength",
+    "l2_shrinkage_regularization_strength",
+    "learning_rate",
+    "learning_rate_power",
+)
+ZEROS = {"m": 0.0, "v": 0.0}
+
+
+def label(path: str, leaf: Any) -> str:
+    return "one" if path.endswith(("a", "x")) else "other"
+
+
+TABLE = {
+    "gradient_descent": Entry(jstep.gradient_descent, (), {}, ("learning_rate",), rate=0.02),
+    "momentum": Entry(
+        lambda lr: jstep.momentum(lr, 0.9), ("momentum",), {"momentum": 0.0}, ("learning_rate", "momentum"), rate=0.01
+    ),
+    "nesterov": Entry(
+        lambda lr: jstep.momentum(lr, 0.9, use_nesterov=True),
+        ("momentum",),
+        {"momentum": 0.0},
+        ("learning_rate", "momentum"),
+        rate=0.01,
+    ),
+    "adagrad": Entry(jstep.adagrad, ("accumulator",), {"accumulator": 0.1}, ("learning_rate",), rate=0.5),
+    "adam": Entry(jstep.adam, ("m", "v"), ZEROS, ADAM, ("start_step",), rate=0.02),
+    "rmsprop": Entry(
+        jstep.rmsprop, ("momentum", "rms"), {"momentum": 0.0, "rms": 1.0}, RMSPROP, rate=0.002, steps=4000
+    ),
+    "rmsprop_centered": Entry(
+        lambda lr: jstep.rmsprop(lr, momentum=0.5, epsilon=1e-3, centered=True),
+        ("mg", "momentum", "rms"),
+        {"mg": 0.0, "momentum": 0.0, "rms": 1.0},
+        RMSPROP,
+        rate=0.001,
+        steps=4000,
+    ),
+    "ftrl": Entry(jstep.ftrl, ("accum", "linear"), {"accum": 0.1, "linear": 0.0}, FTRL, rate=0.5, steps=4000),
+    "ftrl_l1_l2": Entry(
+        lambda lr: jstep.ftrl(lr, -0.5, 0.2, 1e-4, 1e-4, 1e-5, 0.1),
+        ("accum", "linear"),
+        {"accum": 0.2, "linear": 0.0},
+        FTRL,
+        rate=0.5,
+        steps=4000,
+    ),
+    "chain": Entry(
+        lambda lr: jstep.chain(jstep.clip_gradients(by_global_norm=5.0), jstep.adam(lr)),
+        ("m", "v"),
+        ZEROS,
+        tuple(sorted((*ADAM, "clip_by_global_norm"))),
+        ("start_step",),
+        rate=0.02,
+    ),
+    "chain_by_value": Entry(
+        lambda lr: jstep.chain(jstep.clip_gradients(by_value=(-5.0, 4.0)), jstep.momentum(lr, 0.9)),
+        ("momentum",),
+        {"momentum": 0.0},
+        ("clip_by_value_max", "clip_by_value_min", "learning_rate", "momentum"),
+        rate=0.01,
+    ),
+    "scope": Entry(
+        lambda lr: jstep.scope("fast", jstep.adam(lr)),
+        ("fast/m", "fast/v"),
+        {"fast/m": 0.0, "fast/v": 0.0},
+        tuple(f"fast/{name}" for name in ADAM),
+        ("fast/start_step",),
+        rate=0.02,
+    ),
+    "partition": Entry(
+        lambda lr: jstep.partition({"one": jstep.adagrad(lr), "other": jstep.adam(lr)}, label),
+        ("one/accumulator", "other/m", "other/v"),
+        {"one/accumulator": 0.1, "other/m": 0.0, "other/v": 0.0},
+        ("one/learning_rate", *(f"other/{name}" for name in ADAM)),
+        ("other/start_step",),
+        rate=0.05,
+    ),
+    "with_moving_average": Entry(
+        lambda lr: jstep.with_moving_average(jstep.adam(lr), jstep.ExponentialMovingAverage(0.9, num_updates=True)),
+        (EMA, "m", "v"),
+        {EMA: None, **ZEROS},
+        ADAM,
+        ("start_step",),
+        rate=0.02,
+    ),
+    "with_debiased_average": Entry(
+        lambda lr: jstep.with_moving_average(
+            jstep.momentum(lr, 0.9), jstep.ExponentialMovingAverage(0.9, zero_debias=True, name="average")
+        ),
+        ("average", "momentum"),
+        {"average": 0.0, "momentum": 0.0},
+        ("learning_rate", "momentum"),
+        ("start_step",),
+        rate=0.01,
+    ),
+    "skip_nonfinite": Entry(
+        lambda lr: jstep.skip_nonfinite(jstep.adam(lr)), ("m", "v"), ZEROS, ADAM, ("start_step",), rate=0.02
+    ),
+    "everything": Entry(
+        lambda lr: jstep.skip_nonfinite(
+            jstep.with_moving_average(
+                jstep.chain(
+                    jstep.clip_gradients(by_global_norm=5.0),
+                    jstep.partition({"one": jstep.momentum(lr, 0.9), "other": jstep.rmsprop(lr)}, label),
+                ),
+                jstep.ExponentialMovingAverage(0.9),
+            )
+        ),
+        (EMA, "one/momentum", "other/momentum", "other/rms"),
+        {EMA: None, "one/momentum": 0.0, "other/momentum": 0.0, "other/rms": 1.0},
+        tuple(
+            sorted(
+                (
+                    "clip_by_global_norm",
+                    "one/learning_rate",
+                    "one/momentum",
+                    *(f"other/{name}" for name in RMSPROP),
+                )
+            )
+        ),
+        rate=0.002,
+        steps=4000,
+    ),
+}

@@ -1,0 +1,197 @@
+"""The optimizers, schedules and averages once more, in NumPy float64, from their published equations.
+
+Written to be read next to the papers and to share nothing with the package: no jax, no jstep. A rule is
+`rule(g, p, slots, h, t) -> (new p, new slots)` for one array; h holds the hyperparameters in force, t is the age.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+Slots = dict[str, np.ndarray]
+Rule = Callable[[np.ndarray, np.ndarray, Slots, Mapping[str, float], int], tuple[np.ndarray, Slots]]
+
+
+def gradient_descent(g: Any, p: Any, s: Slots, h: Mapping[str, float], t: int) -> Any:
+    return p - h["learning_rate"] * g, {}
+
+
+def momentum(g: Any, p: Any, s: Slots, h: Mapping[str, float], t: int) -> Any:
+    a = h["momentum"] * s["momentum"] + g
+    return p - h["learning_rate"] * a, {"momentum": a}
+
+
+def nesterov(g: Any, p: Any, s: Slots, h: Mapping[str, float], t: int) -> Any:
+    a = h["momentum"] * s["momentum"] + g
+    return p - h["learning_rate"] * (g + h["momentum"] * a), {"momentum": a}
+
+
+def adagrad(g: Any, p: Any, s: Slots, h: Mapping[str, float], t: int) -> Any:
+    a = s["accumulator"] + g**2
+    return p - h["learning_rate"] * g / np.sqrt(a), {"accumulator": a}
+
+
+def adam(g: Any, p: Any, s: Slots, h: Mapping[str, float], t: int) -> Any:
+    b1, b2 = h["beta1"], h["beta2"]
+    m = b1 * s["m"] + (1 - b1) * g
+    v = b2 * s["v"] + (1 - b2) * g**2
+    rate = h["learning_rate"] * math.sqrt(1 - b2**t) / (1 - b1**t)
+    return p - rate * m / (np.sqrt(v) + h["epsilon"]), {"m": m, "v": v}
+
+
+def rmsprop(g: Any, p: Any, s: Slots, h: Mapping[str, float], t: int) -> Any:
+    r = h["decay"] * s["rms"] + (1 - h["decay"]) * g**2
+    mom = h["momentum"] * s["momentum"] + h["learning_rate"] * g / np.sqrt(r + h["epsilon"])
+    return p - mom, {"rms": r, "momentum": mom}
+
+
+def rmsprop_centered(g: Any, p: Any, s: Slots, h: Mapping[str, float], t: int) -> Any:
+    r = h["decay"] * s["rms"] + (1 - h["decay"]) * g**2
+    mg = h["decay"] * s["mg"] + (1 - h["decay"]) * g
+    mom = h["momentum"] * s["momentum"] + h["learning_rate"] * g / np.sqrt(r - mg**2 + h["epsilon"])
+    return p - mom, {"rms": r, "momentum": mom, "mg": mg}
+
+
+def ftrl(g: Any, p: Any, s: Slots, h: Mapping[str, float], t: int) -> Any:
+    lr, power = h["learning_rate"], h["learning_rate_power"]
+    l1, l2 = h["l1_regularization_strength"], h["l2_regularization_strength"]
+    a = s["accum"]
+    new_a = a + g**2
+    shrunk = g + 2 * h["l2_shrinkage_regularization_strength"] * p
+    linear = s["linear"] + shrunk - (new_a**-power - a**-power) / lr * p
+    quadratic = new_a**-power / lr + 2 * (l2 + h["beta"] / (2 * lr))
+    inside = np.abs(linear) <= l1
+    safe = np.where(inside, 1.0, quadratic)
+    return np.where(inside, 0.0, (np.sign(linear) * l1 - linear) / safe), {"accum": new_a, "linear": linear}
+
+
+def values(hyper: Mapping[str, float | Sequence[float]], n: int) -> dict[str, float]:
+    """The hyperparameters at step n; a sequence is a schedule written out."""
+    return {k: float(v[n]) if isinstance(v, Sequence | np.ndarray) else float(v) for k, v in hyper.items()}
+
+
+def trajectory(
+    rule: Rule,
+    initial: Mapping[str, float],
+    params: np.ndarray,
+    gradients: Sequence[np.ndarray],
+    hyper: Mapping[str, float | Sequence[float]],
+    *,
+    first_step: int = 0,
+    start_step: int | None = None,
+) -> tuple[list[np.ndarray], Slots]:
+    """All parameters of a run that begins at `first_step` with slots of `start_step`, and the last slots."""
+    start = first_step if start_step is None else start_step
+    p = np.asarray(params, np.float64)
+    slots = {name: np.full(p.shape, value, np.float64) for name, value in initial.items()}
+    path = []
+    for i, g in enumerate(gradients):
+        n = first_step + i
+        p, slots = rule(np.asarray(g, np.float64), p, slots, values(hyper, n), n + 1 - start)
+        path.append(p)
+    return path, slots
+
+
+def dense(rows: np.ndarray, indices: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
+    """A sparse gradient written out: repeated rows add up."""
+    table = np.zeros(shape)
+    for row, index in zip(rows, indices, strict=True):
+        table[index] += row
+    return table
+
+
+def sparse_update(
+    rule: Rule, rows: np.ndarray, indices: Sequence[int], p: np.ndarray, slots: Slots, h: Mapping[str, float], t: int
+) -> tuple[np.ndarray, Slots]:
+    """The rule on the named rows alone; the others keep their values and slots."""
+    g = dense(rows, indices, p.shape)
+    touched = sorted(set(indices))
+    new_rows, new_slots = rule(g[touched], p[touched], {k: v[touched] for k, v in slots.items()}, h, t)
+    p, slots = p.copy(), {k: v.copy() for k, v in slots.items()}
+    p[touched] = new_rows
+    for name, value in new_slots.items():
+        slots[name][touched] = value
+    return p, slots
+
+
+# Averages.
+
+
+def moved_average(avg: Any, p: Any, decay: float, n: int | None, *, num_updates: bool, age: int | None = None) -> Any:
+    """One move; with an age, unbiased from zero."""
+    d = min(decay, (1 + n) / (10 + n)) if num_updates and n is not None else decay
+    rate = 1 - d
+    if age is not None:
+        rate = (1 - d) / (1 - d**age)
+    return avg - rate * (avg - p)
+
+
+# Schedules: exact quotients by Fraction, the rest in double precision.
+
+
+def quotient(step: int, decay_steps: float) -> tuple[int, float]:
+    """step / decay_steps as a whole number and the rest, exactly."""
+    exact = Fraction(step) / Fraction(decay_steps)
+    whole = math.floor(exact)
+    return whole, float(exact - whole)
+
+
+def exponential_decay(step: int, lr: float, decay_steps: float, rate: float, staircase: bool = False) -> float:
+    whole, rest = quotient(step, decay_steps)
+    return lr * rate ** (whole if staircase else whole + rest)
+
+
+def natural_exp_decay(step: int, lr: float, decay_steps: float, rate: float, staircase: bool = False) -> float:
+    whole, rest = quotient(step, decay_steps)
+    return lr * math.exp(-rate * (whole if staircase else whole + rest))
+
+
+def inverse_time_decay(step: int, lr: float, decay_steps: float, rate: float, staircase: bool = False) -> float:
+    whole, rest = quotient(step, decay_steps)
+    return lr / (1 + rate * (whole if staircase else whole + rest))
+
+
+def polynomial_decay(
+    step: int, lr: float, decay_steps: float, end: float = 0.0001, power: float = 1.0, cycle: bool = False
+) -> float:
+    length = Fraction(decay_steps)
+    if cycle:
+        length *= max(1, math.ceil(Fraction(step) / length))
+    passed = min(Fraction(step), length)
+    return (lr - end) * float(1 - passed / length) ** power + end
+
+
+def cosine_decay(step: int, lr: float, decay_steps: float, alpha: float = 0.0) -> float:
+    x = min(Fraction(step) / Fraction(decay_steps), Fraction(1))
+    return lr * ((1 - alpha) * 0.5 * (1 + math.cos(math.pi * float(x))) + alpha)
+
+
+def cosine_decay_restarts(
+    step: int, lr: float, first: float, t_mul: float = 2.0, m_mul: float = 1.0, alpha: float = 0.0
+) -> float:
+    begin, length, i = Fraction(0), Fraction(first), 0
+    if t_mul == 1:
+        i = math.floor(Fraction(step) / length)
+        begin = i * length
+    else:
+        while begin + length <= step:
+            begin, length, i = begin + length, length * Fraction(t_mul), i + 1
+    x = float((step - begin) / length)
+    return lr * ((1 - alpha) * m_mul**i * 0.5 * (1 + math.cos(math.pi * x)) + alpha)
+
+
+def linear_cosine_decay(
+    step: int, lr: float, decay_steps: float, num_periods: float = 0.5, alpha: float = 0.0, beta: float = 0.001
+) -> float:
+    x = float(min(Fraction(step) / Fraction(decay_steps), Fraction(1)))
+    return lr * ((alpha + 1 - x) * 0.5 * (1 + math.cos(2 * math.pi * num_periods * x)) + beta)
+
+
+def piecewise_constant(step: int, boundaries: Sequence[float], values: Sequence[float]) -> float:
+    for boundary, value in zip(boundaries, values, strict=False):
+        if step <= boundary:
+            return value
+    return values[-1]

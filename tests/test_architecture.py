@@ -1,0 +1,273 @@
+"""The house: which module may import which, who compiles and donates, and what a bare import loads."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jstep
+
+ROOT = Path(inspect.getfile(jstep)).parent
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path != ROOT / "__init__.py"
+}
+
+# Imports go down this list, or sideways within a row; sideways never in a circle.
+STOREYS = [
+    {"_typing", "_tree"},
+    {"state", "schedules", "clipping", "indexed_slices", "_var_list", "_microbatches"},
+    {"gradients", "averages", "optimizers"},
+    {"training"},
+    {"sharding", "distributed"},
+    {"data", "queues", "coordinator", "checkpoint", "summary"},
+    {"hooks"},
+    {"loop"},
+    {"cli", "__main__"},
+]
+HOST = STOREYS[5]
+STEP = set().union(*STOREYS[:5])
+"""What a training step is made of. The host side may compile helpers of its own; it never steps."""
+PUBLIC_COMPILERS = {"training"}
+SHARED_TRACES = {"optimizers._leafwise", "averages"}
+"""A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself."""
+
+
+def storey(module: str) -> int:
+    top = module.split(".")[0]
+    for number, names in enumerate(STOREYS):
+        if top in names or top.lstrip("_") in names:
+            return number
+    raise AssertionError(f"jstep/{module.replace('.', '/')}.py has no place in the house: give it one in STOREYS")
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def imports(module: str) -> set[str]:
+    """All modules a module imports, wherever in it, as full names."""
+    found = set()
+    package = ["jstep", *module.split(".")]
+    if MODULES[module].name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            base += (node.module or "").split(".") if node.module else []
+            for alias in node.names:
+                inner = [*base[1:], alias.name]
+                is_module = base[0] == "jstep" and ".".join(inner) in MODULES
+                found.add(".".join([*base, alias.name] if is_module else base))
+    return found
+
+
+def inner_imports(module: str) -> set[str]:
+    found = {name.removeprefix("jstep.") for name in imports(module) if name.split(".")[0] == "jstep"}
+    assert "jstep" not in found, f"{module} imports the package itself, which imports everything"
+    return found - {module}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    for other in inner_imports(module):
+        assert storey(other) <= storey(module), f"{module} imports {other}, which lies above it"
+
+
+def test_imports_go_in_no_circle() -> None:
+    seen: dict[str, bool] = {}
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a circle of imports: {' -> '.join((*path, module))}"
+        if module not in seen:
+            for other in inner_imports(module) & MODULES.keys():
+                visit(other, (*path, module))
+            seen[module] = True
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if storey(m) == 5])
+def test_host_modules_do_not_know_each_other_nor_the_step(module: str) -> None:
+    own = module.split(".")[0]
+    for other in inner_imports(module):
+        top = other.split(".")[0]
+        assert top == own or top.lstrip("_") == own.lstrip("_") or storey(other) != 5, f"{module} imports {other}"
+        assert top != "training", f"{module} imports training: the host side takes a step, it does not make one"
+
+
+def test_the_package_only_reexports() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        names = isinstance(node, ast.Assign) and all(
+            isinstance(t, ast.Name) and t.id in ("__all__", "__version__") for t in node.targets
+        )
+        lazy = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
+        assert docstring or names or lazy or isinstance(node, ast.ImportFrom | ast.Import | ast.If), ast.unparse(node)
+
+
+FORBIDDEN = {"optax", "flax", "tensorflow", "haiku", "equinox", "chex", "torch", "keras"}
+LAZY = {"orbax", "tensorboard", "matplotlib", "sklearn", "google"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_foreign_imports(module: str) -> None:
+    for name in imports(module):
+        top = name.split(".")[0]
+        assert top not in FORBIDDEN, f"{module} imports {name}"
+        assert not name.startswith(("jax._src", "jaxlib")), f"{module} imports {name}, which is private"
+    for node in tree_of(module).body:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        assert not LAZY & {n.split(".")[0] for n in names}, f"{module} imports {names} when jstep is imported"
+
+
+def compiles(tree: ast.AST) -> list[str]:
+    """Names by which a module could compile."""
+    found = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in {"jit", "pjit", "pmap"}
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax"):
+            found += [alias.name for alias in node.names if alias.name in {"jit", "pjit", "pmap"}]
+    return found
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[0] in STEP])
+def test_only_training_compiles(module: str) -> None:
+    found = compiles(tree_of(module))
+    assert module in PUBLIC_COMPILERS | SHARED_TRACES or not found, f"{module} compiles: {found}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_training_donates_and_increments(module: str) -> None:
+    if module in PUBLIC_COMPILERS:
+        return
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.keyword):
+            assert not (node.arg or "").startswith("donate_arg"), f"{module} donates"
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).split(".")[-1]
+            assert called != "increment_global_step", f"{module} increments the step"
+
+
+def test_training_does_both() -> None:
+    """The rules above would also hold of a house where nobody compiles."""
+    text = MODULES["training"].read_text(encoding="utf-8")
+    assert "jax.jit(" in text
+    assert "donate_argnums" in text
+    assert "increment_global_step(" in text
+
+
+def test_a_bare_import_loads_nothing_heavy() -> None:
+    code = "import sys, jstep; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"orbax", "tensorboard", "tensorboardX", "matplotlib", "tensorflow", "sklearn", "tensorstore", "pandas"}
+    assert not set(done.stdout.split()) & (heavy | FORBIDDEN)
+
+
+# The public names.
+
+
+def test_all_is_complete_and_true() -> None:
+    assert all(hasattr(jstep, name) for name in jstep.__all__)
+    assert len(set(jstep.__all__)) == len(jstep.__all__)
+    public = {name for name, value in vars(jstep).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert public <= set(jstep.__all__), f"reachable but not in __all__: {sorted(public - set(jstep.__all__))}"
+
+
+CONTRACT = """
+    TrainState create_global_step get_global_step get_or_create_global_step global_step increment_global_step
+    get_slot_names get_slot Optimizer gradient_descent momentum adagrad adam rmsprop ftrl IndexedSlices chain scope
+    clip_gradients partition gradients stop_gradient compute_gradients apply_gradients minimize scan_steps
+    GATE_NONE GATE_OP GATE_GRAPH AggregationMethod constant exponential_decay natural_exp_decay inverse_time_decay
+    polynomial_decay piecewise_constant cosine_decay cosine_decay_restarts linear_cosine_decay linear_warmup join
+    shift clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm global_norm ExponentialMovingAverage
+    with_moving_average averaged_params
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_every_name_of_the_contract_is_there(name: str) -> None:
+    assert name in jstep.__all__
+
+
+SIGNATURES = {
+    "gradient_descent": "(learning_rate)",
+    "momentum": "(learning_rate, momentum, use_nesterov=False)",
+    "adagrad": "(learning_rate, initial_accumulator_value=0.1)",
+    "adam": "(learning_rate=0.001, beta1=0.9, beta2=0.999, epsilon=1e-08)",
+    "rmsprop": "(learning_rate, decay=0.9, momentum=0.0, epsilon=1e-10, centered=False)",
+    "ftrl": "(learning_rate, learning_rate_power=-0.5, initial_accumulator_value=0.1, "
+    "l1_regularization_strength=0.0, l2_regularization_strength=0.0, l2_shrinkage_regularization_strength=0.0, "
+    "beta=0.0)",
+    "exponential_decay": "(learning_rate, decay_steps, decay_rate, staircase=False)",
+    "natural_exp_decay": "(learning_rate, decay_steps, decay_rate, staircase=False)",
+    "inverse_time_decay": "(learning_rate, decay_steps, decay_rate, staircase=False)",
+    "polynomial_decay": "(learning_rate, decay_steps, end_learning_rate=0.0001, power=1.0, cycle=False)",
+    "piecewise_constant": "(boundaries, values)",
+    "cosine_decay": "(learning_rate, decay_steps, alpha=0.0)",
+    "cosine_decay_restarts": "(learning_rate, first_decay_steps, t_mul=2.0, m_mul=1.0, alpha=0.0)",
+    "linear_cosine_decay": "(learning_rate, decay_steps, num_periods=0.5, alpha=0.0, beta=0.001)",
+    "linear_warmup": "(schedule, warmup_steps)",
+    "join": "(schedules, boundaries)",
+    "shift": "(schedule, start_step)",
+    "clip_by_value": "(t, min, max)",
+    "clip_by_norm": "(t, clip_norm, axes=None)",
+    "clip_by_average_norm": "(t, clip_norm)",
+    "clip_by_global_norm": "(tree, clip_norm, use_norm=None)",
+    "global_norm": "(tree)",
+    "create_global_step": "(value=0)",
+    "get_global_step": "(state)",
+    "get_or_create_global_step": "(state)",
+    "global_step": "(state)",
+    "increment_global_step": "(state, amount=1)",
+    "get_slot_names": "(state)",
+    "get_slot": "(state, name, path=None)",
+    "gradients": "(fn, xs, grad_ys=None)",
+    "stop_gradient": "(x)",
+    "apply_gradients": "(state, grads, optimizer, *, increment_global_step=True)",
+    "ExponentialMovingAverage": "(decay, num_updates=False, zero_debias=False, name='ExponentialMovingAverage')",
+    "with_moving_average": "(optimizer, ema)",
+    "averaged_params": "(state, name='ExponentialMovingAverage')",
+    "partition": "(optimizers, labels)",
+    "scope": "(name, optimizer)",
+    "IndexedSlices": "(values, indices, dense_shape)",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_the_contracts(name: str) -> None:
+    signature = inspect.signature(getattr(jstep, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == SIGNATURES[name]
+
+
+FUNCTIONS = [name for name in jstep.__all__ if inspect.isfunction(getattr(jstep, name))]
+CLASSES = [name for name in jstep.__all__ if inspect.isclass(getattr(jstep, name))]
+EXAMPLES_WANTED = [name for name in FUNCTIONS if name not in {"get_global_step", "get_or_create_global_step"}]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS + CLASSES)
+def test_public_names_have_docstrings(name: str) -> None:
+    doc = getattr(jstep, name).__doc__
+    assert doc
+    assert not doc.startswith(f"{name}("), "the docstring Python makes up for a dataclass"
+
+
+@pytest.mark.parametrize("name", EXAMPLES_WANTED)
+def test_public_functions_have_a_runnable_example(name: str) -> None:
+    assert ">>> " in getattr(jstep, name).__doc__
