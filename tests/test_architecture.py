@@ -20,13 +20,13 @@ MODULES = {
 # Imports go down this list, or sideways within a row; sideways never in a circle.
 STOREYS = [
     {"_typing", "_tree"},
-    {"state", "schedules", "clipping", "indexed_slices", "_var_list", "_microbatches"},
+    {"state", "schedules", "clipping", "indexed_slices", "_var_list", "_microbatches", "_layout"},
     {"gradients", "averages", "optimizers"},
     {"training"},
     {"sharding", "distributed"},
-    {"data", "queues", "coordinator", "checkpoint", "summary"},
+    {"data", "prefetch", "queues", "coordinator", "checkpoint", "summary"},
     {"hooks"},
-    {"loop"},
+    {"loop", "_feed", "_signals", "verify_resume"},
     {"cli", "__main__"},
 ]
 HOST = STOREYS[5]
@@ -63,7 +63,8 @@ def imports(module: str) -> set[str]:
             base += (node.module or "").split(".") if node.module else []
             for alias in node.names:
                 inner = [*base[1:], alias.name]
-                is_module = base[0] == "jstep" and ".".join(inner) in MODULES
+                known = ".".join(inner) in MODULES or inner[0] in set().union(*STOREYS)
+                is_module = base[0] == "jstep" and known and (len(base) == 1 or ".".join(inner) in MODULES)
                 found.add(".".join([*base, alias.name] if is_module else base))
     return found
 

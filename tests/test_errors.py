@@ -231,10 +231,17 @@ CASES: dict[str, Case] = {
         ValueError,
         ("global step", "create_global_step"),
     ),
+    "create with the constructor": (lambda: create({"w": 1.0}, jstep.adam), TypeError, ("optimizer", "adam(...)")),
+    "create without optimizer": (lambda: create({"w": 1.0}, None), TypeError, ("optimizer", "None")),
     # Composition.
     "chain of nothing": (lambda: jstep.chain(), ValueError, ("chain",)),
     "chain of a number": (lambda: jstep.chain(adam, 0.1), TypeError, ("optimizers[1]", "0.1")),
-    "chain of two adams": (lambda: jstep.chain(adam, adam), ValueError, ("'learning_rate'", "jstep.scope(")),
+    "chain of two adams": (lambda: jstep.chain(adam, adam), ValueError, ("named", "jstep.scope(")),
+    "chain of two rates": (
+        lambda: jstep.chain(jstep.gradient_descent(0.1), jstep.gradient_descent(0.2)),
+        ValueError,
+        ("'learning_rate'", "jstep.scope("),
+    ),
     "chain of colliding slots": (
         lambda: create(
             PARAMS,
