@@ -14,6 +14,7 @@ import numpy as np
 
 from jstep import _tree
 from jstep._typing import Array
+from jstep.schedules._wide import divmod_scaled
 
 
 def steps(step: Any) -> Array:
@@ -54,7 +55,8 @@ def period(name: str, value: Any) -> Fraction:
     number = value if isinstance(value, int | float) else np.asarray(value).item()
     if not (number > 0 and math.isfinite(number)):
         raise ValueError(f"{name}={number}: must be positive and finite")
-    return Fraction(number)
+    # The number as it is written: 0.1 is a tenth, not the float nearest to it.
+    return Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -81,40 +83,54 @@ def scalar(name: str, value: Any) -> Any:
 
 
 class Periods(NamedTuple):
-    """How many periods a step holds: `whole + fraction`, `remaining = 1 - fraction`."""
+    """How many periods a step holds: Σ multiplier · count + fraction, `remaining = 1 - fraction`.
 
-    whole: Array
+    The whole part comes in pieces since it may be more than an integer of the step's dtype can hold.
+    """
+
+    counts: tuple[tuple[int, Array], ...]
     fraction: Array
     remaining: Array
+
+    @property
+    def whole(self) -> Array:
+        """The whole part in floats."""
+        real = self.fraction.dtype
+        pieces = [count.astype(real) * multiplier for multiplier, count in self.counts]
+        return pieces[0] if len(pieces) == 1 else pieces[0] + pieces[1]
 
 
 def split(step: Array, length: Fraction) -> Periods:
     """Divides an integer step by a period: step / length = whole + fraction, exactly.
 
-    With length = n/d and step = u·n + v: step/length = u·d + v·d/n, whose every product fits the
-    integers of the step. A fraction too fine for that (n·d past the largest step) is replaced by
-    the nearest one that fits.
+    With length = n/d and step = u·n + v: step / length = u·d + v·d/n, whose every product fits the integers of
+    the step where n·d does. Where it does not, the product is made in 64 bits; a length that even that cannot
+    hold is replaced by the nearest one it can, which no step tells from it but at a whole period that is missed
+    by less than 2^-31.
     """
     largest, real = int(np.iinfo(step.dtype).max), _tree.default_float()
     if length > largest:
         fraction = step.astype(real) / jnp.asarray(float(length), real)
-        return Periods(jnp.zeros_like(step), fraction, 1 - fraction)
+        return Periods(((1, jnp.zeros_like(step)),), fraction, 1 - fraction)
     if length.numerator * length.denominator > largest:
+        if step.dtype == jnp.int32 and length >= 1:
+            length = length.limit_denominator(max(1, int((largest - 1) / length)))
+            whole, rest = divmod_scaled(step, length.denominator, length.numerator)
+            size = jnp.asarray(length.numerator, real)
+            remaining = (jnp.full_like(rest, length.numerator) - rest).astype(real) / size
+            return Periods(((1, whole),), rest.astype(real) / size, remaining)
         length = length.limit_denominator(max(1, min(largest, math.isqrt(int(largest / length)))))
         length = max(length, Fraction(1, largest))
     n, d = length.numerator, length.denominator
     # lax.div rounds towards zero, which for steps ≥ 0 is what // does in several operations more.
     size = jnp.full_like(step, n)
     u, v = jax.lax.div(step, size), jax.lax.rem(step, size)
+    counts: tuple[tuple[int, Array], ...] = ((1, u),)
     if d > 1:
-        # More than the largest integer of whole periods is as good as that many.
-        fits = u < largest // d
-        whole = jnp.where(fits, jnp.where(fits, u, 0) * d + jax.lax.div(v * d, size), largest)
+        counts = ((d, u), (1, jax.lax.div(v * d, size)))
         v = jax.lax.rem(v * d, size)
-    else:
-        whole = u
     length_in_real = jnp.asarray(n, real)
-    return Periods(whole, v.astype(real) / length_in_real, (n - v).astype(real) / length_in_real)
+    return Periods(counts, v.astype(real) / length_in_real, (n - v).astype(real) / length_in_real)
 
 
 def power(base: Any, log_base: float | None, periods: Periods, *, staircase: bool) -> Array:
@@ -126,25 +142,36 @@ def power(base: Any, log_base: float | None, periods: Periods, *, staircase: boo
         periods: The exponent.
         staircase: Whether to leave the fraction out.
     """
-    real = periods.fraction.dtype
     if not isinstance(base, float):
-        value = jnp.power(base, periods.whole.astype(real))
+        value = jnp.power(base, periods.whole)
         return value if staircase else value * jnp.power(base, periods.fraction)
+    log = (math.log(base) if base > 0 else -math.inf) if log_base is None else log_base
     value = jnp.ones_like(periods.fraction)
-    smallest, largest = float(np.finfo(real).smallest_subnormal), float(np.finfo(real).max)
-    factor = base
-    for bit in range(np.iinfo(periods.whole.dtype).bits - 1):
-        if factor == 1.0:
-            break
-        if not smallest <= factor <= largest:  # so are all later ones
-            limit = jnp.asarray(0.0 if factor < 1 else np.inf, real)
-            value = jnp.where(periods.whole >> bit > 0, limit, value)
-            break
-        value = value * jnp.where((periods.whole >> bit) & 1 == 1, jnp.asarray(factor, real), jnp.ones((), real))
-        factor = factor * factor
+    for multiplier, count in periods.counts:
+        value = value * _whole_power(base if multiplier == 1 else exp(multiplier * log), count, value.dtype)
     if staircase or base == 1.0:
         return value
     if base == 0.0:
         return jnp.where(periods.fraction > 0, jnp.zeros_like(value), value)
-    log = math.log(base) if log_base is None else log_base
-    return value * jnp.exp(periods.fraction * jnp.asarray(log, real))
+    return value * jnp.exp(periods.fraction * jnp.asarray(log, value.dtype))
+
+
+def exp(x: float) -> float:
+    """e^x, infinite where it overflows."""
+    return math.exp(x) if x < 700 else math.inf
+
+
+def _whole_power(base: float, exponent: Array, real: Any) -> Array:
+    """base^exponent by the bits of the exponent: exact for powers of two, within roundings for others."""
+    value = jnp.ones(exponent.shape, real)
+    smallest, largest = float(np.finfo(real).smallest_subnormal), float(np.finfo(real).max)
+    factor = base
+    for bit in range(np.iinfo(exponent.dtype).bits - 1):
+        if factor == 1.0:
+            break
+        if not smallest <= factor <= largest:  # so are all later ones
+            limit = jnp.asarray(0.0 if factor < 1 else np.inf, real)
+            return jnp.where(exponent >> bit > 0, limit, value)
+        value = value * jnp.where((exponent >> bit) & 1 == 1, jnp.asarray(factor, real), jnp.ones((), real))
+        factor = factor * factor
+    return value

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,7 +79,9 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
 
 
 def _increasing(name: str, values: Sequence[float], *, integers: bool) -> list[int]:
-    edges = []
+    if not isinstance(values, list | tuple | np.ndarray | jax.Array):
+        raise TypeError(f"{name}={values!r}: must be a sequence of steps, got {type(values).__name__}")
+    edges: list[int] = []
     for i, value in enumerate(values):
         if _tree.is_traced(value) or isinstance(value, bool | str) or np.ndim(value):
             raise TypeError(f"{name}[{i}]={value!r}: must be a plain number")
@@ -122,7 +125,8 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: float) -> Schedule:
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
     inner = _as_schedule("schedule", schedule)
-    if not _tree.is_traced(warmup_steps) and isinstance(warmup_steps, int | float) and warmup_steps == 0:
+    plain = not isinstance(warmup_steps, bool | str) and not _tree.is_traced(warmup_steps)
+    if plain and np.ndim(warmup_steps) == 0 and warmup_steps == 0:
         return inner
     length = float(period("warmup_steps", warmup_steps))
     # The first step N with N + 1 ≥ warmup_steps; N + 1 itself could overflow.

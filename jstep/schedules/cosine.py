@@ -4,7 +4,9 @@
 form has lost all its digits.
 """
 
+import itertools
 import math
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import numpy as np
 
 from jstep import _tree
 from jstep._typing import Array, Number, Schedule, Step
-from jstep.schedules._arithmetic import period, scalar, split, steps
+from jstep.schedules._arithmetic import period, power, scalar, split, steps
 
 
 def _cosine(remaining: Array) -> Array:
@@ -49,8 +51,9 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
     )
 
     def schedule(step: Step, /) -> Any:
-        whole, _, remaining = split(steps(step), length)
-        cosine = jnp.where(whole > 0, jnp.zeros_like(remaining), _cosine(remaining))
+        periods = split(steps(step), length)
+        remaining = periods.remaining
+        cosine = jnp.where(periods.whole > 0, jnp.zeros_like(remaining), _cosine(remaining))
         return start * ((1 - floor) * cosine + floor)
 
     return schedule
@@ -97,49 +100,48 @@ def cosine_decay_restarts(
         period("first_decay_steps", first_decay_steps),
         scalar("alpha", alpha),
     )
-    stretch, height = float(period("t_mul", t_mul)), scalar("m_mul", m_mul)
+    stretch, height = period("t_mul", t_mul), scalar("m_mul", m_mul)
     if stretch < 1:
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
     if not isinstance(height, float) or height < 0:
         raise ValueError(f"m_mul={m_mul}: must be a plain number ≥ 0")
 
     def periodic(step: Step, /) -> Any:
-        whole, fraction, remaining = split(steps(step), length)
-        peak = 1.0 if height == 1.0 else jnp.power(jnp.asarray(height, fraction.dtype), whole.astype(fraction.dtype))
-        return start * ((1 - floor) * peak * _cosine(remaining) + floor)
+        periods = split(steps(step), length)
+        peak = 1.0 if height == 1.0 else power(height, None, periods, staircase=True)
+        return start * ((1 - floor) * peak * _cosine(periods.remaining) + floor)
 
     def growing(step: Step, /) -> Any:
         step = steps(step)
-        real = _tree.default_float()
-        begins, lengths = _restarts(float(length), stretch, int(np.iinfo(step.dtype).max))
-        firsts = np.ceil(begins)
-        index = jnp.searchsorted(jnp.asarray(firsts[1:-1], step.dtype), step, side="right")
+        real, last = _tree.default_float(), int(np.iinfo(step.dtype).max)
+        begins = _restarts(length, stretch, last)
+        firsts = [math.ceil(begin) for begin in begins[1:-1]]
+        index = jnp.searchsorted(jnp.asarray(np.array(firsts, step.dtype)), step, side="right")
         # remaining = (end − step) / length; the whole part of the end is subtracted in integers.
-        ends = np.minimum(begins[1:], np.iinfo(step.dtype).max)
-        whole_ends = np.floor(ends)
-        left = (jnp.asarray(whole_ends.astype(np.int64), step.dtype)[index] - step).astype(real)
-        left = left + jnp.asarray(begins[1:] - whole_ends, real)[index]
-        remaining = left / jnp.asarray(lengths, real)[index]
+        whole_ends = [min(math.floor(end), last) for end in begins[1:]]
+        rests = [float(end - whole) for end, whole in zip(begins[1:], whole_ends, strict=True)]
+        lengths = [float(end - begin) for begin, end in itertools.pairwise(begins)]
+        left = (jnp.asarray(np.array(whole_ends, step.dtype))[index] - step).astype(real)
+        remaining = (left + jnp.asarray(rests, real)[index]) / jnp.asarray(lengths, real)[index]
         peaks = jnp.asarray(np.power(height, np.arange(len(lengths))), real)[index]
         return start * ((1 - floor) * peaks * _cosine(remaining) + floor)
 
-    if stretch == 1.0:
+    if stretch == 1:
         return periodic
-    _restarts(float(length), stretch, int(np.iinfo(_tree.default_int()).max))
+    _restarts(length, stretch, int(np.iinfo(_tree.default_int()).max))
     return growing
 
 
-def _restarts(length: float, stretch: float, last: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where periods begin, up to the first beyond `last`, and how long they are."""
-    begins: list[float] = [0.0]
-    lengths: list[float] = []
+def _restarts(length: Fraction, stretch: Fraction, last: int) -> list[Fraction]:
+    """Where periods begin, up to the first beyond `last`."""
+    begins = [Fraction(0)]
     while begins[-1] <= last:
-        if len(lengths) > 100_000:
-            raise ValueError(f"t_mul={stretch}: more than 100 000 periods in {last} steps; use t_mul=1.0")
-        lengths.append(length)
+        if len(begins) > 100_000:
+            raise ValueError(f"t_mul={float(stretch)}: more than 100 000 periods in {last} steps; use t_mul=1.0")
         begins.append(begins[-1] + length)
-        length *= stretch
-    return np.array(begins), np.array(lengths)
+        # A millionth of a step is enough; the exact number would grow without end.
+        length = Fraction(round(length * stretch * 2**20), 2**20)
+    return begins
 
 
 def linear_cosine_decay(
@@ -177,8 +179,8 @@ def linear_cosine_decay(
     count, above, floor = scalar("num_periods", num_periods), scalar("alpha", alpha), scalar("beta", beta)
 
     def schedule(step: Step, /) -> Any:
-        whole, fraction, remaining = split(steps(step), length)
-        over = whole > 0
+        periods = split(steps(step), length)
+        over, fraction, remaining = periods.whole > 0, periods.fraction, periods.remaining
         fraction = jnp.where(over, jnp.ones_like(fraction), fraction)
         remaining = jnp.where(over, jnp.zeros_like(remaining), remaining)
         cosine = 0.5 * (1 + jnp.cos(2 * math.pi * count * fraction))

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep._typing import Number, Schedule, Step
-from jstep.schedules._arithmetic import Periods, period, power, scalar, split, steps
+from jstep.schedules._arithmetic import Periods, exp, period, power, scalar, split, steps
 
 
 def _nonnegative(name: str, value: Any) -> Any:
@@ -87,7 +87,7 @@ def natural_exp_decay(
     )
 
     def schedule(step: Step, /) -> Any:
-        base, log = (math.exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
+        base, log = (exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
         return start * power(base, log, split(steps(step), length), staircase=staircase)
 
     return schedule
@@ -125,9 +125,8 @@ def inverse_time_decay(
     )
 
     def schedule(step: Step, /) -> Any:
-        whole, fraction, _ = split(steps(step), length)
-        time = whole.astype(fraction.dtype)
-        return start / (1 + rate * (time if staircase else time + fraction))
+        periods = split(steps(step), length)
+        return start / (1 + rate * (periods.whole if staircase else periods.whole + periods.fraction))
 
     return schedule
 
@@ -174,7 +173,9 @@ def polynomial_decay(
         periods = split(step, length)
         left = _cycled(step, periods) if cycle else jnp.where(periods.whole > 0, 0.0, periods.remaining)
         left = left.astype(periods.remaining.dtype)
-        return (start - end) * (left if exponent == 1.0 else jnp.power(left, exponent)) + end
+        return (start - end) * (
+            left if isinstance(exponent, float) and exponent == 1.0 else jnp.power(left, exponent)
+        ) + end
 
     return schedule
 
@@ -182,4 +183,4 @@ def polynomial_decay(
 def _cycled(step: Any, periods: Periods) -> Any:
     # 1 − step / (decay_steps · ⌈step / decay_steps⌉), the ceiling being 1 at step 0 as in TF.
     at_end = (periods.fraction == 0) & (step > 0)
-    return jnp.where(at_end, 0.0, periods.remaining / (periods.whole.astype(periods.remaining.dtype) + 1))
+    return jnp.where(at_end, 0.0, periods.remaining / (periods.whole + 1))
