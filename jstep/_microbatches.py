@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep import _tree
 from jstep._typing import Array
@@ -32,8 +33,14 @@ class Part(NamedTuple):
     gradients: list[Array]
 
 
-def split(args: tuple[Any, ...], n: int) -> tuple[Any, ...]:
+def split(args: tuple[Any, ...], n: int, rows: Any = None) -> tuple[Any, ...]:
     """Each leaf (B, …) as (n, B/n, …): contiguous blocks of rows.
+
+    Args:
+        args: The batch.
+        n: The number of parts.
+        rows: The shardings of the leaves, where they are known. The rows of each part are then split as those of
+            the batch were; left to itself XLA would make each device go through every row.
 
     Raises:
         ValueError: A leaf has no leading axis, the leading axes differ, or n does not divide them.
@@ -58,12 +65,20 @@ def split(args: tuple[Any, ...], n: int) -> tuple[Any, ...]:
         raise ValueError(
             f"num_microbatches={n} does not divide the batch: {first} has {size} rows; use a batch of a multiple of {n}"
         )
-    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (n, size // n, *np.shape(leaf)[1:])), args)
+
+    def reshaped(leaf: Any, sharding: Any = None) -> Array:
+        parts = jnp.reshape(leaf, (n, size // n, *np.shape(leaf)[1:]))
+        if not isinstance(sharding, NamedSharding) or not len(sharding.spec):
+            return parts
+        whole = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        return jax.lax.with_sharding_constraint(parts, whole)
+
+    return jax.tree.map(reshaped, args) if rows is None else jax.tree.map(reshaped, args, rows)
 
 
 def accumulate(
     part_fn: Callable[[Any, tuple[Any, ...], Array], Part],
-    args: tuple[Any, ...],
+    parts: tuple[Any, ...],
     model_state: Any,
     like: list[Array],
     n: int,
@@ -74,7 +89,7 @@ def accumulate(
 
     Args:
         part_fn: `part_fn(model_state, microbatch, i) -> Part`.
-        args: The batch.
+        parts: The batch, split.
         model_state: Passes from one microbatch to the next.
         like: Arrays with the shapes and dtypes of the gradients.
         n: The number of parts.
@@ -102,7 +117,7 @@ def accumulate(
 
     zeros = [jnp.zeros_like(leaf, dtype=_tree.compute_dtype(leaf.dtype)) for leaf in like] if running else []
     (model_state, sums), (gradients, losses, weights, aux) = jax.lax.scan(
-        body, (model_state, zeros), (jnp.arange(n), split(args, n))
+        body, (model_state, zeros), (jnp.arange(n), parts)
     )
     if not running:
         sums = [jnp.sum(g, axis=0) for g in gradients]
@@ -128,7 +143,9 @@ def _weight(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> Arr
     weight = weight_fn(*batch)
     if np.ndim(weight):
         raise ValueError(f"weight_fn returned shape {np.shape(weight)}; it must return a scalar for each microbatch")
-    return jnp.asarray(weight).astype(jnp.promote_types(jnp.float32, jnp.result_type(weight)))
+    dtype = jnp.result_type(weight)
+    dtype = dtype if _tree.is_floating(dtype) else np.dtype(np.float32)
+    return jnp.asarray(weight).astype(_tree.compute_dtype(dtype))
 
 
 def _weighed(value: Array, weight: Array | None) -> Array:

@@ -81,7 +81,7 @@ def concrete(x: Any) -> np.ndarray[Any, Any] | None:
 @functools.cache
 def compute_dtype(dtype: Any) -> Any:
     """The dtype arithmetic on a leaf is done in: its own, and float32 at least."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
 
 
 def default_float() -> Any:

@@ -102,6 +102,9 @@ class ExponentialMovingAverage:
                 "ema.apply(averages, params, num_updates=state.global_step)"
             )
         rate = self._rate(num_updates, num_updates if age is None else age)
+        for name, value in (("num_updates", num_updates), ("age", age)):
+            if value is not None:
+                _count(name, value)
         old = _tree.flatten_like(params, averages, "averages")
         leaves, treedef = _tree.flatten(params)
         return treedef.unflatten(

@@ -13,7 +13,7 @@ import numpy as np
 
 from jstep import _tree
 from jstep._typing import Array, Number
-from jstep.indexed_slices import IndexedSlices, combined, is_slices
+from jstep.indexed_slices import IndexedSlices, combined, is_slices, within
 
 
 def _map(function: Callable[[Array], Array], tree: Any, name: str) -> Any:
@@ -24,19 +24,15 @@ def _map(function: Callable[[Array], Array], tree: Any, name: str) -> Any:
         if isinstance(x, IndexedSlices):
             rows = combined(x, path)
             clipped = function(rows.values).astype(jnp.result_type(x.values))
-            return IndexedSlices(clipped, rows.indices, x.dense_shape)
+            return within(IndexedSlices(clipped, rows.indices, x.dense_shape))
         return x if _tree.is_none(x) else function(_floating(x, path, name))
 
     return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_slices)
 
 
 def _floating(x: Any, path: str, name: str) -> Array:
-    if isinstance(x, int) and not isinstance(x, bool):
-        x = float(x)
-    if not (_tree.is_array(x) or isinstance(x, float)):
-        raise TypeError(f"{name}: the leaf at {_tree.quoted(path)} is {type(x).__name__}, which is no array")
-    array = jnp.asarray(x)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+    array = _number(float(x) if isinstance(x, int) and not isinstance(x, bool) else x, path, name)
+    if not _tree.is_floating(array.dtype):
         raise TypeError(
             f"{name}: the leaf at {_tree.quoted(path)} has dtype {array.dtype}; only floating-point arrays can be "
             "scaled. Put None in its place, or cast it."
@@ -82,25 +78,40 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
 
     Source: `tf.clip_by_value`.
     """
-    low, high = _tree.concrete(min), _tree.concrete(max)
+    low, high = _bound("min", min), _bound("max", max)
     if low is not None and high is not None and np.any(low > high):
         raise ValueError(f"min={min!r} is larger than max={max!r}")
 
-    def bound(limit: Any, dtype: Any) -> Any:
-        return jnp.asarray(limit).astype(dtype)
+    def clip(x: Array) -> Array:
+        return jnp.clip(x, jnp.asarray(min).astype(x.dtype), jnp.asarray(max).astype(x.dtype))
 
-    def leaf(x: Any) -> Any:
+    def leaf(keys: Any, x: Any) -> Any:
+        path = _tree.path_str(keys)
         if _tree.is_none(x):
             return x
         if isinstance(x, IndexedSlices):
-            rows = combined(x)
-            dtype = jnp.result_type(x.values)
-            values = jnp.clip(rows.values.astype(dtype), bound(min, dtype), bound(max, dtype))
-            return IndexedSlices(values, rows.indices, x.dense_shape)
-        array = jnp.asarray(x)
-        return jnp.clip(array, bound(min, array.dtype), bound(max, array.dtype))
+            rows = combined(x, path)
+            values = clip(rows.values.astype(jnp.result_type(x.values)))
+            return within(IndexedSlices(values, rows.indices, x.dense_shape))
+        return clip(_number(x, path, "clip_by_value"))
 
-    return jax.tree.map(leaf, t, is_leaf=is_slices)
+    return jax.tree_util.tree_map_with_path(leaf, t, is_leaf=is_slices)
+
+
+def _bound(name: str, value: Any) -> Any:
+    """A bound on the host, None where it is traced."""
+    if isinstance(value, bool | str) or not (isinstance(value, int | float) or _tree.is_array(value)):
+        raise TypeError(f"{name}={value!r}: must be a number or an array, got {type(value).__name__}")
+    number = _tree.concrete(value)
+    if number is not None and np.any(np.isnan(number)):
+        raise ValueError(f"{name}={value!r}: must be a number")
+    return number
+
+
+def _number(x: Any, path: str, name: str) -> Array:
+    if isinstance(x, bool | str) or not (_tree.is_array(x) or isinstance(x, int | float)):
+        raise TypeError(f"{name}: the leaf at {_tree.quoted(path)} is {type(x).__name__}, which is no array")
+    return jnp.asarray(x)
 
 
 def _sum_of_squares(x: Array, axes: Any = None) -> Array:
@@ -148,6 +159,14 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
     Source: `tf.clip_by_norm`.
     """
     check_clip_norm("clip_norm", clip_norm)
+    listed = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
+    for path, x in _tree.leaves_with_paths(t):
+        for axis in listed:
+            if not -np.ndim(x) <= axis < np.ndim(x):
+                raise ValueError(
+                    f"axes={axes}: the leaf at {_tree.quoted(path)} has shape {np.shape(x)}, which has no axis "
+                    f"{axis}; map over the leaves that have it"
+                )
     return _map(lambda x: _scaled(x, _root(_sum_of_squares(x, axes)), clip_norm), t, "clip_by_norm")
 
 
@@ -202,12 +221,15 @@ def global_norm(tree: Any) -> Array:
     Source: `tf.global_norm`.
     """
     total = jnp.zeros((), jnp.float32)
-    for x in jax.tree.leaves(tree, is_leaf=is_slices):
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
         if _tree.is_none(x):
             continue
-        array = combined(x).values if isinstance(x, IndexedSlices) else jnp.asarray(x)
-        square = _sum_of_squares(array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32))
-        dtype = jnp.promote_types(total.dtype, square.dtype)
+        path = _tree.path_str(keys)
+        array = combined(x, path).values if isinstance(x, IndexedSlices) else _number(x, path, "global_norm")
+        array = array if _tree.is_floating(array.dtype) else array.astype(jnp.float32)
+        # Behind a barrier, or an optimizer's own g² would be taken for the same array and kept in memory for both.
+        square = _sum_of_squares(jax.lax.optimization_barrier(array))
+        dtype = max(total.dtype, square.dtype, key=lambda dtype: dtype.itemsize)
         total = total.astype(dtype) + square.astype(dtype)
     return _root(total)
 
@@ -238,9 +260,7 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
     `tf.clip_by_global_norm`.
     """
     check_clip_norm("clip_norm", clip_norm)
-    norm = global_norm(tree) if use_norm is None else jnp.asarray(use_norm)
-    if not jnp.issubdtype(norm.dtype, jnp.floating):
-        norm = norm.astype(jnp.float32)
+    norm = global_norm(tree) if use_norm is None else _known_norm(use_norm)
     scale = jnp.where(jnp.isfinite(norm), _scale(norm, clip_norm), jnp.full_like(norm, jnp.nan))
 
     def clip(x: Array) -> Array:
@@ -248,3 +268,15 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
         return (x.astype(dtype) * scale.astype(dtype)).astype(x.dtype)
 
     return _map(clip, tree, "clip_by_global_norm"), norm
+
+
+def _known_norm(norm: Any) -> Array:
+    if isinstance(norm, bool | str) or not (isinstance(norm, int | float) or _tree.is_array(norm)):
+        raise TypeError(f"use_norm={norm!r}: must be what global_norm returned, got {type(norm).__name__}")
+    if np.ndim(norm):
+        raise ValueError(f"use_norm: must be a scalar, got shape {np.shape(norm)}")
+    value = _tree.concrete(norm)
+    if value is not None and np.isfinite(value) and value < 0:
+        raise ValueError(f"use_norm={value}: must be ≥ 0")
+    array = jnp.asarray(norm)
+    return array if _tree.is_floating(array.dtype) else array.astype(jnp.float32)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep import _tree
-from jstep._microbatches import AggregationMethod, Part, accumulate
+from jstep._microbatches import AggregationMethod, Part, accumulate, split
 from jstep._typing import Array, Params
 from jstep._var_list import VarList, selected
 
@@ -170,8 +170,8 @@ def gradient_function(
     gate_gradients: int = GATE_OP,
     aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
 ) -> Callable[..., tuple[Array, Any, Any, Any]]:
-    """`compute(params, model_state, args, kwargs, key) -> (loss, model_state, aux, grads)`: the engine of both
-    `compute_gradients` and `minimize`, checked before anything is traced.
+    """`compute(params, model_state, args, kwargs, key, rows) -> (loss, model_state, aux, grads)`: the engine of both
+    `compute_gradients` and `minimize`, checked before anything is traced. `rows` are the shardings of args, if known.
     """  # noqa: D205
     _check_arguments(loss_fn, num_microbatches, weight_fn, gate_gradients, aggregation_method)
 
@@ -182,13 +182,21 @@ def gradient_function(
             whole = treedef.unflatten(_placed(leaves, places, some))
             out = loss_fn(whole, *((model_state,) if has_model_state else ()), *args, **kwargs)
             loss, new_model_state, aux = _taken_apart(out, has_aux, has_model_state)
-            return _checked_loss(loss), (_same_kind(model_state, new_model_state), aux)
+            return _checked_loss(loss), (_same_kind(model_state, new_model_state), _checked_aux(aux))
 
         some = [jnp.asarray(leaves[i]) for i in places]
         (loss, (new_model_state, aux)), grads = jax.value_and_grad(of_some, has_aux=True)(some)
-        return Part(loss, new_model_state, jax.tree.map(jnp.asarray, aux), grads)
+        return Part(loss, new_model_state, aux, grads)
 
-    def compute(params: Params, model_state: Any, args: Any, kwargs: Any, key: Any) -> tuple[Array, Any, Any, Any]:
+    def compute(
+        params: Params, model_state: Any, args: Any, kwargs: Any, key: Any, rows: Any = None
+    ) -> tuple[Array, Any, Any, Any]:
+        for path, leaf in _tree.leaves_with_paths(params):
+            if not (_tree.is_array(leaf) or isinstance(leaf, bool | int | float)):
+                raise TypeError(
+                    f"params: the leaf at {_tree.quoted(path)} is {type(leaf).__name__}, which is no array or number; "
+                    "keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
+                )
         places = selected(params, var_list)
         leaves, treedef = _tree.flatten(params)
         if num_microbatches == 1:
@@ -201,7 +209,8 @@ def gradient_function(
                 return one(params, places, model_state, batch, keyed)
 
             like = [jnp.asarray(leaves[i]) for i in places]
-            part = accumulate(part_fn, args, model_state, like, num_microbatches, weight_fn, aggregation_method)
+            parts = split(args, num_microbatches, rows)
+            part = accumulate(part_fn, parts, model_state, like, num_microbatches, weight_fn, aggregation_method)
         grads = _gated(part.gradients, gate_gradients)
         return (
             part.loss,
@@ -270,6 +279,18 @@ def _checked_loss(loss: Any) -> Array:
     if loss.ndim:
         raise ValueError(f"the loss has shape {loss.shape}; it must be a scalar: reduce it, for instance with jnp.mean")
     return loss
+
+
+def _checked_aux(aux: Any) -> Any:
+    def leaf(keys: Any, x: Any) -> Array:
+        if not (_tree.is_array(x) or isinstance(x, bool | int | float | complex)):
+            raise TypeError(
+                f"aux: the leaf at {_tree.quoted(_tree.path_str(keys))} is {x!r}, which is no array or number and "
+                "cannot leave a compiled step"
+            )
+        return jnp.asarray(x)
+
+    return jax.tree_util.tree_map_with_path(leaf, aux)
 
 
 def _same_kind(old: Any, new: Any) -> Any:

@@ -95,11 +95,20 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
             )
 
 
+def within(rows: IndexedSlices) -> IndexedSlices:
+    """What `combined` made, fit to be handed on: places past the end become zero rows of row 0."""
+    inside = rows.indices < rows.dense_shape[0]
+    shape = (-1,) + (1,) * (jnp.ndim(rows.values) - 1)
+    values = jnp.where(inside.reshape(shape), rows.values, jnp.zeros_like(rows.values))
+    return IndexedSlices(values, jnp.where(inside, rows.indices, 0), rows.dense_shape)
+
+
 def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     """The same rows with each index once: repeated rows added up in float32 at least.
 
     The shapes stay as they are, so that it compiles: the places that become free hold zero rows with
-    indices past the end of the table, which `mode="drop"` drops.
+    indices past the end of the table, which `mode="drop"` drops. They are for setting rows; `within` makes
+    of them rows to add.
 
     Args:
         slices: What to combine.

@@ -66,6 +66,8 @@ def value_at(name: str, value: Any, step: Step) -> Any:
     if isinstance(value, float):
         return value
     number = value(step) if callable(value) else value
+    if isinstance(number, bool | str) or not (isinstance(number, int | float) or _tree.is_array(number)):
+        raise TypeError(f"{name}: the schedule returned {number!r}; it must return a number")
     if np.ndim(number):
         raise ValueError(f"{name}: the schedule returned shape {np.shape(number)} at one step; it must be a scalar")
     return jnp.asarray(number).astype(_tree.default_float())

@@ -14,7 +14,7 @@ import numpy as np
 
 from jstep import _tree
 from jstep._typing import Array, Optimizer, Params, Slots, Step, Updates
-from jstep.indexed_slices import IndexedSlices, check, combined, is_slices
+from jstep.indexed_slices import IndexedSlices, check, combined, is_slices, within
 from jstep.optimizers._hyper import report, value_at, values_at
 from jstep.state import START_STEP
 
@@ -116,7 +116,7 @@ def _shared_by_leaves_of_a_shape(rule: Rule, hyper: Mapping[str, Any], *, sparse
         update, new = rule(rows.values.astype(dtype), at_rows, old, values)
         # Indices are unique but for those past the end, so setting them is well-defined.
         kept = {name: slots[name].at[rows.indices].set(value, mode="drop") for name, value in new.items()}
-        return IndexedSlices(update, rows.indices, gradient.dense_shape), kept
+        return within(IndexedSlices(update, rows.indices, gradient.dense_shape)), kept
 
     on_leaf.__name__ = getattr(rule, "__name__", "rule")
     return jax.jit(on_leaf)

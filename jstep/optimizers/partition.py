@@ -38,6 +38,11 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         >>> jstep.get_slot_names(state)
         ['embed/accumulator', 'rest/m', 'rest/v']
     """
+    if not isinstance(optimizers, Mapping):
+        raise TypeError(f"optimizers={optimizers!r}: must map labels to optimizers, got {type(optimizers).__name__}")
+    for label in optimizers:
+        if not isinstance(label, str):
+            raise TypeError(f"optimizers: the label {label!r} must be a string, got {type(label).__name__}")
     if not optimizers:
         raise ValueError("optimizers={}: partition needs at least one")
     if not callable(labels):

@@ -8,18 +8,20 @@ import numpy as np
 
 from jstep import _tree
 from jstep._typing import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.clipping import global_norm
 from jstep.optimizers._leafwise import apply_updates, matched_gradients, ordered_after
 from jstep.state import START_STEP, is_scalar_slot
 
 
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, which leaves params and slots as they are where a gradient is NaN or infinite.
+    """The same optimizer, which leaves params and slots as they are where the norm of the gradients is NaN or infinite.
 
     A skipped update still advances the global step, which counts the steps of the run, but not the age of
     the slots: `start_step` moves along, so that bias corrections see only what was applied.
 
     Args:
-        optimizer: What to guard. Put the guard outermost: around chains, clipping and moving averages.
+        optimizer: What to guard. Put the guard outermost: around chains, clipping and moving averages. What
+            loss_fn returns as model_state is not guarded.
 
     Returns:
         An `Optimizer` with the same slots and hyperparameters.
@@ -40,8 +42,8 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     require_optimizer("optimizer", optimizer)
 
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        gradients = [g for g in matched_gradients(updates, params) if g is not None]
-        finite = jnp.stack([_all_finite(leaf) for leaf in jax.tree.leaves(gradients)]).all()
+        # The norm rather than each element: a finite gradient whose square overflows would poison the slots.
+        finite = jnp.isfinite(global_norm(matched_gradients(updates, params)))
         updates, new_slots = optimizer.update(updates, slots, params, step)
         updates = jax.tree.map(lambda u: _zero_unless(finite, u), updates)
         # The parameters first, while the old slots are still there: see ordered_after.
@@ -50,11 +52,6 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         return updates, kept
 
     return optimizer._replace(update=update)
-
-
-def _all_finite(leaf: Array) -> Array:
-    # The indices of an IndexedSlices are leaves too, and always finite.
-    return jnp.isfinite(leaf).all() if _tree.is_trainable(leaf) else jnp.ones((), bool)
 
 
 def _kept(finite: Array, name: str, old: Any, new: Any, moved: Params) -> Any:
