@@ -33,6 +33,8 @@ HOST = STOREYS[5]
 STEP = set().union(*STOREYS[:5])
 """What a training step is made of. The host side may compile helpers of its own; it never steps."""
 PUBLIC_COMPILERS = {"training"}
+BUILDERS = {"_layout"}
+"""A state too large for one device is made under jit, once; nothing there steps or donates."""
 SHARED_TRACES = {"optimizers._leafwise", "averages"}
 """A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself."""
 
@@ -150,7 +152,7 @@ def compiles(tree: ast.AST) -> list[str]:
 @pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[0] in STEP])
 def test_only_training_compiles(module: str) -> None:
     found = compiles(tree_of(module))
-    assert module in PUBLIC_COMPILERS | SHARED_TRACES or not found, f"{module} compiles: {found}"
+    assert module in PUBLIC_COMPILERS | BUILDERS | SHARED_TRACES or not found, f"{module} compiles: {found}"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -170,7 +172,7 @@ def test_training_does_both() -> None:
     text = MODULES["training"].read_text(encoding="utf-8")
     assert "jax.jit(" in text
     assert "donate_argnums" in text
-    assert "increment_global_step(" in text
+    assert "global_step + 1" in text
 
 
 def test_a_bare_import_loads_nothing_heavy() -> None:

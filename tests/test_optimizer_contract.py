@@ -318,8 +318,9 @@ def test_learning_rate_can_be_differentiated(name: str) -> None:
 
 LEAVES, LEAF = 16, (256, 256)
 BYTES = LEAVES * 4 * 256 * 256
-# Which still copy slots is listed in tests/defects_pending.py.
-COPIES_IN_UPDATE = ("everything",)
+# skip_nonfinite around a moving average keeps one copy: the average is made from new parameters before it is known
+# whether they are kept.
+ONE_COPY = ("everything",)
 
 
 def abstract(optimizer: jstep.Optimizer) -> tuple[Any, Any]:
@@ -338,10 +339,10 @@ def check_update_memory(name: str) -> None:
     optimizer = of(name)
     state, params = abstract(optimizer)
     update = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
-    check_memory(update.lower(state, params), state, 0.3)
+    check_memory(update.lower(state, params), state, 1.3 if name in ONE_COPY else 0.3)
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in COPIES_IN_UPDATE])
+@pytest.mark.parametrize("name", TABLE)
 def test_donated_update_has_no_temporary_of_the_size_of_params(name: str) -> None:
     """Gradients are handed over, so that all that is left is what the update itself needs."""
     check_update_memory(name)

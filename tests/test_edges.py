@@ -1,0 +1,245 @@
+"""Edges that were wrong once: found by reading the contract against the first library."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+import jstep
+
+create = jstep.TrainState.create
+
+# clipping
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda x: jstep.clip_by_norm(x, 1.0),
+        lambda x: jstep.clip_by_average_norm(x, 0.2),
+        lambda x: jstep.clip_by_global_norm(x, 1.0)[0],
+        lambda x: jstep.clip_by_value(x, -0.9, 3.5),
+    ],
+)
+def test_clipped_rows_are_rows_of_the_table(clip: Callable[[Any], Any]) -> None:
+    sparse = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
+    np.testing.assert_allclose(clip(sparse).to_dense(), clip(sparse.to_dense()), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.gradient_descent(1.0)),
+        jstep.chain(jstep.gradient_descent(1.0), jstep.clip_gradients(by_norm=1.0)),
+        jstep.chain(jstep.gradient_descent(1.0), jstep.scope("second", jstep.momentum(1.0, 0.5))),
+    ],
+)
+def test_a_chain_takes_repeated_rows_without_jit(optimizer: Any) -> None:
+    rows = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
+    state = create({"t": jnp.zeros((5, 1))}, optimizer)
+    eager = jstep.apply_gradients(state, {"t": rows}, optimizer)
+    compiled = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, {"t": rows})
+    np.testing.assert_allclose(eager.params["t"], compiled.params["t"], rtol=1e-6)
+
+
+# schedules
+
+
+@pytest.mark.parametrize("step", [1_100_000_000, 1_500_000_000, 2**31 - 1])
+def test_more_periods_than_an_int32_counts(step: int) -> None:
+    """decay_steps < 1: any positive number will do."""
+    value = float(jstep.inverse_time_decay(1.0, 0.5, 1e-9)(step))
+    assert value == pytest.approx(reference.inverse_time_decay(step, 1.0, 0.5, 1e-9), rel=1e-5)
+    value = float(jstep.exponential_decay(1.0, 0.5, 1 - 1e-9)(step))
+    assert value == pytest.approx(math.exp(2 * step * math.log(1 - 1e-9)), rel=1e-5)
+
+
+# 2.4 epochs of ImageNet at a batch of 1024; a decimal; a number with every digit.
+@pytest.mark.parametrize("decay_steps", [1281167 / 1024 * 2.4, 1234.5678, 100 * math.pi])
+def test_staircases_are_exact_for_any_decay_steps(decay_steps: float) -> None:
+    stairs = jstep.inverse_time_decay(1.0, decay_steps, 1e-6, staircase=True)
+    schedule = jax.jit(lambda n: 1e6 * (1 / stairs(n) - 1))
+    count = int((2**31 - 2) / decay_steps)
+    wrong = []
+    for k in np.linspace(1, min(count, 100_000), 3000).astype(int):
+        edge = math.ceil(int(k) * Fraction(repr(decay_steps)))  # the first step of period k
+        if edge < 2**31 - 1 and round(float(schedule(edge) - schedule(edge - 1))) != 1:
+            wrong.append(edge)
+    assert not wrong, f"{len(wrong)} edges are misplaced, the first at step {wrong[0]}"
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("step", [0, 5, 10, 2**53 + 1, 2**62 + 1, 2**63 - 1])
+def test_cosine_restarts_under_x64(step: int) -> None:
+    found = float(jstep.cosine_decay_restarts(0.1, 10)(step))
+    assert found == pytest.approx(reference.cosine_decay_restarts(step, 0.1, 10), rel=1e-6, abs=1e-12)
+
+
+def test_the_power_of_a_polynomial_may_be_traced() -> None:
+    powers = jnp.array([0.5, 1.0, 2.0])
+    found = jax.vmap(lambda power: jstep.polynomial_decay(1.0, 10, 0.0, power=power)(5))(powers)
+    np.testing.assert_allclose(found, 0.5**powers, rtol=1e-6)
+
+
+@pytest.mark.parametrize("zero", [np.int64(0), np.int32(0), np.float32(0), jnp.int32(0)])
+def test_a_warmup_of_no_steps_may_be_numpys_zero(zero: Any) -> None:
+    assert float(jstep.linear_warmup(0.5, zero)(0)) == 0.5
+
+
+# training
+
+
+@pytest.mark.parametrize(
+    "inner", [jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam()), jstep.adam(), jstep.adagrad(0.1)]
+)
+def test_finite_gradients_whose_squares_overflow_poison_nothing(inner: Any) -> None:
+    optimizer = jstep.skip_nonfinite(inner)
+    before = create({"w": jnp.ones(2)}, optimizer)
+    after = jstep.apply_gradients(before, {"w": jnp.array([1e30, 1.0])}, optimizer)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+
+
+def test_a_skipped_update_that_is_not_counted_does_not_age_backwards() -> None:
+    optimizer = jstep.skip_nonfinite(jstep.adam(0.1))
+    state = jstep.apply_gradients(create({"w": jnp.ones(2)}, optimizer), {"w": jnp.ones(2)}, optimizer)
+    state = jstep.apply_gradients(state, {"w": jnp.full(2, jnp.nan)}, optimizer, increment_global_step=False)
+    assert jstep.global_step(state) == 1
+    assert int(state.slots["start_step"]) == 0  # one update was applied: the next has age 2
+
+
+# state
+
+
+def test_repr_of_an_abstract_state() -> None:
+    text = repr(jax.eval_shape(lambda: create({"w": jnp.ones((1000, 1000))}, jstep.adam())))
+    assert "4 MB" in text
+    assert "ShapeDtypeStruct" not in text
+
+
+def test_the_last_step_does_not_wrap_around() -> None:
+    with pytest.raises(ValueError, match=r"int32|2147483647"):
+        jstep.increment_global_step(create({"w": 1.0}, jstep.adam(), 2**31 - 1))
+
+
+# architecture
+
+
+@pytest.mark.parametrize("name", ["get_global_step", "get_or_create_global_step"])
+def test_public_functions_have_a_runnable_example(name: str) -> None:
+    assert ">>> " in getattr(jstep, name).__doc__
+
+
+# errors
+
+STATE = create({"a": {"w": jnp.ones(2)}}, jstep.adam())
+GRADS = {"a": {"w": jnp.ones(2)}}
+
+
+def step_with(**kwargs: Any) -> Any:
+    return jstep.minimize(lambda p, **_: jnp.sum(p["a"]["w"]), jstep.adam(), **kwargs)
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception] | tuple[type[Exception], ...], tuple[str, ...]]] = {
+    "apply without a state": (
+        lambda: jstep.apply_gradients({"w": 1.0}, {"w": 1.0}, jstep.adam()),
+        TypeError,
+        ("state", "TrainState", "dict"),
+    ),
+    "a schedule of strings": (
+        lambda: jstep.apply_gradients(STATE, GRADS, jstep.adam(lambda n: "x")),
+        TypeError,
+        ("learning_rate", "'x'"),
+    ),
+    "a schedule of None": (
+        lambda: jstep.apply_gradients(STATE, GRADS, jstep.adam(lambda n: None)),
+        TypeError,
+        ("learning_rate", "None"),
+    ),
+    "params with a function in compute_gradients": (
+        lambda: jstep.compute_gradients(lambda p: p["w"])({"w": 1.0, "act": jnp.tanh}),
+        TypeError,
+        ("params", "'act'"),
+    ),
+    "partition of a list": (
+        lambda: jstep.partition([jstep.adam()], lambda path, leaf: "a"),
+        TypeError,
+        ("optimizers", "list"),
+    ),
+    "partition with a number for a label": (
+        lambda: jstep.partition({3: jstep.adam()}, lambda path, leaf: 3),
+        (TypeError, ValueError),
+        ("optimizers", "3"),
+    ),
+    "metrics a number": (lambda: step_with(metrics=3), TypeError, ("metrics", "3")),
+    "rng a number": (lambda: step_with(rng=3), TypeError, ("rng", "jax.random.key")),
+    "aux with a string": (
+        lambda: jstep.minimize(lambda p: (jnp.sum(p["a"]["w"]), {"name": "x"}), jstep.adam(), has_aux=True)(STATE),
+        TypeError,
+        ("aux", "name", "'x'"),
+    ),
+    "scan length negative": (
+        lambda: jstep.scan_steps(step_with(), length=-1)(STATE),
+        ValueError,
+        ("length", "-1"),
+    ),
+    "scan length float": (
+        lambda: jstep.scan_steps(step_with(), length=1.5)(STATE),
+        TypeError,
+        ("length", "1.5"),
+    ),
+    "clip_by_value str": (lambda: jstep.clip_by_value(jnp.ones(2), "a", 1), TypeError, ("min", "'a'")),
+    "clip_by_value None": (lambda: jstep.clip_by_value(jnp.ones(2), None, 1), TypeError, ("min", "None")),
+    "clip_by_value nan": (lambda: jstep.clip_by_value(jnp.ones(2), np.nan, 1), ValueError, ("min", "nan")),
+    "clip_by_value of a function": (
+        lambda: jstep.clip_by_value({"a": {"f": jnp.tanh}}, -1, 1),
+        TypeError,
+        ("'a/f'",),
+    ),
+    "global_norm of a string": (lambda: jstep.global_norm({"a": {"s": "x"}}), TypeError, ("'a/s'",)),
+    "use_norm a vector": (
+        lambda: jstep.clip_by_global_norm({"a": jnp.ones(2)}, 1.0, use_norm=jnp.ones(2)),
+        ValueError,
+        ("use_norm", "(2,)"),
+    ),
+    "use_norm negative": (
+        lambda: jstep.clip_by_global_norm({"a": jnp.ones(2)}, 1.0, use_norm=-1.0),
+        ValueError,
+        ("use_norm", "-1"),
+    ),
+    "use_norm str": (
+        lambda: jstep.clip_by_global_norm({"a": jnp.ones(2)}, 1.0, use_norm="1"),
+        TypeError,
+        ("use_norm", "'1'"),
+    ),
+    "axes beyond the rank": (
+        lambda: jstep.clip_by_norm({"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, 1.0, axes=1),
+        ValueError,
+        ("axes", "'bias'"),
+    ),
+    "ema num_updates negative where it is not needed": (
+        lambda: jstep.ExponentialMovingAverage(0.9).apply({"w": jnp.ones(1)}, {"w": jnp.ones(1)}, num_updates=-3),
+        ValueError,
+        ("num_updates", "-3"),
+    ),
+    "boundaries a number": (
+        lambda: jstep.piecewise_constant(10, [1.0, 2.0]),
+        TypeError,
+        ("boundaries", "10"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_refused_and_explained(name: str) -> None:
+    call, kind, fragments = CASES[name]
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    missing = [fragment for fragment in fragments if fragment not in message]
+    assert not missing, f"{message!r} does not say {missing}"
