@@ -1,5 +1,6 @@
 """jstep: a JIT-compiled functional training toolkit on JAX, around a single global step."""
 
+from jstep import distributed
 from jstep._microbatches import AggregationMethod
 from jstep._typing import Optimizer, Schedule
 from jstep.averages import ExponentialMovingAverage, averaged_params, with_moving_average
@@ -34,6 +35,7 @@ from jstep.schedules import (
     polynomial_decay,
     shift,
 )
+from jstep.sharding import fsdp_specs, shard_batch, shard_state
 from jstep.state import (
     TrainState,
     create_global_step,
@@ -75,7 +77,9 @@ __all__ = [
     "cosine_decay",
     "cosine_decay_restarts",
     "create_global_step",
+    "distributed",
     "exponential_decay",
+    "fsdp_specs",
     "ftrl",
     "get_global_step",
     "get_or_create_global_step",
@@ -99,6 +103,8 @@ __all__ = [
     "rmsprop",
     "scan_steps",
     "scope",
+    "shard_batch",
+    "shard_state",
     "shift",
     "skip_nonfinite",
     "stop_gradient",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep import _tree
+from jstep import _layout, _tree
 from jstep._typing import Array, Optimizer, Params, Slots, Step, require_optimizer
 
 MODEL_STATE = "model_state"
@@ -52,17 +52,24 @@ class TrainState:
         model_state: Any = None,
         *,
         copy: bool = True,
+        mesh: Any = None,
+        param_specs: Any = None,
+        slot_axis: Any = None,
     ) -> "TrainState":
         """A fresh state, whose slots are created at `global_step`.
 
         Args:
-            params: Any pytree of arrays and numbers. None and integer leaves stay as they are.
+            params: Any pytree of arrays and numbers. None and integer leaves stay as they are. Or a function of no
+                arguments that returns one: with a mesh it is compiled, so that no device ever holds the whole.
             optimizer: Makes the slots.
             global_step: The number of updates applied so far, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
             copy: Whether to copy params and model_state, so that the caller's arrays survive the
                 donation of the state to a compiled step. False saves the memory of a huge model, and
                 the arrays handed over are gone after the first step.
+            mesh: A `jax.sharding.Mesh` to lay the state out over; see `shard_state` for this and what follows.
+            param_specs: How parameters lie on the mesh.
+            slot_axis: The axis over which slots of replicated parameters are split.
 
         Raises:
             TypeError: A leaf is no array and no number (names its path), or `global_step` is not an integer.
@@ -70,15 +77,22 @@ class TrainState:
         """
         require_optimizer("optimizer", optimizer)
         step = create_global_step(global_step)
-        params = _as_arrays(params, copy=copy)
-        slots = dict(optimizer.init(params, step))
-        if model_state is not None:
-            if MODEL_STATE in slots:
-                raise ValueError(f"the optimizer has a slot named {MODEL_STATE!r}, which the state keeps for itself")
-            slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
-        if not copy:
-            _refuse_shared_buffers(params, slots)
-        return cls(params, slots, step)
+        if mesh is None and (param_specs is not None or slot_axis is not None):
+            raise ValueError("param_specs and slot_axis say how the state lies on a mesh: give mesh as well")
+        is_function = callable(params) and jax.tree_util.all_leaves([params])
+
+        def make() -> TrainState:
+            return _fresh(cls, params() if is_function else params, optimizer, step, model_state, copy=copy)
+
+        if mesh is None:
+            return make()
+        mesh = _layout.auto_mesh(mesh)
+
+        def place(shapes: TrainState) -> TrainState:
+            where: Any = _layout.state_shardings(shapes.params, shapes.slots, mesh, param_specs, slot_axis)
+            return cls(*where)
+
+        return _layout.build(make, place)
 
     def replace(self, **changes: Any) -> "TrainState":
         """A new state with some of the fields `params`, `slots` and `global_step` changed."""
@@ -93,6 +107,20 @@ class TrainState:
             f"params: {numbers:,} numbers in {len(leaves)} leaves ({_bytes_text(self.params)}), "
             f"slots: {slots or 'none'})"
         )
+
+
+def _fresh(
+    cls: type[TrainState], params: Any, optimizer: Optimizer, step: Array, model_state: Any, *, copy: bool
+) -> TrainState:
+    params = _as_arrays(params, copy=copy)
+    slots = dict(optimizer.init(params, step))
+    if model_state is not None:
+        if MODEL_STATE in slots:
+            raise ValueError(f"the optimizer has a slot named {MODEL_STATE!r}, which the state keeps for itself")
+        slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
+    if not copy:
+        _refuse_shared_buffers(params, slots)
+    return cls(params, slots, jnp.array(step, copy=True))
 
 
 def _as_arrays(tree: Any, *, copy: bool) -> Any:
@@ -113,7 +141,7 @@ def _refuse_shared_buffers(params: Params, slots: Slots) -> None:
 
 
 def _bytes_text(tree: Any) -> str:
-    size = float(sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)))
+    size = float(sum(_bytes(leaf) for leaf in jax.tree.leaves(tree)))
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
@@ -121,11 +149,16 @@ def _bytes_text(tree: Any) -> str:
     return f"{size:.3g} GB"
 
 
+def _bytes(leaf: Any) -> int:
+    # A ShapeDtypeStruct has no nbytes of its own.
+    return int(getattr(leaf, "nbytes", 0) or np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 0))
+
+
 def _step_text(step: Any) -> str:
     if step is None:
         return "None"
-    if _tree.is_traced(step):
-        return "traced"
+    if _tree.is_traced(step) or isinstance(step, jax.ShapeDtypeStruct):
+        return "traced" if _tree.is_traced(step) else "abstract"
     if isinstance(step, jax.Array) and step.is_deleted():
         return "donated"
     return str(np.asarray(step))
@@ -170,12 +203,25 @@ def _dtype_of(value: Any) -> Any:
 
 
 def get_global_step(state: Any) -> Array | None:
-    """The global step of a state as an array, or None where the state has none."""
+    """The global step of a state as an array, or None where the state has none.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.get_global_step(jstep.TrainState.create({"w": 1.0}, jstep.adam())))
+        0
+    """
     return getattr(state, "global_step", None)
 
 
 def get_or_create_global_step(state: Any) -> Array:
-    """The global step of a state as an array, or a zero where the state has none."""
+    """The global step of a state as an array, or a zero where the state has none.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState({"w": 1.0}, {}, global_step=None)
+        >>> print(jstep.get_or_create_global_step(state))
+        0
+    """
     step = get_global_step(state)
     return create_global_step(0) if step is None else step
 
@@ -221,6 +267,9 @@ def increment_global_step(state: TrainState, amount: Step = 1) -> TrainState:
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace("global_step", "amount", 1)) from None
     step = get_or_create_global_step(state)
+    before, by = _tree.concrete(step), _tree.concrete(more)
+    if before is not None and by is not None and int(before) + int(by) > np.iinfo(step.dtype).max:
+        raise ValueError(f"amount={by}: step {before} + {by} does not fit {step.dtype}; enable jax_enable_x64")
     return state.replace(global_step=step + more.astype(step.dtype))
 
 

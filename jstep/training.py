@@ -1,21 +1,22 @@
 """The training step: the only place that compiles, donates and counts."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep import _tree
-from jstep import state as state_module
 from jstep._microbatches import AggregationMethod
 from jstep._typing import Array, Optimizer, Params, Slots, Updates, require_optimizer
 from jstep._var_list import VarList
 from jstep.clipping import global_norm
 from jstep.gradients import GATE_OP, gradient_function
 from jstep.optimizers._leafwise import apply_updates, matched_gradients
-from jstep.state import MODEL_STATE, TrainState
+from jstep.state import MODEL_STATE, START_STEP, TrainState
 
 NORMS = ("grad_norm", "update_norm", "param_norm")
 
@@ -51,15 +52,20 @@ def apply_gradients(
 
 def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool) -> tuple[TrainState, Updates]:
     require_optimizer("optimizer", optimizer)
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}; see TrainState.create")
     if state.global_step is None:
         raise ValueError("the state has no global step: state.replace(global_step=jstep.create_global_step())")
     matched_gradients(grads, state.params)  # also where no element of a chain looks at them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     updates, own = optimizer.update(grads, held, state.params, state.global_step)
     _check_slots(held, own)
+    if not increment:
+        # A skipped update moves start_step along with the step; where the step stays, so does the age.
+        own = {name: held[name] if name.rsplit("/", 1)[-1] == START_STEP else tree for name, tree in own.items()}
     params = apply_updates(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})
-    return (state_module.increment_global_step(new) if increment else new), updates
+    return (new.replace(global_step=state.global_step + 1) if increment else new), updates
 
 
 def _check_slots(held: Slots, own: Slots) -> None:
@@ -80,26 +86,35 @@ def _check_slots(held: Slots, own: Slots) -> None:
             )
 
 
+Step = Callable[..., tuple[TrainState, dict[str, Any]]]
+
+
 class TrainStep:
     """A compiled training step: `state, metrics = train_step(state, *args)`.
 
     The state passed in is donated (unless `donate=False`): its memory becomes the new state's, so keep the
-    one returned. What `jax.jit` offers is there as well: `lower(state, *args)`, `trace(state, *args)`,
-    `eval_shape`, `clear_cache`. A program lowered by hand returns only the metrics that are computed; constant
-    hyperparameters are put in by the call.
+    one returned. Every leaf of the state stays where it lies on a mesh. What `jax.jit` offers is there as well:
+    `lower(state, *args)`, `trace(state, *args)`, `eval_shape(state, *args)`, `clear_cache()`. A program lowered by
+    hand returns only the metrics that are computed; constant hyperparameters are put in by the call.
 
     Attributes:
         __wrapped__: The pure function that is compiled.
         donate: Whether the state is donated.
     """
 
-    def __init__(self, step: Callable[..., tuple[TrainState, dict[str, Any]]], *, donate: bool) -> None:
+    def __init__(self, step: Step, *, donate: bool, placed: Callable[[Any], Step] | None = None) -> None:
         self.__wrapped__ = step
         self.__name__ = getattr(step, "__name__", "train_step")
         self.__doc__ = step.__doc__ or type(self).__doc__
         self.donate = donate
+        self.placed = placed or (lambda shardings: step)
         self._constants: dict[str, Array] = {}
+        self._on_one_device = self._jit(step)
+        self._on_meshes: dict[Any, Any] = {}
+        self._current: Any = self._on_one_device
+        self._last: Callable[[], Any] = lambda: None
 
+    def _jit(self, step: Step, **out_shardings: Any) -> Any:
         def compiled(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
             new_state, metrics = step(state, *args)
             computed, constants = _split_constants(metrics)
@@ -108,23 +123,52 @@ class TrainStep:
             return new_state, computed
 
         compiled.__name__ = compiled.__qualname__ = self.__name__
-        jitted: Any = jax.jit(compiled, donate_argnums=(0,) if donate else ())
-        self._compiled = jitted
-        self.lower = self._compiled.lower
-        self.trace = self._compiled.trace
-        self.eval_shape = self._compiled.eval_shape
-        self.clear_cache = self._compiled.clear_cache
+        return jax.jit(compiled, donate_argnums=(0,) if self.donate else (), **out_shardings)
+
+    def _for(self, state: Any, args: Any) -> Any:
+        """The compiled function for where the state lies."""
+        shardings = _mesh_shardings(state)
+        if shardings is None:
+            return self._on_one_device
+        key = (_tree.structure(shardings), tuple(jax.tree.leaves(shardings)))
+        if key not in self._on_meshes:
+            # Left to XLA, an output may lie otherwise than its input: donation would be lost, and the step compiled
+            # again for its own result.
+            step = self.placed(jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), args))
+            self._on_meshes[key] = self._jit(step, out_shardings=(shardings, None))
+        return self._on_meshes[key]
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """One call of the compiled step."""
+        # A state that this step returned lies where it lay; only others have to be looked at.
+        if self._last() is not state:
+            self._current = self._for(state, args)
         try:
-            state, metrics = self._compiled(state, *args)
+            state, metrics = self._current(state, *args)
         except (RuntimeError, ValueError) as error:
             if "delete" in str(error) or "donate" in str(error):
                 _explain_donation(state, error)
             raise
         metrics.update(self._constants)
+        self._last = weakref.ref(state)
         return state, metrics
+
+    def lower(self, state: TrainState, *args: Any) -> Any:
+        """As `jax.jit(...).lower`."""
+        return self._for(state, args).lower(state, *args)
+
+    def trace(self, state: TrainState, *args: Any) -> Any:
+        """As `jax.jit(...).trace`."""
+        return self._for(state, args).trace(state, *args)
+
+    def eval_shape(self, state: TrainState, *args: Any) -> Any:
+        """The shapes of the new state and of all metrics."""
+        return jax.eval_shape(self.__wrapped__, state, *args)
+
+    def clear_cache(self) -> None:
+        """Forgets what was compiled."""
+        for jitted in (self._on_one_device, *self._on_meshes.values()):
+            jitted.clear_cache()
 
     @property
     def constant_metrics(self) -> frozenset[str]:
@@ -132,10 +176,22 @@ class TrainStep:
         return frozenset(self._constants)
 
     def _cache_size(self) -> int:
-        return int(self._compiled._cache_size())
+        return sum(int(jitted._cache_size()) for jitted in (self._on_one_device, *self._on_meshes.values()))
 
     def __repr__(self) -> str:
         return f"<jstep.TrainStep {self.__name__}, donate={self.donate}>"
+
+
+def _mesh_shardings(state: Any) -> Any:
+    """A sharding for each leaf of a state that lies on a mesh; None where it lies on one device, or is traced."""
+    leaves, treedef = _tree.flatten(state)
+    placed = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf)]
+    mesh = next((s.mesh for s in placed if isinstance(s, NamedSharding) and s.num_devices > 1), None)
+    if mesh is None:
+        return None
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shardings = [getattr(leaf, "sharding", everywhere) for leaf in leaves]
+    return treedef.unflatten([s if isinstance(s, NamedSharding) else everywhere for s in shardings])
 
 
 def _explain_donation(state: Any, error: Exception) -> None:
@@ -215,6 +271,8 @@ def minimize(
     """
     require_optimizer("optimizer", optimizer)
     norms = _checked_norms(metrics)
+    if rng is not None and not _tree.is_array(rng):
+        raise TypeError(f"rng={rng!r}: must be a key, such as jax.random.key(0), got {type(rng).__name__}")
     compute = gradient_function(
         loss_fn,
         var_list=var_list,
@@ -226,31 +284,40 @@ def minimize(
         aggregation_method=aggregation_method,
     )
 
-    def train_step(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
-        if not isinstance(state, TrainState):
-            raise TypeError(f"state: must be a TrainState, got {type(state).__name__}; make one with TrainState.create")
-        if has_model_state and MODEL_STATE not in state.slots:
-            raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
-        if state.global_step is None:
-            raise ValueError("the state has no global step: state.replace(global_step=jstep.create_global_step())")
-        key = None if rng is None else jax.random.fold_in(rng, state.global_step)
-        loss, model_state, aux, grads = compute(state.params, state.slots.get(MODEL_STATE), args, {}, key)
-        new_state, updates = _applied(state, grads, optimizer, increment_global_step)
-        if has_model_state:
-            new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: model_state})
-        sources = {"grad_norm": grads, "update_norm": updates, "param_norm": _trainable(new_state.params)}
-        parts = {
-            "the loss": {"loss": loss},
-            "the optimizer's hyperparameters": optimizer.hyperparameters(state.global_step),
-            "aux": (dict(aux) if isinstance(aux, Mapping) else {"aux": aux}) if has_aux else {},
-            "the norms": {name: global_norm(sources[name]) for name in norms},
-        }
-        return new_state, _joined(parts)
+    def placed(rows: Any) -> Step:
+        """The step for batches whose leaves have these shardings."""
 
-    return TrainStep(train_step, donate=donate) if jit else train_step
+        def train_step(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+            if not isinstance(state, TrainState):
+                raise TypeError(
+                    f"state: must be a TrainState, got {type(state).__name__}; make one with TrainState.create"
+                )
+            if has_model_state and MODEL_STATE not in state.slots:
+                raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
+            if state.global_step is None:
+                raise ValueError("the state has no global step: state.replace(global_step=jstep.create_global_step())")
+            key = None if rng is None else jax.random.fold_in(rng, state.global_step)
+            loss, model_state, aux, grads = compute(state.params, state.slots.get(MODEL_STATE), args, {}, key, rows)
+            new_state, updates = _applied(state, grads, optimizer, increment_global_step)
+            if has_model_state:
+                new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: model_state})
+            sources = {"grad_norm": grads, "update_norm": updates, "param_norm": _trainable(new_state.params)}
+            parts = {
+                "the loss": {"loss": loss},
+                "the optimizer's hyperparameters": optimizer.hyperparameters(state.global_step),
+                "aux": (dict(aux) if isinstance(aux, Mapping) else {"aux": aux}) if has_aux else {},
+                "the norms": {name: global_norm(sources[name]) for name in norms},
+            }
+            return new_state, _joined(parts)
+
+        return train_step
+
+    return TrainStep(placed(None), donate=donate, placed=placed) if jit else placed(None)
 
 
 def _checked_norms(metrics: Any) -> tuple[str, ...]:
+    if not isinstance(metrics, str | list | tuple | set | frozenset):
+        raise TypeError(f"metrics={metrics!r}: must be names among {NORMS}, got {type(metrics).__name__}")
     names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
     for name in names:
         if name not in NORMS:
@@ -299,25 +366,39 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None) -> Cal
     """
     if not callable(train_step):
         raise TypeError(f"train_step={train_step!r}: must be a function (state, *args) -> (state, metrics)")
-    step = train_step.__wrapped__ if isinstance(train_step, TrainStep) else train_step
 
-    def scanned_steps(state: TrainState, *stacked: Any) -> tuple[TrainState, Any]:
-        k = _leading_size(stacked, length)
-        constants: dict[str, Any] = {}
+    def scanned(step: Callable[..., Any]) -> Callable[..., Any]:
+        def scanned_steps(state: TrainState, *stacked: Any) -> tuple[TrainState, Any]:
+            k = _leading_size(stacked, length)
+            constants: dict[str, Any] = {}
 
-        def body(state: TrainState, args: Any) -> tuple[TrainState, Any]:
-            state, metrics = step(state, *args)
-            if isinstance(metrics, dict):
-                metrics, fixed = _split_constants(metrics)
-                constants.update(fixed)
+            def body(state: TrainState, args: Any) -> tuple[TrainState, Any]:
+                state, metrics = step(state, *args)
+                if isinstance(metrics, dict):
+                    metrics, fixed = _split_constants(metrics)
+                    constants.update(fixed)
+                return state, metrics
+
+            state, metrics = jax.lax.scan(body, state, stacked, length=k)
+            if constants:
+                metrics = metrics | {name: np.full((k, *np.shape(v)), v, v.dtype) for name, v in constants.items()}
             return state, metrics
 
-        state, metrics = jax.lax.scan(body, state, stacked, length=k)
-        if constants:
-            metrics = metrics | {name: np.full((k, *np.shape(v)), v, v.dtype) for name, v in constants.items()}
-        return state, metrics
+        return scanned_steps
 
-    return TrainStep(scanned_steps, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned_steps
+    if not isinstance(train_step, TrainStep):
+        return scanned(train_step)
+    return TrainStep(
+        scanned(train_step.__wrapped__),
+        donate=train_step.donate,
+        placed=lambda stacked: scanned(train_step.placed(jax.tree.map(_without_step_axis, stacked))),
+    )
+
+
+def _without_step_axis(sharding: Any) -> Any:
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return sharding
 
 
 @jax.jit
@@ -328,6 +409,10 @@ def last_of(stacked: Any) -> Any:
 
 def _leading_size(stacked: Any, length: int | None) -> int:
     sizes = {}
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
+        raise TypeError(f"length={length!r}: must be an integer, got {type(length).__name__}")
+    if length is not None and length < 1:
+        raise ValueError(f"length={length}: must be ≥ 1")
     for path, leaf in _tree.leaves_with_paths(stacked):
         if np.ndim(leaf) == 0:
             raise ValueError(f"scan_steps: argument {path} is a scalar; stack the values of K steps on a leading axis")

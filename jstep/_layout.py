@@ -1,0 +1,179 @@
+"""Where the leaves of a state lie on a mesh: from what users say to a sharding for each leaf."""
+
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jstep import _tree
+from jstep._typing import Params, Slots
+
+ParamSpecs = Any
+"""None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
+
+
+def auto_mesh(mesh: Any) -> Mesh:
+    """The mesh with Auto axes: under Explicit ones a model would need annotations of its own.
+
+    Raises:
+        TypeError: It is no mesh.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def axis_size(mesh: Mesh, axis: Any, argument: str) -> int:
+    """How many devices an axis (or a tuple of axes) spans.
+
+    Raises:
+        ValueError: The mesh has no such axis.
+    """
+    names = axis if isinstance(axis, tuple) else (axis,)
+    for name in names:
+        if name not in mesh.shape:
+            hint = _tree.nearest(str(name), map(str, mesh.axis_names))
+            raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
+    """A spec for each leaf of params, in order.
+
+    Raises:
+        TypeError: `param_specs` has none of its forms, or a spec is none.
+        ValueError: A tree of specs has not the structure of params, or a rule matches no leaf.
+    """
+    named = _tree.leaves_with_paths(params)
+    if param_specs is None or isinstance(param_specs, PartitionSpec):
+        return [param_specs or PartitionSpec()] * len(named)
+    if isinstance(param_specs, list | tuple) and all(_is_rule(rule) for rule in param_specs):
+        return _by_rules(named, param_specs)
+    if callable(param_specs):
+        return [_as_spec(param_specs(path, leaf), path) for path, leaf in named]
+    try:
+        whole = jax.tree.broadcast(param_specs, params, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+    except ValueError as error:
+        raise ValueError(
+            f"param_specs: a tree of specs must have the structure of params or a prefix of it, whose paths are "
+            f"{[path for path, _ in named][:20]}"
+        ) from error
+    leaves = _tree.structure(params).flatten_up_to(whole)
+    return [_as_spec(spec, path) for spec, (path, _) in zip(leaves, named, strict=True)]
+
+
+def _is_rule(rule: Any) -> bool:
+    return isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
+
+
+def _by_rules(named: list[tuple[str, Any]], rules: Sequence[tuple[str, Any]]) -> list[PartitionSpec]:
+    for glob, _ in rules:
+        if not any(fnmatch.fnmatchcase(path, glob) for path, _ in named):
+            hint = _tree.nearest(glob, [path for path, _ in named])
+            raise ValueError(f"param_specs: the rule {glob!r} matches no parameter{hint}")
+    return [
+        next((_as_spec(spec, path) for glob, spec in rules if fnmatch.fnmatchcase(path, glob)), PartitionSpec())
+        for path, _ in named
+    ]
+
+
+def _as_spec(spec: Any, path: str) -> PartitionSpec:
+    if spec is None:
+        return PartitionSpec()
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"param_specs: at {_tree.quoted(path)} stands {spec!r}, which is no jax.sharding.PartitionSpec")
+    return spec
+
+
+def checked(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
+    """The sharding of a leaf.
+
+    Raises:
+        ValueError: The spec is longer than the shape, names an axis that the mesh has not, or does not divide it.
+    """
+    where = f"param_specs: {spec} at {_tree.quoted(path)}"
+    if len(spec) > len(shape):
+        raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
+    for dim, axis in enumerate(spec):
+        if axis is None:
+            continue
+        size = axis_size(mesh, axis, where)
+        if shape[dim] % size:
+            raise ValueError(
+                f"{where}: dimension {dim} of shape {shape} does not divide into {size} parts (axis {axis!r}); choose "
+                "another dimension, or leave this leaf replicated"
+            )
+    return NamedSharding(mesh, spec)
+
+
+def state_shardings(
+    params: Params, slots: Slots, mesh: Mesh, param_specs: ParamSpecs, slot_axis: Any = None
+) -> tuple[Any, Slots, NamedSharding]:
+    """A sharding for each leaf of params and slots (arrays or shapes), and one for scalars.
+
+    Args:
+        params: The parameters.
+        slots: Their slots: a leaf lies as the parameter at its path does, everything else on every device.
+        mesh: A mesh with Auto axes.
+        param_specs: See `specs_of`.
+        slot_axis: The axis over which slots of replicated parameters are split.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    named = _tree.leaves_with_paths(params)
+    placed = [
+        checked(mesh, spec, np.shape(leaf), path)
+        for spec, (path, leaf) in zip(specs_of(params, param_specs), named, strict=True)
+    ]
+    treedef = _tree.structure(params)
+    if slot_axis is not None:
+        axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
+    for_slots = [
+        split_replicated(mesh, sharding, np.shape(leaf), slot_axis)
+        for sharding, (_, leaf) in zip(placed, named, strict=True)
+    ]
+
+    def slot(tree: Any) -> Any:
+        try:
+            leaves = treedef.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            return jax.tree.map(lambda _: everywhere, tree)
+        if not jax.tree_util.all_leaves([leaf for leaf in leaves if leaf is not None]):
+            return jax.tree.map(lambda _: everywhere, tree)
+        return treedef.unflatten(
+            [
+                None if leaf is None else sharding if np.shape(leaf) == np.shape(parameter) else everywhere
+                for leaf, sharding, (_, parameter) in zip(leaves, for_slots, named, strict=True)
+            ]
+        )
+
+    return treedef.unflatten(placed), {name: slot(tree) for name, tree in slots.items()}, everywhere
+
+
+def split_replicated(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], axis: Any) -> NamedSharding:
+    """The sharding of a slot: its parameter's, or split over `axis` where the parameter is replicated (ZeRO-1)."""
+    if axis is None or any(part is not None for part in sharding.spec):
+        return sharding
+    dim = largest_divisible(shape, axis_size(mesh, axis, "slot_axis"))
+    return sharding if dim is None else NamedSharding(mesh, PartitionSpec(*[None] * dim, axis))
+
+
+def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
+    """The largest dimension that divides into `size` parts, the first of several; None where none does."""
+    fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
+    return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
+
+
+def build(make: Callable[[], Any], place: Callable[[Any], Any]) -> Any:
+    """What `make()` returns, made where it is to lie: no device ever holds more than its part.
+
+    Args:
+        make: Makes a tree of arrays.
+        place: From the tree's shapes to its shardings.
+    """
+    return jax.jit(make, out_shardings=place(jax.eval_shape(make)))()
