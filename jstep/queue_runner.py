@@ -266,7 +266,12 @@ def start_queue_runners(
         TypeError: `coord` is no Coordinator, or `collection` no string.
 
     Example:
-        See `add_queue_runner`.
+        >>> import jstep
+        >>> queue, numbers = jstep.FIFOQueue(capacity=10), iter(range(5))
+        >>> jstep.add_queue_runner(jstep.QueueRunner(queue, [lambda: queue.enqueue(next(numbers))]))
+        >>> threads = jstep.start_queue_runners()
+        >>> print(queue.dequeue_many(5))
+        [0 1 2 3 4]
     """
     with _collections_lock:
         runners = list(_open_runners(collection))
