@@ -31,7 +31,8 @@ class ArraySource:
         """A new array of these rows."""
         if isinstance(rows, slice):
             return self._array[rows].copy()
-        return self._array.take(rows, 0) if self._takes else self._array[rows]
+        # The rows are in range: "clip" only leaves out the check, row by row.
+        return self._array.take(rows, 0, None, "clip") if self._takes else self._array[rows]
 
 
 class ItemSource:
