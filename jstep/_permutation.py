@@ -1,0 +1,96 @@
+"""Shuffling without a stored permutation: a keyed bijection of range(n).
+
+`permute` evaluates one permutation of `range(n)` at any positions, in time and memory that follow
+the number of positions alone. It is a Feistel network over the digits (left, right) of a number in
+base `width`, so over `height · width ≥ n` numbers; what comes out at n or above goes in again until
+it is below n, which keeps it a bijection ("cycle walking": Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002, method 2 and their generalized Feistel network). The sides are
+chosen so that hardly anything does.
+
+A round adds to one digit a hash of the other: multiply-shift, mixed once more, with keys of its
+own. It is no cipher; it passes for a random permutation in the statistics of tests/test_permutation.
+"""
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+Words: TypeAlias = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
+Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
+
+# With sides below 2**12, words of 32 bits hash each digit to 16 evenly; they are twice as fast.
+_MAX_32 = 2**24
+# Few values per digit make few functions of it: small domains take more rounds to mix.
+_SMALL, _SMALL_ROUNDS, _ROUNDS = 1024, 12, 6
+
+
+class Domain(NamedTuple):
+    """range(n) as a network sees it, the same for all keys; words are 0-d arrays, fastest for ufuncs."""
+
+    n: int
+    rounds: int
+    dtype: type[np.unsignedinteger[Any]]
+    height: Words
+    width: Words
+    half: Words
+    shift: Words
+    mixer: Words
+
+
+def domain(n: int) -> Domain:
+    """The domain for n ≥ 1 numbers."""
+    low = max(math.isqrt(n), min(n, 2))
+    # Nearly square, and with next to nothing above n.
+    height = min(range(low, min(low + 64, 2 * low) + 1), key=lambda h: h * _width(n, h))
+    dtype, bits, mixer = (np.uint32, 32, 0x9E3779B1) if n <= _MAX_32 else (np.uint64, 64, 0x9E3779B97F4A7C15)
+    words: Any = (np.array(x, dtype) for x in (height, _width(n, height), bits // 2, bits // 2 - 1, mixer))
+    return Domain(n, _SMALL_ROUNDS if n < _SMALL else _ROUNDS, dtype, *words)
+
+
+def _width(n: int, height: int) -> int:
+    return max(-(-n // height), min(n, 2))
+
+
+def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
+    """The keys of permutation number `stream` of a seed: a pair for each round, as 0-d arrays."""
+    sequence = np.random.SeedSequence(seed, spawn_key=(stream,))
+    keys = sequence.generate_state(2 * domain.rounds, domain.dtype)
+    keys[::2] |= domain.dtype(1)  # multipliers are odd
+    return [keys[i : i + 1].reshape(()) for i in range(keys.size)]
+
+
+def permute(domain: Domain, keys: list[Words], positions: Rows) -> Rows:
+    """The numbers at `positions` of the permutation, positions being in range(n)."""
+    numbers = _encipher(domain, keys, positions.astype(domain.dtype))
+    outside = np.flatnonzero(numbers >= domain.n)
+    while outside.size:
+        numbers[outside] = _encipher(domain, keys, numbers[outside])
+        outside = outside[numbers[outside] >= domain.n]
+    return numbers.astype(np.intp)
+
+
+def _encipher(domain: Domain, keys: list[Words], numbers: Words) -> Words:
+    _, rounds, _, side, other_side, half, shift, mixer = domain
+    digit = numbers // other_side
+    other = numbers - digit * other_side
+    h, t = np.empty_like(numbers), np.empty_like(numbers)
+    for r in range(rounds):
+        # h = a hash of the other digit in range(side)
+        np.multiply(other, keys[2 * r], h)
+        np.add(h, keys[2 * r + 1], h)
+        np.right_shift(h, shift, t)
+        np.bitwise_xor(h, t, h)
+        np.multiply(h, mixer, h)
+        np.right_shift(h, half, h)
+        np.multiply(h, side, h)
+        np.right_shift(h, half, h)
+        # digit = (digit + h) mod side, the difference wrapping around where it is negative
+        np.add(digit, h, digit)
+        np.subtract(digit, side, t)
+        np.minimum(digit, t, out=digit)
+        digit, other, side, other_side = other, digit, other_side, side
+    # An even number of rounds: the digits are in their places.
+    np.multiply(digit, other_side, digit)
+    np.add(digit, other, digit)
+    return digit

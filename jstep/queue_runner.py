@@ -1,0 +1,295 @@
+"""Threads that feed a queue: QueueRunner, and collections of them."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jstep._bounded_queue import runner_thread
+from jstep.coordinator import Coordinator
+from jstep.errors import CancelledError, OutOfRangeError
+from jstep.queues import FIFOQueue, RandomShuffleQueue
+
+_log = logging.getLogger(__name__)
+
+QUEUE_RUNNERS = "queue_runners"
+
+
+class QueueRunner:
+    """Feeds a queue from threads, one for each enqueue op.
+
+    An op is called again and again until it is exhausted, which it tells by raising OutOfRangeError
+    (the queue it reads from has ended) or StopIteration (its iterator has). The queue is closed when
+    all ops have ended, by exhaustion or by an error, so that no consumer waits in vain.
+
+    With a Coordinator an error of an op stops all its threads and is raised by `coord.join`; when
+    the coordinator stops, for whatever reason, the queue is closed and waiting enqueues are
+    cancelled. Without one errors are logged and kept in `exceptions_raised`. Either way the error is
+    the cause of the OutOfRangeError that the consumer gets at the end.
+
+    Threads do not keep the process alive: where the main thread ends, an op that waits on a queue is
+    cancelled, with `daemon=False` too.
+
+    After `tf.train.QueueRunner`; the ops are callables, not graph nodes.
+
+    Args:
+        queue: The queue that the ops feed.
+        enqueue_ops: Callables without arguments, each of which enqueues something.
+
+    Raises:
+        TypeError: `queue` is no queue of jstep, or an op is not callable.
+        ValueError: `enqueue_ops` is empty.
+
+    Example:
+        >>> import jstep
+        >>> queue = jstep.FIFOQueue(capacity=10)
+        >>> numbers = iter(range(3))
+        >>> runner = jstep.QueueRunner(queue, [lambda: queue.enqueue(next(numbers))])
+        >>> coord = jstep.Coordinator()
+        >>> threads = runner.create_threads(coord, start=True)
+        >>> [queue.dequeue() for _ in range(3)]
+        [0, 1, 2]
+        >>> coord.request_stop()
+        >>> coord.join(threads)
+    """
+
+    def __init__(self, queue: FIFOQueue | RandomShuffleQueue, enqueue_ops: Sequence[Callable[[], object]]) -> None:
+        if not isinstance(queue, FIFOQueue | RandomShuffleQueue):
+            raise TypeError(f"queue={queue!r}: must be a FIFOQueue or a RandomShuffleQueue, got {type(queue).__name__}")
+        if callable(enqueue_ops):
+            raise TypeError(f"enqueue_ops={enqueue_ops!r}: must be a list of callables, got one callable")
+        ops = tuple(enqueue_ops)
+        if not ops:
+            raise ValueError(f"enqueue_ops={enqueue_ops!r}: must hold one callable for each thread")
+        for i, op in enumerate(ops):
+            if not callable(op):
+                raise TypeError(
+                    f"enqueue_ops[{i}]={op!r}: must be callable; give a function that enqueues, such as "
+                    "`lambda: queue.enqueue(next(iterator))`, and not its result"
+                )
+        self._queue = queue
+        self._ops = ops
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._exceptions: list[BaseException] = []
+
+    def __repr__(self) -> str:
+        alive = sum(t.is_alive() for t in self._threads)
+        return f"<QueueRunner of {self._queue!r}, {len(self._ops)} ops, {alive} threads alive>"
+
+    @property
+    def queue(self) -> FIFOQueue | RandomShuffleQueue:
+        """The queue that is fed."""
+        return self._queue
+
+    @property
+    def exceptions_raised(self) -> list[BaseException]:
+        """What ops raised since the last `create_threads`, where no Coordinator was there to take it."""
+        with self._lock:
+            return list(self._exceptions)
+
+    def is_running(self) -> bool:
+        """Whether threads of an earlier `create_threads` have not ended (or not been started) yet."""
+        return any(t.is_alive() or t.ident is None for t in self._threads)
+
+    def create_threads(
+        self, coord: Coordinator | None = None, daemon: bool = False, start: bool = False
+    ) -> list[threading.Thread]:
+        """Makes one thread for each enqueue op.
+
+        Args:
+            coord: The Coordinator that the threads report to and stop with; they are registered
+                with it.
+            daemon: Whether the threads may be cut off in the middle of an op when the process ends;
+                otherwise it waits for the op under way.
+            start: Whether to start them; else call `start()` on each.
+
+        Returns:
+            The threads, in the order of the ops.
+
+        Raises:
+            RuntimeError: Threads of an earlier call have not ended yet, or were never started.
+            TypeError: `coord` is no Coordinator.
+        """
+        if not (coord is None or isinstance(coord, Coordinator)):
+            raise TypeError(f"coord={coord!r}: must be a Coordinator or None, got {type(coord).__name__}")
+        with self._lock:
+            busy = [t.name for t in self._threads if t.is_alive()]
+            idle = [t.name for t in self._threads if t.ident is None]
+            if busy or idle:
+                which = (
+                    f"have not ended yet: {', '.join(busy)}; join them"
+                    if busy
+                    else f"were never started: {', '.join(idle)}; start and join them"
+                )
+                raise RuntimeError(f"create_threads: threads of an earlier call {which} before you make others")
+            self._exceptions = []
+            run = _Run(self, coord)
+            self._threads = threads = [
+                threading.Thread(target=run.feed, args=(op,), name=self._thread_name(i, op), daemon=daemon)
+                for i, op in enumerate(self._ops)
+            ]
+        for thread in threads:
+            if coord:
+                coord.register_thread(thread)
+        if start:
+            for thread in threads:
+                thread.start()
+        return list(threads)
+
+    def _thread_name(self, i: int, op: Callable[[], object]) -> str:
+        name = getattr(op, "__name__", type(op).__name__)
+        return f"QueueRunnerThread-{type(self._queue).__name__}-{i}-{name}"
+
+    def _keep(self, exception: BaseException) -> None:
+        with self._lock:
+            self._exceptions.append(exception)
+
+
+class _Run:
+    """One set of threads, from `create_threads` to the end of the last."""
+
+    def __init__(self, runner: QueueRunner, coord: Coordinator | None) -> None:
+        self._runner = runner
+        self._queue = runner.queue
+        self._coord = coord
+        self._lock = threading.Lock()
+        self._left = len(runner._ops)
+        # Over a queue that somebody closed before, "cancelled" is news; otherwise it is how a run ends.
+        self._closed_before = self._queue.is_closed()
+        self._forget: Callable[[], None] = lambda: None
+        if coord:
+            self._forget = coord.call_on_stop(self._cancel)
+
+    def feed(self, op: Callable[[], object]) -> None:
+        runner_thread.feeding = True
+        try:
+            if self._coord:
+                should_stop = self._coord.should_stop
+                while not should_stop():
+                    op()
+            else:
+                while True:
+                    op()
+        except StopIteration:
+            pass
+        except OutOfRangeError as ex:
+            if ex.__cause__:  # what it reads from failed: those who read from here shall hear of it too
+                self._queue.fail(ex.__cause__)
+        except CancelledError as ex:
+            if self._closed_before or not self._ended():
+                self._report(ex)
+        except BaseException as ex:
+            self._report(ex)
+        finally:
+            with self._lock:
+                self._left -= 1
+                last = not self._left
+            if last:
+                self._forget()
+                self._queue.close()
+
+    def _cancel(self) -> None:
+        self._queue.close(cancel_pending_enqueues=True)
+
+    def _ended(self) -> bool:
+        return self._queue.is_closed() or not threading.main_thread().is_alive()
+
+    def _report(self, ex: BaseException) -> None:
+        self._queue.fail(ex)
+        if not self._coord:
+            _log.error("Exception in %s", threading.current_thread().name, exc_info=ex)
+            self._runner._keep(ex)
+            return
+        try:
+            self._coord.request_stop(ex)
+        except BaseException:  # joined already: there is nobody left to raise it
+            _log.error("Exception in %s after join", threading.current_thread().name, exc_info=ex)
+
+
+# The documented collections: name → runners, in the order they were added.
+_collections: dict[str, list[QueueRunner]] = {}
+_collections_lock = threading.Lock()
+
+
+def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
+    """Adds a runner to a named collection, for `start_queue_runners` to start.
+
+    Collections belong to the process. A runner whose queue has been closed leaves its collection,
+    as it cannot feed any more.
+
+    Args:
+        qr: The runner.
+        collection: The name of the collection.
+
+    Raises:
+        TypeError: `qr` is no QueueRunner, or `collection` no string.
+
+    Example:
+        >>> import jstep
+        >>> queue = jstep.FIFOQueue(capacity=10)
+        >>> runner = jstep.QueueRunner(queue, [lambda: queue.enqueue("a"), lambda: queue.enqueue("b")])
+        >>> jstep.add_queue_runner(runner, collection="letters")
+        >>> coord = jstep.Coordinator()
+        >>> threads = jstep.start_queue_runners(coord, collection="letters")
+        >>> len(threads)
+        2
+        >>> coord.request_stop()
+        >>> coord.join()
+    """
+    if not isinstance(qr, QueueRunner):
+        raise TypeError(f"qr={qr!r}: must be a QueueRunner, got {type(qr).__name__}")
+    with _collections_lock:
+        runners = _open_runners(collection)
+        if qr not in runners:
+            runners.append(qr)
+
+
+def start_queue_runners(
+    coord: Coordinator | None = None,
+    daemon: bool = True,
+    start: bool = True,
+    collection: str = QUEUE_RUNNERS,
+) -> list[threading.Thread]:
+    """Starts the runners of a collection, except those that are running.
+
+    Args:
+        coord: The Coordinator that the threads report to and stop with.
+        daemon: Whether the threads may be cut off when the process ends.
+        start: Whether to start the threads, or only to make them.
+        collection: The name of the collection.
+
+    Returns:
+        All threads made.
+
+    Raises:
+        TypeError: `coord` is no Coordinator, or `collection` no string.
+
+    Example:
+        >>> import jstep
+        >>> queue, numbers = jstep.FIFOQueue(capacity=10), iter(range(5))
+        >>> jstep.add_queue_runner(jstep.QueueRunner(queue, [lambda: queue.enqueue(next(numbers))]))
+        >>> threads = jstep.start_queue_runners()
+        >>> print(queue.dequeue_many(5))
+        [0 1 2 3 4]
+    """
+    with _collections_lock:
+        runners = list(_open_runners(collection))
+    if not runners:
+        _log.warning("start_queue_runners: there are no queue runners in the collection %r.", collection)
+    threads: list[threading.Thread] = []
+    for qr in runners:
+        if not qr.is_running():
+            threads += qr.create_threads(coord, daemon=daemon)
+    if start:
+        for thread in threads:
+            thread.start()
+    return threads
+
+
+def _open_runners(collection: Any) -> list[QueueRunner]:
+    if not isinstance(collection, str):
+        raise TypeError(f"collection={collection!r}: must be a string, got {type(collection).__name__}")
+    runners = _collections.setdefault(collection, [])
+    runners[:] = [qr for qr in runners if not qr.queue.is_closed()]
+    return runners
