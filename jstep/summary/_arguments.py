@@ -1,0 +1,56 @@
+"""What the writer's methods are given, checked and brought to one form."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep._tree import is_traced
+from jstep.summary._proto import decode_error, is_message, proto
+from jstep.summary._values import Summary, keep
+
+
+def as_step(step: Any) -> Any:
+    """A step that may be an array, safe from donation; it is read on the thread."""
+    if step is None:
+        return None
+    if is_traced(step):
+        raise TypeError(
+            "global_step is traced: the writer was called inside a function that JAX transforms (jit, grad)"
+        )
+    if isinstance(step, jax.Array | np.ndarray | np.generic):
+        if not np.issubdtype(step.dtype, np.integer) or step.shape != ():
+            raise TypeError(f"global_step must be an integer scalar, not {step.dtype} of shape {step.shape}")
+        return keep(step)
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"global_step must be an integer, not {type(step).__name__} {step!r}")
+    return step
+
+
+_HINTS: dict[type, str] = {
+    float: "; summary.scalar(tag, value) makes one",
+    dict: "; summary.scalar(names, values) makes one of numbers, summaries_in finds those in a tree",
+    list: "; summary.merge makes one of several",
+    tuple: "; summary.merge makes one of several",
+}
+
+
+def as_serialized(x: Any, name: str, method: str, other: str) -> bytes:
+    """A message of that name as bytes; TensorFlow's own protos are taken as tensorboard's are."""
+    if isinstance(x, bytes | bytearray | memoryview):
+        data = bytes(x)
+        try:
+            proto(name).FromString(data)
+        except decode_error() as error:
+            raise TypeError(f"{method}: {len(data)} bytes that are no serialized {name}: {error}") from error
+        return data
+    if not is_message(x, name):
+        other_name = "Event" if name == "Summary" else "Summary"
+        hint = (
+            f"; {other} takes it"
+            if is_message(x, other_name) or type(x) is Summary
+            else _HINTS.get(type(x), "")
+        )
+        raise TypeError(f"{method}: expected a {name}, not {type(x).__name__}{hint}")
+    serialized: bytes = x.SerializeToString()
+    return serialized

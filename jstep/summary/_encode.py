@@ -1,0 +1,203 @@
+"""From summaries to events: what the writer's thread does with the arrays once they are on the host."""
+
+import io
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jstep.summary._histogram import bucket_limits, non_finite_error
+from jstep.summary._proto import pillow_image, proto
+from jstep.summary._values import Histogram, Images, Part, Scalars, Summary, Text, is_here
+
+NumPyArray: TypeAlias = np.ndarray[Any, Any]
+Values: TypeAlias = list[Any]
+"""Protos `Summary.Value`."""
+
+
+def event_bytes(step: int, wall_time: float, **fields: Any) -> bytes:
+    """A serialized Event."""
+    return proto("Event")(step=step, wall_time=wall_time, **fields).SerializeToString()
+
+
+def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[list[bytes], list[Exception]]:
+    """The events of a summary, serialized; waits for its arrays.
+
+    Leading axes, which scan and vmap add, are steps in their order, and the last of them is `last_step`;
+    without a step they are numbered from 0. A part that cannot be written does not keep the others from it.
+    """
+    if all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
+        return _numbers(summary, last_step or 0, wall_time), []
+    for leaf in jax.tree.leaves(summary):
+        if (
+            isinstance(leaf, jax.Array)
+            and not (leaf.is_deleted() or is_here(leaf))
+            and leaf.is_fully_addressable
+        ):
+            leaf.copy_to_host_async()  # all transfers at once, before the first is waited for
+    by_age: defaultdict[int, Values] = defaultdict(list)  # steps before the last one → values
+    errors: list[Exception] = []
+    for part in summary.parts:
+        try:
+            entries = list(_ENCODERS[type(part)](part))
+        except Exception as error:
+            errors.append(error)
+            continue
+        for age, values in enumerate(reversed(entries)):
+            by_age[age] += values
+    if last_step is None:
+        last_step = max(by_age, default=0)
+    events = [
+        event_bytes(last_step - age, wall_time, summary=proto("Summary")(value=by_age[age]))
+        for age in sorted(by_age, reverse=True)
+        if by_age[age]
+    ]
+    return events, errors
+
+
+def _numbers(summary: Summary, step: int, wall_time: float) -> list[bytes]:
+    """The event of scalars that are Python's floats: most of what is written, and nothing to wait for."""
+    if not summary.parts:
+        return []
+    event = proto("Event")(step=step, wall_time=wall_time)
+    for part in summary.parts:
+        event.summary.value.add(tag=part.tags[0], simple_value=part.values)  # type: ignore[union-attr]
+    return [event.SerializeToString()]
+
+
+def _on_host(x: Any, tag: str) -> NumPyArray:
+    if isinstance(x, jax.Array):
+        if x.is_deleted():
+            raise RuntimeError(
+                f"summary {tag!r}: its array was deleted before it was written: a step that donates its "
+                "arguments took the buffer. Make the summary inside the step, or before the next one."
+            )
+        if not x.is_fully_addressable and not x.is_fully_replicated:
+            raise ValueError(
+                f"summary {tag!r}: its array lies in parts on several processes ({x.sharding}), and "
+                "process 0 alone writes. Reduce it, or replicate it with jax.lax.with_sharding_constraint."
+            )
+    return np.asarray(x)
+
+
+def _stacked(x: NumPyArray, rank: int, tag: str) -> NumPyArray:
+    """`x` with one leading axis, the steps."""
+    if x.ndim < rank:
+        raise ValueError(
+            f"summary {tag!r}: an array of shape {x.shape} where one of rank {rank} or more was expected"
+        )
+    return x.reshape(-1, *x.shape[x.ndim - rank :])
+
+
+def _scalars(part: Scalars) -> Iterator[Values]:
+    value = proto("Summary").Value
+    values = _on_host(part.values, part.tags[0])
+    if values.ndim == part.rank == 0:
+        yield [value(tag=part.tags[0], simple_value=float(values))]
+        return
+    rows = _stacked(values, part.rank, part.tags[0]).astype(np.float64)
+    for row in rows.reshape(len(rows), -1).tolist():
+        yield [value(tag=tag, simple_value=x) for tag, x in zip(part.tags, row, strict=True)]
+
+
+def _images(part: Images) -> Iterator[Values]:
+    if not part.tags:
+        return
+    tag = part.tags[0]
+    value = proto("Summary").Value
+    batches, added = _stacked(_on_host(part.pixels, tag), 4, tag), _stacked(_on_host(part.added, tag), 0, tag)
+    if batches.dtype != np.uint8 or (added != 1).any():
+        raise ValueError(
+            f"summary {tag!r}: pictures that were added up or averaged, as num_microbatches does with what "
+            "the loss function returns, are pictures no more. Make them outside of the loss function."
+        )
+    for batch in batches:
+        yield [value(tag=tag, image=_png(pixels)) for tag, pixels in zip(part.tags, batch, strict=True)]
+
+
+def _png(pixels: NumPyArray) -> Any:
+    height, width, channels = pixels.shape
+    buffer = io.BytesIO()
+    pillow_image().fromarray(pixels[..., 0] if channels == 1 else pixels).save(buffer, "PNG")
+    return proto("Summary").Image(
+        height=height, width=width, colorspace=channels, encoded_image_string=buffer.getvalue()
+    )
+
+
+def _histograms(part: Histogram) -> Iterator[Values]:
+    (tag,) = part.tags
+    arrays = [
+        _stacked(_on_host(x, tag), rank, tag)
+        for x, rank in (
+            (part.counts, 1),
+            (part.extremes, 1),
+            (part.sums, 1),
+            (part.exponent, 0),
+            (part.non_finite, 0),
+            (part.added, 0),
+        )
+    ]
+    value = proto("Summary").Value
+    for counts, extremes, sums, exponent, non_finite, added in zip(*arrays, strict=True):
+        if non_finite:
+            raise non_finite_error(tag, int(non_finite), int(counts.sum()) + int(non_finite))
+        with np.errstate(over="ignore"):
+            moments = [float(np.ldexp(float(s), k * int(exponent))) for k, s in enumerate(sums, start=1)]
+        low, high = extremes
+        if added != 1:
+            low, high, *moments = _from_buckets(counts)
+        yield [value(tag=tag, histo=_histogram_proto(counts, float(low), float(high), *moments))]
+
+
+def _from_buckets(counts: NumPyArray) -> tuple[float, float, float, float]:
+    """Smallest and largest value, sum and sum of squares, as well as the buckets tell: within 10 %.
+
+    Counts of several microbatches add up to their histogram; their moments have been averaged.
+    """
+    limits = bucket_limits().clip(-1e20, 1e20)
+    lefts = np.append(limits[:1], limits[:-1])
+    (filled,) = np.nonzero(counts)
+    if not filled.size:
+        return 0.0, 0.0, 0.0, 0.0
+    middles = (lefts + limits) / 2
+    return lefts[filled[0]], limits[filled[-1]], counts @ middles, counts @ middles**2
+
+
+def _histogram_proto(counts: NumPyArray, low: float, high: float, total: float, squares: float) -> Any:
+    """Runs of empty buckets between filled ones are one bucket, as TensorFlow writes them.
+
+    TensorFlow also writes the empty ones at either end. TensorBoard replaces their limits by the extremes,
+    which gives buckets that end before they begin; they are left out.
+    """
+    limits = bucket_limits()
+    (filled,) = np.nonzero(counts)
+    before = filled[1:] - 1  # the last empty bucket of each run, or a filled one
+    ends = np.union1d(filled, before) if filled.size else np.array([-1])
+    return proto("HistogramProto")(
+        min=low,
+        max=high,
+        num=float(counts.sum(dtype=np.float64)),
+        sum=total,
+        sum_squares=squares,
+        bucket_limit=limits[ends].tolist(),
+        bucket=counts[ends].astype(np.float64).tolist(),
+    )
+
+
+def _texts(part: Text) -> Iterator[Values]:
+    shape = proto("TensorShapeProto")(dim=[{"size": n} for n in part.shape])
+    tensor = proto("TensorProto")(
+        dtype=proto("types").DT_STRING, tensor_shape=shape, string_val=[s.encode() for s in part.strings]
+    )
+    metadata = proto("SummaryMetadata")(plugin_data={"plugin_name": "text"})
+    yield [proto("Summary").Value(tag=part.tags[0], metadata=metadata, tensor=tensor)]
+
+
+_ENCODERS: dict[type[Part], Callable[[Any], Iterator[Values]]] = {
+    Scalars: _scalars,
+    Images: _images,
+    Histogram: _histograms,
+    Text: _texts,
+}

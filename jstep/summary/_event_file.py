@@ -1,0 +1,64 @@
+"""Opening an event file: where, under which name, and with which first event."""
+
+import itertools
+import os
+import socket
+import time
+from typing import Any
+
+from jstep.summary._encode import encode, event_bytes
+from jstep.summary._values import Summary
+from jstep.summary._worker import Worker
+from jstep.summary.reader import is_event_file
+
+FILE_VERSION = "brain.Event:2"
+"""From this version on TensorBoard goes by session logs to tell which events a restart has replaced."""
+
+_counter = itertools.count()
+
+
+def open_event_file(logdir: str, max_queue: int, flush_secs: float) -> Worker:
+    """A running worker with a new file in `logdir`.
+
+    Raises:
+        OSError: The directory or the file cannot be written; names the directory.
+    """
+    try:
+        os.makedirs(logdir, exist_ok=True)
+        worker = Worker(os.path.join(logdir, _file_name(logdir)), _encode, max_queue, flush_secs)
+        source = {"writer": "jstep.summary"}
+        worker.start(event_bytes(0, time.time(), file_version=FILE_VERSION, source_metadata=source))
+    except OSError as error:
+        raise type(error)(
+            error.errno, f"SummaryWriter cannot write to its logdir: {error.strerror}", logdir
+        ) from error
+    return worker
+
+
+def _file_name(logdir: str) -> str:
+    """A name that sorts after all others in the directory, which is the order TensorBoard reads them in.
+
+    Process id and counter tell writers of one second apart. A file that sorts later for all that, since it is
+    of the same second or of a host whose clock is ahead, moves the time of this one forward.
+    """
+    rest = f"{socket.gethostname()}.{os.getpid()}.{next(_counter):06d}"
+    prefix = "events.out.tfevents."
+    name = f"{prefix}{int(time.time()):010d}.{rest}"
+    newest = max(filter(is_event_file, os.listdir(logdir)), default="")
+    if newest >= name:
+        stamp = newest.removeprefix(prefix).partition(".")[0]
+        if stamp.isdecimal() and len(stamp) == 10:
+            name = f"{prefix}{int(stamp) + 1:010d}.{rest}"
+    return name
+
+
+def _encode(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], list[Exception]]:
+    """What the thread does: a summary, the fields of an event, or an event that is serialized already."""
+    if isinstance(what, bytes):
+        return [what], []
+    host_step = None if step is None else int(step)
+    if host_step is not None and not -(2**63) <= host_step < 2**63:
+        raise ValueError(f"global_step {host_step} does not fit into the 64 bits of an event")
+    if isinstance(what, Summary):
+        return encode(what, host_step, wall_time)
+    return [event_bytes(host_step or 0, wall_time, **what)], []

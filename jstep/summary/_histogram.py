@@ -1,0 +1,222 @@
+"""`histogram`: values counted into TensorFlow's exponential buckets on the device.
+
+The counting of float32 and smaller floats costs two reads of small tables a value, not a binary search: a
+cell of 2^18 neighbouring floats (a sign, an exponent and 5 bits of the mantissa) is narrower than any bucket,
+so that it holds one limit at most. The tables give the limits below the cell and the one inside it, and a
+comparison settles the rest. It is exact: the limits, which are doubles, are rounded up to the dtype of the
+values, and v ≥ limit holds for the one where it holds for the other.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep._tree import is_traced
+from jstep._typing import Array
+from jstep.summary import _values
+from jstep.summary._collections import DEFAULT, register
+from jstep.summary._mesh import on_any_mesh
+from jstep.summary._values import Summary, check_tag, is_here
+
+NumPyArray: TypeAlias = np.ndarray[Any, Any]
+
+_CELL_BITS = 18
+_READ_AT_ONCE = 2**16
+"""Elements that are looked at eagerly for a non-finite value, where they are there already."""
+
+
+@functools.cache
+def bucket_limits() -> NumPyArray:
+    """TensorFlow's limits as doubles, `[1551]`: 0, and ±1e-12·1.1^i up to 1e20, and ±the largest double."""
+    growing = itertools.takewhile(
+        lambda v: v < 1e20, itertools.accumulate(itertools.repeat(1.1), _times, initial=1e-12)
+    )
+    positive = [*growing, float(np.finfo(np.float64).max)]
+    return np.array([*(-v for v in reversed(positive)), 0.0, *positive])
+
+
+def _times(a: float, b: float) -> float:
+    return a * b
+
+
+def histogram(tag: str, values: Any, collections: Sequence[str] = DEFAULT) -> Summary:
+    """Makes a summary of the distribution of the values of an array.
+
+    The values are counted on the device, into buckets whose limits grow by 10 % from 1e-12 to 1e20 on both
+    sides of zero; bucket i holds limit[i−1] ≤ x < limit[i]. Only the counts travel to the host: 6 kB,
+    whatever the array.
+
+    Args:
+        tag: Its name.
+        values: An array of real numbers of any shape. An eager call reads it before any later step can take
+            its buffer.
+        collections: The collections to put it in.
+
+    Returns:
+        A `Summary`.
+
+    Raises:
+        TypeError: The values are no array of real numbers.
+        ValueError: A value is NaN or infinite. Values of the host, and small arrays of the device that are
+            there already, are looked at once; of others the writer finds out when it writes, and raises at
+            its next call.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep.summary
+        >>> jstep.summary.histogram("weights", jnp.linspace(-1.0, 1.0, 1000))
+        Summary('weights')
+
+    Source: TensorFlow's `histogram_summary` and `histogram::Histogram`.
+    """
+    check_tag(tag, "histogram")
+    if not is_traced(values):
+        values = _eager(tag, values)
+    if not (
+        jnp.issubdtype(values.dtype, jnp.floating)
+        or jnp.issubdtype(values.dtype, jnp.integer)
+        or values.dtype == bool
+    ):
+        raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
+    part = _values.Histogram((tag,), **_count(values))
+    register(part, collections)
+    return Summary((part,))
+
+
+def _eager(tag: str, values: Any) -> Any:
+    """Concrete values as an array, checked where that costs no wait for the device."""
+    if not isinstance(values, jax.Array):
+        given = values
+        try:
+            values = np.asarray(values)
+        except (ValueError, TypeError) as error:
+            raise TypeError(
+                f"histogram {tag!r}: values must be an array, not {type(values).__name__}: {error}"
+            ) from error
+        if values.dtype.kind not in "biufV":
+            kind = type(given).__name__ if values.dtype == object else values.dtype
+            raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {kind}")
+        values = _as_device_dtype(values)
+    elif values.size > _READ_AT_ONCE or not is_here(values):
+        return values
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        bad = values.size - int(np.count_nonzero(np.isfinite(np.asarray(values).astype(np.float64))))
+        if bad:
+            raise non_finite_error(tag, bad, values.size)
+    return values
+
+
+def _as_device_dtype(values: NumPyArray) -> NumPyArray:
+    """Without `jax_enable_x64` the device has no 64-bit types; integers too large become floats."""
+    dtype = jax.dtypes.canonicalize_dtype(values.dtype)
+    if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
+        info = np.iinfo(dtype)
+        if values.min() < info.min or values.max() > info.max:
+            dtype = np.dtype(np.float32)
+    with np.errstate(over="ignore"):  # what overflows is found to be infinite
+        return values.astype(dtype)
+
+
+def non_finite_error(tag: str, count: int, size: int) -> ValueError:
+    """The error for values that no bucket holds."""
+    return ValueError(
+        f"histogram {tag!r}: {count} of {size} values are NaN or infinite. The run has probably diverged: "
+        "look at the loss and the gradients of the steps before (NanLossHook stops at the first such step), "
+        "or leave them out with jnp.where or jnp.nan_to_num."
+    )
+
+
+@jax.jit
+@on_any_mesh
+def _count(x: Array) -> dict[str, Array]:
+    """The fields of a `Histogram`. Axes are summed one by one, which keeps float32 sums accurate."""
+    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:
+        finite = jnp.ones(x.shape, bool)
+    else:
+        x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)  # exact: all others are narrower
+        finite = jnp.isfinite(x)
+        x = jnp.where(finite, x, jnp.zeros((), x.dtype))
+    counts = jnp.zeros(bucket_limits().size + 1, jnp.int32).at[_bucket(x)].add(finite.astype(jnp.int32))
+    # Nothing is below -DBL_MAX, so that bucket i of TensorFlow is the one that ends at limit i.
+    counts = counts[:-1]
+    extremes = jnp.stack([x.min(), x.max()]) if x.size else jnp.zeros(2, x.dtype)
+    y = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(y), initial=0))
+    half = exponent // 2
+    y = y * _power_of_two(-half, y.dtype) * _power_of_two(half - exponent, y.dtype)
+    return {
+        "counts": counts,
+        "extremes": extremes,
+        "sums": jnp.stack([_sum(y), _sum(y * y)]),
+        "exponent": exponent,
+        "non_finite": jnp.sum(~finite, dtype=jnp.int32),
+        "added": jnp.ones((), jnp.int32),
+    }
+
+
+def _power_of_two(exponent: Array, dtype: Any) -> Array:
+    return jnp.ldexp(jnp.ones((), dtype), exponent)
+
+
+def _sum(x: Array) -> Array:
+    """The sum in parts of a few thousand elements, so that none is lost to rounding."""
+    if x.ndim == 1 and x.size > 4096:
+        whole = x.size // 1024 * 1024
+        return x[:whole].reshape(-1, 1024).sum(axis=1).sum() + x[whole:].sum()
+    while x.ndim:
+        x = x.sum(axis=-1)
+    return x
+
+
+def _bucket(x: Array) -> Array:
+    """The number of limits ≤ x, elementwise."""
+    limits = _limits_as(x.dtype)
+    if x.dtype != jnp.float32:
+        below_all = float(np.iinfo(x.dtype).min) if x.dtype.kind in "iu" else -np.inf
+        start = int(np.searchsorted(bucket_limits(), below_all))
+        found = jnp.searchsorted(jnp.asarray(limits), x, side="right").astype(jnp.int32) + start
+        return jnp.minimum(found, bucket_limits().size - 1)  # the largest double lies in the last bucket
+    below, inside = _cells()
+    key = _sortable(jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.where)
+    cell = (key >> np.uint32(_CELL_BITS)).astype(jnp.int32)
+    return jnp.asarray(below)[cell] + (key >= jnp.asarray(inside)[cell]).astype(jnp.int32)
+
+
+def _sortable(bits: Any, where: Any) -> Any:
+    """Bits of float32 as uint32 in the order of the floats, subnormals too, which devices take for 0."""
+    sign = np.uint32(2**31)
+    return where(bits >= sign, ~bits, bits | sign)
+
+
+def _limits_as(dtype: Any) -> NumPyArray:
+    """The limits in the dtype of the values, rounded up: v ≥ limit there just where v ≥ limit as doubles.
+
+    Limits below all integers of a dtype are left out, and so are those above, which none reaches.
+    """
+    limits = bucket_limits()
+    if dtype == np.float64:
+        return limits
+    if dtype == np.float32:
+        with np.errstate(over="ignore"):
+            rounded = limits.astype(np.float32)
+        return np.where(rounded < limits, np.nextafter(rounded, np.float32(np.inf)), rounded)
+    info = np.iinfo(dtype)
+    inside = limits[(limits >= float(info.min)) & (limits <= float(info.max))]
+    # As Python's integers: the largest int64 is no double.
+    return np.array([min(int(np.ceil(v)), info.max) for v in inside.tolist()], dtype)
+
+
+@functools.cache
+def _cells() -> tuple[NumPyArray, NumPyArray]:
+    """For each cell of float32: the number of limits ≤ its smallest value, and the key of the next limit."""
+    limits = _limits_as(np.dtype(np.float32))
+    limit_keys = _sortable(limits.view(np.uint32), np.where)
+    limit_keys[limits == 0] -= 1  # -0 lies just below 0 in this order, and belongs with it
+    smallest = np.arange(2 ** (32 - _CELL_BITS), dtype=np.uint32) << _CELL_BITS
+    below = np.searchsorted(limit_keys, smallest, side="right").astype(np.int32)
+    inside = np.append(limit_keys, np.uint32(2**32 - 1))[below]
+    return below, inside

@@ -1,0 +1,67 @@
+"""`merge`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jstep.summary._collections import merge_parts, register
+from jstep.summary._values import Part, Summary, find_summaries
+
+
+def merge(summaries: Iterable[Summary | None], collections: Sequence[str] = ()) -> Summary:
+    """Makes one summary of several.
+
+    Args:
+        summaries: Summaries. None, which `collect` and `merge_all` return where there was none, is passed
+            over.
+        collections: The collections to put it in; none as a rule, since its parts are in theirs. A summary
+            that was returned from a transformed function is put into the collection of the function around it
+            by this.
+
+    Returns:
+        A `Summary`.
+
+    Raises:
+        ValueError: Two values have the same tag; names it.
+        TypeError: An entry is no summary.
+
+    Example:
+        >>> from jstep import summary
+        >>> summary.merge([summary.scalar("loss", 0.1), summary.scalar("accuracy", 0.9)])
+        Summary('loss', 'accuracy')
+
+    Source: TensorFlow's `merge_summary`.
+    """
+    if isinstance(summaries, Summary):
+        raise TypeError("merge: expected a list of summaries, not one Summary; write merge([summary])")
+    parts: list[Part] = []
+    for summary in summaries:
+        if summary is None:
+            continue
+        if not isinstance(summary, Summary):
+            raise TypeError(
+                f"merge: expected summaries of jstep.summary, not {type(summary).__name__}; write protos "
+                "one by one with add_summary"
+            )
+        parts += summary.parts
+    merged = merge_parts(parts)
+    for part in merged.parts:
+        register(part, collections)
+    return merged
+
+
+def summaries_in(tree: Any) -> Summary | None:
+    """All summaries in a pytree, such as the metrics of a train step, merged; None where there is none.
+
+    Args:
+        tree: Any pytree.
+
+    Raises:
+        ValueError: Two values have the same tag; names it.
+
+    Example:
+        >>> from jstep import summary
+        >>> summary.summaries_in({"loss": 0.1, "aux": [summary.scalar("accuracy", 0.9)]})
+        Summary('accuracy')
+    """
+    found = list(find_summaries(tree))
+    return merge(found) if found else None

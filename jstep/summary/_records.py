@@ -1,0 +1,77 @@
+"""The framing of event files (TFRecord): length, its checksum, the data, its checksum.
+
+    uint64 length | uint32 masked CRC-32C of the length | length bytes | uint32 masked CRC-32C of them
+
+all little-endian. The checksum is rotated and shifted by a constant, since checksums of checksums are weak.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from jstep.summary._proto import crc32c
+
+HEADER = 12
+FOOTER = 4
+_MASK_DELTA = 0xA282EAD8
+
+
+class DataLossError(Exception):
+    """A record of an event file is damaged.
+
+    Attributes:
+        path: The file.
+        offset: Where the record begins, in bytes from the start of the file.
+    """
+
+    def __init__(self, path: str, offset: int, reason: str) -> None:
+        super().__init__(f"{path}: corrupted record at offset {offset}: {reason}")
+        self.path = path
+        self.offset = offset
+
+
+def masked_crc(data: bytes) -> int:
+    """The masked CRC-32C of the data."""
+    crc = crc32c()(data)
+    return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def frame(data: bytes) -> bytes:
+    """The data as one record."""
+    length = struct.pack("<Q", len(data))
+    return b"".join(
+        (length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data)))
+    )
+
+
+def read_records(file: BinaryIO, path: str) -> Iterator[bytes]:
+    """The data of each record; a record that the file ends inside of ends the iteration.
+
+    Raises:
+        DataLossError: A checksum does not fit; names the offset of the record.
+    """
+    offset = 0
+    while True:
+        header = file.read(HEADER)
+        if len(header) < HEADER:
+            return
+        length, crc = struct.unpack("<QI", header)
+        if crc != masked_crc(header[:8]):
+            raise DataLossError(path, offset, "the checksum of its length does not fit")
+        data = _read(file, length)
+        footer = file.read(FOOTER) if len(data) == length else b""
+        if len(footer) < FOOTER:
+            return
+        if struct.unpack("<I", footer)[0] != masked_crc(data):
+            raise DataLossError(path, offset, f"the checksum of its {length} bytes does not fit")
+        yield data
+        offset += HEADER + length + FOOTER
+
+
+def _read(file: BinaryIO, length: int) -> bytes:
+    """Up to `length` bytes, in parts: a forged length allocates no more than the file holds."""
+    parts = []
+    while length and (part := file.read(min(length, 1 << 24))):
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,217 @@
+"""The thread that waits for arrays, makes events of them and writes them to the file."""
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from jstep.summary._records import frame
+
+Encode: TypeAlias = Callable[[Any, Any, float], tuple[list[bytes], list[Exception]]]
+"""From what was put, a step and a time: the serialized events, and what kept others from being made."""
+
+# What may wait in memory before `put` waits for the thread: a bound for a run that writes faster than it can.
+MAX_JOBS = 2**17
+MAX_BYTES = 2**28
+
+# Seconds between the first of several jobs and the work on them. The interpreter runs one thread at a time: a
+# thread that woke at once would take turns with the one that trains, just when that is about to start the
+# next step.
+NAP = 0.1
+
+_logger = logging.getLogger("jstep")
+_running: weakref.WeakSet["Worker"] = weakref.WeakSet()
+
+
+class Worker:
+    """Owns an event file. Errors are kept until `check`; the thread lives until `close`, whatever happens.
+
+    Jobs are written in the order of `put`, and flushed once `max_queue` events wait or `flush_secs` have
+    passed since the first of them.
+    """
+
+    def __init__(self, path: str, encode: Encode, max_queue: int, flush_secs: float) -> None:
+        self.path = path
+        self._encode = encode
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._max_queue = max_queue
+        self._flush_secs = flush_secs
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room = threading.Condition()
+        self._hurry = threading.Event()
+        self._bytes = 0
+        self._waiting = 0
+        self._error: Exception | None = None
+        self._broken: Exception | None = None
+        self._buffer: list[bytes] = []
+        self._due = 0.0
+        self._thread = threading.Thread(
+            target=self._run, name=f"jstep-summary-{os.path.basename(path)}", daemon=True
+        )
+
+    def start(self, first: bytes) -> None:
+        """Writes the first event, here, so that a full disk shows at once, and starts the thread."""
+        try:
+            self._buffer.append(frame(first))
+            self._flush()
+            if self._broken is not None:
+                raise self._broken
+            self._thread.start()
+        except BaseException:
+            self._file.close()
+            os.unlink(self.path)
+            raise
+        _running.add(self)
+
+    @property
+    def has_error(self) -> bool:
+        """Whether `check` would raise."""
+        return self._error is not None or self._broken is not None
+
+    def check(self) -> None:
+        """Raises what went wrong on the thread: each failed event once, a failed file at every call."""
+        if (error := self.take_error()) is not None:
+            raise error
+        if self._broken is not None:  # told before
+            raise RuntimeError(f"{self.path}: writing stopped after {self._broken!r}") from self._broken
+
+    def put(self, what: Any, step: Any, size: int = 0) -> None:
+        """Hands the thread something to write, which holds about `size` bytes."""
+        if size or self._jobs.qsize() > MAX_JOBS:
+            with self._room:
+                if not self._has_room():
+                    self._waiting += 1
+                    self._hurry.set()
+                    self._room.wait_for(self._has_room)
+                    self._hurry.clear()
+                    self._waiting -= 1
+                self._bytes += size
+        # One tuple of what is there anyway: many small objects would keep the garbage collector busy.
+        self._jobs.put((what, step, time.time(), size))
+
+    def _has_room(self) -> bool:
+        return self._bytes <= MAX_BYTES and self._jobs.qsize() <= MAX_JOBS
+
+    def flush(self) -> None:
+        """Returns when all that was put before is in the file, or has failed."""
+        done = threading.Event()
+        self._jobs.put((done, None, 0.0, 0))
+        self._hurry.set()
+        while not done.wait(timeout=1.0) and self._thread.is_alive():
+            pass  # a thread that another one has closed sets nothing any more
+
+    def take_error(self) -> Exception | None:
+        """The error that `check` has not raised yet."""
+        error, self._error = self._error, None
+        return error
+
+    def request_close(self) -> None:
+        """Lets the thread end after what was put before."""
+        self._jobs.put((None, None, 0.0, 0))
+
+    def close(self) -> None:
+        """Writes what was put before, closes the file and ends the thread."""
+        self.request_close()
+        self._hurry.set()
+        self._thread.join()
+        _running.discard(self)
+
+    def _run(self) -> None:
+        while True:
+            wait = (
+                min(max(0.0, self._due - time.monotonic()), threading.TIMEOUT_MAX) if self._buffer else None
+            )
+            try:
+                item = self._jobs.get(timeout=wait)
+            except queue.Empty:
+                self._flush()
+                continue
+            self._hurry.wait(NAP)
+            while item is not None:
+                if not self._do(*item):
+                    return
+                item = self._next()
+
+    def _next(self) -> Any:
+        try:
+            return self._jobs.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _do(self, what: Any, step: Any, wall_time: float, size: int) -> bool:
+        """Does one job; whether the thread goes on."""
+        if what is None:
+            self._flush()
+            self._file.close()
+            return False
+        if isinstance(what, threading.Event):
+            self._hurry.clear()
+            self._flush()
+            what.set()
+            return True
+        if self._broken is None:
+            self._write(what, step, wall_time)
+        if size or self._waiting:
+            with self._room:
+                self._bytes -= size
+                self._room.notify_all()
+        return True
+
+    def _write(self, what: Any, step: Any, wall_time: float) -> None:
+        try:
+            events, errors = self._encode(what, step, wall_time)
+            records = [frame(event) for event in events]
+        except Exception as error:
+            records, errors = [], [error]
+        for found in errors:
+            self._keep(found)
+        if not records:
+            return
+        if not self._buffer:
+            self._due = time.monotonic() + self._flush_secs
+        self._buffer += records
+        if len(self._buffer) >= self._max_queue or time.monotonic() >= self._due:
+            self._flush()
+
+    def _keep(self, error: Exception) -> None:
+        if self._error is None:
+            error.add_note(f"raised on the writer's thread of {self.path}")
+            self._error = error
+
+    def _flush(self) -> None:
+        if not self._buffer:
+            return
+        buffer, self._buffer = self._buffer, []
+        if self._broken is not None:
+            return
+        start = self._file.tell()
+        try:
+            data = memoryview(b"".join(buffer))
+            while data:
+                data = data[self._file.write(data) :]
+        except Exception as error:
+            if isinstance(error, OSError):
+                error = type(error)(error.errno, error.strerror, self.path)
+            self._broken = error
+            self._keep(error)
+            try:
+                self._file.truncate(start)  # no half of a record
+            except OSError:
+                _logger.warning("%s: its last record may be incomplete", self.path)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Writers that were not closed lose nothing when the interpreter exits."""
+    for worker in list(_running):
+        try:
+            worker.close()
+            if (error := worker.take_error()) is not None:
+                raise error
+        except Exception:
+            _logger.exception("%s: an event could not be written", worker.path)

@@ -1,0 +1,113 @@
+"""Graphs: functions as StableHLO text, or as GraphDefs that TensorBoard draws."""
+
+import os
+import tempfile
+from typing import Any
+
+import jax
+
+from jstep.summary._graph_jaxpr import from_traced
+from jstep.summary._graph_stablehlo import from_lowered
+from jstep.summary._proto import decode_error, is_message, proto
+
+
+def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
+    """The GraphDef of a function, traced with `args` and `kwargs`, or of what was traced before.
+
+    Raises:
+        TypeError: It is no graph and no function; or a graph with arguments.
+    """
+    if isinstance(graph, bytes | bytearray) or is_message(graph, "GraphDef"):
+        _no_arguments(graph, args, kwargs)
+        data = bytes(graph) if isinstance(graph, bytes | bytearray) else graph.SerializeToString()
+        try:
+            return proto("GraphDef").FromString(data)
+        except decode_error() as error:
+            raise TypeError(f"graph: {len(data)} bytes that are no serialized GraphDef: {error}") from error
+    staged = _staged(graph, args, kwargs)
+    return from_lowered(staged) if isinstance(staged, jax.stages.Lowered) else from_traced(staged)
+
+
+def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
+    """Writes a graph to the file `logdir/name`, whole or not at all.
+
+    As text it is StableHLO, what XLA compiles; as binary, a GraphDef, what TensorBoard and Netron draw. (A
+    GraphDef is written as protobuf's text format where text is asked for.)
+
+    Args:
+        graph: A `jax.stages.Traced` or `Lowered`, a `GraphDef`, or a function of no arguments.
+        logdir: The directory; it is made where it does not exist.
+        name: The name of the file.
+        as_text: Text or binary.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        TypeError: The graph is none of these.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import pathlib, tempfile, jax, jax.numpy as jnp, jstep.summary
+        >>> traced = jax.jit(lambda x: 2.0 * x).trace(jnp.ones(3))
+        >>> path = jstep.summary.write_graph(traced, tempfile.mkdtemp(), "double.mlir")
+        >>> print("stablehlo.multiply" in pathlib.Path(path).read_text())
+        True
+
+    Source: TensorFlow's `tf.train.write_graph`.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"write_graph: name must be the name of a file, not {name!r}")
+    logdir = os.fspath(logdir)
+    is_graph_def = is_message(graph, "GraphDef") or isinstance(graph, bytes)
+    if not as_text:
+        data = graph_def(graph).SerializeToString()
+    elif is_graph_def:
+        data = str(graph_def(graph)).encode()
+    else:
+        staged = _staged(graph, (), {})
+        data = (staged if isinstance(staged, jax.stages.Lowered) else staged.lower()).as_text().encode()
+    path = os.path.join(logdir, name)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=f".{os.path.basename(name)}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(partial, 0o666 & ~_umask())
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+    return path
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(graph, jax.stages.Traced | jax.stages.Lowered):
+        _no_arguments(graph, args, kwargs)
+        return graph
+    if not callable(graph):
+        raise TypeError(
+            "graph: expected a jax.stages.Traced (jax.jit(f).trace(*args)), a jax.stages.Lowered, a GraphDef "
+            f"or a function of no arguments, not {type(graph).__name__}"
+        )
+    trace = getattr(graph, "trace", None)
+    try:
+        return trace(*args, **kwargs) if callable(trace) else jax.jit(graph).trace(*args, **kwargs)
+    except TypeError as error:
+        if not args and not kwargs and "argument" in str(error):
+            raise TypeError(
+                f"graph: {getattr(graph, '__name__', graph)!r} cannot be traced without arguments: {error}. "
+                "Give add_graph its arguments (arrays or jax.ShapeDtypeStruct), or jax.jit(f).trace(*args)"
+            ) from error
+        raise
+
+
+def _no_arguments(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if args or kwargs:
+        raise TypeError(f"graph: a {type(graph).__name__} is traced already and takes no arguments")

@@ -1,0 +1,292 @@
+"""`SummaryWriter`: an event file, written by a thread of its own."""
+
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jstep._typing import Step
+from jstep.summary._arguments import as_serialized, as_step
+from jstep.summary._event_file import open_event_file
+from jstep.summary._hparams import hparams_values
+from jstep.summary._proto import crc32c, is_message, proto
+from jstep.summary._values import Scalars, Summary, has_tracers
+from jstep.summary._worker import Worker
+from jstep.summary.graph import graph_def
+
+
+class SummaryWriter:
+    """Writes summaries and events to a file in `logdir` that TensorBoard reads, with no TensorFlow.
+
+    The methods hand their work to a thread, which waits for the device, makes events and writes them: the
+    training thread never waits for an array. It would wait only where 256 MB of pictures or histograms, or
+    131 072 events, are on their way to the file. What goes wrong on the thread raises at the next call, and
+    `close` at the latest.
+
+    In a run of several processes process 0 alone writes; the methods of the others do nothing.
+
+    Args:
+        logdir: The directory; it is made where it does not exist. TensorBoard takes each directory for a run.
+        graph: What `add_graph` takes, to be written at once.
+        max_queue: How many events wait in memory before they are written to the file. (TensorFlow made the
+            caller wait at that number.)
+        flush_secs: How many seconds an event waits for that, at most.
+
+    Attributes:
+        logdir: The directory.
+        path: The event file, or None in a process that does not write.
+
+    Raises:
+        ValueError: max_queue or flush_secs is not positive; logdir is the address of a remote store.
+        OSError: The directory or the file cannot be written; names the path.
+        ImportError: tensorboard or google-crc32c is not installed.
+
+    Example:
+        >>> import tempfile, jstep.summary
+        >>> logdir = tempfile.mkdtemp()
+        >>> with jstep.summary.SummaryWriter(logdir) as writer:
+        ...     for step in range(1, 4):
+        ...         writer.add_summary(jstep.summary.scalar("loss", 1.0 / step), global_step=step)
+        >>> events = list(jstep.summary.summary_iterator(writer.path))
+        >>> [(e.step, round(e.summary.value[0].simple_value, 2)) for e in events if e.summary.value]
+        [(1, 1.0), (2, 0.5), (3, 0.33)]
+
+    Source: TensorFlow's `tf.train.SummaryWriter`.
+    """
+
+    def __init__(
+        self,
+        logdir: str | os.PathLike[str],
+        graph: Any = None,
+        max_queue: int = 10,
+        flush_secs: float = 120,
+    ) -> None:
+        if isinstance(max_queue, bool) or not isinstance(max_queue, int | np.integer):
+            raise TypeError(f"SummaryWriter: max_queue must be an int, not {max_queue!r}")
+        if max_queue <= 0:
+            raise ValueError(f"SummaryWriter: max_queue must be positive, not {max_queue}")
+        if not flush_secs > 0:
+            raise ValueError(f"SummaryWriter: flush_secs must be positive, not {flush_secs!r}")
+        if not isinstance(logdir, str | os.PathLike):
+            raise TypeError(f"SummaryWriter: logdir must be a path, not {type(logdir).__name__} {logdir!r}")
+        self.logdir = os.fspath(logdir)
+        if "://" in self.logdir:
+            raise ValueError(
+                f"SummaryWriter: logdir {self.logdir!r} is no path of this machine's file system; write to a "
+                "local or mounted directory and copy it"
+            )
+        self.path: str | None = None
+        self._worker: Worker | None = None
+        self._closed = False
+        crc32c()
+        proto("Event")
+        if jax.process_index() == 0:
+            self._worker = open_event_file(self.logdir, int(max_queue), float(flush_secs))
+            self.path = self._worker.path
+            # A writer that is forgotten lets its thread finish; the interpreter waits for it at exit.
+            weakref.finalize(self, self._worker.request_close).atexit = False
+        if graph is not None:
+            try:
+                self.add_graph(graph)
+            except BaseException:
+                self.close()
+                raise
+
+    def add_summary(self, summary: Any, global_step: Step | None = None) -> None:
+        """Writes a summary.
+
+        Leading axes that scan (or vmap) has put on a summary are steps: K stacked summaries become K events,
+        the last at `global_step`, the ones before at the steps before it. The arrays may still be on their
+        way.
+
+        Args:
+            summary: A `Summary`, a `Summary` proto or a serialized one. None, which `merge_all` and `collect`
+                return where there was none, is nothing to write.
+            global_step: The step it belongs to: an int or an integer scalar array, which is not waited for.
+
+        Raises:
+            TypeError: It is no summary, or the step no integer, or a value is traced.
+            RuntimeError: The writer is closed.
+            Exception: An event before could not be written.
+        """
+        worker = self._ready()
+        step = global_step if type(global_step) is int else as_step(global_step)
+        if type(summary) is not Summary:
+            if summary is None:
+                return
+            data = as_serialized(summary, "Summary", "add_summary", "add_event")
+            self._put_event(worker, step, summary=proto("Summary").FromString(data))
+            return
+        size = 0
+        for part in summary.parts:
+            if type(part) is Scalars and type(part.values) is float:
+                continue
+            if has_tracers(part):
+                raise TypeError(
+                    f"add_summary: summary {part.tags[0]!r} is traced: it has no value, since it comes from "
+                    "inside a function that JAX transforms. Return the summary from that function (jit, "
+                    "scan, vmap, and grad with has_aux=True), or wrap it in jstep.summary.collect, and write "
+                    "what it returns."
+                )
+            if type(part) is not Scalars:
+                size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))
+        if worker is not None:
+            worker.put(summary, step, size)
+
+    def add_event(self, event: Any) -> None:
+        """Writes an event as it is.
+
+        Args:
+            event: An `Event` proto, or a serialized one.
+
+        Raises:
+            TypeError: It is neither.
+            RuntimeError: The writer is closed.
+        """
+        worker = self._ready()
+        data = as_serialized(event, "Event", "add_event", "add_summary")
+        if worker is not None:
+            worker.put(data, None)
+
+    def add_graph(self, graph: Any, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
+        """Writes a graph for TensorBoard's Graphs tab.
+
+        Nested jits and scans become scopes that open, `jax.named_scope`s scopes, arguments nodes named by
+        their paths. TensorBoard shows the last graph of a run. The function is traced here, and not compiled.
+
+        Args:
+            graph: A function of `args` and `kwargs` (a compiled one too, such as a train step), or, without
+                any, a `jax.stages.Traced`, a `jax.stages.Lowered`, a `GraphDef`, a serialized one, or a
+                function of no arguments.
+            args: What the function is traced with: arrays, or `jax.ShapeDtypeStruct`s. They are not changed.
+            global_step: The step to file it under.
+            kwargs: Likewise.
+
+        Raises:
+            TypeError: It is none of these.
+            RuntimeError: The writer is closed.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, jstep.summary
+            >>> with jstep.summary.SummaryWriter(tempfile.mkdtemp()) as writer:
+            ...     writer.add_graph(lambda w, x: jnp.tanh(x @ w), jnp.ones((3, 2)), jnp.ones((4, 3)))
+        """
+        worker = self._ready()
+        step = as_step(global_step)
+        if worker is not None:
+            self._put_event(worker, step, graph_def=graph_def(graph, *args, **kwargs).SerializeToString())
+
+    def add_session_log(self, session_log: Any, global_step: Step | None = None) -> None:
+        """Tells TensorBoard that a session starts, stops, or has written a checkpoint at a step.
+
+        After a START at step N TensorBoard drops what earlier sessions wrote at the steps from N on, so that
+        steps that are run again are not shown twice. A run resumed from a checkpoint with N updates writes
+        step N + 1
+        first: START at N + 1 keeps the point at N. TensorBoard takes the first START of a run for its
+        beginning, so that a run should write one at its first step too.
+
+        Args:
+            session_log: A `SessionLog` proto, or "START", "STOP" or "CHECKPOINT".
+            global_step: The step.
+
+        Raises:
+            TypeError: It is none of these.
+            ValueError: It is another string.
+            RuntimeError: The writer is closed.
+        """
+        worker = self._ready()
+        step = as_step(global_step)
+        kind = proto("SessionLog")
+        if isinstance(session_log, str):
+            if session_log not in ("START", "STOP", "CHECKPOINT"):
+                raise ValueError(
+                    f"add_session_log: expected 'START', 'STOP' or 'CHECKPOINT', got {session_log!r}"
+                )
+            session_log = kind(status=session_log)
+        elif not is_message(session_log, "SessionLog"):
+            raise TypeError(
+                f"add_session_log: expected a SessionLog or its status, not {type(session_log).__name__}"
+            )
+        self._put_event(worker, step, session_log=kind.FromString(session_log.SerializeToString()))
+
+    def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
+        """Writes hyperparameters for TensorBoard's HParams tab, which compares runs by them.
+
+        Args:
+            hparams: Name → bool, number or string. Mappings inside are flattened: `optimizer/learning_rate`.
+            metrics: Name → number, the results: written as scalars, and the run is marked as finished. The
+                tab shows the scalars of a run in any case.
+
+        Raises:
+            TypeError: A value is none of these; names it.
+            RuntimeError: The writer is closed.
+
+        Example:
+            >>> import tempfile, jstep.summary
+            >>> with jstep.summary.SummaryWriter(tempfile.mkdtemp()) as writer:
+            ...     writer.add_hparams({"learning_rate": 0.1, "optimizer": "adam"}, {"accuracy": 0.98})
+        """
+        worker = self._ready()
+        values = hparams_values(hparams, metrics, time.time())
+        self._put_event(worker, None, summary=proto("Summary")(value=values))
+
+    def flush(self) -> None:
+        """Returns when all that was added is in the file; waits for the arrays it is made of.
+
+        Raises:
+            Exception: An event could not be written.
+        """
+        if self._worker is not None and not self._closed:
+            self._worker.flush()
+            self._worker.check()
+
+    def close(self) -> None:
+        """Writes what was added, closes the file and ends the thread. A second call does nothing.
+
+        Raises:
+            Exception: An event could not be written, and no call has said so before.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._worker is not None:
+            self._worker.close()
+            if (error := self._worker.take_error()) is not None:
+                raise error
+
+    def get_logdir(self) -> str:
+        """The directory, as in TensorFlow."""
+        return self.logdir
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as closing:
+            if error is None:
+                raise
+            error.add_note(f"closing the summary writer failed too: {closing!r}")
+
+    def __repr__(self) -> str:
+        return f"SummaryWriter({self.logdir!r}{', closed' if self._closed else ''})"
+
+    def _ready(self) -> Worker | None:
+        """The worker, None in a process that does not write; raises what is wrong."""
+        if self._closed:
+            raise RuntimeError(f"the SummaryWriter of {self.logdir!r} is closed; open another one to go on")
+        if self._worker is not None and self._worker.has_error:
+            self._worker.check()
+        return self._worker
+
+    def _put_event(self, worker: Worker | None, step: Any, **fields: Any) -> None:
+        if worker is not None:
+            worker.put(fields, step)

@@ -1,0 +1,125 @@
+"""Reading event files back, and a real TensorBoard."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jstep import summary
+
+STEPS = range(1, 21)
+
+
+@pytest.fixture
+def accumulate():
+    """Reads a run with tensorboard's own reader, all of it."""
+    from tensorboard.backend.event_processing import event_accumulator
+
+    def read(path):
+        everything = event_accumulator.STORE_EVERYTHING_SIZE_GUIDANCE
+        return event_accumulator.EventAccumulator(str(path), size_guidance=everything).Reload()
+
+    return read
+
+
+@pytest.fixture(autouse=True)
+def nothing_collected():
+    """Eager summaries of one test are not merged in the next."""
+    for key in ("summaries", "train", "eval"):
+        summary.merge_all(key)
+
+
+def train_step(state, batch):
+    """A step whose graph has everything that opens: name scopes, a nested jit, a scan, a gradient."""
+
+    def loss_fn(params):
+        with jax.named_scope("dense"):
+            h = jax.nn.relu(batch["x"] @ params["dense"]["kernel"] + params["dense"]["bias"])
+        with jax.named_scope("rnn"):
+            h, _ = jax.lax.scan(lambda c, x: (jnp.tanh(c + x), None), h, jnp.stack([h, h]))
+        return jnp.mean((h.sum(axis=1) - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    return {"params": params, "global_step": state["global_step"] + 1}, {"loss": loss}
+
+
+def state_and_batch():
+    params = {"dense": {"kernel": jnp.ones((3, 4)), "bias": jnp.zeros((1, 4))}}
+    state = {"params": params, "global_step": jnp.int32(0)}
+    return state, {"x": jnp.ones((2, 3)), "y": jnp.zeros(2)}
+
+
+@pytest.fixture(scope="session")
+def logdir(tmp_path_factory):
+    """A run `demo` with every kind of summary."""
+    path = tmp_path_factory.mktemp("logs")
+    rng = np.random.default_rng(0)
+    picture = np.zeros((1, 8, 8, 3), np.uint8)
+    picture[0, :4, :, 0] = 200  # red above
+    picture[0, 4:, :, 2] = 100  # blue below
+    with summary.SummaryWriter(path / "demo") as writer:
+        writer.add_graph(train_step, *state_and_batch())
+        writer.add_summary(summary.text("notes", "rate **0.1**"))
+        writer.add_hparams({"rate": 0.1, "optimizer": "adam"})
+        for step in STEPS:
+            writer.add_summary(summary.scalar("loss", 1.0 / step), step)
+            if step % 5 == 0:
+                weights = step / 10 * rng.standard_normal(500)
+                writer.add_summary(summary.histogram("weights", weights), step)
+                writer.add_summary(summary.image("picture", picture, max_images=1), step)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tensorboard_url(logdir, tmp_path_factory):
+    """The address of a TensorBoard server on a loopback port, which has loaded the run."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", "0"]
+    with open(log, "wb") as out:
+        server = subprocess.Popen([*command, "--host", "127.0.0.1"], stdout=out, stderr=out)
+    try:
+        yield _address(server, log)
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
+
+
+def _address(server, log: Path):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and server.poll() is None:
+        if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text()):
+            with urllib.request.urlopen(f"{found.group()}/data/plugin/scalars/tags") as answer:
+                if b"loss" in answer.read():
+                    return found.group()
+        time.sleep(0.2)
+    raise RuntimeError(f"tensorboard did not start:\n{log.read_text()}")
+
+
+@pytest.fixture
+def run_python(tmp_path):
+    """Runs a program in an interpreter of its own, which fails the test where it fails."""
+
+    def run(program, *, path=None, check=True):
+        root = Path(__file__).parents[2]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, [path, root])))}
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    return run

@@ -1,0 +1,242 @@
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tensorboard.compat.proto import graph_pb2, types_pb2
+
+from jstep import summary
+from jstep.summary.graph import graph_def
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.clip(x, -1.0, 1.0)
+
+
+clipped.defvjp(lambda x: (clipped(x), None), lambda _, g: (g,))
+
+
+@jax.jit
+def block(x, w):
+    with jax.named_scope("inner"):
+        return jnp.tanh(x @ w)
+
+
+def loss_fn(params, batch):
+    with jax.named_scope("dense"):
+        h = jax.nn.relu(batch["x"] @ params["dense"]["kernel"])
+    with jax.named_scope("blocks"):
+        h = block(h, params["square"])
+        h = block(h, params["square"])
+    h, _ = jax.lax.scan(lambda c, x: (jnp.sin(c) + x, c.sum()), h, jnp.stack([h, h]))
+    h = jax.lax.cond(h.sum() > 0, lambda h: h * 2, lambda h: h, h)
+    h = jax.lax.while_loop(lambda h: h.sum() < 3, lambda h: h + 1, jax.lax.stop_gradient(h)) + h
+    h = jax.checkpoint(lambda h: jnp.exp(clipped(h)))(h)
+    return jnp.sort(h.sum(axis=1))[0]
+
+
+@jax.jit
+def train_step(state, batch, *, rate=0.1):
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+    params = jax.tree.map(lambda p, g: p - rate * g, state["params"], grads)
+    return {"params": params}, {"loss": loss, "constant": 3.0}
+
+
+STATE = {"params": {"dense": {"kernel": jnp.ones((3, 4))}, "square": jnp.ones((4, 4))}}
+BATCH = {"x": jnp.ones((2, 3))}
+
+
+def nodes(graph):
+    """Name → node, once the graph is one that TensorBoard takes."""
+    found = {node.name: node for node in graph.node}
+    assert len(found) == len(graph.node)  # names are unique
+    for node in graph.node:
+        outputs = {f"{name.lstrip('^').partition(':')[0]}" for name in node.input}
+        assert outputs <= found.keys(), node  # inputs name nodes
+        for name in node.input:
+            producer, _, output = name.lstrip("^").partition(":")
+            shapes = found[producer].attr["_output_shapes"].list.shape
+            assert int(output or 0) < max(1, len(shapes))
+    assert graph_pb2.GraphDef.FromString(graph.SerializeToString()) == graph
+    return found
+
+
+def shape(node, output=0):
+    return [dim.size for dim in node.attr["_output_shapes"].list.shape[output].dim]
+
+
+def test_arguments_and_results_are_named_by_their_paths():
+    found = nodes(graph_def(train_step, STATE, BATCH, rate=0.5))
+    parameters = {name for name, node in found.items() if node.op == "Parameter"}
+    assert parameters == {"state/params/dense/kernel", "state/params/square", "batch/x", "rate"}
+    results = {name for name, node in found.items() if node.op == "Result"}
+    paths = ("0/params/dense/kernel", "0/params/square", "1/loss", "1/constant")
+    assert results == {f"result/{path}" for path in paths}
+    kernel = found["state/params/dense/kernel"]
+    assert (shape(kernel), kernel.attr["dtype"].type) == ([3, 4], types_pb2.DT_FLOAT)
+
+
+def test_name_scopes_nested_functions_and_gradients_are_scopes():
+    found = nodes(graph_def(train_step, STATE, BATCH))
+    for name in (
+        "dense/dot_general",
+        "dense/relu/max",
+        "blocks/block/inner/dot_general",
+        "blocks/block_1/inner/tanh",
+        "scan/sin",
+        "cond/branch_1/mul",
+        "cond/merge",
+        "while/cond/lt",
+        "while/body/add",
+        "gradients/dense/dot_general",
+        "gradients/blocks/block/inner/dot_general",
+        "gradients/scan/mul",
+    ):
+        assert name in found, sorted(found)
+    assert found["dense/dot_general"].input == ["batch/x", "state/params/dense/kernel"]
+    assert shape(found["dense/dot_general"]) == [2, 4]
+    assert found["dense/dot_general"].attr["dimension_numbers"].s == b"(((1,), (0,)), ((), ()))"
+    assert found["blocks/block_1/inner/dot_general"].input[0] == "blocks/block/inner/tanh"
+
+
+def test_a_loop_shows_what_it_carries():
+    found = nodes(graph_def(train_step, STATE, BATCH))
+    assert found["scan/carry"].op == "ScanCarry"
+    assert found["scan/carry"].attr["length"].s == b"2"
+    assert found["scan/slice"].op == "ScanSlice"
+    assert shape(found["scan/slice"]) == [2, 4]
+    assert shape(found["scan/stack"])[0] == 2
+    assert found["scan/sin"].input == ["scan/carry"]
+    assert found["while/exit"].input == ["while/body/add", "^while/cond/lt"]
+
+
+def test_the_same_function_lowered():
+    found = nodes(graph_def(train_step.lower(STATE, BATCH, rate=0.5)))
+    for name in (
+        "state/params/dense/kernel",
+        "batch/x",
+        "rate",
+        "dense/dot_general",
+        "dense/relu/maximum",
+        "blocks/block/inner/tanh",
+        "while/body/closed_call/sine",
+        "gradients/dense/dot_general",
+        "result/1/loss",
+        "result/0/params/dense/kernel",
+    ):
+        assert name in found, sorted(found)
+    assert shape(found["dense/dot_general"]) == [2, 4]
+    assert found["dense/dot_general"].attr["dtype"].type == types_pb2.DT_FLOAT
+
+
+DTYPES = ["bool", "int8", "uint32", "float16", "bfloat16", "complex64", "float8_e5m2", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_of_both_forms(dtype):
+    fn = jax.jit(lambda x: x.reshape(3, 2))
+    argument = jax.ShapeDtypeStruct((2, 3), dtype)
+    kinds = {}
+    for form in (fn.trace(argument), fn.lower(argument)):
+        (node,) = (node for name, node in nodes(graph_def(form)).items() if "reshape" in name)
+        kinds[type(form).__name__] = node.attr["dtype"].type
+        assert shape(node) == [3, 2]
+    assert len(set(kinds.values())) == 1
+    assert 0 not in kinds.values()
+
+
+def test_constants_keys_and_odd_names():
+    table = jnp.arange(5.0)
+
+    def fn(key, **kwargs):
+        with jax.named_scope("a b/ü?/c"):
+            return {"x y": jax.random.normal(key, (2,)) + table[1], "in": kwargs["in put"] * 2}
+
+    found = nodes(graph_def(fn, jax.random.key(0), **{"in put": jnp.ones(2)}))
+    assert {"key", "in_put", "result/x_y", "result/in"} <= found.keys()
+    assert any(name.startswith("a_b/") for name in found)
+
+
+def test_one_leaf_and_no_arguments():
+    found = nodes(graph_def(lambda: jnp.ones(3) * 2))
+    assert found["result/value"].op == "Result"
+    found = nodes(graph_def(lambda x: (x, 1.0), jnp.ones(3)))
+    assert found["result/0"].input == ["x"]
+    assert found[found["result/1"].input[0]].attr["value"].s == b"1.0"
+
+
+def test_deleted_arguments_have_shapes_still():
+    state = jax.tree.map(jnp.copy, STATE)
+    jax.tree.map(lambda x: x.delete(), state)
+    assert "state/params/square" in nodes(graph_def(train_step, state, BATCH))
+
+
+def test_a_function_of_arguments_without_them_says_what_to_give():
+    with pytest.raises(
+        TypeError, match=r"'train_step' cannot be traced without arguments.*Give add_graph its"
+    ):
+        graph_def(train_step)
+    with pytest.raises(TypeError, match="a Traced is traced already and takes no arguments"):
+        graph_def(train_step.trace(STATE, BATCH), STATE)
+    with pytest.raises(TypeError, match="not int"):
+        graph_def(3)
+    with pytest.raises(TypeError, match="no serialized GraphDef"):
+        graph_def(b"\xff\xff")
+
+
+def test_write_graph_as_text_is_stablehlo(tmp_path):
+    traced = train_step.trace(STATE, BATCH)
+    path = summary.write_graph(traced, tmp_path / "new", "step.mlir")
+    assert path == str(tmp_path / "new" / "step.mlir")
+    text = (tmp_path / "new" / "step.mlir").read_text()
+    assert "stablehlo.dot_general" in text
+    assert text == traced.lower().as_text()
+    summary.write_graph(train_step.lower(STATE, BATCH), tmp_path, "lowered.mlir")
+    assert (tmp_path / "lowered.mlir").read_text() == text
+    summary.write_graph(lambda: train_step(STATE, BATCH), tmp_path, "function.mlir")
+    assert "stablehlo.dot_general" in (tmp_path / "function.mlir").read_text()
+
+
+def test_write_graph_as_binary_is_a_graph_def(tmp_path):
+    path = summary.write_graph(train_step.trace(STATE, BATCH), tmp_path, "graph.pb", as_text=False)
+    with open(path, "rb") as file:
+        graph = graph_pb2.GraphDef.FromString(file.read())
+    assert "dense/dot_general" in nodes(graph)
+    from google.protobuf import text_format
+
+    text = summary.write_graph(graph, tmp_path, "graph.pbtxt")
+    with open(text) as file:
+        assert text_format.Parse(file.read(), graph_pb2.GraphDef()) == graph
+
+
+def test_write_graph_replaces_a_file_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = summary.write_graph(lambda: jnp.ones(3), tmp_path, "graph.mlir")
+    before = Path(path).read_text()
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="No space left"):
+        summary.write_graph(lambda: jnp.zeros(4), tmp_path, "graph.mlir")
+    assert os.listdir(tmp_path) == ["graph.mlir"]
+    assert Path(path).read_text() == before
+    assert os.stat(path).st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_write_graph_of_what_is_none(tmp_path):
+    with pytest.raises(TypeError, match="not int"):
+        summary.write_graph(3, tmp_path, "graph")
+    with pytest.raises(TypeError, match="name must be the name of a file, not ''"):
+        summary.write_graph(lambda: jnp.ones(3), tmp_path, "")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        summary.write_graph(lambda: jnp.ones(3), tmp_path / "file" / "below", "graph")

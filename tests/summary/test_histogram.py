@@ -1,0 +1,224 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jstep import summary
+from jstep.summary._histogram import bucket_limits
+
+
+def tensorflow_limits():
+    """`histogram::Histogram::InitDefaultBuckets`, as TensorFlow's source has it."""
+    positive = []
+    v = 1.0e-12
+    while v < 1.0e20:
+        positive.append(v)
+        v *= 1.1
+    positive.append(np.finfo(np.float64).max)
+    return np.array([-v for v in reversed(positive)] + [0.0] + positive)
+
+
+def expected_counts(values):
+    """`std::upper_bound` of each value among the limits."""
+    found = np.searchsorted(tensorflow_limits(), np.asarray(values).astype(np.float64).ravel(), side="right")
+    return np.bincount(np.minimum(found, 1550), minlength=1551)
+
+
+def counts(values):
+    (part,) = summary.histogram("h", values).parts
+    return np.asarray(part.counts)
+
+
+def test_the_limits_are_tensorflows():
+    np.testing.assert_array_equal(bucket_limits(), tensorflow_limits())
+
+
+@settings(max_examples=60, deadline=None)
+@given(hnp.arrays(np.float32, 64, elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
+def test_each_float_lies_in_the_bucket_tensorflow_puts_it_in(values):
+    np.testing.assert_array_equal(counts(values), expected_counts(values))
+
+
+def test_values_at_the_limits_and_beside_them():
+    limits = bucket_limits()[1:-1].astype(np.float32)
+    beside = [np.nextafter(limits, np.float32(side)) for side in (-np.inf, np.inf)]
+    largest = np.finfo(np.float32).max
+    special = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-38, largest, -largest], np.float32)
+    values = np.concatenate([limits, *beside, special])
+    np.testing.assert_array_equal(counts(values), expected_counts(values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array([-(2**31), 2**31 - 1, 0, -1, 1, 16_777_217], np.int32),
+        np.array([0, 1, 2**32 - 1], np.uint32),
+        np.arange(-128, 128).astype(np.int8),
+        np.array([True, False, True]),
+        np.linspace(-3, 3, 50).astype(np.float16),
+        jnp.linspace(-3.0, 3.0, 50).astype(jnp.bfloat16),
+    ],
+)
+def test_other_dtypes(values):
+    np.testing.assert_array_equal(counts(values), expected_counts(np.asarray(values)))
+
+
+def test_64_bits(x64):
+    wide = np.array([1e-300, -1e300, np.finfo(np.float64).max, 1.1e-12, np.nextafter(1e-12, 0)])
+    np.testing.assert_array_equal(counts(wide), expected_counts(wide))
+    large = np.array([2**63 - 1, -(2**63), 5], np.int64)
+    np.testing.assert_array_equal(counts(large), expected_counts(large))
+
+
+def test_64_bits_of_the_host_without_x64():
+    large = np.array([2**40, -(2**40), 3])
+    np.testing.assert_array_equal(counts(large), expected_counts(large))
+    np.testing.assert_array_equal(counts([1, 2, 3]), expected_counts([1, 2, 3]))
+    with pytest.raises(ValueError, match="histogram 'h': 1 of 2 values are NaN or infinite"):
+        counts(np.array([1e300, 1.0]))  # infinite as float32
+
+
+def read(tmp_path, accumulate, made, step=1):
+    with summary.SummaryWriter(tmp_path) as writer:
+        writer.add_summary(made, step)
+    return accumulate(tmp_path).Histograms(made.tags[0])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e25, 3e37])
+def test_it_is_read_back_as_tensorflow_would_write_it(tmp_path, accumulate, scale):
+    values = np.random.default_rng(0).standard_normal((37, 53)).astype(np.float32) * np.float32(scale)
+    (event,) = read(tmp_path, accumulate, summary.histogram("h", values))
+    histogram, wide = event.histogram_value, values.astype(np.float64)
+    assert (histogram.min, histogram.max) == (values.min(), values.max())
+    assert histogram.num == values.size
+    np.testing.assert_allclose(histogram.sum, wide.sum(), rtol=0, atol=1e-6 * np.abs(wide).sum())
+    np.testing.assert_allclose(histogram.sum_squares, (wide**2).sum(), rtol=1e-6)
+    limits, buckets = _encode_to_proto(expected_counts(values))
+    assert list(histogram.bucket_limit) == limits
+    assert list(histogram.bucket) == buckets
+
+
+def _encode_to_proto(filled):
+    """`Histogram::EncodeToProto` as TensorFlow's source has it, but for the empty buckets at either end."""
+    limits, buckets, i = [], [], 0
+    while i < len(filled):
+        end, count = tensorflow_limits()[i], filled[i]
+        i += 1
+        if count <= 0:
+            while i < len(filled) and filled[i] <= 0:
+                end, count = tensorflow_limits()[i], filled[i]
+                i += 1
+        limits.append(end)
+        buckets.append(count)
+    first, last = np.flatnonzero(buckets)[[0, -1]]
+    return limits[first : last + 1], buckets[first : last + 1]
+
+
+@pytest.mark.parametrize("values", [np.zeros(5), np.zeros((0, 3)), np.float32(2.0), np.full(3, 1e-30)])
+def test_few_and_equal_values(tmp_path, accumulate, values):
+    (event,) = read(tmp_path, accumulate, summary.histogram("h", values))
+    histogram = event.histogram_value
+    assert histogram.num == sum(histogram.bucket) == np.size(values)
+    assert histogram.sum == pytest.approx(np.sum(values), rel=1e-6)
+
+
+def test_a_sum_of_many_values_is_accurate(tmp_path, accumulate):
+    values = np.random.default_rng(0).uniform(0.9, 1.1, 3_000_001).astype(np.float32)
+    (event,) = read(tmp_path, accumulate, summary.histogram("h", values))
+    assert event.histogram_value.sum == pytest.approx(values.astype(np.float64).sum(), rel=1e-6)
+
+
+def test_only_the_counts_travel():
+    leaves = jax.tree.leaves(summary.histogram("h", jnp.zeros(1_000_000)))
+    assert sum(leaf.nbytes for leaf in leaves) < 8000
+
+
+def test_under_jit_vmap_and_scan(tmp_path, accumulate):
+    x = jnp.arange(12.0).reshape(3, 4)
+    rows = [expected_counts(row) for row in np.asarray(x)]
+    (part,) = jax.jit(lambda x: summary.histogram("h", x))(x).parts
+    np.testing.assert_array_equal(part.counts, sum(rows))
+    (part,) = jax.vmap(lambda x: summary.histogram("h", x))(x).parts
+    np.testing.assert_array_equal(part.counts, rows)
+    _, stacked = jax.lax.scan(lambda c, row: (c, summary.histogram("h", row)), 0, x)
+    events = read(tmp_path, accumulate, stacked, step=30)
+    assert [(e.step, e.histogram_value.max) for e in events] == [(28, 3.0), (29, 7.0), (30, 11.0)]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_array_on_a_mesh_of_either_kind(kind):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
+    x = jax.device_put(jnp.arange(8.0).reshape(2, 1, 2, 2), NamedSharding(mesh, PartitionSpec("data")))
+    np.testing.assert_array_equal(counts(x), expected_counts(np.arange(8.0)))
+    made = jax.jit(lambda x: summary.merge([summary.histogram("h", x), summary.image("x", x[..., :1])]))(x)
+    np.testing.assert_array_equal(made.parts[0].counts, expected_counts(np.arange(8.0)))
+    assert np.asarray(made.parts[1].pixels).ravel().tolist() == [0, 255, 170, 255]
+
+
+def test_counts_that_microbatches_added_up_are_the_histogram_of_all(tmp_path, accumulate):
+    values = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
+    parts = [summary.histogram("h", row) for row in values]
+
+    def mean_or_sum(*leaves):
+        """What num_microbatches does with the leaves of aux."""
+        stacked = jnp.stack(leaves)
+        return stacked.mean(axis=0) if jnp.issubdtype(stacked.dtype, jnp.floating) else stacked.sum(axis=0)
+
+    (event,) = read(tmp_path, accumulate, jax.tree.map(mean_or_sum, *parts))
+    histogram = event.histogram_value
+    assert list(histogram.bucket) == _encode_to_proto(expected_counts(values))[1]
+    assert histogram.num == 400
+    assert values.min() * 1.1 <= histogram.min <= values.min()
+    assert values.max() <= histogram.max <= values.max() * 1.1
+    assert histogram.sum == pytest.approx(values.sum(), abs=0.1 * float(np.abs(values).sum()))
+    assert histogram.sum_squares == pytest.approx((values**2).sum(), rel=0.1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray, list])
+def test_a_value_that_is_not_finite_is_an_error_that_names_the_tag(bad, make):
+    with pytest.raises(ValueError, match="histogram 'dense/kernel': 2 of 3 values are NaN or infinite"):
+        summary.histogram("dense/kernel", make([1.0, bad, bad]))
+
+
+def test_one_found_under_jit_is_told_at_the_next_call_and_the_rest_is_written(tmp_path, accumulate):
+    @jax.jit
+    def step(x):
+        return summary.merge(
+            [summary.scalar("a", x[0]), summary.histogram("w", x), summary.scalar("b", x[1])]
+        )
+
+    writer = summary.SummaryWriter(tmp_path)
+    writer.add_summary(step(jnp.array([1.0, 2.0, jnp.nan])), 1)
+    with pytest.raises(ValueError, match="histogram 'w': 1 of 3 values") as caught:
+        writer.flush()
+    assert any("writer's thread" in note for note in caught.value.__notes__)
+    writer.add_summary(step(jnp.array([1.0, 2.0, 3.0])), 2)  # told once
+    writer.close()
+    events = accumulate(tmp_path)
+    assert [e.step for e in events.Scalars("a")] == [e.step for e in events.Scalars("b")] == [1, 2]
+    assert [e.step for e in events.Histograms("w")] == [2]
+
+
+@pytest.mark.parametrize("values", [np.array([1j]), np.array(["a"]), None, "a", {"a": 1}, jax.random.key(0)])
+def test_what_is_no_array_of_numbers_is_an_error_that_names_the_tag(values):
+    with pytest.raises(TypeError, match="histogram 'h': values must be"):
+        summary.histogram("h", values)
+
+
+def test_an_eager_histogram_is_read_before_its_buffer_is_donated(tmp_path, accumulate):
+    step = jax.jit(lambda w: w + 1, donate_argnums=0)
+    weights = jnp.zeros((300, 300))
+    writer = summary.SummaryWriter(tmp_path)
+    for i in range(1, 6):
+        writer.add_summary(summary.histogram("w", weights), i)
+        weights = step(weights)
+    writer.close()
+    events = accumulate(tmp_path).Histograms("w")
+    assert [(e.step, e.histogram_value.min, e.histogram_value.num) for e in events] == [
+        (i, i - 1.0, 90000.0) for i in range(1, 6)
+    ]

@@ -1,0 +1,161 @@
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from jstep import summary
+
+
+def pixels(made):
+    (part,) = made.parts
+    return np.asarray(part.pixels)
+
+
+def one(values, dtype=np.float32):
+    """A picture of one row and one channel."""
+    return np.array(values, dtype).reshape(1, 1, -1, 1)
+
+
+def test_uint8_is_taken_as_it_is():
+    given = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
+    np.testing.assert_array_equal(pixels(summary.image("x", given)), given)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.0, 0.5, 1.0], [0, 127, 255]),
+        ([0.0, 1.0, 4.0], [0, 63, 255]),
+        ([2.0, 2.0], [255, 255]),
+        ([0.0, 0.0], [0, 0]),
+        ([-1.0, 0.0, 1.0], [0, 127, 254]),  # 127 steps below 0 and 127 above
+        ([-1.0, 0.0, 0.5], [0, 127, 190]),
+        ([-0.5, 0.0, 1.0], [63, 127, 255]),
+        ([-2.0, -1.0], [0, 63]),
+    ],
+)
+def test_floats_are_rescaled_as_tensorflow_documents_it(values, expected, dtype):
+    given = jnp.asarray(one(values)).astype(dtype)
+    assert pixels(summary.image("x", given)).ravel().tolist() == expected
+
+
+def test_float64(x64):
+    assert pixels(summary.image("x", one([0.0, 0.5, 1.0], np.float64))).ravel().tolist() == [0, 127, 255]
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e-3, 7.0, 1e30, 3.3e38])
+@pytest.mark.parametrize("low", [0.0, -0.3, -1.0])
+def test_the_extremes_are_reached_whatever_the_scale(scale, low):
+    values = np.linspace(low, 1.0, 101, dtype=np.float32) * np.float32(scale)
+    y = pixels(summary.image("x", one(values))).ravel()
+    assert y.max() >= 254
+    if low == 0:
+        assert (y.min(), y.max()) == (0, 255)
+    assert (np.diff(y.astype(int)) >= 0).all()
+    expected = 255 * values.astype(float) / scale if low == 0 else 127 + values.astype(float) / scale * 127
+    np.testing.assert_allclose(y, expected, atol=1.6)
+
+
+def test_each_picture_has_a_scale_of_its_own():
+    batch = np.concatenate([one([0.0, 1.0]), one([0.0, 100.0]), one([-5.0, 0.0])])
+    assert pixels(summary.image("x", batch)).reshape(3, 2).tolist() == [[0, 255], [0, 255], [0, 127]]
+
+
+def test_pixels_that_are_not_finite_are_red_and_do_not_count():
+    rgb = np.array([[0.0, 0.5, 1.0], [np.nan, 9.0, 9.0], [np.inf, 0, 0]], np.float32).reshape(1, 1, 3, 3)
+    expected = [[0, 127, 255], [255, 0, 0], [255, 0, 0]]
+    assert pixels(summary.image("x", rgb)).reshape(3, 3).tolist() == expected
+    assert pixels(summary.image("x", one([0.0, np.nan, 1.0]))).ravel().tolist() == [0, 255, 255]
+    rgba = np.full((1, 1, 1, 4), np.nan, np.float32)
+    assert pixels(summary.image("x", rgba)).ravel().tolist() == [255, 0, 0, 255]
+
+
+def test_tags_follow_the_number_asked_for():
+    batch = np.zeros((2, 1, 1, 1), np.uint8)
+    assert summary.image("x", batch).tags == ("x/image/0", "x/image/1")
+    assert summary.image("x", batch, max_images=2).tags == ("x/image/0", "x/image/1")
+    assert summary.image("x", batch, max_images=1).tags == ("x/image",)
+    assert summary.image("x", batch[:1]).tags == ("x/image/0",)
+    assert summary.image("x", np.zeros((9, 1, 1, 1), np.uint8)).tags == tuple(
+        f"x/image/{i}" for i in range(3)
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_pictures_are_read_back(tmp_path, accumulate, channels):
+    rng = np.random.default_rng(0)
+    given = rng.integers(0, 256, (2, 5, 7, channels), dtype=np.uint8)
+    with summary.SummaryWriter(tmp_path) as writer:
+        writer.add_summary(summary.image("x", given), 3)
+    events = accumulate(tmp_path)
+    for i in range(2):
+        (event,) = events.Images(f"x/image/{i}")
+        assert (event.step, event.height, event.width) == (3, 5, 7)
+        decoded = np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).reshape(5, 7, channels)
+        np.testing.assert_array_equal(decoded, given[i])
+
+
+def test_under_jit_and_scan(tmp_path, accumulate):
+    frames = jnp.arange(3, dtype=jnp.uint8).reshape(3, 1, 1, 1, 1) * jnp.ones((3, 1, 2, 2, 1), jnp.uint8)
+    _, stacked = jax.jit(lambda xs: jax.lax.scan(lambda c, x: (c, summary.image("x", x)), 0, xs))(frames)
+    with summary.SummaryWriter(tmp_path) as writer:
+        writer.add_summary(stacked, 10)
+    events = accumulate(tmp_path).Images("x/image/0")
+    assert [e.step for e in events] == [8, 9, 10]
+    assert [np.asarray(Image.open(io.BytesIO(e.encoded_image_string))).max() for e in events] == [0, 1, 2]
+
+
+def test_an_eager_picture_is_copied_before_its_buffer_is_donated(tmp_path, accumulate):
+    batch = jnp.full((1, 2, 2, 1), 7, jnp.uint8)
+    made = summary.image("x", batch)
+    batch.delete()
+    with summary.SummaryWriter(tmp_path) as writer:
+        writer.add_summary(made)
+    assert len(accumulate(tmp_path).Images("x/image/0")) == 1
+
+
+@pytest.mark.parametrize("reduce", [lambda a, b: a + b, lambda a, b: (a + b) / 2])
+def test_pictures_that_were_added_up_are_an_error_that_says_what_to_do(tmp_path, reduce):
+    made = summary.image("x", np.ones((1, 2, 2, 1), np.uint8))
+    writer = summary.SummaryWriter(tmp_path)
+    writer.add_summary(jax.tree.map(reduce, made, made), 1)
+    with pytest.raises(ValueError, match=r"'x/image/0': pictures that were added up.*num_microbatches"):
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error", "message"),
+    [
+        (
+            np.zeros((1, 2, 2, 2)),
+            ValueError,
+            r"image 'x': expected 1, 3 or 4 channels.*got 2.*\(1, 2, 2, 2\)",
+        ),
+        (np.zeros((1, 3, 9, 9)), ValueError, r"'x'.*got 9 .*; channels come last: jnp\.moveaxis"),
+        (np.zeros((2, 2, 3)), ValueError, r"image 'x': expected \[batch.*\(2, 2, 3\); add the batch axis"),
+        (np.zeros((2, 2)), ValueError, r"image 'x'.*\(2, 2\)"),
+        (np.zeros((1, 0, 2, 3)), ValueError, r"image 'x': pictures without pixels"),
+        (np.zeros((1, 2, 2, 3), np.int32), TypeError, r"image 'x': pixels must be uint8.*int32"),
+        (np.zeros((1, 2, 2, 3), bool), TypeError, r"image 'x'.*bool"),
+        ([[[[0.0]]]], TypeError, r"image 'x': expected an array.*list"),
+    ],
+)
+def test_what_is_no_batch_of_pictures_is_an_error_that_names_tag_and_shape(tensor, error, message):
+    with pytest.raises(error, match=message):
+        summary.image("x", tensor)
+
+
+@pytest.mark.parametrize("max_images", [0, -1])
+def test_max_images_must_be_positive(max_images):
+    with pytest.raises(ValueError, match="image 'x': max_images must be at least 1"):
+        summary.image("x", np.zeros((1, 1, 1, 1)), max_images=max_images)
+
+
+def test_no_pictures_are_nothing_to_write(tmp_path, accumulate):
+    with summary.SummaryWriter(tmp_path) as writer:
+        writer.add_summary(summary.image("x", np.zeros((0, 2, 2, 1), np.uint8)))
+    assert accumulate(tmp_path).Tags()["images"] == []

@@ -1,0 +1,136 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.compat.proto import event_pb2
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from jstep import summary
+from jstep.summary import DataLossError, _records
+
+
+@pytest.fixture
+def file(tmp_path):
+    with summary.SummaryWriter(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.add_summary(summary.scalar("loss", float(step)), step)
+    return writer.path
+
+
+def offsets(path):
+    """Where each record begins, and where the file ends."""
+    found = [0]
+    with open(path, "rb") as file:
+        for data in _records.read_records(file, path):
+            found.append(found[-1] + len(data) + _records.HEADER + _records.FOOTER)
+    return found
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=300))
+def test_the_checksum_is_tensorboards(data):
+    assert _records.masked_crc(data) == masked_crc32c(data)
+
+
+def test_the_checksum_of_the_standard_vector():
+    assert _records.crc32c()(b"123456789") == 0xE3069283
+
+
+def test_the_framing_is_tensorboards(tmp_path):
+    records = [b"", b"a", bytes(range(256)) * 10]
+    path = tmp_path / "records"
+    with open(path, "wb") as out:
+        theirs = RecordWriter(out)
+        for record in records:
+            theirs.write(record)
+    assert path.read_bytes() == b"".join(map(_records.frame, records))
+
+
+def test_events_are_protos(file):
+    events = list(summary.summary_iterator(file))
+    assert all(isinstance(event, event_pb2.Event) for event in events)
+    assert [event.step for event in events] == [0, 1, 2, 3, 4, 5]
+    assert [e.summary.value[0].simple_value for e in events[1:]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [event.step for event in summary.summary_iterator(os.fspath(file))] == [0, 1, 2, 3, 4, 5]
+
+
+def test_wherever_a_file_is_cut_the_whole_records_before_are_read(file, tmp_path):
+    data = Path(file).read_bytes()
+    ends = offsets(file)[1:]
+    cut = tmp_path / "cut"
+    for size in range(len(data) + 1):
+        cut.write_bytes(data[:size])
+        assert len(list(summary.summary_iterator(cut))) == sum(end <= size for end in ends)
+
+
+@settings(max_examples=100, deadline=None)
+@given(where=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_found_and_told_with_its_offset(tmp_path_factory, where, bit):
+    logdir = tmp_path_factory.mktemp("flip")
+    with summary.SummaryWriter(logdir) as writer:
+        for step in range(1, 4):
+            writer.add_summary(summary.scalar("loss", float(step)), step)
+    data = bytearray(Path(writer.path).read_bytes())
+    begins = offsets(writer.path)
+    where %= len(data)
+    data[where] ^= 1 << bit
+    with open(writer.path, "wb") as out:
+        out.write(data)
+    record = max(i for i, begin in enumerate(begins) if begin <= where)
+    with pytest.raises(DataLossError, match=f"corrupted record at offset {begins[record]}:") as caught:
+        list(summary.summary_iterator(writer.path))
+    assert (caught.value.path, caught.value.offset) == (writer.path, begins[record])
+
+
+def test_the_events_before_the_damage_are_read(file):
+    begins = offsets(file)
+    with open(file, "r+b") as out:
+        out.seek(begins[3] + _records.HEADER + 2)
+        out.write(b"\x00\x00")
+    events = summary.summary_iterator(file)
+    assert [next(events).step for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(
+        DataLossError, match=f"{file}: corrupted record at offset {begins[3]}: the checksum of its"
+    ):
+        next(events)
+
+
+def test_a_whole_record_that_is_no_event_is_damage(tmp_path):
+    path = tmp_path / "events"
+    path.write_bytes(_records.frame(b"\xff\xff\xff"))
+    with pytest.raises(DataLossError, match="offset 0: it is no Event"):
+        list(summary.summary_iterator(path))
+
+
+def test_a_forged_length_allocates_nothing(tmp_path):
+    import struct
+
+    length = struct.pack("<Q", 2**60)
+    path = tmp_path / "events"
+    path.write_bytes(length + struct.pack("<I", _records.masked_crc(length)) + b"abc")
+    assert list(summary.summary_iterator(path)) == []
+
+
+def test_an_empty_file_has_no_events(tmp_path):
+    (tmp_path / "empty").touch()
+    assert list(summary.summary_iterator(tmp_path / "empty")) == []
+
+
+def test_paths_that_are_no_event_file(file, tmp_path):
+    with pytest.raises(FileNotFoundError, match="missing"):
+        summary.summary_iterator(tmp_path / "missing")
+    with pytest.raises(IsADirectoryError, match=f"is a directory; it holds {os.path.basename(file)}"):
+        summary.summary_iterator(os.path.dirname(file))
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(IsADirectoryError, match="it holds no event files"):
+        summary.summary_iterator(tmp_path / "sub")
+
+
+def test_an_iterator_that_is_left_closes_its_file(file):
+    summary.summary_iterator(file)
+    events = summary.summary_iterator(file)
+    next(events)
+    del events  # pytest turns a ResourceWarning into an error

@@ -1,0 +1,249 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jstep import summary
+
+
+def written(tmp_path, accumulate, made, step=1):
+    with summary.SummaryWriter(tmp_path) as writer:
+        writer.add_summary(made, step)
+    events = accumulate(tmp_path)
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2.5,
+        np.float64(2.5),
+        np.array(2.5, np.float16),
+        jnp.float32(2.5),
+        jnp.asarray(2.5, jnp.bfloat16),
+        np.array(2.5, ml_dtypes.bfloat16),
+    ],
+)
+def test_a_number_of_any_kind(tmp_path, accumulate, value):
+    assert written(tmp_path, accumulate, summary.scalar("loss", value)) == {"loss": [(1, 2.5)]}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(3, 3.0), (True, 1.0), (np.int8(-1), -1.0), (2**40, 2.0**40)]
+)
+def test_whole_numbers(tmp_path, accumulate, value, expected):
+    assert written(tmp_path, accumulate, summary.scalar("n", value)) == {"n": [(1, expected)]}
+
+
+def test_a_number_beyond_float32_is_infinite_and_nan_is_nan(tmp_path, accumulate):
+    made = summary.scalar(["big", "nan"], [1e300, float("nan")])
+    read = written(tmp_path, accumulate, made)
+    assert read["big"] == [(1, np.inf)]
+    assert np.isnan(read["nan"][0][1])
+
+
+@pytest.mark.parametrize("tags", [["a", "b"], ("a", "b"), np.array(["a", "b"])])
+@pytest.mark.parametrize(
+    "values", [[1.0, 2.0], (1.0, np.float32(2)), np.array([1, 2]), jnp.array([1.0, 2.0])]
+)
+def test_vectors_of_tags_and_values(tmp_path, accumulate, tags, values):
+    read = written(tmp_path, accumulate, summary.scalar(tags, values))
+    assert read == {"a": [(1, 1.0)], "b": [(1, 2.0)]}
+
+
+def test_a_matrix_of_tags(tmp_path, accumulate):
+    made = summary.scalar([["a", "b"], ["c", "d"]], jnp.arange(4.0).reshape(2, 2))
+    assert made.tags == ("a", "b", "c", "d")
+    assert written(tmp_path, accumulate, made)["d"] == [(1, 3.0)]
+    nested = summary.scalar([["a", "b"], ["c", "d"]], [[0.0, 1.0], [2.0, jnp.float32(3.0)]])
+    assert written(tmp_path / "nested", accumulate, nested)["d"] == [(1, 3.0)]
+
+
+def test_a_list_may_hold_tracers():
+    made = jax.jit(lambda x: summary.scalar(["a", "b"], [x, 2 * x]))(jnp.float32(3.0))
+    assert [float(part.values) for part in made.parts] == [3.0, 6.0]
+
+
+def test_no_tags_are_no_values(tmp_path, accumulate):
+    assert written(tmp_path, accumulate, summary.scalar([], [])) == {}
+
+
+@pytest.mark.parametrize(
+    ("tags", "values", "shapes"),
+    [
+        ("loss", np.ones(2), r"\[\] != \[2\]"),
+        ("loss", np.ones(1), r"\[\] != \[1\]"),
+        ("loss", [1.0], r"\[\] != \[1\]"),
+        (["loss"], 1.0, r"\[1\] != \[\]"),
+        (["loss", "b"], [1.0], r"\[2\] != \[1\]"),
+        (["loss", "b"], np.ones(3), r"\[2\] != \[3\]"),
+        ([["loss"], ["b"]], [1.0, 2.0], r"\[2, 1\] != \[2\]"),
+    ],
+)
+def test_tags_and_values_of_other_shapes_are_an_error_that_names_both(tags, values, shapes):
+    with pytest.raises(ValueError, match=rf"'loss'.*not the same shape: {shapes}"):
+        summary.scalar(tags, values)
+
+
+@pytest.mark.parametrize("value", ["0.5", None, 1j, np.array(1j), np.array("x"), jax.random.key(0)])
+def test_what_is_no_real_number_is_an_error_that_names_the_tag(value):
+    with pytest.raises(TypeError, match="scalar 'loss': values must be real numbers"):
+        summary.scalar("loss", value)
+
+
+def test_tags_must_be_names():
+    with pytest.raises(ValueError, match="the tag is empty"):
+        summary.scalar("", 1.0)
+    with pytest.raises(TypeError, match=r"scalar\(tags, values\): tags must be a str.* not float 0\.5"):
+        summary.scalar(0.5, "loss")
+    with pytest.raises(ValueError, match="scalar 'n': int too large"):
+        summary.scalar("n", 10**400)
+    with pytest.raises(TypeError, match=r"must be a str, not int 3"):
+        summary.scalar(["a", 3], [1.0, 2.0])
+    with pytest.raises(ValueError, match="duplicate tag 'a'"):
+        summary.scalar(["a", "a"], [1.0, 2.0])
+
+
+def test_the_value_is_that_of_the_call(tmp_path, accumulate):
+    host = np.array(1.0)
+    donated = jnp.float32(2.0)
+    pending = jax.jit(lambda x: jnp.linalg.norm(x @ x) * 0 + 3.0)(jnp.ones((500, 500)))
+    made = summary.merge(
+        [summary.scalar("host", host), summary.scalar("device", donated), summary.scalar("new", pending)]
+    )
+    host[...] = -1
+    donated.delete()
+    pending.delete()
+    read = written(tmp_path, accumulate, made)
+    assert read == {"host": [(1, 1.0)], "device": [(1, 2.0)], "new": [(1, 3.0)]}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.array([0.0, 1.0, 0.0, -0.0]), 0.75),
+        (np.zeros((2, 3), np.int32), 1.0),
+        (np.ones(3, bool), 0.0),
+        (5.0, 0.0),
+        (jnp.zeros(4, jnp.bfloat16), 1.0),
+        (np.array([np.nan, 0.0]), 0.5),
+    ],
+)
+def test_zero_fraction(value, expected):
+    fraction = summary.zero_fraction(value)
+    assert fraction.shape == ()
+    assert fraction.dtype == jnp.float32
+    assert float(fraction) == expected
+
+
+def test_zero_fraction_counts_exactly_and_of_nothing_is_nan():
+    ones = np.ones(2**24 + 2**10, np.int8)
+    ones[:3] = 0
+    assert float(summary.zero_fraction(ones)) == np.float32(3) / np.float32(ones.size)
+    assert np.isnan(summary.zero_fraction(np.zeros((0, 3))))
+
+
+def test_text(tmp_path, accumulate):
+    with summary.SummaryWriter(tmp_path) as writer:
+        writer.add_summary(summary.text("one", "ein **Wort** – né"), 1)
+        writer.add_summary(summary.text("table", [["a", "b"], ["c", "d"]]), 2)
+    events = accumulate(tmp_path)
+    (one,) = events.Tensors("one")
+    assert [s.decode() for s in one.tensor_proto.string_val] == ["ein **Wort** – né"]
+    assert events.SummaryMetadata("one").plugin_data.plugin_name == "text"
+    (table,) = events.Tensors("table")
+    assert [dim.size for dim in table.tensor_proto.tensor_shape.dim] == [2, 2]
+
+
+@pytest.mark.parametrize("text", [3, None, b"bytes", ["a", 3], [["a", "b"], ["c"]], [[["a"]]]])
+def test_what_is_no_text_is_an_error(text):
+    with pytest.raises(TypeError, match="text 'notes': expected a str"):
+        summary.text("notes", text)
+
+
+def test_merge():
+    a, b = summary.scalar("a", 1.0), summary.text("b", "x")
+    assert summary.merge([a, None, b]).tags == ("a", "b")
+    assert summary.merge([]).tags == ()
+    assert summary.merge(x for x in [a]).tags == ("a",)
+
+
+@pytest.mark.parametrize("other", ["scalar", "histogram", "image", "text"])
+def test_a_duplicate_tag_is_an_error_whatever_its_kind(other):
+    same = {
+        "scalar": lambda: summary.scalar(["x", "a/image/0"], [1.0, 2.0]),
+        "histogram": lambda: summary.histogram("a/image/0", np.ones(2)),
+        "image": lambda: summary.image("a", np.ones((1, 2, 2, 1))),
+        "text": lambda: summary.text("a/image/0", ""),
+    }
+    with pytest.raises(ValueError, match="duplicate tag 'a/image/0'"):
+        summary.merge([summary.scalar("a/image/0", 1.0), same[other]()])
+
+
+def test_merge_takes_summaries_alone():
+    with pytest.raises(TypeError, match=r"expected summaries of jstep\.summary, not float"):
+        summary.merge([1.0])
+    with pytest.raises(TypeError, match=r"write merge\(\[summary\]\)"):
+        summary.merge(summary.scalar("a", 1.0))
+
+
+def test_summaries_in_a_tree():
+    metrics = {"loss": 1.0, "aux": (summary.scalar("a", 1.0), [summary.scalar("b", 2.0), None])}
+    assert summary.summaries_in(metrics).tags == ("a", "b")
+    assert summary.summaries_in({"loss": 1.0}) is None
+
+
+def everything(x):
+    return summary.merge(
+        [
+            summary.scalar("scalar", x.sum()),
+            summary.scalar(["v/0", "v/1"], jnp.stack([x.min(), x.max()])),
+            summary.scalar("constant", 2.0),
+            summary.histogram("histogram", x),
+            summary.image("image", jnp.reshape(x, (1, 2, 2, 1))),
+            summary.text("text", "x"),
+        ]
+    )
+
+
+def test_summaries_are_legal_results_of_transformations():
+    x = jnp.arange(4.0)
+    tags = everything(x).tags
+    assert jax.jit(everything)(x).tags == tags
+    assert jax.vmap(everything)(jnp.stack([x, x])).tags == tags
+    carry, stacked = jax.lax.scan(lambda c, x: (c + 1, everything(x)), 0, jnp.stack([x, 2 * x, 3 * x]))
+    assert int(carry) == 3
+    assert stacked.tags == tags
+    assert stacked.parts[0].values.tolist() == [6.0, 12.0, 18.0]
+    (_, aux), _ = jax.value_and_grad(lambda x: (x.sum(), everything(x)), has_aux=True)(x)
+    assert aux.tags == tags
+    assert jax.eval_shape(everything, x).tags == tags
+    assert jax.lax.cond(True, everything, everything, x).tags == tags
+    assert jax.checkpoint(everything)(x).tags == tags
+
+
+def test_tags_are_static_and_a_second_call_compiles_nothing():
+    traces = []
+
+    @jax.jit
+    def step(x):
+        traces.append(1)
+        return everything(x)
+
+    first, second = step(jnp.arange(4.0)), step(jnp.arange(4.0) + 1)
+    assert len(traces) == 1
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
+    assert jax.tree.structure(first) != jax.tree.structure(summary.scalar("other", 1.0))
+
+
+def test_importing_and_making_summaries_imports_none_of_the_extras(run_python):
+    run_python(
+        """
+        import sys, jax.numpy as jnp, jstep.summary as s
+        s.merge([s.scalar("a", 1.0), s.histogram("h", jnp.ones(3)), s.image("i", jnp.ones((1, 2, 2, 3)))])
+        extras = ("tensorboard", "google_crc32c", "PIL", "matplotlib", "tensorflow", "orbax")
+        assert not [m for m in sys.modules if m.split(".")[0] in extras], sys.modules.keys()
+        """
+    )
