@@ -52,16 +52,12 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("-o", "--output", required=True, help="the picture: loss.png, loss.svg or loss.pdf")
     plot.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to draw (repeatable)")
     plot.add_argument("-x", choices=("step", "time"), default="step", help="the horizontal axis")
-    plot.add_argument(
-        "-s", "--smoothing", type=float, default=0.0, metavar="DECAY", help="0 (none) to below 1"
-    )
+    plot.add_argument("-s", "--smoothing", type=float, default=0.0, metavar="DECAY", help="0 (none) to below 1")
     plot.add_argument("--log-y", action="store_true", help="logarithmic vertical axes")
 
     events = commands.add_parser("events", help="print the events of a file, one a line")
     events.add_argument("file", help="an event file, or the directory of a run")
     events.add_argument("-f", "--format", choices=("text", "json"), default="text")
-    events.add_argument(
-        "--json", dest="format", action="store_const", const="json", help="the same as --format json"
-    )
+    events.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     events.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to print (repeatable)")
     return parser

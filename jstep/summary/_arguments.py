@@ -46,11 +46,7 @@ def as_serialized(x: Any, name: str, method: str, other: str) -> bytes:
         return data
     if not is_message(x, name):
         other_name = "Event" if name == "Summary" else "Summary"
-        hint = (
-            f"; {other} takes it"
-            if is_message(x, other_name) or type(x) is Summary
-            else _HINTS.get(type(x), "")
-        )
+        hint = f"; {other} takes it" if is_message(x, other_name) or type(x) is Summary else _HINTS.get(type(x), "")
         raise TypeError(f"{method}: expected a {name}, not {type(x).__name__}{hint}")
     serialized: bytes = x.SerializeToString()
     return serialized

@@ -30,7 +30,7 @@ _lock = threading.Lock()
 
 def _trace() -> Any:
     """What JAX is tracing now, to be compared; of jax.extend, since jax itself does not tell."""
-    return get_opaque_trace_state()  # type: ignore[no-untyped-call]
+    return get_opaque_trace_state()
 
 
 with jax.ensure_compile_time_eval():
@@ -81,9 +81,7 @@ def _checked(collections: Any) -> Sequence[str]:
         return DEFAULT
     names = tuple(collections) if isinstance(collections, Iterable) else (None,)
     if isinstance(collections, str) or not all(isinstance(key, str) for key in names):
-        raise TypeError(
-            f"collections must be a sequence of names, such as ('summaries',), not {collections!r}"
-        )
+        raise TypeError(f"collections must be a sequence of names, such as ('summaries',), not {collections!r}")
     return names
 
 
@@ -225,9 +223,7 @@ def _returned(result: Any, collector: _Collector) -> list[Part]:
         RuntimeError: One that was made there has not come back.
     """
     kept = {tag for part in collector.parts for tag in part.tags}
-    back = [
-        part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)
-    ]
+    back = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
     there = kept.union(*(part.tags for part in back))
     for tags, where in collector.nested.items():
         if not there.issuperset(tags):

@@ -31,11 +31,7 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
     if all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
         return _numbers(summary, last_step or 0, wall_time), []
     for leaf in jax.tree.leaves(summary):
-        if (
-            isinstance(leaf, jax.Array)
-            and not (leaf.is_deleted() or is_here(leaf))
-            and leaf.is_fully_addressable
-        ):
+        if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or is_here(leaf)) and leaf.is_fully_addressable:
             leaf.copy_to_host_async()  # all transfers at once, before the first is waited for
     by_age: defaultdict[int, Values] = defaultdict(list)  # steps before the last one → values
     errors: list[Exception] = []
@@ -85,9 +81,7 @@ def _on_host(x: Any, tag: str) -> NumPyArray:
 def _stacked(x: NumPyArray, rank: int, tag: str) -> NumPyArray:
     """`x` with one leading axis, the steps."""
     if x.ndim < rank:
-        raise ValueError(
-            f"summary {tag!r}: an array of shape {x.shape} where one of rank {rank} or more was expected"
-        )
+        raise ValueError(f"summary {tag!r}: an array of shape {x.shape} where one of rank {rank} or more was expected")
     return x.reshape(-1, *x.shape[x.ndim - rank :])
 
 

@@ -29,9 +29,7 @@ def open_event_file(logdir: str, max_queue: int, flush_secs: float) -> Worker:
         source = {"writer": "jstep.summary"}
         worker.start(event_bytes(0, time.time(), file_version=FILE_VERSION, source_metadata=source))
     except OSError as error:
-        raise type(error)(
-            error.errno, f"SummaryWriter cannot write to its logdir: {error.strerror}", logdir
-        ) from error
+        raise type(error)(error.errno, f"SummaryWriter cannot write to its logdir: {error.strerror}", logdir) from error
     return worker
 
 

@@ -32,9 +32,7 @@ def from_traced(traced: Any) -> Any:
         (env[var],) = builder.add([], name, "Parameter", [], [_tensor(var)])
     for i, (var, const) in enumerate(zip(jaxpr.constvars, traced.jaxpr.consts, strict=True)):
         attrs = (
-            {"value": str(const)}
-            if getattr(const, "size", 2) == 1 and not isinstance(const, jax.core.Tracer)
-            else {}
+            {"value": str(const)} if getattr(const, "size", 2) == 1 and not isinstance(const, jax.core.Tracer) else {}
         )
         (env[var],) = builder.add(["constants"], f"const_{i}", "Const", [], [_tensor(var)], attrs)
     walker = _Walker(builder)
@@ -55,9 +53,7 @@ def _argument_names(traced: Any, count: int) -> list[str]:
             names.append(path_str(keys[1:]))
             continue
         root = re.match(r"\w+", (written[i] if i < len(written) else None) or "")
-        names.append(
-            "/".join(filter(None, [root.group() if root else f"arg{keys[1].idx}", path_str(keys[2:])]))
-        )
+        names.append("/".join(filter(None, [root.group() if root else f"arg{keys[1].idx}", path_str(keys[2:])])))
     return names if len(names) == count else [f"arg{i}" for i in range(count)]
 
 
@@ -109,13 +105,11 @@ class _Walker:
             # custom_jvp_call that holds nothing but jit[relu] is one scope, relu, not two.
             opened = scope if _is_wrapper(body) else self.builder.scope(scope, label)
             return self.call(body, self._inputs(eqn.invars, env, opened), opened)
-        literals = {
-            f"input_{i}": str(atom.val) for i, atom in enumerate(eqn.invars) if isinstance(atom, core.Literal)
-        }
+        literals = {f"input_{i}": str(atom.val) for i, atom in enumerate(eqn.invars) if isinstance(atom, core.Literal)}
         inputs = [None if isinstance(atom, core.Literal) else env[atom] for atom in eqn.invars]
-        return self.builder.add(
-            [scope], name, name, inputs, [*map(_tensor, eqn.outvars)], {**literals, **_attrs(eqn)}
-        )[: len(eqn.outvars)]
+        return self.builder.add([scope], name, name, inputs, [*map(_tensor, eqn.outvars)], {**literals, **_attrs(eqn)})[
+            : len(eqn.outvars)
+        ]
 
     def _inputs(self, atoms: Sequence[Any], env: Env, scope: str) -> list[Ref]:
         return [self.ref(atom, env, scope) for atom in atoms]
@@ -129,9 +123,7 @@ class _Walker:
         body_vars = params["jaxpr"].jaxpr.invars
         for i in range(consts, len(inputs)):
             kind = "carry" if i < carries else "slice"
-            (inputs[i],) = add(
-                [opened], kind, f"Scan{kind.title()}", [inputs[i]], [_tensor(body_vars[i])], attrs
-            )
+            (inputs[i],) = add([opened], kind, f"Scan{kind.title()}", [inputs[i]], [_tensor(body_vars[i])], attrs)
         results = self.call(params["jaxpr"], inputs, opened)
         return [
             result
@@ -150,12 +142,8 @@ class _Walker:
             add([opened], "carry", "WhileCarry", [ref], [_tensor(var)])[0]
             for ref, var in zip(inputs[start:], eqn.outvars, strict=True)
         ]
-        (go_on,) = self.call(
-            params["cond_jaxpr"], inputs[:n_cond] + carries, self.builder.scope(opened, "cond")
-        )
-        results = self.call(
-            params["body_jaxpr"], inputs[n_cond:start] + carries, self.builder.scope(opened, "body")
-        )
+        (go_on,) = self.call(params["cond_jaxpr"], inputs[:n_cond] + carries, self.builder.scope(opened, "cond"))
+        results = self.call(params["body_jaxpr"], inputs[n_cond:start] + carries, self.builder.scope(opened, "body"))
         control = f"^{go_on.partition(':')[0]}"
         return [
             add([opened], "exit", "WhileExit", [ref, control], [_tensor(var)])[0]

@@ -17,9 +17,7 @@ _ELEMENTS = {"i1": "bool", "bf16": "bfloat16", "complex<f32>": "complex64", "com
 def from_lowered(lowered: Any) -> Any:
     """The graph of a `jax.stages.Lowered`."""
     module = lowered.compiler_ir("stablehlo")
-    functions = {
-        _text(op.attributes["sym_name"]): op for op in _operations(module.operation) if op.name == "func.func"
-    }
+    functions = {_text(op.attributes["sym_name"]): op for op in _operations(module.operation) if op.name == "func.func"}
     walker = _Walker(functions)
     main = functions["main"]
     block = main.regions[0].blocks[0]
@@ -113,11 +111,7 @@ def _tensor(value: Any) -> Tensor:
     sizes, element = match.groups()
     shape = tuple(-1 if n == "?" else int(n) for n in sizes.split("x") if n)
     written = re.fullmatch(r"(ui|i|f)(\d+)(\w*)", element)
-    dtype = (
-        "".join([_KINDS[written[1]], written[2], "_" * bool(written[3]), written[3].lower()])
-        if written
-        else ""
-    )
+    dtype = "".join([_KINDS[written[1]], written[2], "_" * bool(written[3]), written[3].lower()]) if written else ""
     return Tensor(shape, _ELEMENTS.get(element, dtype))
 
 

@@ -77,9 +77,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] = DEFAULT) -> Su
     if not is_traced(values):
         values = _eager(tag, values)
     if not (
-        jnp.issubdtype(values.dtype, jnp.floating)
-        or jnp.issubdtype(values.dtype, jnp.integer)
-        or values.dtype == bool
+        jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == bool
     ):
         raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
     part = _values.Histogram((tag,), **_count(values))

@@ -26,13 +26,7 @@ def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None
     group = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     start = plugin.SessionStartInfo(group_name=group, start_time_secs=now)
     for name, value in flat.items():
-        kind = (
-            "bool_value"
-            if isinstance(value, bool)
-            else "string_value"
-            if isinstance(value, str)
-            else "number_value"
-        )
+        kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
         setattr(start.hparams[name], kind, value)
     values = [_value("_hparams_/session_start_info", plugin.HParamsPluginData(session_start_info=start))]
     if metrics is not None:
@@ -47,9 +41,7 @@ def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None
 
 def _flat(entries: Any, what: str, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
     if not isinstance(entries, Mapping):
-        raise TypeError(
-            f"add_hparams: {what} must be a mapping from names to values, not {type(entries).__name__}"
-        )
+        raise TypeError(f"add_hparams: {what} must be a mapping from names to values, not {type(entries).__name__}")
     for key, value in entries.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -70,7 +62,5 @@ def _value(tag: str, data: Any) -> Any:
     return proto("Summary").Value(
         tag=tag,
         metadata={"plugin_data": {"plugin_name": _PLUGIN, "content": data.SerializeToString()}},
-        tensor=proto("TensorProto")(
-            dtype=types.DT_FLOAT, tensor_shape=proto("TensorShapeProto")(dim=[{"size": 0}])
-        ),
+        tensor=proto("TensorProto")(dtype=types.DT_FLOAT, tensor_shape=proto("TensorShapeProto")(dim=[{"size": 0}])),
     )

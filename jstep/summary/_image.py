@@ -69,8 +69,7 @@ def image(tag: str, tensor: Any, max_images: int = 3, collections: Sequence[str]
     if shape[3] not in CHANNELS:
         hint = "; channels come last: jnp.moveaxis(x, 1, -1)" if shape[1] in CHANNELS else ""
         raise ValueError(
-            f"image {tag!r}: expected 1, 3 or 4 channels (the last axis), got {shape[3]} in shape {shape}"
-            f"{hint}"
+            f"image {tag!r}: expected 1, 3 or 4 channels (the last axis), got {shape[3]} in shape {shape}{hint}"
         )
     if not (shape[1] and shape[2]):
         raise ValueError(f"image {tag!r}: pictures without pixels: shape {shape}")

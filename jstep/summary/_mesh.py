@@ -24,7 +24,7 @@ def on_any_mesh(fn: Callable[..., R]) -> Callable[..., R]:
         mesh: Any = getattr(jax.typeof(x).sharding, "mesh", None)
         if AxisType.Explicit not in getattr(mesh, "axis_types", ()):
             return call(x)
-        replicated = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+        replicated = NamedSharding(mesh, PartitionSpec())
         result: R = jax.sharding.auto_axes(call, out_sharding=replicated)(x)
         return result
 

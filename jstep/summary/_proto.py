@@ -29,8 +29,7 @@ def _import(module: str, what: str) -> types.ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{what} needs {module.split('.')[0]}, which could not be imported ({error}): "
-            "pip install jstep[summaries]"
+            f"{what} needs {module.split('.')[0]}, which could not be imported ({error}): pip install jstep[summaries]"
         ) from error
 
 

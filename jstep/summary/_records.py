@@ -39,9 +39,7 @@ def masked_crc(data: bytes) -> int:
 def frame(data: bytes) -> bytes:
     """The data as one record."""
     length = struct.pack("<Q", len(data))
-    return b"".join(
-        (length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data)))
-    )
+    return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
 
 def read_records(file: BinaryIO, path: str) -> Iterator[bytes]:

@@ -64,8 +64,7 @@ def _one(tag: str, value: Any) -> Scalars:
 def _many(tags: Any, values: Any) -> tuple[Scalars, ...]:
     if not isinstance(tags, list | tuple | np.ndarray):
         raise TypeError(
-            "scalar(tags, values): tags must be a str, or a list or array of them, "
-            f"not {type(tags).__name__} {tags!r}"
+            f"scalar(tags, values): tags must be a str, or a list or array of them, not {type(tags).__name__} {tags!r}"
         )
     try:
         names = np.asarray(tags, dtype=object)
@@ -76,18 +75,12 @@ def _many(tags: Any, values: Any) -> tuple[Scalars, ...]:
         if tag in flat[:i]:
             raise ValueError(f"scalar: duplicate tag {tag!r} in {tags!r}")
     if is_array(values):
-        return (
-            (Scalars(flat, names.ndim, _number(values, flat[0] if flat else "", names.shape)),)
-            if flat
-            else ()
-        )
+        return (Scalars(flat, names.ndim, _number(values, flat[0] if flat else "", names.shape)),) if flat else ()
     # A list may hold arrays, traced ones too: each stays an array of its own, so that none is waited for.
     is_list = isinstance(values, list | tuple)
     entries = jax.tree.leaves(values, is_leaf=lambda x: not isinstance(x, list | tuple)) if is_list else []
     if not is_list or _nesting(values) != names.shape or len(entries) != len(flat):
-        raise _shape_error(
-            flat[0] if flat else "", names.shape, _nesting(values) if is_list else np.shape(values)
-        )
+        raise _shape_error(flat[0] if flat else "", names.shape, _nesting(values) if is_list else np.shape(values))
     return tuple(_one(tag, x) for tag, x in zip(flat, entries, strict=True))
 
 

@@ -50,9 +50,7 @@ class Worker:
         self._broken: Exception | None = None
         self._buffer: list[bytes] = []
         self._due = 0.0
-        self._thread = threading.Thread(
-            target=self._run, name=f"jstep-summary-{os.path.basename(path)}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name=f"jstep-summary-{os.path.basename(path)}", daemon=True)
 
     def start(self, first: bytes) -> None:
         """Writes the first event, here, so that a full disk shows at once, and starts the thread."""
@@ -123,9 +121,7 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            wait = (
-                min(max(0.0, self._due - time.monotonic()), threading.TIMEOUT_MAX) if self._buffer else None
-            )
+            wait = min(max(0.0, self._due - time.monotonic()), threading.TIMEOUT_MAX) if self._buffer else None
             try:
                 item = self._jobs.get(timeout=wait)
             except queue.Empty:

@@ -204,14 +204,10 @@ class SummaryWriter:
         kind = proto("SessionLog")
         if isinstance(session_log, str):
             if session_log not in ("START", "STOP", "CHECKPOINT"):
-                raise ValueError(
-                    f"add_session_log: expected 'START', 'STOP' or 'CHECKPOINT', got {session_log!r}"
-                )
+                raise ValueError(f"add_session_log: expected 'START', 'STOP' or 'CHECKPOINT', got {session_log!r}")
             session_log = kind(status=session_log)
         elif not is_message(session_log, "SessionLog"):
-            raise TypeError(
-                f"add_session_log: expected a SessionLog or its status, not {type(session_log).__name__}"
-            )
+            raise TypeError(f"add_session_log: expected a SessionLog or its status, not {type(session_log).__name__}")
         self._put_event(worker, step, session_log=kind.FromString(session_log.SerializeToString()))
 
     def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:

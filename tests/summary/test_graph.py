@@ -174,9 +174,7 @@ def test_deleted_arguments_have_shapes_still():
 
 
 def test_a_function_of_arguments_without_them_says_what_to_give():
-    with pytest.raises(
-        TypeError, match=r"'train_step' cannot be traced without arguments.*Give add_graph its"
-    ):
+    with pytest.raises(TypeError, match=r"'train_step' cannot be traced without arguments.*Give add_graph its"):
         graph_def(train_step)
     with pytest.raises(TypeError, match="a Traced is traced already and takes no arguments"):
         graph_def(train_step.trace(STATE, BATCH), STATE)

@@ -188,9 +188,7 @@ def test_a_value_that_is_not_finite_is_an_error_that_names_the_tag(bad, make):
 def test_one_found_under_jit_is_told_at_the_next_call_and_the_rest_is_written(tmp_path, accumulate):
     @jax.jit
     def step(x):
-        return summary.merge(
-            [summary.scalar("a", x[0]), summary.histogram("w", x), summary.scalar("b", x[1])]
-        )
+        return summary.merge([summary.scalar("a", x[0]), summary.histogram("w", x), summary.scalar("b", x[1])])
 
     writer = summary.SummaryWriter(tmp_path)
     writer.add_summary(step(jnp.array([1.0, 2.0, jnp.nan])), 1)

@@ -80,9 +80,7 @@ def test_tags_follow_the_number_asked_for():
     assert summary.image("x", batch, max_images=2).tags == ("x/image/0", "x/image/1")
     assert summary.image("x", batch, max_images=1).tags == ("x/image",)
     assert summary.image("x", batch[:1]).tags == ("x/image/0",)
-    assert summary.image("x", np.zeros((9, 1, 1, 1), np.uint8)).tags == tuple(
-        f"x/image/{i}" for i in range(3)
-    )
+    assert summary.image("x", np.zeros((9, 1, 1, 1), np.uint8)).tags == tuple(f"x/image/{i}" for i in range(3))
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])

@@ -92,9 +92,7 @@ def test_the_events_before_the_damage_are_read(file):
         out.write(b"\x00\x00")
     events = summary.summary_iterator(file)
     assert [next(events).step for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(
-        DataLossError, match=f"{file}: corrupted record at offset {begins[3]}: the checksum of its"
-    ):
+    with pytest.raises(DataLossError, match=f"{file}: corrupted record at offset {begins[3]}: the checksum of its"):
         next(events)
 
 

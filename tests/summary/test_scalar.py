@@ -29,9 +29,7 @@ def test_a_number_of_any_kind(tmp_path, accumulate, value):
     assert written(tmp_path, accumulate, summary.scalar("loss", value)) == {"loss": [(1, 2.5)]}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [(3, 3.0), (True, 1.0), (np.int8(-1), -1.0), (2**40, 2.0**40)]
-)
+@pytest.mark.parametrize(("value", "expected"), [(3, 3.0), (True, 1.0), (np.int8(-1), -1.0), (2**40, 2.0**40)])
 def test_whole_numbers(tmp_path, accumulate, value, expected):
     assert written(tmp_path, accumulate, summary.scalar("n", value)) == {"n": [(1, expected)]}
 
@@ -44,9 +42,7 @@ def test_a_number_beyond_float32_is_infinite_and_nan_is_nan(tmp_path, accumulate
 
 
 @pytest.mark.parametrize("tags", [["a", "b"], ("a", "b"), np.array(["a", "b"])])
-@pytest.mark.parametrize(
-    "values", [[1.0, 2.0], (1.0, np.float32(2)), np.array([1, 2]), jnp.array([1.0, 2.0])]
-)
+@pytest.mark.parametrize("values", [[1.0, 2.0], (1.0, np.float32(2)), np.array([1, 2]), jnp.array([1.0, 2.0])])
 def test_vectors_of_tags_and_values(tmp_path, accumulate, tags, values):
     read = written(tmp_path, accumulate, summary.scalar(tags, values))
     assert read == {"a": [(1, 1.0)], "b": [(1, 2.0)]}

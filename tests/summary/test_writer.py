@@ -287,9 +287,7 @@ def test_process_0_alone_writes(tmp_path, monkeypatch):
         writer.add_summary(summary.scalar("loss", 1.0), 1)
 
 
-@pytest.mark.parametrize(
-    "method", ["add_summary", "add_event", "add_graph", "add_hparams", "add_session_log"]
-)
+@pytest.mark.parametrize("method", ["add_summary", "add_event", "add_graph", "add_hparams", "add_session_log"])
 def test_a_closed_writer_is_an_error_that_names_the_logdir(tmp_path, method):
     writer = SummaryWriter(tmp_path)
     writer.close()

@@ -1,0 +1,170 @@
+"""Orbax, as far as it is needed: named arrays into a folder and out of it. The only module that imports it.
+
+Orbax writes into a temporary folder, all processes together, and would rename it in the end. Here the
+folder is handed to `publish` instead, which adds the manifest and renames.
+"""
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jstep import _checkpoint_dir as folder
+from jstep import _manifest
+
+_TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
+
+_logger = logging.getLogger("jstep")
+
+# What is being written, by the path of its temporary folder.
+IN_FLIGHT: dict[str, "Checkpointer"] = {}
+
+
+class _Written:
+    """The end of a process's writes, whether they succeed or not."""
+
+    def __init__(self, futures: Sequence[Any], temporary: str) -> None:
+        self._futures, self._temporary = futures, temporary
+
+    def result(self, timeout: float | None = None) -> None:
+        errors = []
+        for future in self._futures:
+            try:
+                future.result(timeout=timeout)
+            except Exception as error:
+                errors.append(error)
+        if errors:  # raised when all have ended, so that nobody writes into a folder that is cleared away
+            raise errors[0]
+        if jax.process_count() > 1:
+            _manifest.write_part(self._temporary, jax.process_index())
+
+    def cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
+
+
+class Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
+    """Writes arrays, and on several processes the checksums of what each one wrote."""
+
+    async def async_save(self, directory: Any, args: Any) -> list[Any]:
+        """See orbax."""
+        futures = await super().async_save(directory, args=args)
+        return [_Written(futures or [], str(directory))]
+
+
+@ocp.args.register_with_handler(Handler, for_save=True)
+class SaveArgs(ocp.args.PyTreeSave):  # type: ignore[misc]
+    """The arrays to write."""
+
+
+@ocp.args.register_with_handler(Handler, for_restore=True)
+class RestoreArgs(ocp.args.PyTreeRestore):  # type: ignore[misc]
+    """The arrays to read."""
+
+
+class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
+    """A folder that `publish` renames, in place of orbax, which adds files to it just before."""
+
+    publish: Callable[[str, str], None]
+
+    @classmethod
+    def from_final(cls, final_path: Any, *, checkpoint_metadata_store: Any = None, **options: Any) -> Any:
+        made = super().from_final(final_path, checkpoint_metadata_store=checkpoint_metadata_store, **options)
+        made.metadata_store = checkpoint_metadata_store
+        return made
+
+    async def finalize(self) -> None:
+        if self.metadata_store is not None:
+            self.metadata_store.wait_until_finished()
+        type(self).publish(str(self.get()), str(self.get_final()))
+
+
+class Checkpointer:
+    """Orbax, as far as it is needed: named arrays into a folder and out of it, by all processes together."""
+
+    def __init__(self, prefix: str, compress: bool) -> None:
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)),
+            (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        )
+        processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
+        self._pid = os.getpid()
+        self._publish: Callable[[str, str], None] = lambda temporary, final: None
+        self._async = ocp.AsyncCheckpointer(
+            Handler(use_compression=compress, type_handler_registry=registry, multiprocessing_options=processes),
+            # Directories are made within `save`, so that it says at once what is wrong with them.
+            async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT, create_directories_asynchronously=False),
+            multiprocessing_options=processes,
+            # An existing checkpoint of the step is replaced once the new one is whole, by `publish`.
+            file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
+            temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
+        )
+
+    def save(self, path: str, arrays: Mapping[str, Any], publish: Callable[[str, str], None]) -> None:
+        """Starts to write; returns when the arrays may be donated. `publish(temporary, final)` ends the write."""
+        self._publish = publish
+        IN_FLIGHT[path + folder.TEMPORARY] = self
+        _finish_at_exit()
+        self._async.save(path, args=SaveArgs(item=dict(arrays)))
+
+    def _end(self, temporary: str, final: str) -> None:
+        self._publish(temporary, final)
+
+    def is_in_use(self, temporary: str) -> bool:
+        """Whether a temporary folder is being written, by any Checkpointer of this process."""
+        return temporary in IN_FLIGHT
+
+    def wait(self) -> None:
+        """Waits for the write to end, and raises what went wrong."""
+        if self._pid != os.getpid():
+            return  # a fork has none of the threads
+        try:
+            self._async.wait_until_finished()
+        except Exception:
+            self._forget()
+            raise
+        self._forget()
+
+    def _forget(self) -> None:
+        for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
+            del IN_FLIGHT[path]
+
+    def restore(self, path: str, names: Sequence[str], shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """Those arrays of a folder, of `names`, that `shardings` has: NumPy arrays where the sharding is None."""
+        item = {name: 0 if name in shardings else ocp.PLACEHOLDER for name in names}
+        args = {
+            name: ocp.RestoreArgs(restore_type=np.ndarray)
+            if shardings.get(name) is None
+            else ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=shardings[name])
+            for name in names
+        }
+        restored = self._async.restore(path, args=RestoreArgs(item=item, restore_args=args))
+        return {name: restored[name] for name in shardings}
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._async.close()
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """What is in flight when the interpreter ends is finished; orbax by itself would lose it."""
+    # Executors refuse work once threading shuts down, which is before atexit's turn.
+    with contextlib.suppress(RuntimeError):  # it is shutting down already
+        getattr(threading, "_register_atexit", atexit.register)(_finish)
+
+
+def _finish() -> None:
+    for path, checkpointer in list(IN_FLIGHT.items()):
+        try:
+            checkpointer.wait()
+        except Exception:
+            _logger.exception("%s was not saved", path.removesuffix(folder.TEMPORARY))

@@ -1,0 +1,122 @@
+"""Arrays read from a checkpoint, made into the leaves a target asks for: where it asks, and nobody else's memory."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep import _leaves, _tree
+from jstep._leaves import Wanted
+from jstep._manifest import Leaf
+
+
+def sharding_of(leaf: Any, path: str) -> Any:
+    """The sharding a leaf of a target asks for; None where it leaves that to JAX.
+
+    An array that JAX put where it puts new arrays (not committed) asks for nothing, so that a restored state
+    looks to a compiled step as the one that was created.
+
+    Raises:
+        ValueError: It cannot hold the leaf, or names no devices.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return None
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        raise ValueError(f"target: the sharding of {path!r} is over an abstract mesh; give one over devices")
+    try:
+        sharding.shard_shape(tuple(leaf.shape))
+    except ValueError as error:
+        raise ValueError(f"target: {path!r} cannot be sharded as asked: {error}") from None
+    return sharding
+
+
+def stored_sharding(wanted: Wanted) -> Any:
+    """The sharding to read the stored array of a leaf with; None to read it as a NumPy array."""
+    if isinstance(wanted.leaf, np.ndarray | np.generic):
+        return None
+    sharding = sharding_of(wanted.leaf, wanted.path)
+    is_key = wanted.source is not None and wanted.source.key_impl is not None
+    # The data of a key has further axes, which these two leave whole.
+    fits = isinstance(sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding)
+    return sharding if fits or not is_key else None
+
+
+def placed(wanted: Wanted, read: Any) -> Any:
+    """The leaf, from the array that was read for it.
+
+    Args:
+        wanted: The leaf of the target, with its source.
+        read: A NumPy array, or one with `stored_sharding`, to use up; None where nothing was stored.
+    """
+    leaf, record = wanted.leaf, wanted.source
+    assert record is not None
+    array = _zeros(record) if read is None else read
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.array(_leaves.from_stored(record, np.asarray(array)), leaf.dtype)
+    sharding = sharding_of(leaf, wanted.path)
+    if sharding is None or not isinstance(array, jax.Array):
+        value = _on_default_device(wanted, record, np.asarray(array))
+        return value if sharding is None else jax.device_put(value, sharding)
+    if record.key_impl is not None or record.stored_as is not None or array.dtype != leaf.dtype:
+
+        def leaf_of(stored: Any) -> Any:
+            if record.key_impl is not None:
+                return jax.random.wrap_key_data(stored, impl=record.key_impl)
+            return _leaves.from_stored(record, stored).astype(leaf.dtype)
+
+        array = jax.jit(leaf_of, out_shardings=sharding)(array)
+    return jax.device_put(array, sharding)
+
+
+def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]) -> jax.Array:
+    # Always a copy: JAX may build an array on a NumPy array's memory, which is then never reused when donated.
+    if record.key_impl is not None:
+        return jax.random.wrap_key_data(jnp.array(array, copy=True), impl=record.key_impl)
+    value = _leaves.from_stored(record, array)
+    value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
+    if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+        raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX holds under jax_enable_x64 alone")
+    return jnp.array(value, copy=True)
+
+
+def _zeros(record: Leaf) -> np.ndarray[Any, Any]:
+    if record.key_impl is None:
+        return np.zeros(record.shape, jnp.dtype(record.stored_as or record.dtype))
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=record.key_impl)))
+    return np.zeros((*record.shape, *key.shape), key.dtype)
+
+
+def looked_at(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str | None) -> dict[str, Any]:
+    """Nested dicts of NumPy arrays; params are their averages where asked."""
+    values = {}
+    for key, record in _leaves.by_id(leaves).items():
+        array = _zeros(record) if record.array is None else arrays[record.array]
+        values[key] = array if record.key_impl is not None else _leaves.from_stored(record, array)
+    out = []
+    for key, record in _leaves.by_id(leaves).items():
+        average = _leaves.average_of(key, values, averages)
+        value = values[key] if average is None else values[average].astype(values[key].dtype)
+        out.append((record, value))
+    return _leaves.nested(out)
+
+
+def left_as_is(wanted: Wanted) -> Any:
+    """A leaf of the target that nothing is restored into: a copy.
+
+    Raises:
+        ValueError: It has no value.
+    """
+    leaf = wanted.leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+        raise ValueError(
+            f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "
+            "with partial=True give arrays where the checkpoint has none"
+        )
+    return (
+        leaf.copy() if _tree.is_array(leaf) else jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+    )

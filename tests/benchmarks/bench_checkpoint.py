@@ -1,0 +1,122 @@
+"""Saver against orbax's own CheckpointManager: a state of 268 MB, and what the training loop sees of a save.
+
+    python tests/benchmarks/bench_checkpoint.py [rounds] [megabytes]
+
+Each round runs every contender in turn. Printed are medians and bests, and their ratio to the manager's:
+  stall     save() and the three donated steps after it, less three steps alone
+  with      save() and the three donated steps after it
+  save      from save() to the end of wait
+  restore   onto the same sharding
+"""
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+import jstep
+from jstep.checkpoint import Saver
+
+ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+BYTES = int(float(sys.argv[2]) * 1e6) if len(sys.argv) > 2 else 268_000_000
+LEAVES = 24
+
+
+def make_state():
+    size = BYTES // 4 // 2 // LEAVES  # params and one slot
+    keys = jax.random.split(jax.random.key(0), LEAVES)
+    params = {f"layer{i}": {"kernel": jax.random.normal(key, (size,))} for i, key in enumerate(keys)}
+    return jstep.TrainState.create(params, jstep.momentum(1e-3, 0.9))
+
+
+class Manager:
+    """Orbax as its users set it up."""
+
+    def __init__(self, directory):
+        self.manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+
+    def save(self, state):
+        self.manager.save(int(state.global_step), args=ocp.args.StandardSave(state))
+
+    def wait(self):
+        self.manager.wait_until_finished()
+
+    def restore(self, shapes):
+        return self.manager.restore(self.manager.latest_step(), args=ocp.args.StandardRestore(shapes))
+
+
+class Ours:
+    def __init__(self, directory, **options):
+        self.saver = Saver(directory, max_to_keep=2, **options)
+        self.save, self.wait, self.restore = self.saver.save, self.saver.wait, self.saver.restore
+
+
+def measure(contender, state, step):
+    jax.block_until_ready(state)
+    start = time.perf_counter()
+    for _ in range(3):
+        state, _ = step(state)
+    jax.block_until_ready(state)
+    alone = time.perf_counter() - start
+    start = time.perf_counter()
+    contender.save(state)
+    for _ in range(3):
+        state, _ = step(state)
+    jax.block_until_ready(state)
+    stall = time.perf_counter() - start
+    contender.wait()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    start = time.perf_counter()
+    contender.save(state)
+    contender.wait()
+    whole = time.perf_counter() - start
+    start = time.perf_counter()
+    restored = jax.block_until_ready(contender.restore(shapes))
+    restore = time.perf_counter() - start
+    del restored
+    return state, {"stall": stall - alone, "with": stall, "save": whole, "restore": restore}
+
+
+def main():
+    directory = tempfile.mkdtemp(prefix="bench_checkpoint", dir=os.environ.get("BENCH_DIR"))
+    contenders = {
+        "orbax manager": Manager(os.path.join(directory, "manager")),
+        "Saver": Ours(os.path.join(directory, "saver")),
+        "Saver(stage=True)": Ours(os.path.join(directory, "stage"), stage=True),
+        "Saver(compress=True)": Ours(os.path.join(directory, "compress"), compress=True),
+        "Saver(verify=False)": Ours(os.path.join(directory, "blind"), verify=False),
+    }
+    step = jstep.minimize(
+        lambda params: sum(jnp.sum(leaf["kernel"] ** 2) for leaf in params.values()), jstep.momentum(1e-3, 0.9)
+    )
+    state, _ = step(make_state())
+    times = {name: [] for name in contenders}
+    try:
+        for number in range(ROUNDS + 1):  # the first warms up
+            for name, contender in contenders.items():
+                state, found = measure(contender, state, step)
+                if number:
+                    times[name].append(found)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    for what in ("stall", "with", "save", "restore"):
+        peer = [found[what] for found in times["orbax manager"]]
+        for name, rounds in times.items():
+            own = [found[what] for found in rounds]
+            median, best = statistics.median(own), min(own)
+            print(
+                f"{what:8} {name:21} median {median * 1e3:7.1f} ms ({median / statistics.median(peer):5.2f})"
+                f"   best {best * 1e3:7.1f} ms ({best / min(peer):5.2f})"
+            )
+
+
+if __name__ == "__main__":
+    main()
