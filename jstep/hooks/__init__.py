@@ -1,0 +1,28 @@
+"""Hooks: what happens around the steps of `train`, one per file."""
+
+from jstep.hooks._hook import Hook
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.evaluation import EvaluationHook
+from jstep.hooks.log_every_n import log_every_n
+from jstep.hooks.logging_hook import LoggingHook
+from jstep.hooks.nan_loss import NanLossDuringTrainingError, NanLossHook
+from jstep.hooks.profiler import ProfilerHook
+from jstep.hooks.progress import ProgressHook
+from jstep.hooks.step_counter import StepCounterHook
+from jstep.hooks.stop_at_step import StopAtStepHook
+from jstep.hooks.summary_saver import SummarySaverHook
+
+__all__ = [
+    "CheckpointSaverHook",
+    "EvaluationHook",
+    "Hook",
+    "LoggingHook",
+    "NanLossDuringTrainingError",
+    "NanLossHook",
+    "ProfilerHook",
+    "ProgressHook",
+    "StepCounterHook",
+    "StopAtStepHook",
+    "SummarySaverHook",
+    "log_every_n",
+]

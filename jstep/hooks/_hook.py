@@ -1,0 +1,125 @@
+"""What a hook is, and when it is due."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jstep.state import TrainState
+
+Clock = Callable[[], float]
+Metrics = Mapping[str, Any]
+
+
+class Hook:
+    """Something that happens around the steps of `train`: derive from it, or bring these methods.
+
+    All steps are host integers, the number of updates applied; looking at `state` or `metrics` waits for the
+    device, so do it when due only.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> class Tell(jstep.Hook):
+        ...     def after_step(self, step, state, metrics):
+        ...         print("after update", step)
+        >>> optimizer = jstep.gradient_descent(0.1)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 2, last_step=2, hooks=[Tell()], progress=False)
+        after update 1
+        after update 2
+
+    Source: `tf.train.SessionRunHook`.
+    """
+
+    def begin(self, state: TrainState) -> None:
+        """Called once before the first step, with the state that was restored."""
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool | None:
+        """Called when due after the update that made `step`; a true result stops the run after this step."""
+
+    def after_first_call(self, step: int) -> None:
+        """Called once, when the first call of the compiled step has returned: compilation is over."""
+
+    def after_call(self, steps: range, metrics: Metrics) -> None:
+        """With `steps_per_call` > 1, called after each call with its steps and their stacked metrics."""
+
+    def before_save(self, step: int) -> None:
+        """Called before each checkpoint of `train`; an exception prevents it and stops the run."""
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Called once after the last step, only where nothing was raised."""
+
+    def close(self) -> None:
+        """Called at last, whatever happened."""
+
+    def next_due(self, step: int) -> int | None:
+        """The first step after `step` at which `after_step` is to be called; None for every call.
+
+        A pure function of the step: with `steps_per_call` a call is made shorter so as to end there.
+        """
+
+
+class Every:
+    """A cadence: every so many steps, or seconds of an injected clock, or whichever comes first.
+
+    Steps are multiples counted from 0, so that a run that goes on keeps its cadence; seconds count from the
+    last time, or from `start`.
+    """
+
+    def __init__(self, steps: int | None, secs: float | None, clock: Clock = time.monotonic) -> None:
+        self.steps, self.secs, self._clock = _positive("steps", steps), _positive_secs("secs", secs), clock
+        self._last = math.inf
+
+    def start(self) -> None:
+        """Seconds count from now."""
+        self._last = self._clock()
+
+    def due(self, step: int) -> bool:
+        """Whether it is due at this step."""
+        if self.steps is not None and step % self.steps == 0:
+            return True
+        return self.secs is not None and self._clock() - self._last >= self.secs
+
+    def done(self) -> None:
+        """It has happened; seconds count from now."""
+        if self.secs is not None:
+            self._last = self._clock()
+
+    def next_due(self, step: int) -> int | None:
+        """The next step that is due by itself; None where a clock has to be asked, or nothing is ever due."""
+        if self.secs is not None or self.steps is None:
+            return None
+        return (step // self.steps + 1) * self.steps
+
+
+def _positive(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: must be an integer number of steps, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}={value}: must be ≥ 1")
+    return value
+
+
+def _positive_secs(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r}: must be a number of seconds, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{name}={value}: must be > 0")
+    return value
+
+
+def every(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, at_least_one: bool = True) -> Every:
+    """An `Every` whose errors speak of the caller's arguments, given as (name, value).
+
+    Raises:
+        TypeError: A value is of the wrong type.
+        ValueError: A value is not positive, or none is given where one is needed.
+    """
+    if at_least_one and steps[1] is None and secs[1] is None:
+        raise ValueError(f"{steps[0]}=None and {secs[0]}=None: say how often, in one of them")
+    return Every(_positive(*steps), _positive_secs(*secs), clock)

@@ -1,0 +1,82 @@
+"""Evaluating on the way."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jstep.hooks._hook import Clock, Hook, Metrics, every
+from jstep.hooks._summaries import scalar
+from jstep.hooks._values import text
+from jstep.state import TrainState
+
+_logger = logging.getLogger("jstep")
+
+
+class EvaluationHook(Hook):
+    """Calls a function of the state every so often, and at the end; logs and writes what it returns.
+
+    Args:
+        evaluate: `evaluate(state) -> {name: number}`. It must not donate the state. With moving averages:
+            `lambda state: accuracy(jstep.averaged_params(state), …)`.
+        every_n_steps: How often, in steps: at their multiples.
+        every_n_secs: How often, in seconds, instead.
+        summary_writer: Any object with `add_summary(summary, global_step)`; gets each number as `prefix/name`.
+        prefix: Before the names, in the log and in the summaries.
+        clock: Seconds; for tests.
+
+    Attributes:
+        results: Step → what evaluate returned.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is not positive, or none is given.
+
+    Source: `tf.contrib.learn` monitors; the ValidationMonitor of old.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[TrainState], Mapping[str, Any]],
+        every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        *,
+        summary_writer: Any = None,
+        prefix: str = "eval",
+        clock: Clock = time.monotonic,
+    ) -> None:
+        if not callable(evaluate):
+            raise TypeError(f"evaluate={evaluate!r}: must be a function of the state")
+        self._evaluate, self._writer, self._prefix = evaluate, summary_writer, prefix
+        self._every = every(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
+        self.results: dict[int, Mapping[str, Any]] = {}
+
+    def begin(self, state: TrainState) -> None:
+        """Seconds count from here."""
+        self._every.start()
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Evaluates when due."""
+        if self._every.due(step):
+            self._every.done()
+            self._run(step, state)
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Evaluates the last state, unless that is done."""
+        if step not in self.results:
+            self._run(step, state)
+
+    def _run(self, step: int, state: TrainState) -> None:
+        values = self._evaluate(state)
+        if not isinstance(values, Mapping):
+            raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
+        self.results[step] = values
+        named = {f"{self._prefix}/{name}": value for name, value in values.items()}
+        _logger.info("step %d  %s", step, text(named))
+        if self._writer is not None:
+            for name, value in named.items():
+                self._writer.add_summary(scalar(name, value), step)
+
+    def next_due(self, step: int) -> int | None:
+        """The next multiple, where no clock has to be asked."""
+        return self._every.next_due(step)

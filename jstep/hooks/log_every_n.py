@@ -1,0 +1,47 @@
+"""Logging now and then from one place of the code."""
+
+import logging
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+_logger = logging.getLogger("jstep")
+_counts: Counter[tuple[str, int]] = Counter()
+_lock = threading.Lock()
+
+
+def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
+    """Logs `msg % args` the first time this line of code is reached, and every n-th time from then on.
+
+    Args:
+        level: A level of `logging`, such as `logging.INFO` or `"INFO"`.
+        msg: The message, with %-placeholders.
+        n: How often, ≥ 1.
+        *args: What goes into the message. A device array among them is waited for only when logged.
+
+    Raises:
+        TypeError: `n` is not an integer.
+        ValueError: `n` is not positive, or the level is unknown.
+
+    Example:
+        >>> import logging, jstep
+        >>> for step in range(1000):
+        ...     jstep.log_every_n(logging.DEBUG, "at step %d", 100, step)
+
+    Source: `tf.logging.log_every_n`.
+    """
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"n={n!r}: must be an integer, got {type(n).__name__}")
+    if n < 1:
+        raise ValueError(f"n={n}: must be ≥ 1")
+    number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
+    if not isinstance(number, int):
+        raise ValueError(f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'")
+    frame = sys._getframe(1)
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    with _lock:
+        count = _counts[place]
+        _counts[place] += 1
+    if count % n == 0:
+        _logger.log(number, msg, *args, stacklevel=2)

@@ -1,0 +1,71 @@
+"""A trace of some steps."""
+
+import os
+
+import jax
+
+from jstep.hooks._hook import Hook, Metrics
+from jstep.state import TrainState, global_step
+
+
+class ProfilerHook(Hook):
+    """Traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
+
+    Args:
+        logdir: Where the trace goes, for TensorBoard's profile plugin or Perfetto.
+        start_step: The first step number traced, ≥ 0. Leave out the first steps of a run, which compile.
+        stop_step: The step at which the trace ends, > start_step.
+
+    Raises:
+        TypeError: A step is not an integer.
+        ValueError: The steps are not 0 ≤ start_step < stop_step.
+
+    Source: `tf.train.ProfilerHook`.
+    """
+
+    def __init__(self, logdir: str | os.PathLike[str], start_step: int, stop_step: int) -> None:
+        for name, value in (("start_step", start_step), ("stop_step", stop_step)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r}: must be an integer, got {type(value).__name__}")
+        if not 0 <= start_step < stop_step:
+            raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
+        self._logdir, self._start, self._stop = os.fspath(logdir), start_step, stop_step
+        self._running = False
+
+    def begin(self, state: TrainState) -> None:
+        """Starts at once where the run begins within the steps."""
+        if self._start <= global_step(state) < self._stop:
+            self._begin_trace()
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Starts or ends the trace."""
+        if self._running and step >= self._stop:
+            self._end_trace(state)
+        elif not self._running and self._start <= step < self._stop:
+            self._begin_trace()
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Ends a trace that the run ended in."""
+        if self._running:
+            self._end_trace(state)
+
+    def close(self) -> None:
+        """Ends a trace that an error ended."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def _begin_trace(self) -> None:
+        jax.profiler.start_trace(self._logdir)
+        self._running = True
+
+    def _end_trace(self, state: TrainState) -> None:
+        jax.block_until_ready(state)  # the device may be behind: its work belongs into the trace
+        self.close()
+
+    def next_due(self, step: int) -> int:
+        """The next end of the interval."""
+        return min((at for at in (self._start, self._stop) if at > step), default=NEVER)
+
+
+NEVER = 2**63

@@ -1,0 +1,66 @@
+"""One line on a terminal: step, rate, loss and the time left."""
+
+import time
+from typing import Any
+
+from jstep.hooks._hook import Clock, Hook, Metrics
+from jstep.hooks._values import is_ready, scalars, start_transfer, text
+from jstep.state import TrainState, global_step
+
+
+class ProgressHook(Hook):
+    """A progress bar of tqdm (extra `progress`).
+
+    Args:
+        last_step: Where the run ends.
+        every_n_secs: How often the line is drawn.
+        file: Where to; standard error unless told.
+        clock: Seconds; for tests.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+
+    def __init__(
+        self, last_step: int, *, every_n_secs: float = 0.25, file: Any = None, clock: Clock = time.monotonic
+    ) -> None:
+        try:
+            import tqdm
+        except ImportError as error:
+            raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
+        self._tqdm, self._last_step, self._file = tqdm.tqdm, last_step, file
+        self._secs, self._clock = every_n_secs, clock
+        self._then = clock()
+        self._bar: Any = None
+        self._held: dict[str, Any] = {}
+
+    def begin(self, state: TrainState) -> None:
+        """Draws the line at the step the run begins from."""
+        self._bar = self._tqdm(
+            total=self._last_step, initial=global_step(state), unit="step", file=self._file, dynamic_ncols=True
+        )
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Draws it again now and then, with the last numbers that the device has finished."""
+        now = self._clock()
+        if now - self._then < self._secs:
+            return
+        self._then = now
+        if self._held and is_ready(self._held):
+            self._bar.set_postfix_str(text(self._held), refresh=False)
+        names = [name for name in scalars(metrics) if name == "loss"]
+        self._held = {name: metrics[name] for name in names}
+        start_transfer(self._held)
+        self._bar.update(step - self._bar.n)
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Draws the last line."""
+        if self._held:
+            self._bar.set_postfix_str(text(self._held), refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        """Leaves the line as it is and goes to the next."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,38 @@
+"""Stopping at a step."""
+
+from jstep.hooks._hook import Hook, Metrics, _positive
+from jstep.state import TrainState, global_step
+
+
+class StopAtStepHook(Hook):
+    """Stops the run at a step.
+
+    Args:
+        num_steps: After so many steps from where the run began.
+        last_step: At this step, counted from 0; exactly one of the two is given.
+
+    Raises:
+        TypeError: An argument is not an integer.
+        ValueError: An argument is not positive, or not exactly one is given.
+
+    Source: `tf.train.StopAtStepHook`.
+    """
+
+    def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
+        if (num_steps is None) == (last_step is None):
+            raise ValueError(f"num_steps={num_steps}, last_step={last_step}: give exactly one of them")
+        self._num_steps = _positive("num_steps", num_steps)
+        self._last_step: int | None = _positive("last_step", last_step)
+
+    def begin(self, state: TrainState) -> None:
+        """Counts num_steps from here."""
+        if self._num_steps is not None:
+            self._last_step = global_step(state) + self._num_steps
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
+        """True at the step, or past it."""
+        return self._last_step is not None and step >= self._last_step
+
+    def next_due(self, step: int) -> int:
+        """The step; one past it where the run is there already."""
+        return max(step + 1, self._last_step or 0)
