@@ -1,12 +1,32 @@
 """jstep: a JIT-compiled functional training toolkit on JAX, around a single global step."""
 
-from jstep import distributed
+from jstep import distributed, summary
 from jstep._microbatches import AggregationMethod
+from jstep._signals import Preempted
 from jstep._typing import Optimizer, Schedule
 from jstep.averages import ExponentialMovingAverage, averaged_params, with_moving_average
+from jstep.checkpoint import Saver, checkpoint_name, latest_checkpoint
 from jstep.clipping import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
+from jstep.coordinator import Coordinator
+from jstep.data import Batches, batches
+from jstep.errors import CancelledError, OutOfRangeError
 from jstep.gradients import GATE_GRAPH, GATE_NONE, GATE_OP, compute_gradients, gradients, stop_gradient
+from jstep.hooks import (
+    CheckpointSaverHook,
+    EvaluationHook,
+    Hook,
+    LoggingHook,
+    NanLossDuringTrainingError,
+    NanLossHook,
+    ProfilerHook,
+    ProgressHook,
+    StepCounterHook,
+    StopAtStepHook,
+    SummarySaverHook,
+    log_every_n,
+)
 from jstep.indexed_slices import IndexedSlices
+from jstep.loop import train
 from jstep.optimizers import (
     adagrad,
     adam,
@@ -21,6 +41,9 @@ from jstep.optimizers import (
     scope,
     skip_nonfinite,
 )
+from jstep.prefetch import PrefetchIterator, prefetch_to_device
+from jstep.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
+from jstep.queues import FIFOQueue, RandomShuffleQueue
 from jstep.schedules import (
     constant,
     cosine_decay,
@@ -47,6 +70,7 @@ from jstep.state import (
     increment_global_step,
 )
 from jstep.training import TrainStep, apply_gradients, minimize, scan_steps
+from jstep.verify_resume import ResumeReport, verify_resume
 
 __version__ = "0.1.0"
 
@@ -55,18 +79,43 @@ __all__ = [
     "GATE_NONE",
     "GATE_OP",
     "AggregationMethod",
+    "Batches",
+    "CancelledError",
+    "CheckpointSaverHook",
+    "Coordinator",
+    "EvaluationHook",
     "ExponentialMovingAverage",
+    "FIFOQueue",
+    "Hook",
     "IndexedSlices",
+    "LoggingHook",
+    "NanLossDuringTrainingError",
+    "NanLossHook",
     "Optimizer",
+    "OutOfRangeError",
+    "Preempted",
+    "PrefetchIterator",
+    "ProfilerHook",
+    "ProgressHook",
+    "QueueRunner",
+    "RandomShuffleQueue",
+    "ResumeReport",
+    "Saver",
     "Schedule",
+    "StepCounterHook",
+    "StopAtStepHook",
+    "SummarySaverHook",
     "TrainState",
     "TrainStep",
     "adagrad",
     "adam",
+    "add_queue_runner",
     "apply_gradients",
     "apply_updates",
     "averaged_params",
+    "batches",
     "chain",
+    "checkpoint_name",
     "clip_by_average_norm",
     "clip_by_global_norm",
     "clip_by_norm",
@@ -92,14 +141,17 @@ __all__ = [
     "increment_global_step",
     "inverse_time_decay",
     "join",
+    "latest_checkpoint",
     "linear_cosine_decay",
     "linear_warmup",
+    "log_every_n",
     "minimize",
     "momentum",
     "natural_exp_decay",
     "partition",
     "piecewise_constant",
     "polynomial_decay",
+    "prefetch_to_device",
     "rmsprop",
     "scan_steps",
     "scope",
@@ -107,6 +159,10 @@ __all__ = [
     "shard_state",
     "shift",
     "skip_nonfinite",
+    "start_queue_runners",
     "stop_gradient",
+    "summary",
+    "train",
+    "verify_resume",
     "with_moving_average",
 ]

@@ -1,0 +1,239 @@
+"""What the loop takes its batches from, made one: indexed, called, iterated; alone or K at a time; ahead or not."""
+
+import base64
+import dataclasses
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep import _tree
+from jstep._placement import placement
+from jstep.prefetch import PrefetchIterator, prefetch_to_device
+
+_logger = logging.getLogger("jstep")
+
+# Handing an item from thread to thread costs some 20 µs: making a cheaper one ahead would only slow the loop.
+_WORTH_A_THREAD_SECS = 50e-6
+_TRIALS = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one call, and how many steps it makes."""
+
+    args: tuple[Any, ...]
+    steps: int = dataclasses.field(metadata={"static": True})
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """An iterator that knows its position and can be set back to one."""
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        ...
+
+    def get_state(self) -> Any:
+        """The position, as bytes or as JSON can hold it."""
+        ...
+
+    def set_state(self, state: Any, /) -> Any:
+        """Goes to a position."""
+        ...
+
+
+class Source(NamedTuple):
+    """An iterator over batches, and where it is: None where nobody can tell."""
+
+    items: Iterator[Any]
+    position: Callable[[], Any] | None
+
+
+def source_of(batches: Any, start: int, last_step: int, position: Any) -> Source:
+    """The batches from step `start` on.
+
+    Args:
+        batches: An object with `batches[N]`, a function of the step, an iterator with `get_state` and
+            `set_state`, or any iterable.
+        start: The first step number.
+        last_step: Where to end.
+        position: What `encoded` made of an iterator's position in an earlier run; None in a fresh one.
+
+    Raises:
+        TypeError: `batches` is none of these.
+    """
+    if isinstance(batches, Mapping | str | bytes):
+        raise TypeError(
+            f"batches is a {type(batches).__name__}, which may be one batch, not a source of them. Give an object "
+            "with batches[N], a function of the step, or an iterable; for the same batch again and again, "
+            "itertools.repeat(batch)."
+        )
+    if isinstance(batches, HasState):
+        return _stateful(batches, position)
+    if hasattr(batches, "__getitem__"):
+        return Source(_indexed(batches, start, last_step), None)
+    if not hasattr(batches, "__iter__") and callable(batches):
+        return Source(map(batches, range(start, last_step)), None)
+    try:
+        iterator = iter(batches)
+    except TypeError:
+        raise TypeError(
+            f"batches={batches!r}: must have batches[N], be a function of the step, or be iterable"
+        ) from None
+    if isinstance(iterator, HasState):
+        return _stateful(iterator, position)
+    if start:
+        _logger.warning(
+            "The run goes on at step %d, but a %s has no position to go on from: its batches start where it is. Use "
+            "jstep.batches, a function of the step, or an iterator with get_state and set_state.",
+            start,
+            type(batches).__name__,
+        )
+    return Source(iterator, None)
+
+
+def is_seekable(batches: Any) -> bool:
+    """Whether batches can go on from any step after a restart."""
+    if hasattr(batches, "__getitem__") or isinstance(batches, HasState):
+        return True
+    return isinstance(iter(batches), HasState) if hasattr(batches, "__iter__") else callable(batches)
+
+
+def _stateful(iterator: Any, position: Any) -> Source:
+    if position is not None:
+        iterator.set_state(decoded(position))
+    return Source(iterator, lambda: encoded(iterator.get_state()))
+
+
+def encoded(position: Any) -> Any:
+    """A position as JSON can hold it; bytes become text."""
+    return {"base64": base64.b64encode(position).decode()} if isinstance(position, bytes) else {"value": position}
+
+
+def decoded(kept: Any) -> Any:
+    """The position that `encoded` was given."""
+    return base64.b64decode(kept["base64"]) if "base64" in kept else kept["value"]
+
+
+def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:
+    try:
+        size = len(batches)
+    except TypeError:  # it has no end, or does not know it
+        size = None
+    stop = last_step if size is None else min(size, last_step)
+    for step in range(start, stop):
+        try:
+            item = batches[step]
+        except IndexError:
+            # Without a length this is how an object says that it is at its end; with one it is a defect.
+            if size is not None:
+                raise
+            return
+        yield item
+
+
+def calls(source: Source, lengths: Iterable[int] | None, sharding: Any = None) -> Iterator[Call]:
+    """The batches as arguments of calls, stacked where a call makes several steps.
+
+    Args:
+        source: The batches.
+        lengths: How many steps each call makes; None where each makes one and nothing is stacked.
+        sharding: Where a batch goes, as in `prefetch_to_device`; None leaves it where it is.
+    """
+    place = None if sharding is None else placement(sharding if lengths is None else _with_step_axis(sharding))
+
+    def call(batch: Any, steps: int) -> Call:
+        placed = batch if place is None else place(batch)
+        return Call(placed if isinstance(batch, tuple) else (placed,), steps)
+
+    if lengths is None:
+        for batch in source.items:
+            yield call(batch, 1)
+        return
+    for length in lengths:
+        some = list(itertools.islice(source.items, length))
+        if some:
+            yield call(_stacked(some), len(some))
+        if len(some) < length:
+            return
+
+
+def _with_step_axis(sharding: Any) -> Any:
+    def leaf(one: Any) -> Any:
+        if isinstance(one, NamedSharding):
+            return NamedSharding(one.mesh, PartitionSpec(None, *one.spec))
+        return PartitionSpec(None, *one) if isinstance(one, PartitionSpec) else one
+
+    return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _stacked(some: list[Any]) -> Any:
+    def stack(keys: Any, *leaves: Any) -> Any:
+        shapes = sorted({np.shape(leaf) for leaf in leaves})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"steps_per_call: batches of different shapes {shapes} at {_tree.quoted(_tree.path_str(keys))} cannot "
+                "be stacked; let the source drop the remainder, or use steps_per_call=1"
+            )
+        return jnp.stack(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
+
+    return jax.tree_util.tree_map_with_path(stack, *some)
+
+
+class Feed:
+    """The calls of a run, made ahead in a thread where that pays.
+
+    Attributes:
+        waiting: Whether the loop waits for a batch right now and may be interrupted without losing one.
+    """
+
+    def __init__(self, source: Source, made: Iterator[Call], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._source, self._made, self._clock = source, made, clock
+        self._ahead: PrefetchIterator | None = None
+        self.waiting = False
+
+    @property
+    def position(self) -> Any:
+        """Where the source is after the calls handed out, as JSON can hold it; None where nobody can tell."""
+        if self._source.position is None:
+            return None
+        return self._source.position() if self._ahead is None else self._ahead.state
+
+    def __iter__(self) -> Iterator[Call]:
+        # The first call opens files and compiles; it says nothing about the others.
+        fastest = math.inf
+        for trial in range(_TRIALS):
+            then = self._clock()
+            self.waiting = self._source.position is None
+            call = next(self._made, None)
+            self.waiting = False
+            if call is None:
+                return
+            if trial:
+                fastest = min(fastest, self._clock() - then)
+            yield call
+        if fastest < _WORTH_A_THREAD_SECS:
+            yield from self._made
+            return
+        self._ahead = prefetch_to_device(self._made, 2, state_fn=self._source.position)
+        while True:
+            self.waiting = True
+            call = next(self._ahead, None)
+            self.waiting = False
+            if call is None:
+                return
+            yield call
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._ahead is not None:
+            self._ahead.close()
