@@ -191,9 +191,10 @@ def _run(
                         stop = bool(hook.after_step(step, state, metrics)) or stop
                         dues[i] = _due(hook, step)
                 if stop:
+                    signals.to_stop()
                     break
                 next_due = min(dues)
-            if step >= last_step or signals.received is not None:
+            if signals.to_stop() or step >= last_step:
                 break
     return step, state
 

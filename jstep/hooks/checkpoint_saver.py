@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jstep import _agreement
 from jstep.checkpoint import Saver
 from jstep.hooks._hook import Clock, Hook, Metrics, every
 from jstep.state import TrainState
@@ -44,16 +45,21 @@ class CheckpointSaverHook(Hook):
         self._every = every(
             steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, at_least_one=False
         )
+        self._agreed: _agreement.AgreedClock | None = None
+        self._secs, self._clock = save_secs, clock
         self._extra, self._before_save = extra, before_save
         self._saved: int | None = None
 
     def begin(self, state: TrainState) -> None:
         """Seconds count from here."""
         self._every.start()
+        if self._secs is not None and not _agreement.is_alone():
+            # All processes take part in a save, so one clock has to tell all of them.
+            self._agreed = _agreement.AgreedClock(self._secs, self._clock)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Saves when due."""
-        if self._every.due(step):
+        if self._due(step):
             self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
@@ -70,6 +76,14 @@ class CheckpointSaverHook(Hook):
         self._saver.save(state, extra=self._extra() if self._extra else None)
         self._saved = step
         self._every.done()
+        if self._agreed is not None:
+            self._agreed.done()
+
+    def _due(self, step: int) -> bool:
+        if self._agreed is None:
+            return self._every.due(step)
+        by_steps = self._every.steps is not None and step % self._every.steps == 0
+        return self._agreed.due(step) or by_steps
 
     def next_due(self, step: int) -> int | None:
         """The next multiple of `save_steps`, where no clock has to be asked."""

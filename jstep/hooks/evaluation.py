@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from jstep.hooks._hook import Clock, Hook, Metrics, every
 from jstep.hooks._summaries import scalar
 from jstep.hooks._values import text
@@ -72,7 +74,8 @@ class EvaluationHook(Hook):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
         self.results[step] = values
         named = {f"{self._prefix}/{name}": value for name, value in values.items()}
-        _logger.info("step %d  %s", step, text(named))
+        if jax.process_index() == 0:
+            _logger.info("step %d  %s", step, text(named))
         if self._writer is not None:
             for name, value in named.items():
                 self._writer.add_summary(scalar(name, value), step)
