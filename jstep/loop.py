@@ -209,9 +209,9 @@ def _due(hook: Any, step: int) -> int:
 
 def _lengths(hooks: list[Any], step: int, last_step: int, steps_per_call: int) -> Iterator[int]:
     """How many steps each call makes: no hook that says when it is due is passed over."""
-    known = [hook for hook in hooks if hasattr(hook, "next_due")]
+    known = [getattr(hook, name) for hook in hooks for name in ("next_due", "next_multiple") if hasattr(hook, name)]
     while step < last_step:
-        dues = [hook.next_due(step) for hook in known]
+        dues = [next_due(step) for next_due in known]
         end = min([step + steps_per_call, last_step, *(due for due in dues if due is not None)])
         yield end - step
         step = end

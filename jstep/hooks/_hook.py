@@ -59,6 +59,11 @@ class Hook:
         A pure function of the step: with `steps_per_call` a call is made shorter so as to end there.
         """
 
+    def next_multiple(self, step: int) -> int | None:
+        """For a hook that asks a clock as well: the first step after `step` at which it is due by itself, or None."""
+        cadence = getattr(self, "_every", None)
+        return cadence.next_multiple(step) if isinstance(cadence, Every) else None
+
 
 class Every:
     """A cadence: every so many steps, or seconds of an injected clock, or whichever comes first.
@@ -88,9 +93,11 @@ class Every:
 
     def next_due(self, step: int) -> int | None:
         """The next step that is due by itself; None where a clock has to be asked, or nothing is ever due."""
-        if self.secs is not None or self.steps is None:
-            return None
-        return (step // self.steps + 1) * self.steps
+        return None if self.secs is not None else self.next_multiple(step)
+
+    def next_multiple(self, step: int) -> int | None:
+        """The next multiple of `steps`, whatever the clock says; None where there are no steps."""
+        return None if self.steps is None else (step // self.steps + 1) * self.steps
 
 
 def _positive(name: str, value: Any) -> Any:
