@@ -130,12 +130,13 @@ class TrainStep:
         shardings = _mesh_shardings(state)
         if shardings is None:
             return self._on_one_device
-        key = (_tree.structure(shardings), tuple(jax.tree.leaves(shardings)))
+        _explain_donation(state, None)  # of a state on a mesh JAX would not say it, but crash
+        rows = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), args)
+        key = tuple((_tree.structure(tree), tuple(jax.tree.leaves(tree))) for tree in (shardings, rows))
         if key not in self._on_meshes:
             # Left to XLA, an output may lie otherwise than its input: donation would be lost, and the step compiled
             # again for its own result.
-            step = self.placed(jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), args))
-            self._on_meshes[key] = self._jit(step, out_shardings=(shardings, None))
+            self._on_meshes[key] = self._jit(self.placed(rows), out_shardings=(shardings, None))
         return self._on_meshes[key]
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -148,6 +149,8 @@ class TrainStep:
         except (RuntimeError, ValueError) as error:
             if "delete" in str(error) or "donate" in str(error):
                 _explain_donation(state, error)
+            if "Mesh for all inputs should be equal" in str(error):
+                error.add_note("Lay the batch out by jstep.shard_batch, on the mesh that the state lies on.")
             raise
         metrics.update(self._constants)
         self._last = weakref.ref(state)
@@ -194,7 +197,7 @@ def _mesh_shardings(state: Any) -> Any:
     return treedef.unflatten([s if isinstance(s, NamedSharding) else everywhere for s in shardings])
 
 
-def _explain_donation(state: Any, error: Exception) -> None:
+def _explain_donation(state: Any, error: Exception | None) -> None:
     for path, leaf in _tree.leaves_with_paths(state):
         if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf) and leaf.is_deleted():
             raise RuntimeError(
@@ -401,9 +404,18 @@ def _without_step_axis(sharding: Any) -> Any:
     return sharding
 
 
-@jax.jit
 def last_of(stacked: Any) -> Any:
-    """The values of the last of K steps, in one dispatch."""
+    """The values of the last of K steps, in one dispatch on this process alone: others may not ask for them."""
+
+    def here(leaf: Any) -> Any:
+        is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and leaf.is_fully_replicated
+        return leaf.addressable_data(0) if is_global else leaf
+
+    return _last_of(jax.tree.map(here, stacked))
+
+
+@jax.jit
+def _last_of(stacked: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[-1], stacked)
 
 
