@@ -194,10 +194,10 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
-        # Without a copy the part on the leaf's own device would be the leaf itself, and donated with the state;
-        # may_alias=False sees to that for arrays of NumPy alone.
-        held = leaf.copy() if isinstance(leaf, jax.Array) else leaf
-        return jax.device_put(held, sharding, may_alias=False)
+        # Without a copy the part on the leaf's own device would be the leaf itself, and donated with the state.
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf.copy(), sharding)
+        return jax.device_put(leaf, sharding, may_alias=False)
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     # Every process has the whole leaf and keeps its own part of it.

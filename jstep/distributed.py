@@ -6,6 +6,7 @@ import time
 
 import jax
 
+_COUNTS = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "NUM_PROCESSES")
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", "[::1]"}
 
 
@@ -16,6 +17,7 @@ def initialize(
     *,
     initialization_timeout_secs: int = 300,
     heartbeat_timeout_secs: int = 100,
+    shutdown_timeout_secs: int = 300,
 ) -> None:
     """Joins the processes of a run; to be called before anything asks JAX for a device. A no-op on one process.
 
@@ -27,6 +29,8 @@ def initialize(
         initialization_timeout_secs: How long to wait for the others.
         heartbeat_timeout_secs: After how long a process that is not heard of counts as dead; the others then end
             with an error.
+        shutdown_timeout_secs: How long a process that ends waits for the others to end. Where one of them raised an
+            exception, the others learn of it, and end with an error, when this time is over.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -46,6 +50,7 @@ def initialize(
         ("process_id", process_id, 0),
         ("initialization_timeout_secs", initialization_timeout_secs, 1),
         ("heartbeat_timeout_secs", heartbeat_timeout_secs, 1),
+        ("shutdown_timeout_secs", shutdown_timeout_secs, 1),
     ):
         if value is None:
             continue
@@ -55,6 +60,8 @@ def initialize(
             raise ValueError(f"{name}={value}: must be ≥ {low}")
     if num_processes is not None and process_id is not None and process_id >= num_processes:
         raise ValueError(f"process_id={process_id}: must be < num_processes={num_processes}")
+    if coordinator_address is not None and not isinstance(coordinator_address, str):
+        raise TypeError(f"coordinator_address={coordinator_address!r}: must be 'host:port'")
     if num_processes == 1:
         return
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -74,8 +81,13 @@ def initialize(
             process_id,
             initialization_timeout=initialization_timeout_secs,
             heartbeat_timeout_seconds=heartbeat_timeout_secs,
+            shutdown_timeout_seconds=shutdown_timeout_secs,
             coordinator_bind_address=bind,
         )
+    except RuntimeError as error:
+        if not given and "before any JAX" in str(error) and not _is_one_of_several():
+            return  # nothing to join; what JAX did before does not matter
+        raise
     except ValueError as error:
         if not given and "should be defined" in str(error):
             return  # no cluster is found: one process
@@ -83,6 +95,13 @@ def initialize(
             f"coordinator_address={address!r}, num_processes={num_processes}, process_id={process_id}: {error} Give "
             "all three, or start the processes under SLURM, Open MPI or on a TPU slice, where they are found."
         ) from error
+
+
+def _is_one_of_several() -> bool:
+    """Whether whoever started this process says that there are others."""
+    if any(os.environ.get(name, "1") not in ("", "1") for name in _COUNTS):
+        return True
+    return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
