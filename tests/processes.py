@@ -12,7 +12,8 @@ PRELUDE = """
 import os, signal, sys, time
 process, count, address, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 import jstep
-jstep.distributed.initialize(address, count, process, initialization_timeout_secs=60, heartbeat_timeout_secs=10)
+timeouts = dict(initialization_timeout_secs=60, heartbeat_timeout_secs=10, shutdown_timeout_secs=5)
+jstep.distributed.initialize(address, count, process, **timeouts)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
