@@ -122,13 +122,17 @@ def train(
         signals = stack.enter_context(StopSignals(stop_waiting))
         writer = _open_writer(stack, logdir, start)
         counter = StepCounterHook(log_steps or save_summaries_steps or 100, summary_writer=writer)
-        constants: Callable[[], Any] = lambda: getattr(train_step, "constant_metrics", ())  # noqa: E731
+        call = train_step if steps_per_call == 1 else scan_steps(train_step)
         checks = tuple(hook.before_save for hook in hooks if hasattr(hook, "before_save"))
         saving = None
         if saver is not None:
             saving = CheckpointSaverHook(
                 saver, save_checkpoint_secs, save_checkpoint_steps, extra=where, before_save=checks
             )
+
+        def constants() -> Any:
+            return getattr(call, "constant_metrics", ())
+
         reporting = _reporting(progress, log_steps, last_step, counter, constants)
         every_hook = [*hooks, counter, *reporting]
         if writer is not None and save_summaries_steps is not None:
@@ -146,7 +150,7 @@ def train(
         lengths = None if steps_per_call == 1 else _lengths(every_hook, start, last_step, steps_per_call)
         feed = _feed.Feed(feed_source, _feed.calls(feed_source, lengths, batch_sharding))
         stack.callback(feed.close)
-        step, state = _run(train_step, state, feed, start, last_step, every_hook, signals, steps_per_call)
+        step, state = _run(call, state, feed, start, last_step, every_hook, signals, steps_per_call)
         if signals.received is not None:
             _leave(signals, saving, step, state)
         _each(every_hook, "end", step, state)
@@ -159,7 +163,7 @@ def train(
 
 
 def _run(
-    train_step: Callable[..., Any],
+    call: Callable[..., Any],
     state: TrainState,
     feed: _feed.Feed,
     step: int,
@@ -169,7 +173,6 @@ def _run(
     steps_per_call: int,
 ) -> tuple[int, TrainState]:
     """The loop itself; nothing in it waits for the device."""
-    call = train_step if steps_per_call == 1 else scan_steps(train_step)
     dues = [_due(hook, step) for hook in hooks]
     next_due = min(dues, default=NEVER)
     start = step
