@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jstep
-from jstep import _checkpoint_dir, _manifest, _orbax, _retention, checkpoint
+from jstep import _checkpoint_dir, _manifest, _orbax, _restored, _retention, checkpoint
 from jstep.checkpoint import CheckpointError, Saver, checkpoint_name, latest_checkpoint
 
 
@@ -342,6 +342,16 @@ class TestTraining:
         before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(restored.params)}
         after = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(bump(restored).params)}
         assert before == after
+
+    @pytest.mark.parametrize("offset", [0, 4, 16, 32])
+    def test_memory_numpy_lends_is_not_kept(self, offset):
+        buffer = np.zeros(4096 + 64, np.uint8)
+        start = -buffer.ctypes.data % 64 + offset
+        array = buffer[start : start + 400].view(np.float32)
+        made = _restored._own(array)
+        assert made.unsafe_buffer_pointer() != array.ctypes.data
+        assert not made.committed
+        assert not made.weak_type
 
     def test_shared_scalars_are_told_apart(self, tmp_path):
         scalar = jnp.int32(4)
