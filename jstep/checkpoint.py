@@ -64,8 +64,9 @@ class Saver:
     meanwhile need room for one more state. A checkpoint gets its name when all of it is on disk, with checksums
     of every file, which `restore` verifies.
 
-    The newest checkpoint is that of the highest step. Saving a step again replaces its checkpoint, and the old one
-    is there until the new one is. What went wrong in the background is raised by the next call, whatever it is.
+    The newest checkpoint is that of the highest step: to go back to an earlier one for good, delete those after it.
+    Saving a step again replaces its checkpoint, and the old one is there until the new one is. What went wrong in the
+    background is raised by the next call, whatever it is; each of them first waits for a save under way.
     One Saver at a time writes a prefix in a directory; any number may restore. On several processes all of them
     call `save` and `restore`, each writes and reads its shards, and the first one keeps the directory.
 

@@ -933,10 +933,13 @@ class TestRetention:
             save_all(saver, [6])
             assert saver.all_steps() == [6]
 
-    def test_the_newest_and_the_just_saved_stay(self, tmp_path):
+    def test_the_newest_and_the_just_saved_stay(self, tmp_path, caplog):
         with Saver(tmp_path, max_to_keep=1) as saver:
-            save_all(saver, [10, 5])
+            save_all(saver, [10])
+            assert not caplog.records
+            save_all(saver, [5])
             assert saver.all_steps() == [5, 10]
+            assert "step 5 was saved, and there is model-10" in caplog.text
             save_all(saver, [6])
             assert saver.all_steps() == [6, 10]
             save_all(saver, [11])
@@ -1138,6 +1141,21 @@ class TestErrors:
         _orbax._finish()
         assert "model-2 was not saved" in caplog.text
         assert not _orbax.IN_FLIGHT
+
+    def test_an_interrupt_while_saving(self, tmp_path, monkeypatch):
+        with Saver(tmp_path) as saver:
+            save_all(saver, [1])
+
+            def interrupted(*args):
+                (tmp_path / "model-2.orbax-checkpoint-tmp").mkdir()
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(saver._checkpointer, "save", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(state_at(2))
+            monkeypatch.undo()
+            save_all(saver, [3])
+        assert listing(tmp_path) == ["model-1", "model-3"]
 
     def test_many_threads(self, tmp_path):
         with Saver(tmp_path, max_to_keep=None) as saver:
