@@ -271,12 +271,19 @@ class TestRoundTrip:
         assert jax.tree.map(lambda x: x.item(), back.params) == {"w": [0.5, 2], "flag": True}
         assert not any(leaf.weak_type for leaf in jax.tree.leaves(back))
 
-    def test_compressed(self, tmp_path):
-        made = jstep.TrainState.create({"w": jnp.zeros(200_000)}, jstep.momentum(0.1, 0.9))
-        with Saver(tmp_path, compress=True) as saver:
-            path = saver.save(made)
-            assert_same(saver.restore(made), made)
-        assert sum(map(os.path.getsize, files_of(path))) < 100_000
+    @pytest.mark.parametrize(
+        ("compress", "shrinks"), [(None, (True, False)), (True, (True,) * 2), (False, (False,) * 2)]
+    )
+    def test_compression(self, tmp_path, compress, shrinks):
+        zeros, noise = jnp.zeros(200_000), jax.random.normal(jax.random.key(0), (200_000,))
+        with Saver(tmp_path, compress=compress) as saver:
+            for step, (leaf, small) in enumerate(zip((zeros, noise), shrinks, strict=True)):
+                made = jstep.TrainState({"w": leaf, "b": np.ones(3), "e": jnp.zeros((0, 2))}, {}, jnp.int32(step))
+                path = saver.save(made)
+                saver.wait()
+                size = sum(map(os.path.getsize, files_of(path)))
+                assert (size < leaf.nbytes) == small
+                assert_same(saver.restore(made), made)
 
     def test_orbax_reads_the_arrays(self, tmp_path):
         import orbax.checkpoint as ocp
@@ -362,10 +369,10 @@ class TestTraining:
         stepped = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(restored)
         assert int(stepped.slots["start_step"]) == int(stepped.global_step) == 5
 
-    @pytest.mark.parametrize("stage", [False, True])
-    def test_save_then_donate_under_load(self, tmp_path, stage):
+    @pytest.mark.parametrize(("stage", "compress"), [(False, False), (False, True), (True, False)])
+    def test_save_then_donate_under_load(self, tmp_path, stage, compress):
         """What is on disk is exactly the state at N: every number of it is N."""
-        size, leaves, saves = 500_000, 12, 12
+        size, leaves, saves = 500_000, 12, 8
         made = jstep.TrainState({f"w{i}": jnp.zeros(size) for i in range(leaves)}, {}, jstep.create_global_step())
         step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
         busy = True
@@ -379,7 +386,7 @@ class TestTraining:
         for thread in threads:
             thread.start()
         try:
-            with Saver(tmp_path, max_to_keep=None, stage=stage) as saver:
+            with Saver(tmp_path, max_to_keep=None, stage=stage, compress=compress) as saver:
                 for _ in range(saves):
                     saver.save(made)
                     for _ in range(4):
@@ -638,7 +645,7 @@ class TestManifest:
     def test_blocks(self, tmp_path, monkeypatch):
         monkeypatch.setattr(_manifest, "BLOCK", 1000)
         made = jstep.TrainState.create({"w": jnp.arange(2500)}, NO_SLOTS)
-        with Saver(tmp_path) as saver:
+        with Saver(tmp_path, compress=False) as saver:
             path = saver.save(made)
             assert_same(saver.restore(made), made)
             large = max(files_of(path), key=os.path.getsize)
@@ -722,7 +729,7 @@ class TestDamage:
 
     def test_unverified(self, tmp_path):
         made = jstep.TrainState.create({"w": jnp.zeros(1000)}, NO_SLOTS)
-        with Saver(tmp_path, verify=False) as saver:
+        with Saver(tmp_path, verify=False, compress=False) as saver:
             path = saver.save(made)
             saver.wait()
             flip(max(files_of(path), key=os.path.getsize), 2000)
