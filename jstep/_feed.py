@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep import _tree
 from jstep._layout import auto_mesh
-from jstep._placement import placement
-from jstep.prefetch import PrefetchIterator, prefetch_to_device
+from jstep.data._placement import placement
+from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 
 _logger = logging.getLogger("jstep")
 

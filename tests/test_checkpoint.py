@@ -24,8 +24,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jstep
-from jstep import _checkpoint_dir, _manifest, _orbax, _restored, _retention, checkpoint
-from jstep.checkpoint import CheckpointError, Saver, checkpoint_name, latest_checkpoint
+from jstep import checkpoint
+from jstep.checkpoint import (
+    CheckpointError,
+    Saver,
+    _manifest,
+    _orbax,
+    _restored,
+    _retention,
+    checkpoint_name,
+    latest_checkpoint,
+)
+from jstep.checkpoint import _directory as _checkpoint_dir
 
 
 def state_at(step, value=0.0):
@@ -606,7 +616,7 @@ class TestExtra:
             ({"a": {1: 2}}, r"extra\['a'\]: the key 1 is int"),
             ({"a": b"x"}, r"extra\['a'\]: bytes"),
             ({"a": {1, 2}}, r"extra\['a'\]: set"),
-            (object(), "extra: object"),
+            pytest.param(object(), "extra: object", id="object"),
         ],
         ids=repr,
     )

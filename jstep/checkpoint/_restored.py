@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep import _leaves, _tree
-from jstep._leaves import Wanted
-from jstep._manifest import Leaf
+from jstep import _tree
+from jstep.checkpoint import _leaves
+from jstep.checkpoint._leaves import Wanted
+from jstep.checkpoint._manifest import Leaf
 
 
 def sharding_of(leaf: Any, path: str) -> Any:

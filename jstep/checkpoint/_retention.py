@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jstep import _checkpoint_dir as folder
-from jstep import _manifest
-from jstep._manifest import CheckpointError, Manifest
+from jstep.checkpoint import _directory as folder
+from jstep.checkpoint import _manifest
+from jstep.checkpoint._manifest import CheckpointError, Manifest
 
 _logger = logging.getLogger("jstep")
 

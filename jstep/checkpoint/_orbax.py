@@ -18,8 +18,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jstep import _checkpoint_dir as folder
-from jstep import _manifest
+from jstep.checkpoint import _directory as folder
+from jstep.checkpoint import _manifest
 
 _TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
 

@@ -13,14 +13,15 @@ from typing import Any, NoReturn
 
 import jax
 
-from jstep import _checkpoint_args as checked
-from jstep import _checkpoint_dir as folder
-from jstep import _compression, _leaves, _manifest, _processes, _restored, _tree
+from jstep import _tree
 from jstep import state as state_module
-from jstep._manifest import CheckpointError, Manifest
-from jstep._retention import Keeper
-from jstep._stage import Stage
 from jstep.averages import NAME as AVERAGES
+from jstep.checkpoint import _arguments as checked
+from jstep.checkpoint import _compression, _leaves, _manifest, _processes, _restored
+from jstep.checkpoint import _directory as folder
+from jstep.checkpoint._manifest import CheckpointError, Manifest
+from jstep.checkpoint._retention import Keeper
+from jstep.checkpoint._stage import Stage
 
 _logger = logging.getLogger("jstep")
 
@@ -127,7 +128,7 @@ class Saver:
         )
         self._async_save, self._compress, self._verify = async_save, compress, verify
         self._stage = Stage() if stage else None
-        from jstep import _orbax  # not at the top: `import jstep` is quick, orbax is not
+        from jstep.checkpoint import _orbax  # not at the top: `import jstep` is quick, orbax is not
 
         self._checkpointer = _orbax.Checkpointer(self.prefix)
         self._lock = threading.RLock()
