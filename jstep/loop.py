@@ -67,7 +67,8 @@ def train(
         save_checkpoint_secs: How often to save, in seconds; None for steps alone.
         save_checkpoint_steps: How often to save, in steps. The last step is always saved.
         logdir: Where TensorBoard's event files go; None writes none.
-        save_summaries_steps: How often to write summaries, in steps; None for never.
+        save_summaries_steps: How often to write summaries, in steps; None for never. A `SummarySaverHook` among the
+            hooks that was made without a writer says so itself.
         log_steps: How often to log, in steps; None for never.
         steps_per_call: How many steps to make in one call, scanned over stacked batches. A call is made shorter
             so as to end on the next step at which a hook is due.
@@ -135,7 +136,9 @@ def train(
 
         reporting = _reporting(progress, log_steps, last_step, counter, constants)
         every_hook = [*hooks, counter, *reporting]
-        if writer is not None and save_summaries_steps is not None:
+        _each(every_hook, "use_writer", writer, constants)
+        replaced = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
+        if writer is not None and save_summaries_steps is not None and not replaced:
             every_hook.append(SummarySaverHook(writer, save_summaries_steps, leave_out=constants))
         if saving:
             every_hook.append(saving)
