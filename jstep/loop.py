@@ -272,6 +272,17 @@ def _reporting(
     return [LoggingHook(log_steps, counter=counter, leave_out=constants)] if log_steps else []
 
 
+class _AboveTheBar(logging.StreamHandler[Any]):
+    """Writes lines of their own: a progress bar that stands there is drawn again below them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None:
+            super().emit(record)
+        else:
+            tqdm.tqdm.write(self.format(record), file=self.stream)
+
+
 @contextlib.contextmanager
 def _visible_logging(wanted: bool) -> Iterator[None]:
     """Shows what the logger `jstep` says on standard error, where nobody has set up logging for it.
@@ -281,7 +292,7 @@ def _visible_logging(wanted: bool) -> Iterator[None]:
     if not wanted or _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)):
         yield
         return
-    handler, level = logging.StreamHandler(sys.stderr), _logger.level
+    handler, level = _AboveTheBar(sys.stderr), _logger.level
     _logger.propagate = False  # or the lines come twice where the root logger gets a handler meanwhile
     handler.setFormatter(logging.Formatter("%(message)s"))
     _logger.addHandler(handler)
