@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep import _tree
-from jstep._placement import placement
-from jstep.prefetch import PrefetchIterator, prefetch_to_device
+from jstep._layout import auto_mesh
+from jstep.data._placement import placement
+from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 
 _logger = logging.getLogger("jstep")
 
@@ -149,7 +150,7 @@ def calls(source: Source, lengths: Iterable[int] | None, sharding: Any = None) -
         lengths: How many steps each call makes; None where each makes one and nothing is stacked.
         sharding: Where a batch goes, as in `prefetch_to_device`; None leaves it where it is.
     """
-    place = None if sharding is None else placement(sharding if lengths is None else _with_step_axis(sharding))
+    place = None if sharding is None else placement(_as_states_lie(sharding, stacked=lengths is not None))
 
     def call(batch: Any, steps: int) -> Call:
         placed = batch if place is None else place(batch)
@@ -167,11 +168,15 @@ def calls(source: Source, lengths: Iterable[int] | None, sharding: Any = None) -
             return
 
 
-def _with_step_axis(sharding: Any) -> Any:
+def _as_states_lie(sharding: Any, *, stacked: bool) -> Any:
+    """The shardings over Auto axes, as those of a state are; stacked batches have the steps in front."""
+
     def leaf(one: Any) -> Any:
-        if isinstance(one, NamedSharding):
-            return NamedSharding(one.mesh, PartitionSpec(None, *one.spec))
-        return PartitionSpec(None, *one) if isinstance(one, PartitionSpec) else one
+        spec = one.spec if isinstance(one, NamedSharding) else one
+        if not isinstance(spec, PartitionSpec):
+            return one
+        spec = PartitionSpec(None, *spec) if stacked else spec
+        return NamedSharding(auto_mesh(one.mesh), spec) if isinstance(one, NamedSharding) else spec
 
     return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
 

@@ -77,10 +77,10 @@ def split(args: tuple[Any, ...], n: int, rows: Any = None) -> tuple[Any, ...]:
             return parts
         return jax.lax.with_sharding_constraint(parts, whole)
 
-    def is_none(x: Any) -> bool:
-        return x is None
+    def structure(tree: Any) -> Any:
+        return jax.tree.structure(tree, is_leaf=_tree.is_none)
 
-    if rows is None or jax.tree.structure(args, is_leaf=is_none) != jax.tree.structure(rows, is_leaf=is_none):
+    if rows is None or structure(args) != structure(rows):
         return jax.tree.map(reshaped, args)
     return jax.tree.map(reshaped, args, rows)
 

@@ -6,7 +6,8 @@ import time
 
 import jax
 
-_COUNTS = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "NUM_PROCESSES")
+_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES")
+_TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", "[::1]"}
 
 
@@ -84,10 +85,14 @@ def initialize(
             shutdown_timeout_seconds=shutdown_timeout_secs,
             coordinator_bind_address=bind,
         )
-    except RuntimeError as error:
-        if not given and "before any JAX" in str(error) and not _is_one_of_several():
-            return  # nothing to join; what JAX did before does not matter
-        raise
+    except RuntimeError:
+        # JAX was used already. Alone that does no harm; with others each process would train by itself.
+        if (
+            given
+            or any(int(os.environ.get(name, "1") or 1) > 1 for name in _SIZES)
+            or "," in os.environ.get(_TPU_HOSTS, "")
+        ):
+            raise
     except ValueError as error:
         if not given and "should be defined" in str(error):
             return  # no cluster is found: one process
@@ -95,13 +100,6 @@ def initialize(
             f"coordinator_address={address!r}, num_processes={num_processes}, process_id={process_id}: {error} Give "
             "all three, or start the processes under SLURM, Open MPI or on a TPU slice, where they are found."
         ) from error
-
-
-def _is_one_of_several() -> bool:
-    """Whether whoever started this process says that there are others."""
-    if any(os.environ.get(name, "1") not in ("", "1") for name in _COUNTS):
-        return True
-    return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

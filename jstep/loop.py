@@ -67,7 +67,8 @@ def train(
         save_checkpoint_secs: How often to save, in seconds; None for steps alone.
         save_checkpoint_steps: How often to save, in steps. The last step is always saved.
         logdir: Where TensorBoard's event files go; None writes none.
-        save_summaries_steps: How often to write summaries, in steps; None for never.
+        save_summaries_steps: How often to write summaries, in steps; None for never. A `SummarySaverHook` among the
+            hooks that was made without a writer says so itself.
         log_steps: How often to log, in steps; None for never.
         steps_per_call: How many steps to make in one call, scanned over stacked batches. A call is made shorter
             so as to end on the next step at which a hook is due.
@@ -90,8 +91,8 @@ def train(
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=10, progress=False)
-        >>> print(state.params["w"], state.global_step)
-        0.9990234 10
+        >>> print(round(float(state.params["w"]), 4), state.global_step)
+        0.999 10
 
     Source: `tf.train.MonitoredTrainingSession`.
     """
@@ -122,16 +123,22 @@ def train(
         signals = stack.enter_context(StopSignals(stop_waiting))
         writer = _open_writer(stack, logdir, start)
         counter = StepCounterHook(log_steps or save_summaries_steps or 100, summary_writer=writer)
-        constants: Callable[[], Any] = lambda: getattr(train_step, "constant_metrics", ())  # noqa: E731
+        call = train_step if steps_per_call == 1 else scan_steps(train_step)
         checks = tuple(hook.before_save for hook in hooks if hasattr(hook, "before_save"))
         saving = None
         if saver is not None:
             saving = CheckpointSaverHook(
                 saver, save_checkpoint_secs, save_checkpoint_steps, extra=where, before_save=checks
             )
+
+        def constants() -> Any:
+            return getattr(call, "constant_metrics", ())
+
         reporting = _reporting(progress, log_steps, last_step, counter, constants)
         every_hook = [*hooks, counter, *reporting]
-        if writer is not None and save_summaries_steps is not None:
+        _each(every_hook, "use_writer", writer, constants)
+        replaced = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
+        if writer is not None and save_summaries_steps is not None and not replaced:
             every_hook.append(SummarySaverHook(writer, save_summaries_steps, leave_out=constants))
         if saving:
             every_hook.append(saving)
@@ -146,7 +153,7 @@ def train(
         lengths = None if steps_per_call == 1 else _lengths(every_hook, start, last_step, steps_per_call)
         feed = _feed.Feed(feed_source, _feed.calls(feed_source, lengths, batch_sharding))
         stack.callback(feed.close)
-        step, state = _run(train_step, state, feed, start, last_step, every_hook, signals, steps_per_call)
+        step, state = _run(call, state, feed, start, last_step, every_hook, signals, steps_per_call)
         if signals.received is not None:
             _leave(signals, saving, step, state)
         _each(every_hook, "end", step, state)
@@ -159,7 +166,7 @@ def train(
 
 
 def _run(
-    train_step: Callable[..., Any],
+    call: Callable[..., Any],
     state: TrainState,
     feed: _feed.Feed,
     step: int,
@@ -169,7 +176,6 @@ def _run(
     steps_per_call: int,
 ) -> tuple[int, TrainState]:
     """The loop itself; nothing in it waits for the device."""
-    call = train_step if steps_per_call == 1 else scan_steps(train_step)
     dues = [_due(hook, step) for hook in hooks]
     next_due = min(dues, default=NEVER)
     start = step
@@ -266,6 +272,17 @@ def _reporting(
     return [LoggingHook(log_steps, counter=counter, leave_out=constants)] if log_steps else []
 
 
+class _AboveTheBar(logging.StreamHandler[Any]):
+    """Writes lines of their own: a progress bar that stands there is drawn again below them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None:
+            super().emit(record)
+        else:
+            tqdm.tqdm.write(self.format(record), file=self.stream)
+
+
 @contextlib.contextmanager
 def _visible_logging(wanted: bool) -> Iterator[None]:
     """Shows what the logger `jstep` says on standard error, where nobody has set up logging for it.
@@ -275,7 +292,7 @@ def _visible_logging(wanted: bool) -> Iterator[None]:
     if not wanted or _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)):
         yield
         return
-    handler, level = logging.StreamHandler(sys.stderr), _logger.level
+    handler, level = _AboveTheBar(sys.stderr), _logger.level
     _logger.propagate = False  # or the lines come twice where the root logger gets a handler meanwhile
     handler.setFormatter(logging.Formatter("%(message)s"))
     _logger.addHandler(handler)

@@ -10,7 +10,7 @@ import jax
 from jstep import _agreement
 from jstep.hooks._hook import Clock, Hook, Metrics, every
 from jstep.hooks._summaries import scalar
-from jstep.hooks._values import text
+from jstep.hooks._values import LeaveOut, text
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -25,6 +25,7 @@ class EvaluationHook(Hook):
         every_n_steps: How often, in steps: at their multiples.
         every_n_secs: How often, in seconds, instead.
         summary_writer: Any object with `add_summary(summary, global_step)`; gets each number as `prefix/name`.
+            None for the one that `train` opens in its `logdir`, if any.
         prefix: Before the names, in the log and in the summaries.
         clock: Seconds; for tests.
 
@@ -51,10 +52,16 @@ class EvaluationHook(Hook):
         if not callable(evaluate):
             raise TypeError(f"evaluate={evaluate!r}: must be a function of the state")
         self._evaluate, self._writer, self._prefix = evaluate, summary_writer, prefix
+        self._takes_writer = summary_writer is None
         self._every = every(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
         self._secs, self._clock = every_n_secs, clock
         self._agreed: _agreement.AgreedClock | None = None
         self.results: dict[int, Mapping[str, Any]] = {}
+
+    def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
+        """Takes the writer of `train`, where the hook was made without one."""
+        if self._takes_writer:
+            self._writer = summary_writer
 
     def begin(self, state: TrainState) -> None:
         """Seconds count from here."""
