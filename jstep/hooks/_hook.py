@@ -5,7 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jstep.state import TrainState
+from jstep._checks import as_int
+from jstep.state import TrainState, global_step
+
+NEVER = 2**63
+"""A step that does not come."""
 
 Clock = Callable[[], float]
 Metrics = Mapping[str, Any]
@@ -32,8 +36,11 @@ class Hook:
     Source: `tf.train.SessionRunHook`.
     """
 
-    def begin(self, state: TrainState) -> None:
-        """Called once before the first step, with the state that was restored."""
+    every_call: bool = False
+    """Whether `after_step` is called after every call, also before `next_due`: for a hook that asks a clock."""
+
+    def begin(self, state: TrainState) -> bool | None:
+        """Called once before the first step, with the state that was restored; a true result: no step is made."""
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool | None:
         """Called when due after the update that made `step`; a true result stops the run after this step."""
@@ -44,8 +51,8 @@ class Hook:
     def after_call(self, steps: range, metrics: Metrics) -> None:
         """With `steps_per_call` > 1, called after each call with its steps and their stacked metrics."""
 
-    def before_save(self, step: int) -> None:
-        """Called before each checkpoint of `train`; an exception prevents it and stops the run."""
+    def before_save(self, step: int) -> bool | None:
+        """Called before each checkpoint of `train`; a true result prevents it, an exception stops the run too."""
 
     def end(self, step: int, state: TrainState) -> None:
         """Called once after the last step, only where nothing was raised."""
@@ -58,6 +65,7 @@ class Hook:
 
         A pure function of the step: with `steps_per_call` a call is made shorter so as to end there.
         """
+        return None
 
 
 class Every:
@@ -68,7 +76,7 @@ class Every:
     """
 
     def __init__(self, steps: int | None, secs: float | None, clock: Clock = time.monotonic) -> None:
-        self.steps, self.secs, self._clock = _positive("steps", steps), _positive_secs("secs", secs), clock
+        self.steps, self.secs, self._clock = positive("steps", steps), _positive_secs("secs", secs), clock
         self._last = math.inf
 
     def start(self) -> None:
@@ -86,21 +94,48 @@ class Every:
         if self.secs is not None:
             self._last = self._clock()
 
-    def next_due(self, step: int) -> int | None:
-        """The next step that is due by itself; None where a clock has to be asked, or nothing is ever due."""
-        if self.secs is not None or self.steps is None:
-            return None
-        return (step // self.steps + 1) * self.steps
+    def next_due(self, step: int) -> int:
+        """The next step that is due whatever the clock says."""
+        return NEVER if self.steps is None else (step // self.steps + 1) * self.steps
 
 
-def _positive(name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: must be an integer number of steps, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name}={value}: must be ≥ 1")
-    return value
+class CadencedHook(Hook):
+    """A hook that is due as an `Every` says."""
+
+    def __init__(self, cadence: Every) -> None:
+        self._every = cadence
+        self.every_call = cadence.secs is not None
+
+    def begin(self, state: TrainState) -> None:
+        """Seconds count from here."""
+        self._every.start()
+
+    def next_due(self, step: int) -> int:
+        """The next multiple of the steps; a clock is asked after every call besides."""
+        return self._every.next_due(step)
+
+
+def check_step(step: int, state: TrainState) -> None:
+    """That the state is where the loop is; waits for the device.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if global_step(state) != step:
+        raise ValueError(
+            f"the state's global_step is {global_step(state)} after the update that makes step {step}: train_step must "
+            "advance it by one (minimize(..., increment_global_step=True))"
+        )
+
+
+def positive(name: str, value: Any) -> Any:
+    """A number of steps, or None.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is not positive.
+    """
+    return None if value is None else as_int(value, name, 1, "a number of steps")
 
 
 def _positive_secs(name: str, value: Any) -> Any:
@@ -108,8 +143,8 @@ def _positive_secs(name: str, value: Any) -> Any:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}: must be a number of seconds, got {type(value).__name__}")
-    if not value > 0:
-        raise ValueError(f"{name}={value}: must be > 0")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value}: must be > 0 and finite")
     return value
 
 
@@ -122,4 +157,4 @@ def every(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, at_lea
     """
     if at_least_one and steps[1] is None and secs[1] is None:
         raise ValueError(f"{steps[0]}=None and {secs[0]}=None: say how often, in one of them")
-    return Every(_positive(*steps), _positive_secs(*secs), clock)
+    return Every(positive(*steps), _positive_secs(*secs), clock)

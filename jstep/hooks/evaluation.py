@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jstep.hooks._hook import Clock, Hook, Metrics, every
+from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
 from jstep.hooks._summaries import scalar
 from jstep.hooks._values import text
 from jstep.state import TrainState
@@ -13,7 +13,7 @@ from jstep.state import TrainState
 _logger = logging.getLogger("jstep")
 
 
-class EvaluationHook(Hook):
+class EvaluationHook(CadencedHook):
     """Calls a function of the state every so often, and at the end; logs and writes what it returns.
 
     Args:
@@ -48,12 +48,10 @@ class EvaluationHook(Hook):
         if not callable(evaluate):
             raise TypeError(f"evaluate={evaluate!r}: must be a function of the state")
         self._evaluate, self._writer, self._prefix = evaluate, summary_writer, prefix
-        self._every = every(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
+        super().__init__(
+            every(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
+        )
         self.results: dict[int, Mapping[str, Any]] = {}
-
-    def begin(self, state: TrainState) -> None:
-        """Seconds count from here."""
-        self._every.start()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Evaluates when due."""
@@ -76,7 +74,3 @@ class EvaluationHook(Hook):
         if self._writer is not None:
             for name, value in named.items():
                 self._writer.add_summary(scalar(name, value), step)
-
-    def next_due(self, step: int) -> int | None:
-        """The next multiple, where no clock has to be asked."""
-        return self._every.next_due(step)

@@ -1,0 +1,42 @@
+"""Log lines that are seen without setting up logging."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+
+_logger = logging.getLogger("jstep")
+
+
+@contextlib.contextmanager
+def visible_logging() -> Iterator[None]:
+    """Shows what the logger `jstep` says on standard error, where nobody has set up logging for it.
+
+    That the root logger has a handler says little: some libraries give it one, for warnings, when first used.
+    """
+    if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
+        yield
+        return
+    handler, level, propagate = _Lines(sys.stderr), _logger.level, _logger.propagate
+    _logger.propagate = False  # or the lines come twice where the root logger gets a handler meanwhile
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    _logger.addHandler(handler)
+    _logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _logger.propagate = propagate
+        _logger.removeHandler(handler)
+        _logger.setLevel(level)
+
+
+class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
+    """Lines on standard error; a file that the root logger writes still gets its warnings."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        root = logging.getLogger()
+        for handler in root.handlers:
+            to_terminal = getattr(handler, "stream", None) in (sys.stderr, sys.stdout, self.stream)
+            if not to_terminal and record.levelno >= max(root.level, handler.level):
+                handler.handle(record)
