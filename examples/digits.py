@@ -1,13 +1,19 @@
-"""Handwritten digits: a small convolutional network, trained to more than 98 % in less than a minute.
+"""Handwritten digits: a small convolutional network, trained to 99 % in less than a minute, and watched.
 
-    python examples/digits.py
+    python examples/digits.py                          # Ctrl-C it, and start it again: it goes on
+    python -m jstep plot runs/digits -o digits.png     # its curves
+    tensorboard --logdir runs/digits                   # also its histograms, its mistakes and its graph
 
 The images are the UCI handwritten digits that come with scikit-learn (1797 of 8×8 pixels, no download).
 The network is plain JAX; everything about training comes from jstep and reads the one global step: the
-staircase of the learning rate, Adam's bias correction, the moving average of the weights, and the batch.
+staircase of the learning rate, Adam's bias correction, the moving average of the weights, the dropout and
+the batch. So a run that was stopped anywhere and goes on ends with the very bits of one that was not.
 """
 
 import argparse
+import hashlib
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -80,39 +86,87 @@ def make_optimizer():
     )
 
 
-def batch_at(step, images, labels, batch_size=64, seed=0):
-    """Batch number `step`: a function of the step alone, so that its position needs no saving."""
-    per_epoch = len(images) // batch_size
-    epoch, i = divmod(step, per_epoch)
-    rows = np.random.default_rng((seed, epoch)).permutation(len(images))[i * batch_size : (i + 1) * batch_size]
-    return images[rows], labels[rows]
+def evaluate(state, images, labels):
+    """Accuracies of the weights as they are, and of their moving averages."""
+    averaged = jstep.averaged_params(state)
+    return {"raw": accuracy(state.params, images, labels), "averaged": accuracy(averaged, images, labels)}
 
 
-def main(steps=1500, seed=0):
+def tile(pictures, columns=8, scale=8):
+    """One picture (1, height, width, 1) of many (n, h, w), side by side and enlarged."""
+    n, h, w = pictures.shape
+    columns = min(columns, n)
+    rows = -(-n // columns)
+    sheet = np.full((rows * columns, h + 1, w + 1), 0.5, np.float32)  # a gray line between them
+    sheet[:n, :h, :w] = pictures
+    sheet = sheet.reshape(rows, columns, h + 1, w + 1).swapaxes(1, 2).reshape(rows * (h + 1), columns * (w + 1))
+    return sheet.repeat(scale, 0).repeat(scale, 1)[None, :, :, None]
+
+
+def write_mistakes(writer, state, images, labels):
+    """Writes a picture of the test digits that the averaged weights get wrong, if there are any."""
+    guesses = np.asarray(predict(jstep.averaged_params(state), images).argmax(-1))
+    wrong = np.flatnonzero(guesses != labels)
+    print(f"{len(wrong)} mistakes:", ", ".join(f"a {labels[i]} taken for a {guesses[i]}" for i in wrong) or "none")
+    if len(wrong):
+        writer.add_summary(
+            jstep.summary.image("misclassified", tile(images[wrong, :, :, 0]), max_images=1), state.global_step
+        )
+
+
+def fingerprint(params):
+    """Eight characters that tell whether two runs ended with the same weights, bit for bit."""
+    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params))).hexdigest()[:8]
+
+
+def main(steps=1500, seed=0, directory=None):
+    directory = pathlib.Path(directory or f"runs/digits/seed{seed}")
     train_images, test_images, train_labels, test_labels = load()
     print(f"{len(train_images)} images to train on, {len(test_images)} to test on")
 
     optimizer = make_optimizer()
     state = jstep.TrainState.create(init_params(jax.random.key(seed)), optimizer)
+    train_step = jstep.minimize(loss_fn, optimizer, has_aux=True, rng=jax.random.key(seed + 1), metrics=("grad_norm",))
+    batches = jstep.batches((train_images, train_labels), batch_size=64, seed=seed)
     print(state)
 
-    train_step = jstep.minimize(loss_fn, optimizer, has_aux=True, rng=jax.random.key(seed + 1), metrics=("grad_norm",))
-    for step in range(steps):
-        state, metrics = train_step(state, *batch_at(step, train_images, train_labels))
-        if (step + 1) % 100 == 0:
-            print(
-                f"step {step + 1:5d}  loss {metrics['loss']:.4f}  accuracy {metrics['accuracy']:.3f}  "
-                f"learning rate {metrics['learning_rate']:.2e}  gradient norm {metrics['grad_norm']:.3f}"
-            )
+    if newest := jstep.latest_checkpoint(directory):
+        print(f"found {newest}: going on from there; to start anew, delete {directory} or give another --dir")
+    else:
+        print(f"checkpoints and event files go to {directory}; Ctrl-C stops, the same command goes on")
+        with jstep.summary.SummaryWriter(directory) as writer:
+            writer.add_graph(train_step, state, *batches[0])
 
-    raw = accuracy(state.params, test_images, test_labels)
-    averaged = accuracy(jstep.averaged_params(state), test_images, test_labels)
-    print(f"test accuracy after {jstep.global_step(state)} updates: {raw:.4f} raw, {averaged:.4f} averaged weights")
-    return float(raw), float(averaged)
+    state = jstep.train(
+        train_step,
+        state,
+        batches,
+        last_step=steps,
+        checkpoint_dir=directory,
+        logdir=directory,
+        hooks=[
+            jstep.NanLossHook(),
+            jstep.SummarySaverHook(save_steps=20, histograms="params/*"),
+            jstep.EvaluationHook(lambda state: evaluate(state, test_images, test_labels), 100, prefix="test"),
+        ],
+    )
+
+    with jstep.summary.SummaryWriter(directory) as writer:
+        write_mistakes(writer, state, test_images, test_labels)
+    raw, averaged = map(float, evaluate(state, test_images, test_labels).values())
+    print(
+        f"test accuracy after {jstep.global_step(state)} updates: {raw:.4f} raw, {averaged:.4f} averaged weights "
+        f"(fingerprint of the weights: {fingerprint(state.params)})"
+    )
+    return raw, averaged
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1500, help="how many updates (default 1500)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the dropout (default 0)")
-    main(**vars(parser.parse_args()))
+    parser.add_argument("--steps", type=int, default=1500, help="the global step to train up to (default 1500)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the dropout and the batches (default 0)")
+    parser.add_argument("--dir", dest="directory", help="where the run is kept (default runs/digits/seedSEED)")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:  # train has saved, and said so
+        sys.exit(130)

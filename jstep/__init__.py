@@ -6,9 +6,10 @@ from jstep._signals import Preempted
 from jstep._typing import Optimizer, Schedule
 from jstep.averages import ExponentialMovingAverage, averaged_params, with_moving_average
 from jstep.checkpoint import Saver, checkpoint_name, latest_checkpoint
+from jstep.checkpoint._manifest import CheckpointError
 from jstep.clipping import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
-from jstep.coordinator import Coordinator
 from jstep.data import Batches, batches
+from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 from jstep.errors import CancelledError, OutOfRangeError
 from jstep.gradients import GATE_GRAPH, GATE_NONE, GATE_OP, compute_gradients, gradients, stop_gradient
 from jstep.hooks import (
@@ -41,9 +42,9 @@ from jstep.optimizers import (
     scope,
     skip_nonfinite,
 )
-from jstep.prefetch import PrefetchIterator, prefetch_to_device
-from jstep.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues import FIFOQueue, RandomShuffleQueue
+from jstep.queues.coordinator import Coordinator
+from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.schedules import (
     constant,
     cosine_decay,
@@ -81,6 +82,7 @@ __all__ = [
     "AggregationMethod",
     "Batches",
     "CancelledError",
+    "CheckpointError",
     "CheckpointSaverHook",
     "Coordinator",
     "EvaluationHook",

@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep import _tree
-from jstep._placement import placement
+from jstep._layout import auto_mesh
 from jstep._signals import StopWaiting
-from jstep.prefetch import PrefetchIterator, prefetch_to_device
+from jstep.data._placement import placement
+from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 
 _logger = logging.getLogger("jstep")
 
@@ -165,8 +166,10 @@ def calls(
             whether they are NumPy arrays: it is to see the same whether they were made ahead or not.
     """
     place = None
-    if sharding is not None or on_device:
-        place = placement(sharding if lengths is None else _with_step_axis(sharding))
+    if sharding is not None:
+        place = placement(_as_states_lie(sharding, stacked=lengths is not None))
+    elif on_device:
+        place = placement(None)
 
     def call(batch: Any, steps: int) -> Call:
         placed = batch if place is None else place(batch)
@@ -184,11 +187,15 @@ def calls(
             return
 
 
-def _with_step_axis(sharding: Any) -> Any:
+def _as_states_lie(sharding: Any, *, stacked: bool) -> Any:
+    """The shardings over Auto axes, as those of a state are; stacked batches have the steps in front."""
+
     def leaf(one: Any) -> Any:
-        if isinstance(one, NamedSharding):
-            return NamedSharding(one.mesh, PartitionSpec(None, *one.spec))
-        return PartitionSpec(None, *one) if isinstance(one, PartitionSpec) else one
+        spec = one.spec if isinstance(one, NamedSharding) else one
+        if not isinstance(spec, PartitionSpec):
+            return one
+        spec = PartitionSpec(None, *spec) if stacked else spec
+        return NamedSharding(auto_mesh(one.mesh), spec) if isinstance(one, NamedSharding) else spec
 
     return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
 

@@ -4,6 +4,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
+from jstep import _tree
 from jstep.hooks._hook import every
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.state import TrainState, get_global_step
@@ -17,7 +20,7 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     Raises:
         TypeError: They are no sequence of hooks.
     """
-    if any(hasattr(hooks, method) for method in _METHODS) and not isinstance(hooks, list | tuple):
+    if hasattr(hooks, "after_step"):
         raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, hooks=[...]")
     try:
         found = list(hooks)
@@ -49,6 +52,20 @@ def check(train_step: Any, state: Any, **cadences: Any) -> None:
     if get_global_step(state) is None:
         # The words of StepCounterHook, which every run has.
         StepCounterHook().begin(state)
+
+
+def check_alive(state: TrainState) -> None:
+    """That no earlier step has taken over the memory of a state.
+
+    Raises:
+        RuntimeError: One has; names a leaf.
+    """
+    for path, leaf in _tree.leaves_with_paths(state):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise RuntimeError(
+                f"the state's {path!r} was donated to an earlier step or run, whose result holds its memory now. Go on "
+                "with the state that train or the step returned, or make a new one."
+            )
 
 
 def check_result(result: Any) -> tuple[TrainState, Any]:

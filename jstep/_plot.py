@@ -95,7 +95,7 @@ def _draw(
             axes.plot(xs, values, color=f"C{i}", label=run, marker=marker, linewidth=1.5)
         axes.set_title(tag, fontsize=10)
         axes.set_xlabel("global step" if x_axis == "step" else "hours", fontsize=9)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(which="both", labelsize=8)  # the minor ones of a logarithmic axis too
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if log_y:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from jstep import _agreement
+
 
 class Preempted(SystemExit):
     """SIGTERM arrived: the step in flight was finished and saved. A SystemExit with code 143."""
@@ -27,6 +29,9 @@ class StopSignals:
 
     Signals reach the main thread only; in another one it notes nothing.
 
+    On several processes SIGTERM is left to JAX's preemption service, which makes all of them stop after the same
+    call, and SIGINT is passed on to it.
+
     Attributes:
         received: The first signal, None as long as there is none.
         at_once: Whether a second SIGINT came.
@@ -34,13 +39,14 @@ class StopSignals:
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self._on_first = on_first
+        self._alone = _agreement.is_alone()
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
         self.at_once = False
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -56,4 +62,21 @@ class StopSignals:
                 raise KeyboardInterrupt
             return
         self.received = signal.Signals(number)
-        self._on_first()
+        if self._alone:
+            self._on_first()
+        else:
+            _agreement.tell_all_to_stop()
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether no batch is to be waited for: a signal came, and no other process has to stop at the same step."""
+        return self._alone and self.received is not None
+
+    def to_stop(self) -> bool:
+        """Whether the run stops after this call; to be asked after each."""
+        if self._alone:
+            return self.received is not None
+        if not _agreement.reached_stop():
+            return False
+        self.received = self.received or signal.SIGTERM
+        return True

@@ -6,6 +6,8 @@ import time
 
 import jax
 
+_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES")
+_TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", "[::1]"}
 
 
@@ -76,6 +78,10 @@ def initialize(
             heartbeat_timeout_seconds=heartbeat_timeout_secs,
             coordinator_bind_address=bind,
         )
+    except RuntimeError:
+        # JAX was used already. Alone that does no harm; with others each process would train by itself.
+        if given or any(int(os.environ.get(name, "1") or 1) > 1 for name in _SIZES) or os.environ.get(_TPU_HOSTS, ""):
+            raise
     except ValueError as error:
         if not given and "should be defined" in str(error):
             return  # no cluster is found: one process

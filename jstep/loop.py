@@ -13,7 +13,7 @@ import jax
 
 from jstep import _feed
 from jstep._checks import as_int
-from jstep._loop_checks import check, check_result, list_of_hooks
+from jstep._loop_checks import check, check_alive, check_result, list_of_hooks
 from jstep._signals import Preempted, StopSignals, StopWaiting
 from jstep.checkpoint import Saver, checkpoint_name
 from jstep.hooks import (
@@ -70,7 +70,8 @@ def train(
         save_checkpoint_secs: How often to save, in seconds; None for steps alone.
         save_checkpoint_steps: How often to save, in steps. The last step is always saved.
         logdir: Where TensorBoard's event files go; None writes none.
-        save_summaries_steps: How often to write summaries, in steps; None for never.
+        save_summaries_steps: How often to write summaries, in steps; None for never. A `SummarySaverHook` among the
+            hooks that was made without a writer says so itself.
         log_steps: How often to log, in steps; None for never.
         steps_per_call: How many steps to make in one call, scanned over stacked batches. A call is made shorter
             so as to end on the next step at which a hook is due.
@@ -84,7 +85,7 @@ def train(
     Raises:
         Preempted: SIGTERM arrived; the step in flight is saved. A SystemExit with code 143.
         KeyboardInterrupt: SIGINT arrived; likewise. A second SIGINT leaves at once.
-        RuntimeError: The state has no global step.
+        RuntimeError: The state has no global step, or was donated to an earlier step.
         TypeError: An argument is of the wrong type, or train_step returns something else than a state and metrics.
         ValueError: An argument is out of range, the checkpoint does not fit the state, or train_step does not advance
             the step by one.
@@ -95,7 +96,7 @@ def train(
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=10, progress=False)
-        >>> print(f"{state.params['w']:.3f}", state.global_step)
+        >>> print(round(float(state.params["w"]), 4), state.global_step)
         0.999 10
 
     Source: `tf.train.MonitoredTrainingSession`.
@@ -134,17 +135,24 @@ def train(
                 kept = saver.extra(restored)
                 position = kept.get(_POSITION) if isinstance(kept, dict) else None
                 _logger.info("restored %s", checkpoint_name(checkpoint_prefix, restored))
+        if restored is None:
+            check_alive(state)
         start = global_step(state)
         source = _feed.source_of(batches, start, last_step, position)
         if saver is None:
             source = source._replace(position=None)  # nobody asks
 
         writer = _open_writer(stack, logdir, start)
-        call = train_step if steps_per_call == 1 else _scanned(train_step)
         counter = StepCounterHook(log_steps or save_summaries_steps or 100, summary_writer=writer)
-        constants: Callable[[], Any] = lambda: getattr(call, "constant_metrics", ())  # noqa: E731
+        call = train_step if steps_per_call == 1 else _scanned(train_step)
+
+        def constants() -> Any:
+            return getattr(call, "constant_metrics", ())
+
         every_hook = [*hooks, counter, *_reporting(progress, log_steps, last_step, counter, constants)]
-        if writer is not None and save_summaries_steps is not None:
+        _each(every_hook, "use_writer", writer, constants)
+        replaced = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
+        if writer is not None and save_summaries_steps is not None and not replaced:
             every_hook.append(SummarySaverHook(writer, save_summaries_steps, leave_out=constants))
         if saver is not None:
             checks = [hook.before_save for hook in hooks if hasattr(hook, "before_save")]
@@ -170,13 +178,15 @@ def train(
             _logger.info("the run is at step %d already: no step is made", start)
         lengths = None if steps_per_call == 1 else _lengths(every_hook, start, last_step, steps_per_call)
         made = _feed.calls(source, lengths, batch_sharding, on_device=call is train_step and not _is_compiled(call))
-        feed = _feed.Feed(source, made, stopping=lambda: signals.received is not None)
+        feed = _feed.Feed(source, made, stopping=lambda: signals.interrupts)
         stack.callback(feed.close)
-        step = start
+        step, stopped = start, False
         if not done:
-            step, state = _run(call, state, feed, start, last_step, every_hook, signals, stacked=lengths is not None)
+            step, state, stopped = _run(
+                call, state, feed, start, last_step, every_hook, signals, stacked=lengths is not None
+            )
         check_step(step, state)
-        if signals.received is None:
+        if not stopped:
             _each(every_hook, "end", step, state)
         if signals.received is not None:  # also where it came meanwhile
             _leave(signals, every_hook, step, state)
@@ -193,9 +203,13 @@ def _run(
     signals: StopSignals,
     *,
     stacked: bool,
-) -> tuple[int, TrainState]:
-    """The loop itself; nothing in it waits for the device."""
-    step = start
+) -> tuple[int, TrainState, bool]:
+    """The loop itself; nothing in it waits for the device.
+
+    Returns:
+        Where it ended, and whether a signal ended it: on several processes the same on all.
+    """
+    step, stopped = start, False
     dues = [_due(hook, step) for hook in hooks]
     next_due = min(dues, default=NEVER)
     with contextlib.suppress(StopWaiting):
@@ -207,18 +221,18 @@ def _run(
             if stacked:
                 _each(hooks, "after_call", range(first + 1, step + 1), metrics)
                 metrics = last_of(metrics) if step >= next_due else None
+            stop = False
             if step >= next_due:
-                stop = False
                 for i, hook in enumerate(hooks):
                     if dues[i] <= step:
                         stop = bool(hook.after_step(step, state, metrics)) or stop
                         dues[i] = _due(hook, step)
-                if stop:
-                    break
                 next_due = min(dues)
-            if step >= last_step or signals.received is not None:
+            stopped = signals.to_stop()
+            if stopped or stop or step >= last_step:
                 break
-    return step, state
+        return step, state, stopped
+    return step, state, True
 
 
 def _due(hook: Any, step: int) -> int:

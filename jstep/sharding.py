@@ -37,8 +37,8 @@ def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, sl
         >>> from jax.sharding import PartitionSpec as P
         >>> state = jstep.TrainState.create({"w": jax.numpy.ones((8, 4))}, jstep.adam())
         >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> jstep.shard_state(state, mesh, [("w", P("data"))]).slots["m"]["w"].sharding.spec
-        PartitionSpec('data',)
+        >>> tuple(jstep.shard_state(state, mesh, [("w", P("data"))]).slots["m"]["w"].sharding.spec)
+        ('data',)
 
     Source: Rajbhandari et al., "ZeRO" (2019), stage 1, for `slot_axis`.
     """
@@ -73,8 +73,8 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
 
     Example:
         >>> import jax, jstep, numpy as np
-        >>> jstep.shard_batch({"x": np.ones((8, 2))}, jax.make_mesh((1,), ("data",)))["x"].sharding.spec
-        PartitionSpec('data',)
+        >>> tuple(jstep.shard_batch({"x": np.ones((8, 2))}, jax.make_mesh((1,), ("data",)))["x"].sharding.spec)
+        ('data',)
     """
     mesh = auto_mesh(mesh)
     parts = axis_size(mesh, axis, f"axis={axis!r}")
@@ -126,8 +126,9 @@ def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2*
     Example:
         >>> import jax, jstep
         >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> jstep.fsdp_specs({"w": jax.ShapeDtypeStruct((256, 512), "float32"), "b": jax.numpy.ones(4)}, mesh)
-        {'b': PartitionSpec(), 'w': PartitionSpec(None, 'data')}
+        >>> specs = jstep.fsdp_specs({"w": jax.ShapeDtypeStruct((256, 512), "float32"), "b": jax.numpy.ones(4)}, mesh)
+        >>> tuple(specs["w"]), tuple(specs["b"])
+        ((None, 'data'), ())
 
     Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
     """

@@ -19,15 +19,15 @@ MODULES = {
 
 # Imports go down this list, or sideways within a row; sideways never in a circle.
 STOREYS = [
-    {"_typing", "_tree"},
+    {"_typing", "_tree", "_checks", "_stack", "errors"},
     {"state", "schedules", "clipping", "indexed_slices", "_var_list", "_microbatches", "_layout"},
     {"gradients", "averages", "optimizers"},
     {"training"},
-    {"sharding", "distributed"},
-    {"data", "prefetch", "queues", "coordinator", "checkpoint", "summary"},
+    {"sharding", "distributed", "_agreement"},
+    {"data", "queues", "checkpoint", "summary"},
     {"hooks"},
-    {"loop", "_feed", "_signals", "verify_resume"},
-    {"cli", "__main__"},
+    {"loop", "_feed", "_loop_checks", "_signals", "verify_resume"},
+    {"cli", "__main__", "_plot", "_events"},
 ]
 HOST = STOREYS[5]
 STEP = set().union(*STOREYS[:5])
@@ -35,6 +35,10 @@ STEP = set().union(*STOREYS[:5])
 PUBLIC_COMPILERS = {"training"}
 BUILDERS = {"_layout"}
 """A state too large for one device is made under jit, once; nothing there steps or donates."""
+STAGES = {"checkpoint._stage"}
+"""Copies a state into memory that a Saver keeps for it: donates its own arrays, never a state."""
+LOADED_WHEN_USED = {"checkpoint._orbax": {"orbax"}}
+"""Modules that a bare `import jstep` does not load, and what they may import at their top."""
 SHARED_TRACES = {"optimizers._leafwise", "averages"}
 """A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself."""
 
@@ -133,7 +137,8 @@ def test_foreign_imports(module: str) -> None:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or ""]
-        assert not LAZY & {n.split(".")[0] for n in names}, f"{module} imports {names} when jstep is imported"
+        lazy = LAZY - LOADED_WHEN_USED.get(module, set())
+        assert not lazy & {n.split(".")[0] for n in names}, f"{module} imports {names} when jstep is imported"
 
 
 def compiles(tree: ast.AST) -> list[str]:
@@ -157,7 +162,7 @@ def test_only_training_compiles(module: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_only_training_donates_and_increments(module: str) -> None:
-    if module in PUBLIC_COMPILERS:
+    if module in PUBLIC_COMPILERS | STAGES:
         return
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.keyword):

@@ -24,8 +24,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jstep
-from jstep import _checkpoint_dir, _manifest, _orbax, _retention, checkpoint
-from jstep.checkpoint import CheckpointError, Saver, checkpoint_name, latest_checkpoint
+from jstep import checkpoint
+from jstep.checkpoint import (
+    CheckpointError,
+    Saver,
+    _manifest,
+    _orbax,
+    _restored,
+    _retention,
+    checkpoint_name,
+    latest_checkpoint,
+)
+from jstep.checkpoint import _directory as _checkpoint_dir
 
 
 def state_at(step, value=0.0):
@@ -271,12 +281,19 @@ class TestRoundTrip:
         assert jax.tree.map(lambda x: x.item(), back.params) == {"w": [0.5, 2], "flag": True}
         assert not any(leaf.weak_type for leaf in jax.tree.leaves(back))
 
-    def test_compressed(self, tmp_path):
-        made = jstep.TrainState.create({"w": jnp.zeros(200_000)}, jstep.momentum(0.1, 0.9))
-        with Saver(tmp_path, compress=True) as saver:
-            path = saver.save(made)
-            assert_same(saver.restore(made), made)
-        assert sum(map(os.path.getsize, files_of(path))) < 100_000
+    @pytest.mark.parametrize(
+        ("compress", "shrinks"), [(None, (True, False)), (True, (True,) * 2), (False, (False,) * 2)]
+    )
+    def test_compression(self, tmp_path, compress, shrinks):
+        zeros, noise = jnp.zeros(200_000), jax.random.normal(jax.random.key(0), (200_000,))
+        with Saver(tmp_path, compress=compress) as saver:
+            for step, (leaf, small) in enumerate(zip((zeros, noise), shrinks, strict=True)):
+                made = jstep.TrainState({"w": leaf, "b": np.ones(3), "e": jnp.zeros((0, 2))}, {}, jnp.int32(step))
+                path = saver.save(made)
+                saver.wait()
+                size = sum(map(os.path.getsize, files_of(path)))
+                assert (size < leaf.nbytes) == small
+                assert_same(saver.restore(made), made)
 
     def test_orbax_reads_the_arrays(self, tmp_path):
         import orbax.checkpoint as ocp
@@ -343,6 +360,16 @@ class TestTraining:
         after = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(bump(restored).params)}
         assert before == after
 
+    @pytest.mark.parametrize("offset", [0, 4, 16, 32])
+    def test_memory_numpy_lends_is_not_kept(self, offset):
+        buffer = np.zeros(4096 + 64, np.uint8)
+        start = -buffer.ctypes.data % 64 + offset
+        array = buffer[start : start + 400].view(np.float32)
+        made = _restored._own(array)
+        assert made.unsafe_buffer_pointer() != array.ctypes.data
+        assert not made.committed
+        assert not made.weak_type
+
     def test_shared_scalars_are_told_apart(self, tmp_path):
         scalar = jnp.int32(4)
         made = jstep.TrainState({"w": jnp.ones(2)}, {"start_step": scalar}, scalar)
@@ -352,10 +379,10 @@ class TestTraining:
         stepped = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(restored)
         assert int(stepped.slots["start_step"]) == int(stepped.global_step) == 5
 
-    @pytest.mark.parametrize("stage", [False, True])
-    def test_save_then_donate_under_load(self, tmp_path, stage):
+    @pytest.mark.parametrize(("stage", "compress"), [(False, False), (False, True), (True, False)])
+    def test_save_then_donate_under_load(self, tmp_path, stage, compress):
         """What is on disk is exactly the state at N: every number of it is N."""
-        size, leaves, saves = 500_000, 12, 12
+        size, leaves, saves = 500_000, 12, 8
         made = jstep.TrainState({f"w{i}": jnp.zeros(size) for i in range(leaves)}, {}, jstep.create_global_step())
         step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
         busy = True
@@ -369,7 +396,7 @@ class TestTraining:
         for thread in threads:
             thread.start()
         try:
-            with Saver(tmp_path, max_to_keep=None, stage=stage) as saver:
+            with Saver(tmp_path, max_to_keep=None, stage=stage, compress=compress) as saver:
                 for _ in range(saves):
                     saver.save(made)
                     for _ in range(4):
@@ -589,7 +616,7 @@ class TestExtra:
             ({"a": {1: 2}}, r"extra\['a'\]: the key 1 is int"),
             ({"a": b"x"}, r"extra\['a'\]: bytes"),
             ({"a": {1, 2}}, r"extra\['a'\]: set"),
-            (object(), "extra: object"),
+            pytest.param(object(), "extra: object", id="object"),
         ],
         ids=repr,
     )
@@ -628,7 +655,7 @@ class TestManifest:
     def test_blocks(self, tmp_path, monkeypatch):
         monkeypatch.setattr(_manifest, "BLOCK", 1000)
         made = jstep.TrainState.create({"w": jnp.arange(2500)}, NO_SLOTS)
-        with Saver(tmp_path) as saver:
+        with Saver(tmp_path, compress=False) as saver:
             path = saver.save(made)
             assert_same(saver.restore(made), made)
             large = max(files_of(path), key=os.path.getsize)
@@ -712,7 +739,7 @@ class TestDamage:
 
     def test_unverified(self, tmp_path):
         made = jstep.TrainState.create({"w": jnp.zeros(1000)}, NO_SLOTS)
-        with Saver(tmp_path, verify=False) as saver:
+        with Saver(tmp_path, verify=False, compress=False) as saver:
             path = saver.save(made)
             saver.wait()
             flip(max(files_of(path), key=os.path.getsize), 2000)
@@ -923,10 +950,13 @@ class TestRetention:
             save_all(saver, [6])
             assert saver.all_steps() == [6]
 
-    def test_the_newest_and_the_just_saved_stay(self, tmp_path):
+    def test_the_newest_and_the_just_saved_stay(self, tmp_path, caplog):
         with Saver(tmp_path, max_to_keep=1) as saver:
-            save_all(saver, [10, 5])
+            save_all(saver, [10])
+            assert not caplog.records
+            save_all(saver, [5])
             assert saver.all_steps() == [5, 10]
+            assert "step 5 was saved, and there is model-10" in caplog.text
             save_all(saver, [6])
             assert saver.all_steps() == [6, 10]
             save_all(saver, [11])
@@ -1128,6 +1158,21 @@ class TestErrors:
         _orbax._finish()
         assert "model-2 was not saved" in caplog.text
         assert not _orbax.IN_FLIGHT
+
+    def test_an_interrupt_while_saving(self, tmp_path, monkeypatch):
+        with Saver(tmp_path) as saver:
+            save_all(saver, [1])
+
+            def interrupted(*args):
+                (tmp_path / "model-2.orbax-checkpoint-tmp").mkdir()
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(saver._checkpointer, "save", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(state_at(2))
+            monkeypatch.undo()
+            save_all(saver, [3])
+        assert listing(tmp_path) == ["model-1", "model-3"]
 
     def test_many_threads(self, tmp_path):
         with Saver(tmp_path, max_to_keep=None) as saver:

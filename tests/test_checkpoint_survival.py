@@ -51,7 +51,7 @@ def test_sigkill_at_twenty_random_instants(tmp_path):
     script = """
     import random, signal
     import orbax.checkpoint  # before the forks: each child starts at once
-    from jstep._manifest import is_intact
+    from jstep.checkpoint._manifest import is_intact
 
     optimizer = jstep.with_moving_average(jstep.adam(1e-2), jstep.ExponentialMovingAverage(0.9))
     step = jstep.minimize(lambda p, x: jnp.mean((jnp.tanh(x @ p["w1"]) @ p["w2"] - x) ** 2), optimizer)
@@ -123,7 +123,7 @@ def test_sigkill_at_twenty_random_instants(tmp_path):
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del saver", "os.chdir('/')"])
 def test_the_interpreter_ends_without_close(tmp_path, ending):
     script = f"""
-    saver = Saver(directory)
+    saver = Saver(directory, compress=False)
     saver.save(state_at(3, 1.0, 4_000_000))
     {ending}
     """
@@ -134,13 +134,15 @@ def test_the_interpreter_ends_without_close(tmp_path, ending):
 
 
 def test_an_error_nobody_catches(tmp_path):
-    process = start("Saver(directory).save(state_at(3, 1.0, 4_000_000)); raise KeyError('mine')", tmp_path)
+    process = start(
+        "Saver(directory, compress=False).save(state_at(3, 1.0, 4_000_000)); raise KeyError('mine')", tmp_path
+    )
     assert "KeyError: 'mine'" in process.communicate(timeout=60)[1]
     assert os.listdir(tmp_path) == ["model-3"]
 
 
 FULL = """
-saver = Saver(directory, max_to_keep=None)
+saver = Saver(directory, max_to_keep=None, compress=False)
 saved = []
 failure = None
 for step in range(100):
@@ -233,7 +235,7 @@ def test_a_directory_that_goes_away(tmp_path):
 
 def test_a_fork_may_end_as_it_likes(tmp_path):
     script = """
-    with Saver(directory) as saver:
+    with Saver(directory, compress=False) as saver:
         saver.save(state_at(1, 1.0, 4_000_000))
         pid = os.fork()
         if pid == 0:

@@ -10,8 +10,8 @@ import traceback
 
 import pytest
 
-from jstep.coordinator import Coordinator
 from jstep.errors import CancelledError, OutOfRangeError
+from jstep.queues.coordinator import Coordinator
 
 LONG = 20  # seconds until a test that hangs fails
 
@@ -371,7 +371,7 @@ def test_ctrl_c_and_signal_handlers_get_through():
     """A handler may stop the run while the main thread is inside of the coordinator."""
     program = """
         import os, signal, threading
-        from jstep.coordinator import Coordinator
+        from jstep.queues.coordinator import Coordinator
         for wait in (lambda coord, thread: coord.join([thread]), lambda coord, thread: coord.wait_for_stop()):
             for _ in range(2):
                 coord = Coordinator()

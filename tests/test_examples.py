@@ -3,24 +3,55 @@
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import jstep
+
 ROOT = pathlib.Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
+
+
+def command(script, args):
+    return [sys.executable, ROOT / "examples" / script, *map(str, args)]
+
+
+def finished(script, *args):
+    return subprocess.run(command(script, args), capture_output=True, text=True, env=ENVIRONMENT, check=False)
 
 
 def run(script, *args):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / script, *map(str, args)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        check=False,
-    )
+    done = finished(script, *args)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def events(directory):
+    for path in sorted(directory.glob("events.out.tfevents.*")):
+        yield from jstep.summary.summary_iterator(path)
+
+
+def scalars(directory, tag):
+    """Step → value."""
+    return {e.step: v.simple_value for e in events(directory) for v in e.summary.value if v.tag == tag}
+
+
+def same_bits(a, b):
+    """Whether the newest checkpoints of two directories hold the same state."""
+    first, second = ({k: np.asarray(v) for k, v in leaves(jstep.Saver(d).restore(None))} for d in (a, b))
+    return first.keys() == second.keys() and all(first[k].tobytes() == second[k].tobytes() for k in first)
+
+
+def leaves(tree, path=""):
+    if not isinstance(tree, dict):
+        yield path, tree
+        return
+    for key, value in tree.items():
+        yield from leaves(value, f"{path}/{key}")
 
 
 def test_global_step_shows_the_rate_moving_with_the_step():
@@ -33,10 +64,107 @@ def test_global_step_shows_the_rate_moving_with_the_step():
     assert [line.split() for line in lines[second + 1 : second + 11]] == [["0.1", "0"]] * 10
 
 
-def test_digits_learns():
+DIGITS_STEPS = 240
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """An undisturbed run: its directory and what it printed."""
     pytest.importorskip("sklearn")
-    out = run("digits.py", "--steps", 300)
-    raw, averaged = map(float, re.search(r"after 300 updates: ([\d.]+) raw, ([\d.]+) averaged", out).groups())
+    pytest.importorskip("tensorboard")
+    directory = tmp_path_factory.mktemp("digits")
+    return directory, run("digits.py", "--steps", DIGITS_STEPS, "--dir", directory)
+
+
+def test_digits_learns(digits):
+    directory, out = digits
+    found = re.search(r"after 240 updates: ([\d.]+) raw, ([\d.]+) averaged weights", out)
+    raw, averaged = map(float, found.groups())
     assert raw >= 0.96
     assert averaged >= 0.96
-    assert "learning rate 1.40e-03" in out  # the staircase took its first step at 200
+    rates = scalars(directory, "learning_rate")
+    assert (rates[200], rates[220]) == (pytest.approx(2e-3), pytest.approx(1.4e-3))  # a staircase of 200 steps
+    assert scalars(directory, "test/averaged")[DIGITS_STEPS] == pytest.approx(averaged, abs=1e-4)
+
+
+def test_digits_can_be_watched(digits):
+    directory, out = digits
+    kinds = {(v.tag, v.WhichOneof("value")) for e in events(directory) for v in e.summary.value}
+    assert kinds >= {("loss", "simple_value"), ("grad_norm", "simple_value"), ("global_step/sec", "simple_value")}
+    assert kinds >= {(f"params/{name}/kernel", "histo") for name in ("conv1", "conv2", "dense1", "dense2")}
+    assert sum(bool(e.graph_def) for e in events(directory)) == 1
+    wrong = int(re.search(r"(\d+) mistakes", out).group(1))
+    assert 1 <= wrong <= 0.04 * 450
+    (picture,) = (v.image for e in events(directory) for v in e.summary.value if v.HasField("image"))
+    assert (picture.height, picture.width) == (-(-wrong // 8) * 9 * 8, min(wrong, 8) * 9 * 8)
+
+
+def test_digits_goes_on_after_ctrl_c_as_if_nothing_had_happened(digits, tmp_path):
+    undisturbed, expected = digits
+    args = ("--steps", DIGITS_STEPS, "--dir", tmp_path)
+    with subprocess.Popen(
+        command("digits.py", args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        for line in process.stderr:
+            if line.startswith("step 100  loss"):
+                process.send_signal(signal.SIGINT)
+                break
+        out, err = process.communicate()
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    stopped = int(re.search(r"SIGINT stopped the run after step (\d+), which is saved", err).group(1))
+    assert 100 <= stopped < DIGITS_STEPS
+    assert "test accuracy" not in out
+
+    again = run("digits.py", *args)
+    assert f"model-{stopped}: going on from there" in again
+    assert again.splitlines()[-2:] == expected.splitlines()[-2:]  # the mistakes, the accuracies, the fingerprint
+    assert same_bits(undisturbed, tmp_path)
+    assert scalars(tmp_path, "loss") == scalars(undisturbed, "loss")
+
+    finished_already = run("digits.py", *args)
+    assert finished_already.splitlines()[-2:] == expected.splitlines()[-2:]
+
+
+def test_char_lm_has_the_same_losses_on_one_device_and_on_a_mesh(tmp_path):
+    pytest.importorskip("tensorboard")
+    one, many = tmp_path / "one", tmp_path / "many"
+    out = run("char_lm.py", "--steps", 30, "--dir", one)
+    before, after = map(float, re.search(r"loss: ([\d.]+) nats a character before, ([\d.]+) after 30", out).groups())
+    assert before > 4.8  # a guess among 128 characters is 4.85
+    assert after < 3.3
+    assert len(re.findall(r"^def ", out, re.MULTILINE)) == 2  # the two samples
+
+    sharded = run("char_lm.py", "--steps", 20, "--dir", many, "--mesh", "data=4,model=2")
+    assert "8 cpu devices {'data': 4, 'model': 2}: 0.92 MB of params on each" in sharded
+    # Kept on eight devices, it goes on on one.
+    out = run("char_lm.py", "--steps", 30, "--dir", many)
+    assert float(re.search(r"([\d.]+) after 30", out).group(1)) == pytest.approx(after, abs=5e-4)
+    a, b = scalars(one, "loss"), scalars(many, "loss")
+    assert list(a) == list(b) == [10, 20, 30]
+    assert list(b.values()) == pytest.approx(list(a.values()), rel=1e-4)
+
+
+def test_char_lm_says_what_is_wrong_with_a_mesh():
+    done = finished("char_lm.py", "--mesh", "data=4,modle=2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr == "--mesh data=4,modle=2: expected axes data and model with their sizes, such as data=4,model=2\n"
+    )
+
+
+def test_queues_learns_and_ends():
+    done = finished("queues.py", "--steps", 800)
+    assert (done.returncode, done.stderr) == (0, "")
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < 2.5  # a guess among 128 characters is 4.85
+    assert "done after 800 steps" in done.stdout
+
+
+def test_queues_shows_a_reader_that_fails():
+    done = finished("queues.py", "--fail", "--steps", 1_000_000)
+    assert done.returncode == 1
+    assert "in read_file" in done.stderr
+    assert re.search(r"ValueError: cannot decode \w+\.py", done.stderr)
+    assert "done" not in done.stdout

@@ -149,7 +149,7 @@ def test_an_iterable_whose_iterator_has_a_position():
 @pytest.mark.parametrize("kind", ["bytes", "dict"])
 def test_grain(kind):
     grain = pytest.importorskip("grain")
-    import grain.python
+    pytest.importorskip("grain.python")
 
     def make():
         if kind == "dict":
@@ -214,7 +214,12 @@ def test_a_tuple_is_the_arguments_and_anything_else_one():
 def test_stacks_end_with_the_lengths_and_with_the_source():
     source = _feed.source_of(list(range(8)), 0, 100, None)
     made = handed_out(source, [3, 1, 2, 5])
-    assert [(call.args[0].tolist(), call.steps) for call in made] == [([0, 1, 2], 3), ([3], 1), ([4, 5], 2), ([6, 7], 2)]
+    assert [(call.args[0].tolist(), call.steps) for call in made] == [
+        ([0, 1, 2], 3),
+        ([3], 1),
+        ([4, 5], 2),
+        ([6, 7], 2),
+    ]
 
 
 def test_a_source_that_ends_between_calls_makes_no_empty_one():
@@ -339,7 +344,7 @@ def test_who_is_to_stop_does_not_wait(secs, at):
     """A signal may arrive between two looks at it: before a wait it is looked for again."""
     stop = [] if at else [True]
     one, got = feed(Positioned(), secs, stopping=lambda: bool(stop)), 0
-    with pytest.raises(StopWaiting):
+    with pytest.raises(StopWaiting):  # noqa: PT012
         for _ in one:
             got += 1
             if got == at:

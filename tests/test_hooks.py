@@ -127,7 +127,11 @@ BAD = [
     (lambda: jstep.StopAtStepHook(1, 2), ValueError, "num_steps=1, last_step=2: give exactly one"),
     (lambda: jstep.StopAtStepHook(0), ValueError, "num_steps=0: must be at least 1"),
     (lambda: jstep.NanLossHook(0), ValueError, "every_n_steps=0: must be at least 1"),
-    (lambda: jstep.ProfilerHook("d", 5, 5), ValueError, "start_step=5, stop_step=5: must be 0 ≤ start_step < stop_step"),
+    (
+        lambda: jstep.ProfilerHook("d", 5, 5),
+        ValueError,
+        "start_step=5, stop_step=5: must be 0 ≤ start_step < stop_step",
+    ),
     (lambda: jstep.ProfilerHook("d", 1.0, 5), TypeError, "start_step=1.0: must be an integer"),
     (lambda: jstep.EvaluationHook(3, 1), TypeError, "evaluate=3: must be a function of the state"),
     (lambda: jstep.EvaluationHook(lambda state: {}), ValueError, "every_n_steps=None and every_n_secs=None"),
@@ -329,7 +333,9 @@ def test_extra_and_checks(tmp_path):
 def test_a_state_at_another_step_is_not_saved(tmp_path):
     saves = Saves(tmp_path, save_steps=1)
     saves.hook.begin(state_at())
-    with pytest.raises(ValueError, match="global_step is 1 after the update that makes step 2: .* must advance it by one"):
+    with pytest.raises(
+        ValueError, match=r"global_step is 1 after the update that makes step 2: .* must advance it by one"
+    ):
         saves.hook.after_step(2, state_at(1), {})
     assert saves.steps() == []
 

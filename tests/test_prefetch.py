@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.data import batches
-from jstep.prefetch import prefetch_to_device
+from jstep.data.prefetch import prefetch_to_device
 
 LONG = 20  # seconds until a test that hangs fails
 
@@ -262,7 +262,7 @@ class TestTheThreadEnds:
         program = f"""
             import itertools, time
             import jax
-            from jstep.prefetch import prefetch_to_device
+            from jstep.data.prefetch import prefetch_to_device
             items = prefetch_to_device({source})
             if "sleep" not in {source!r}:
                 next(items)
@@ -276,7 +276,7 @@ class TestTheThreadEnds:
     def test_ctrl_c_gets_through(self):
         program = """
             import threading, time
-            from jstep.prefetch import prefetch_to_device
+            from jstep.data.prefetch import prefetch_to_device
             def slow():
                 threading.Event().wait()
                 yield
@@ -399,7 +399,7 @@ class TestPlacement:
         program = """
             import jax, numpy as np
             from jax.sharding import NamedSharding, PartitionSpec
-            from jstep.prefetch import prefetch_to_device
+            from jstep.data.prefetch import prefetch_to_device
             with jax.default_device(jax.devices()[1]):
                 items = prefetch_to_device([np.ones(8)])
             assert next(items).devices() == {jax.devices()[1]}
@@ -418,7 +418,7 @@ class TestPlacement:
             import sys, jax, numpy as np
             from jax.sharding import NamedSharding, PartitionSpec
             from jstep.data import batches
-            from jstep.prefetch import prefetch_to_device
+            from jstep.data.prefetch import prefetch_to_device
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
             mesh = jax.make_mesh((2,), ("data",))

@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 
-from jstep.coordinator import Coordinator
 from jstep.errors import CancelledError, OutOfRangeError
-from jstep.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues import FIFOQueue, RandomShuffleQueue
+from jstep.queues.coordinator import Coordinator
+from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 
 LONG = 20  # seconds until a test that hangs fails
 
@@ -382,8 +382,8 @@ def test_no_thread_keeps_the_process_alive(daemon):
     """The main thread ends, by an error too, while producers wait for room and others for elements."""
     program = f"""
         import itertools
-        from jstep.coordinator import Coordinator
-        from jstep.queue_runner import QueueRunner
+        from jstep.queues.coordinator import Coordinator
+        from jstep.queues.queue_runner import QueueRunner
         from jstep.queues import FIFOQueue
         numbers = itertools.count()
         def start(coord):

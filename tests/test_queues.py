@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jstep import _bounded_queue
 from jstep.errors import CancelledError, OutOfRangeError
-from jstep.queues import FIFOQueue, RandomShuffleQueue
+from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
 
 LONG = 2  # seconds until a test that hangs fails
 

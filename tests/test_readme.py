@@ -8,8 +8,8 @@ import jax
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_the_code_of_the_readme_runs_in_order(capsys):
-    names: dict[str, object] = {}
+def test_the_code_of_the_readme_runs_in_order(capsys, tmp_path):
+    names: dict[str, object] = {"directory": tmp_path}
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) >= 3
     # A README is read with JAX's own settings, not with those of our tests.

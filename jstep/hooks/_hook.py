@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jstep._checks import as_int
@@ -38,6 +38,12 @@ class Hook:
 
     every_call: bool = False
     """Whether `after_step` is called after every call, also before `next_due`: for a hook that asks a clock."""
+
+    def use_writer(self, summary_writer: Any, leave_out: Callable[[], Collection[str]]) -> None:
+        """Called before `begin` with the writer of `train(logdir=…)`, or None: for hooks made without one.
+
+        `leave_out()` gives the names of metrics that never change, once the first step is made.
+        """
 
     def begin(self, state: TrainState) -> bool | None:
         """Called once before the first step, with the state that was restored; a true result: no step is made."""

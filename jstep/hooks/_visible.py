@@ -4,6 +4,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 _logger = logging.getLogger("jstep")
 
@@ -30,11 +31,18 @@ def visible_logging() -> Iterator[None]:
         _logger.setLevel(level)
 
 
-class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
-    """Lines on standard error; a file that the root logger writes still gets its warnings."""
+class _Lines(logging.StreamHandler[Any]):
+    """Writes lines of their own: a progress bar that stands there is drawn again below them.
+
+    A file that the root logger writes still gets its warnings.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None:
+            super().emit(record)
+        else:
+            tqdm.tqdm.write(self.format(record), file=self.stream)
         root = logging.getLogger()
         for handler in root.handlers:
             to_terminal = getattr(handler, "stream", None) in (sys.stderr, sys.stdout, self.stream)

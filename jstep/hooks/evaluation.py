@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
 from jstep.hooks._summaries import scalar
-from jstep.hooks._values import text
+from jstep.hooks._values import LeaveOut, text
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -22,6 +24,7 @@ class EvaluationHook(CadencedHook):
         every_n_steps: How often, in steps: at their multiples.
         every_n_secs: How often, in seconds, instead.
         summary_writer: Any object with `add_summary(summary, global_step)`; gets each number as `prefix/name`.
+            None for the one that `train` opens in its `logdir`, if any.
         prefix: Before the names, in the log and in the summaries.
         clock: Seconds; for tests.
 
@@ -48,10 +51,16 @@ class EvaluationHook(CadencedHook):
         if not callable(evaluate):
             raise TypeError(f"evaluate={evaluate!r}: must be a function of the state")
         self._evaluate, self._writer, self._prefix = evaluate, summary_writer, prefix
+        self._takes_writer = summary_writer is None
         super().__init__(
             every(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
         )
         self.results: dict[int, Mapping[str, Any]] = {}
+
+    def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
+        """Takes the writer of `train`, where the hook was made without one."""
+        if self._takes_writer:
+            self._writer = summary_writer
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Evaluates when due."""
@@ -70,7 +79,8 @@ class EvaluationHook(CadencedHook):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
         self.results[step] = values
         named = {f"{self._prefix}/{name}": value for name, value in values.items()}
-        _logger.info("step %d  %s", step, text(named))
+        if jax.process_index() == 0:
+            _logger.info("step %d  %s", step, text(named))
         if self._writer is not None:
             for name, value in named.items():
                 self._writer.add_summary(scalar(name, value), step)

@@ -40,6 +40,9 @@ def report(title: str, times: Mapping[str, list], bounds: Mapping[tuple[str, str
     good = True
     for (ours, peer), bound in bounds.items():
         ratio = statistics.median(a / b for a, b in zip(times[ours], times[peer], strict=True))
+        if bound is None:
+            print(f"  {ours} / {peer}: {ratio:.3f}")
+            continue
         good &= ratio <= bound
         print(f"  {ours} / {peer}: {ratio:.3f}  (bound {bound}) {'ok' if ratio <= bound else 'OVER'}")
     return good

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep import _leaves, _tree
-from jstep._leaves import Wanted
-from jstep._manifest import Leaf
+from jstep import _tree
+from jstep.checkpoint import _leaves
+from jstep.checkpoint._leaves import Wanted
+from jstep.checkpoint._manifest import Leaf
 
 
 def sharding_of(leaf: Any, path: str) -> Any:
@@ -74,14 +75,22 @@ def placed(wanted: Wanted, read: Any) -> Any:
 
 
 def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]) -> jax.Array:
-    # Always a copy: JAX may build an array on a NumPy array's memory, which is then never reused when donated.
     if record.key_impl is not None:
-        return jax.random.wrap_key_data(jnp.array(array, copy=True), impl=record.key_impl)
+        return jax.random.wrap_key_data(_own(array), impl=record.key_impl)
     value = _leaves.from_stored(record, array)
     value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
     if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX holds under jax_enable_x64 alone")
-    return jnp.array(value, copy=True)
+    return _own(value)
+
+
+def _own(array: np.ndarray[Any, Any]) -> jax.Array:
+    # On the CPU JAX may build an array on a NumPy array's memory, which then is not reused when it is donated.
+    made = jax.device_put(array)
+    lent = {device.platform for device in made.devices()} == {
+        "cpu"
+    } and made.unsafe_buffer_pointer() == array.ctypes.data
+    return made.copy() if lent else made
 
 
 def _zeros(record: Leaf) -> np.ndarray[Any, Any]:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep import _permutation
-from jstep._sources import RowNumbers
+from jstep.data import _permutation
+from jstep.data._sources import RowNumbers
 
 # Row numbers made at once where steps follow each other, which hides the cost of NumPy's calls.
 _LOOKAHEAD_ROWS = 16384

@@ -7,8 +7,8 @@ from typing import Any, overload
 import jax
 
 from jstep._checks import as_int
-from jstep._rows import Lookahead, Plan
-from jstep._sources import Source, as_source
+from jstep.data._rows import Lookahead, Plan
+from jstep.data._sources import Source, as_source
 
 
 def batches(

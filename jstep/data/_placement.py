@@ -18,7 +18,10 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
         ValueError: It holds a PartitionSpec, and no mesh is set.
     """
     if sharding is None:
-        return lambda item: jax.device_put(_as_known(item))
+        # An array of JAX lies where somebody put it, perhaps over other processes too.
+        return lambda item: jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), _as_known(item)
+        )
     sharding = jax.tree_util.tree_map_with_path(
         lambda keys, leaf: _as_sharding(leaf, path_str(keys)), sharding, is_leaf=_is_spec
     )

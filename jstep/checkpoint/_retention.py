@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from jstep import _checkpoint_dir as folder
-from jstep import _manifest
-from jstep._manifest import CheckpointError, Manifest
+from jstep.checkpoint import _directory as folder
+from jstep.checkpoint import _manifest
+from jstep.checkpoint._manifest import CheckpointError, Manifest
+
+_logger = logging.getLogger("jstep")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Keeper:
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
         self._kept: Kept | None = None
+        self._mentioned = False
 
     def publish(self, manifest: Manifest, temporary: str, final: str) -> None:
         """Seals a checkpoint that was written, gives it its name, and deletes what it supersedes."""
@@ -88,6 +92,7 @@ class Keeper:
             times = {step: self._saved_at(step, path, kept) for step, path in found.items()}
             times[manifest.step] = manifest.saved_at
             victims, kept = evictions(times, manifest.step, kept, self._max_to_keep, self._every_n_hours)
+            self._mention_later(manifest.step, max(times))
         files = _manifest.collect(temporary)
         _manifest.write(temporary, dataclasses.replace(manifest, retention=kept.to_json(), files=files))
         folder.publish(temporary, final)
@@ -100,6 +105,15 @@ class Keeper:
         found = folder.checkpoints(self._directory, self._prefix)
         for_good = (self._kept or self._remembered()).steps
         return [found[step] for step in sorted(found) if step not in for_good]
+
+    def _mention_later(self, step: int, highest: int) -> None:
+        if step < highest and not self._mentioned:
+            self._mentioned = True
+            _logger.warning(
+                "step %d was saved, and there is %s: restoring goes on from there unless it is deleted",
+                step,
+                folder.name(self._prefix, highest),
+            )
 
     def _saved_at(self, step: int, path: str, kept: Kept) -> float:
         return 0.0 if self._every_n_hours is None or step in kept.steps else folder.saved_at(path)

@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jstep._permutation import Rows
 from jstep._stack import stack_trees
 from jstep._tree import flatten, path_str, quoted
+from jstep.data._permutation import Rows
 
 RowNumbers: TypeAlias = Rows | slice
 """Rows in any order, or a stretch of them."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep import _tree
-from jstep._manifest import Leaf
+from jstep.checkpoint._manifest import Leaf
 
 # What tensorstore has no name for is stored as a type of the same values (integers) or the same bits (floats).
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jstep._checks import as_int
-from jstep._placement import placement
 from jstep._tree import leaves_with_paths, quoted
+from jstep.data._placement import placement
 
 # How long leaving a loop waits for the thread; one that is inside of a slow source ends after it.
 _END_SECS = 0.5

@@ -6,6 +6,7 @@ folder is handed to `publish` instead, which adds the manifest and renames.
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -17,8 +18,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jstep import _checkpoint_dir as folder
-from jstep import _manifest
+from jstep.checkpoint import _directory as folder
+from jstep.checkpoint import _manifest
 
 _TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
 
@@ -51,23 +52,50 @@ class _Written:
             future.cancel()
 
 
-class Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
-    """Writes arrays, and on several processes the checksums of what each one wrote."""
+class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
+    """Writes arrays, compressed or not, and on several processes the checksums of what each one wrote."""
 
-    async def async_save(self, directory: Any, args: Any) -> list[Any]:
-        """See orbax."""
-        futures = await super().async_save(directory, args=args)
+    def __init__(self, **options: Any) -> None:
+        self._handlers = {flag: ocp.PyTreeCheckpointHandler(use_compression=flag, **options) for flag in (False, True)}
+
+    async def async_save(self, directory: Any, args: "SaveArgs") -> list[Any]:
+        """Starts to write, in the background."""
+        arrays = ocp.args.PyTreeSave(args.arrays)
+        futures = await self._handlers[args.compress].async_save(directory, args=arrays)
         return [_Written(futures or [], str(directory))]
+
+    def save(self, directory: Any, args: "SaveArgs") -> None:
+        """Not used: `AsyncCheckpointer` calls `async_save`."""
+        raise NotImplementedError
+
+    def restore(self, directory: Any, args: "RestoreArgs") -> dict[str, Any]:
+        """Reads what any of them wrote."""
+        restored: dict[str, Any] = self._handlers[False].restore(
+            directory, args=ocp.args.PyTreeRestore(item=args.item, restore_args=args.restore_args)
+        )
+        return restored
+
+    def finalize(self, directory: Any) -> None:
+        """Joins what the processes wrote, on the first."""
+        self._handlers[False].finalize(directory)
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
-class SaveArgs(ocp.args.PyTreeSave):  # type: ignore[misc]
-    """The arrays to write."""
+@dataclasses.dataclass
+class SaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """The arrays to write, by name."""
+
+    arrays: dict[str, Any]
+    compress: bool
 
 
 @ocp.args.register_with_handler(Handler, for_restore=True)
-class RestoreArgs(ocp.args.PyTreeRestore):  # type: ignore[misc]
-    """The arrays to read."""
+@dataclasses.dataclass
+class RestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """What to read, by name: a placeholder where not, and how."""
+
+    item: dict[str, Any]
+    restore_args: dict[str, Any]
 
 
 class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
@@ -90,7 +118,7 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 class Checkpointer:
     """Orbax, as far as it is needed: named arrays into a folder and out of it, by all processes together."""
 
-    def __init__(self, prefix: str, compress: bool) -> None:
+    def __init__(self, prefix: str) -> None:
         registry = ocp.type_handlers.create_type_handler_registry(
             (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)),
             (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
@@ -99,7 +127,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._publish: Callable[[str, str], None] = lambda temporary, final: None
         self._async = ocp.AsyncCheckpointer(
-            Handler(use_compression=compress, type_handler_registry=registry, multiprocessing_options=processes),
+            Handler(type_handler_registry=registry, multiprocessing_options=processes),
             # Directories are made within `save`, so that it says at once what is wrong with them.
             async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT, create_directories_asynchronously=False),
             multiprocessing_options=processes,
@@ -108,12 +136,12 @@ class Checkpointer:
             temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
         )
 
-    def save(self, path: str, arrays: Mapping[str, Any], publish: Callable[[str, str], None]) -> None:
+    def save(self, path: str, arrays: Mapping[str, Any], compress: bool, publish: Callable[[str, str], None]) -> None:
         """Starts to write; returns when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
         IN_FLIGHT[path + folder.TEMPORARY] = self
         _finish_at_exit()
-        self._async.save(path, args=SaveArgs(item=dict(arrays)))
+        self._async.save(path, args=SaveArgs(dict(arrays), compress))
 
     def _end(self, temporary: str, final: str) -> None:
         self._publish(temporary, final)
@@ -146,7 +174,7 @@ class Checkpointer:
             else ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=shardings[name])
             for name in names
         }
-        restored = self._async.restore(path, args=RestoreArgs(item=item, restore_args=args))
+        restored = self._async.restore(path, args=RestoreArgs(item, args))
         return {name: restored[name] for name in shardings}
 
     def close(self) -> None:

@@ -3,8 +3,8 @@
 import random
 from typing import Any
 
-from jstep._bounded_queue import BoundedQueue
 from jstep._checks import as_int
+from jstep.queues._bounded_queue import BoundedQueue
 
 
 class FIFOQueue(BoundedQueue):

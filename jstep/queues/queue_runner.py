@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jstep._bounded_queue import runner_thread
-from jstep.coordinator import Coordinator
 from jstep.errors import CancelledError, OutOfRangeError
-from jstep.queues import FIFOQueue, RandomShuffleQueue
+from jstep.queues._bounded_queue import runner_thread
+from jstep.queues.coordinator import Coordinator
+from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
 
 _log = logging.getLogger(__name__)
 

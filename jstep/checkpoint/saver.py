@@ -13,14 +13,15 @@ from typing import Any, NoReturn
 
 import jax
 
-from jstep import _checkpoint_args as checked
-from jstep import _checkpoint_dir as folder
-from jstep import _leaves, _manifest, _processes, _restored, _tree
+from jstep import _tree
 from jstep import state as state_module
-from jstep._manifest import CheckpointError, Manifest
-from jstep._retention import Keeper
-from jstep._stage import Stage
 from jstep.averages import NAME as AVERAGES
+from jstep.checkpoint import _arguments as checked
+from jstep.checkpoint import _compression, _leaves, _manifest, _processes, _restored
+from jstep.checkpoint import _directory as folder
+from jstep.checkpoint._manifest import CheckpointError, Manifest
+from jstep.checkpoint._retention import Keeper
+from jstep.checkpoint._stage import Stage
 
 _logger = logging.getLogger("jstep")
 
@@ -64,8 +65,9 @@ class Saver:
     meanwhile need room for one more state. A checkpoint gets its name when all of it is on disk, with checksums
     of every file, which `restore` verifies.
 
-    The newest checkpoint is that of the highest step. Saving a step again replaces its checkpoint, and the old one
-    is there until the new one is. What went wrong in the background is raised by the next call, whatever it is.
+    The newest checkpoint is that of the highest step: to go back to an earlier one for good, delete those after it.
+    Saving a step again replaces its checkpoint, and the old one is there until the new one is. What went wrong in the
+    background is raised by the next call, whatever it is; each of them first waits for a save under way.
     One Saver at a time writes a prefix in a directory; any number may restore. On several processes all of them
     call `save` and `restore`, each writes and reads its shards, and the first one keeps the directory.
 
@@ -79,8 +81,8 @@ class Saver:
         stage: Whether `save` copies the state into memory it keeps for that, one more state, so that the
             following steps reuse theirs. On the CPU this about halves the wait; elsewhere arrays are copied to the
             host anyway.
-        compress: Whether to compress (zstd): about a tenth less on disk for trained float32, at several times the
-            time.
+        compress: Whether to compress (zstd). Trained floats shrink by a tenth, and writing them takes several times as
+            long; None looks at a sample, and compresses where that halves the bytes.
         verify: Whether `restore` verifies checksums first, for which it reads every file once more.
         clock: The time in seconds since 1970.
 
@@ -110,7 +112,7 @@ class Saver:
         async_save: bool = True,
         *,
         stage: bool = False,
-        compress: bool = False,
+        compress: bool | None = None,
         verify: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -124,11 +126,11 @@ class Saver:
             checked.hours(keep_checkpoint_every_n_hours),
             since=self._now(),
         )
-        self._async_save, self._verify = async_save, verify
+        self._async_save, self._compress, self._verify = async_save, compress, verify
         self._stage = Stage() if stage else None
-        from jstep import _orbax  # not at the top: `import jstep` is quick, orbax is not
+        from jstep.checkpoint import _orbax  # not at the top: `import jstep` is quick, orbax is not
 
-        self._checkpointer = _orbax.Checkpointer(self.prefix, compress)
+        self._checkpointer = _orbax.Checkpointer(self.prefix)
         self._lock = threading.RLock()
         self._saving: str | None = None
         self._swept = self._closed = False
@@ -165,9 +167,13 @@ class Saver:
             try:
                 if self._stage is not None:
                     arrays = self._stage.copy(arrays)
-                self._checkpointer.save(path, arrays, functools.partial(self._keeper.publish, manifest))
+                compress = _compression.pays(arrays.values()) if self._compress is None else self._compress
+                self._checkpointer.save(path, arrays, compress, functools.partial(self._keeper.publish, manifest))
             except Exception as error:
                 self._give_up(error)
+            except BaseException:  # interrupted: the next save clears away what is left
+                self._swept = False
+                raise
             if not self._async_save:
                 self.wait()
             return path

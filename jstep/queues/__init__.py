@@ -1,0 +1,14 @@
+"""Feeding a loop from threads: queues, the threads that fill them, and what stops all together."""
+
+from jstep.queues.coordinator import Coordinator
+from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
+from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
+
+__all__ = [
+    "Coordinator",
+    "FIFOQueue",
+    "QueueRunner",
+    "RandomShuffleQueue",
+    "add_queue_runner",
+    "start_queue_runners",
+]
