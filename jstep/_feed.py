@@ -121,7 +121,9 @@ def _stateful(iterator: Any, position: Any, start: int) -> Source:
             start,
             type(iterator).__name__,
         )
-    return Source(iterator, lambda: encoded(iterator.get_state()))
+    # Some of them can be asked for the next item, but not be iterated over.
+    items = iterator if hasattr(iterator, "__iter__") else map(next, itertools.repeat(iterator))
+    return Source(items, lambda: encoded(iterator.get_state()))
 
 
 def encoded(position: Any) -> Any:

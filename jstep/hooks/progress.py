@@ -1,5 +1,7 @@
 """One line on a terminal: step, rate, loss and the time left."""
 
+import os
+import sys
 import time
 from typing import Any
 
@@ -38,9 +40,9 @@ class ProgressHook(Hook):
     def begin(self, state: TrainState) -> None:
         """Draws the line at the step the run begins from."""
         self._then, self._held, self._last = self._clock(), {}, {}
-        self._bar = self._tqdm(
-            total=self._last_step, initial=global_step(state), unit="step", file=self._file, dynamic_ncols=True
-        )
+        unknown = _is_of_no_size(self._file or sys.stderr)
+        size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
+        self._bar = self._tqdm(total=self._last_step, initial=global_step(state), unit="step", file=self._file, **size)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Draws it again now and then, with the last numbers that the device has finished."""
@@ -69,3 +71,11 @@ class ProgressHook(Hook):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _is_of_no_size(file: Any) -> bool:
+    """Whether a terminal does not say how large it is: tqdm would show an empty line."""
+    try:
+        return os.get_terminal_size(file.fileno()).columns == 0
+    except (OSError, ValueError, AttributeError):
+        return False
