@@ -67,6 +67,11 @@ class StopSignals:
         else:
             _agreement.tell_all_to_stop()
 
+    @property
+    def interrupts(self) -> bool:
+        """Whether no batch is to be waited for: a signal came, and no other process has to stop at the same step."""
+        return self._alone and self.received is not None
+
     def to_stop(self) -> bool:
         """Whether the run stops after this call; to be asked after each."""
         if self._alone:

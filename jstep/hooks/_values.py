@@ -40,7 +40,11 @@ def is_ready(values: dict[str, Any]) -> bool:
 
 def text(values: dict[str, Any]) -> str:
     """`loss 0.1234  learning_rate 0.001`; reads the values."""
-    return "  ".join(f"{name} {np.asarray(value).item():.4g}" for name, value in values.items())
+    return "  ".join(f"{name} {_short(np.asarray(value).item())}" for name, value in values.items())
+
+
+def _short(number: Any) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.4g}"
 
 
 LeaveOut = Callable[[], Collection[str]]
