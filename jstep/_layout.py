@@ -12,6 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jstep import _tree
 from jstep._typing import Params, Slots
 
+MODEL_STATE = "model_state"
+
 ParamSpecs = Any
 """None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
 
@@ -33,10 +35,16 @@ def axis_size(mesh: Mesh, axis: Any, argument: str) -> int:
     """How many devices an axis (or a tuple of axes) spans.
 
     Raises:
+        TypeError: It is no name and no tuple of names.
         ValueError: The mesh has no such axis.
     """
     names = axis if isinstance(axis, tuple) else (axis,)
     for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{argument}: must be the name of an axis or a tuple of names, got {axis!r}; the mesh has the axes "
+                f"{dict(mesh.shape)}"
+            )
         if name not in mesh.shape:
             hint = _tree.nearest(str(name), map(str, mesh.axis_names))
             raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
@@ -100,6 +108,9 @@ def checked(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) 
     where = f"param_specs: {spec} at {_tree.quoted(path)}"
     if len(spec) > len(shape):
         raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
+    names = [name for axis in spec if axis is not None for name in (axis if isinstance(axis, tuple) else (axis,))]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{where} has an axis twice; an axis of the mesh splits one dimension")
     for dim, axis in enumerate(spec):
         if axis is None:
             continue
@@ -124,7 +135,7 @@ def state_shardings(
         param_specs: See `specs_of`.
         slot_axis: The axis over which slots of replicated parameters are split.
     """
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    on_all = everywhere(mesh)
     named = _tree.leaves_with_paths(params)
     placed = [
         checked(mesh, spec, np.shape(leaf), path)
@@ -142,17 +153,26 @@ def state_shardings(
         try:
             leaves = treedef.flatten_up_to(tree)
         except (ValueError, TypeError):
-            return jax.tree.map(lambda _: everywhere, tree)
+            return jax.tree.map(lambda _: on_all, tree)
         if not jax.tree_util.all_leaves([leaf for leaf in leaves if leaf is not None]):
-            return jax.tree.map(lambda _: everywhere, tree)
+            return jax.tree.map(lambda _: on_all, tree)
         return treedef.unflatten(
             [
-                None if leaf is None else sharding if np.shape(leaf) == np.shape(parameter) else everywhere
+                None if leaf is None else sharding if np.shape(leaf) == np.shape(parameter) else on_all
                 for leaf, sharding, (_, parameter) in zip(leaves, for_slots, named, strict=True)
             ]
         )
 
-    return treedef.unflatten(placed), {name: slot(tree) for name, tree in slots.items()}, everywhere
+    def wherever(name: str, tree: Any) -> Any:
+        # Variables that are not trained may happen to look like the parameters; they are no slot of theirs.
+        return jax.tree.map(lambda _: on_all, tree) if name == MODEL_STATE else slot(tree)
+
+    return treedef.unflatten(placed), {name: wherever(name, tree) for name, tree in slots.items()}, on_all
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """On every device."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def split_replicated(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], axis: Any) -> NamedSharding:
@@ -169,11 +189,28 @@ def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
     return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
 
-def build(make: Callable[[], Any], place: Callable[[Any], Any]) -> Any:
-    """What `make()` returns, made where it is to lie: no device ever holds more than its part.
+def put(leaf: Any, sharding: NamedSharding) -> Any:
+    """The leaf where the sharding says, in memory of its own; of a shape, the shape with the sharding."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+        # Without a copy the part on the leaf's own device would be the leaf itself, and donated with the state.
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf.copy(), sharding)
+        return jax.device_put(leaf, sharding, may_alias=False)
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    # Every process has the whole leaf and keeps its own part of it.
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) -> Any:
+    """What `make(*given)` returns, made where it is to lie: no device ever holds more than its part.
 
     Args:
         make: Makes a tree of arrays.
         place: From the tree's shapes to its shardings.
+        *given: Arrays that lie on the mesh already; captured ones would become constants of the program.
     """
-    return jax.jit(make, out_shardings=place(jax.eval_shape(make)))()
+    return jax.jit(make, out_shardings=place(jax.eval_shape(make, *given)))(*given)

@@ -71,9 +71,18 @@ def split(args: tuple[Any, ...], n: int, rows: Any = None) -> tuple[Any, ...]:
         if not isinstance(sharding, NamedSharding) or not len(sharding.spec):
             return parts
         whole = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        try:
+            whole.shard_shape(parts.shape)
+        except ValueError:  # fewer rows than devices, or a batch unlike the one the shardings are of
+            return parts
         return jax.lax.with_sharding_constraint(parts, whole)
 
-    return jax.tree.map(reshaped, args) if rows is None else jax.tree.map(reshaped, args, rows)
+    def structure(tree: Any) -> Any:
+        return jax.tree.structure(tree, is_leaf=_tree.is_none)
+
+    if rows is None or structure(args) != structure(rows):
+        return jax.tree.map(reshaped, args)
+    return jax.tree.map(reshaped, args, rows)
 
 
 def accumulate(

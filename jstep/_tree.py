@@ -129,6 +129,13 @@ def as_leaf(leaf: Any, path: str, *, copy: bool) -> Array:
     return jnp.array(leaf, dtype=dtype, copy=True) if copy else jnp.asarray(leaf, dtype=dtype)
 
 
+def host_leaf(keys: Any, leaf: Any) -> Any:
+    """As `as_leaf`, but what is in host memory stays there: no device need hold the whole of it."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return as_leaf(leaf, path_str(keys), copy=False)
+
+
 def _short(x: Any) -> str:
     text = repr(x)
     return text if len(text) <= 60 else text[:57] + "..."

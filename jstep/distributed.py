@@ -18,6 +18,7 @@ def initialize(
     *,
     initialization_timeout_secs: int = 300,
     heartbeat_timeout_secs: int = 100,
+    shutdown_timeout_secs: int = 300,
 ) -> None:
     """Joins the processes of a run; to be called before anything asks JAX for a device. A no-op on one process.
 
@@ -29,6 +30,8 @@ def initialize(
         initialization_timeout_secs: How long to wait for the others.
         heartbeat_timeout_secs: After how long a process that is not heard of counts as dead; the others then end
             with an error.
+        shutdown_timeout_secs: How long a process that ends waits for the others to end. Where one of them raised an
+            exception, the others learn of it, and end with an error, when this time is over.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -48,6 +51,7 @@ def initialize(
         ("process_id", process_id, 0),
         ("initialization_timeout_secs", initialization_timeout_secs, 1),
         ("heartbeat_timeout_secs", heartbeat_timeout_secs, 1),
+        ("shutdown_timeout_secs", shutdown_timeout_secs, 1),
     ):
         if value is None:
             continue
@@ -57,6 +61,8 @@ def initialize(
             raise ValueError(f"{name}={value}: must be ≥ {low}")
     if num_processes is not None and process_id is not None and process_id >= num_processes:
         raise ValueError(f"process_id={process_id}: must be < num_processes={num_processes}")
+    if coordinator_address is not None and not isinstance(coordinator_address, str):
+        raise TypeError(f"coordinator_address={coordinator_address!r}: must be 'host:port'")
     if num_processes == 1:
         return
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -76,11 +82,16 @@ def initialize(
             process_id,
             initialization_timeout=initialization_timeout_secs,
             heartbeat_timeout_seconds=heartbeat_timeout_secs,
+            shutdown_timeout_seconds=shutdown_timeout_secs,
             coordinator_bind_address=bind,
         )
     except RuntimeError:
         # JAX was used already. Alone that does no harm; with others each process would train by itself.
-        if given or any(int(os.environ.get(name, "1") or 1) > 1 for name in _SIZES) or os.environ.get(_TPU_HOSTS, ""):
+        if (
+            given
+            or any(int(os.environ.get(name, "1") or 1) > 1 for name in _SIZES)
+            or "," in os.environ.get(_TPU_HOSTS, "")
+        ):
             raise
     except ValueError as error:
         if not given and "should be defined" in str(error):

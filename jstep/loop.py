@@ -239,21 +239,23 @@ def _due(hook: Any, step: int) -> int:
     """The next step at which the loop calls a hook: the next one where the hook does not say."""
     if not hasattr(hook, "after_step"):
         return NEVER
-    due = None if getattr(hook, "every_call", False) else _own_due(hook, step)
+    due = _checked(hook.next_due, step) if hasattr(hook, "next_due") else None
     return step + 1 if due is None else due
 
 
-def _own_due(hook: Any, step: int) -> int | None:
-    due = hook.next_due(step) if hasattr(hook, "next_due") else None
+def _checked(next_due: Callable[[int], int | None], step: int) -> int | None:
+    due = next_due(step)
     if due is not None and due <= step:
-        raise ValueError(f"{type(hook).__name__}.next_due({step}) returned {due}: must be a later step, or None")
+        name = getattr(next_due, "__qualname__", repr(next_due))
+        raise ValueError(f"{name}({step}) returned {due}: must be a later step, or None")
     return due
 
 
 def _lengths(hooks: list[Any], step: int, last_step: int, steps_per_call: int) -> Iterator[int]:
     """How many steps each call makes: no hook that says when it is due is passed over."""
+    known = [getattr(hook, name) for hook in hooks for name in ("next_due", "next_multiple") if hasattr(hook, name)]
     while step < last_step:
-        dues = [_own_due(hook, step) for hook in hooks if hasattr(hook, "after_step")]
+        dues = [_checked(next_due, step) for next_due in known]
         end = min([step + steps_per_call, last_step, *(due for due in dues if due is not None)])
         yield end - step
         step = end

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep import _tree
-from jstep._layout import ParamSpecs, auto_mesh, axis_size, largest_divisible, state_shardings
+from jstep._layout import ParamSpecs, auto_mesh, axis_size, largest_divisible, put, state_shardings
 from jstep._typing import Params
 from jstep.state import TrainState
 
@@ -16,7 +16,9 @@ def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, sl
     """The same state, laid out over a mesh. Compiled steps keep every leaf where it lies.
 
     Args:
-        state: Any state. To make one that no single device could hold, give the mesh to `TrainState.create`.
+        state: Any state, whose arrays stay as they are. To make one that no single device could hold, give the mesh
+            to `TrainState.create`. Of a state of shapes, from `jax.eval_shape`, come shapes with their shardings: a
+            target for `Saver.restore`.
         mesh: A `jax.sharding.Mesh`. Explicit axes are taken as Auto axes over the same devices, so that a model
             needs no annotations of its own.
         param_specs: How parameters lie: a `PartitionSpec` for all, a tree of them (or a prefix of one), rules
@@ -46,15 +48,7 @@ def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, sl
         raise TypeError(f"state: must be a TrainState, got {type(state).__name__}")
     params, slots, everywhere = state_shardings(state.params, state.slots, auto_mesh(mesh), param_specs, slot_axis)
     step: Any = None if state.global_step is None else everywhere
-    return jax.tree.map(_put, state, TrainState(params, slots, step))
-
-
-def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
-        return jax.device_put(leaf, sharding)
-    # Every process has the whole leaf and keeps its own part of it.
-    host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return jax.tree.map(put, state, TrainState(params, slots, step))
 
 
 def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
@@ -79,6 +73,11 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     mesh = auto_mesh(mesh)
     parts = axis_size(mesh, axis, f"axis={axis!r}")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
+
+    sizes = {np.shape(rows)[:1]: _tree.quoted(path) for path, rows in _tree.leaves_with_paths(local_batch)}
+    if len(sizes) > 1:
+        each = ", ".join(f"{shape[0] if shape else 'none (a scalar)'} at {path}" for shape, path in sizes.items())
+        raise ValueError(f"local_batch: all leaves must have the same number of rows; there are {each}")
 
     def leaf(keys: Any, rows: Any) -> jax.Array:
         path = _tree.quoted(_tree.path_str(keys))

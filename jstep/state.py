@@ -6,6 +6,7 @@ bias corrections, averages, checkpoints, logs and the stop condition all read it
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jstep import _layout, _tree
 from jstep._typing import Array, Optimizer, Params, Slots, Step, require_optimizer
 
-MODEL_STATE = "model_state"
+MODEL_STATE = _layout.MODEL_STATE
 START_STEP = "start_step"
 
 
@@ -81,18 +82,28 @@ class TrainState:
             raise ValueError("param_specs and slot_axis say how the state lies on a mesh: give mesh as well")
         is_function = callable(params) and jax.tree_util.all_leaves([params])
 
-        def make() -> TrainState:
+        def make(params: Any, model_state: Any) -> TrainState:
             return _fresh(cls, params() if is_function else params, optimizer, step, model_state, copy=copy)
 
         if mesh is None:
-            return make()
+            return make(params, model_state)
         mesh = _layout.auto_mesh(mesh)
 
-        def place(shapes: TrainState) -> TrainState:
-            where: Any = _layout.state_shardings(shapes.params, shapes.slots, mesh, param_specs, slot_axis)
-            return cls(*where)
+        def where(params: Any, slots: Slots) -> Any:
+            return _layout.state_shardings(params, slots, mesh, param_specs, slot_axis)
 
-        return _layout.build(make, place)
+        def placed(tree: Any, shardings: Callable[[Any], Any]) -> Any:
+            tree = jax.tree_util.tree_map_with_path(_tree.host_leaf, tree)
+            return jax.tree.map(_layout.put, tree, shardings(tree))
+
+        given = None if is_function else placed(params, lambda tree: where(tree, {})[0])
+        others = placed(model_state, lambda tree: jax.tree.map(lambda _: _layout.everywhere(mesh), tree))
+        return _layout.build(
+            lambda given, others: make(params if is_function else given, others),
+            lambda shapes: cls(*where(shapes.params, shapes.slots)),
+            given,
+            others,
+        )
 
     def replace(self, **changes: Any) -> "TrainState":
         """A new state with some of the fields `params`, `slots` and `global_step` changed."""

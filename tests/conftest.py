@@ -5,6 +5,12 @@ import os
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Eight devices for the tests of sharding; whatever says nothing of devices lives on the first.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# XLA's pool has a thread for each core. Collectives of 8 devices block in it, and on few cores block each other
+# until XLA gives up, after 40 s.
+os.environ.setdefault("NPROC", "16")
 
 import hypothesis
 import jax

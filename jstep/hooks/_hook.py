@@ -36,9 +36,6 @@ class Hook:
     Source: `tf.train.SessionRunHook`.
     """
 
-    every_call: bool = False
-    """Whether `after_step` is called after every call, also before `next_due`: for a hook that asks a clock."""
-
     def use_writer(self, summary_writer: Any, leave_out: Callable[[], Collection[str]]) -> None:
         """Called before `begin` with the writer of `train(logdir=…)`, or None: for hooks made without one.
 
@@ -73,6 +70,10 @@ class Hook:
         """
         return None
 
+    def next_multiple(self, step: int) -> int | None:
+        """For a hook that asks a clock as well: the first step after `step` at which it is due by itself, or None."""
+        return None
+
 
 class Every:
     """A cadence: every so many steps, or seconds of an injected clock, or whichever comes first.
@@ -100,8 +101,12 @@ class Every:
         if self.secs is not None:
             self._last = self._clock()
 
-    def next_due(self, step: int) -> int:
-        """The next step that is due whatever the clock says."""
+    def next_due(self, step: int) -> int | None:
+        """The next step that is due by itself; None where a clock has to be asked."""
+        return None if self.secs is not None else self.next_multiple(step)
+
+    def next_multiple(self, step: int) -> int:
+        """The next multiple of `steps`, whatever the clock says."""
         return NEVER if self.steps is None else (step // self.steps + 1) * self.steps
 
 
@@ -110,15 +115,18 @@ class CadencedHook(Hook):
 
     def __init__(self, cadence: Every) -> None:
         self._every = cadence
-        self.every_call = cadence.secs is not None
 
     def begin(self, state: TrainState) -> None:
         """Seconds count from here."""
         self._every.start()
 
-    def next_due(self, step: int) -> int:
-        """The next multiple of the steps; a clock is asked after every call besides."""
+    def next_due(self, step: int) -> int | None:
+        """The next multiple, where no clock has to be asked."""
         return self._every.next_due(step)
+
+    def next_multiple(self, step: int) -> int:
+        """The next multiple, whatever the clock says."""
+        return self._every.next_multiple(step)
 
 
 def check_step(step: int, state: TrainState) -> None:

@@ -1,0 +1,158 @@
+"""What the compiled step sends between 8 devices, and the least that it could send.
+
+    python tests/benchmarks/bench_collectives.py
+
+Collectives are counted from the compiled HLO, a loop's body as often as it runs. Bytes are those that each device
+sends in ring algorithms: 2(n-1)/n·S for an all-reduce of S bytes, (n-1)/n·S for an all-gather or a reduce-scatter
+whose whole is S, an all-to-all or a permutation. The minimum of a layout, for P bytes of parameters:
+
+    data parallel     2(n-1)/n·P   one all-reduce of the gradients (and 4 bytes of loss)
+    ZeRO-1            2(n-1)/n·P   reduce-scatter of the gradients, all-gather of the parameters
+    FSDP (ZeRO-3)     3(n-1)/n·P   the same, and the parameters are gathered once more for the backward pass
+    tensor parallel   activations and their gradients once for each pair of layers, and the gradients of each
+                      device's own part over the data axis
+
+XLA's CPU backend makes no reduce-scatter: where a device needs a part of a sum, all-reduce and a slice stand in its
+place, at twice the bytes. On GPU and TPU XLA turns that pair into a reduce-scatter. Nor does it move the reduction of
+a running sum out of a loop, as its GPU backend does: here each microbatch reduces. FSDP may send less than its minimum:
+where a batch is smaller than the parameters, XLA sends activations instead.
+"""
+
+import math
+import os
+import re
+from collections import Counter
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+SIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1, "f64": 8, "s64": 8}
+WIDTH, HIDDEN, PAIRS, BATCH = 256, 1024, 3, 512
+
+
+def init():
+    params = {}
+    for i, key in enumerate(jax.random.split(jax.random.key(0), PAIRS)):
+        up, down = jax.random.split(key)
+        params[f"layer{i}"] = {
+            "up": jax.random.normal(up, (WIDTH, HIDDEN)) / math.sqrt(WIDTH),
+            "down": jax.random.normal(down, (HIDDEN, WIDTH)) / math.sqrt(HIDDEN),
+        }
+    return params
+
+
+def loss_fn(params, x):
+    y = x
+    for layer in params.values():
+        y = y + jnp.tanh(y @ layer["up"]) @ layer["down"]
+    return jnp.mean((y - 1) ** 2)
+
+
+def computations(text):
+    """Name → its lines; the entry is named ENTRY."""
+    found, name = {}, None
+    for line in text.splitlines():
+        head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
+        if head and not line.startswith(" "):
+            name = "ENTRY" if head[1] else head[2]
+            found[name] = []
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def collectives(text):
+    """(kind, bytes of the result, devices that take part, runs) for every collective."""
+    bodies = computations(text)
+    found = []
+
+    def walk(name, runs):
+        for line in bodies.get(name, ()):
+            called = re.search(r" while\(.*body=%?([\w.\-]+)", line)
+            if called:
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                walk(called[1], runs * int(trips[1] if trips else 1))
+            for callee in re.findall(r" (?:call|conditional)\(.*?(?:to_apply|computation)=%?([\w.\-]+)", line):
+                walk(callee, runs)
+            hit = re.search(rf"= (\(.*?\)|\S+) ({KINDS})(?:-start)?\(", line)
+            if hit:
+                shapes = re.findall(r"(\w+)\[([\d,]*)\]", hit[1])
+                size = sum(SIZES[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in shapes)
+                found.append((hit[2], size, group_size(line), runs))
+
+    walk("ENTRY", 1)
+    return found
+
+
+def group_size(line):
+    """How many devices share one collective, in each way XLA writes it."""
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if listed:
+        return len(listed[1].split(","))
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=", line)
+    if iota:
+        return int(iota[1])
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    if named:
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(axes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    return jax.device_count()
+
+
+def sent(kind, size, n):
+    """Bytes each device sends."""
+    if kind == "reduce-scatter":
+        return (n - 1) * size  # its result is a part
+    return {"all-reduce": 2, "collective-permute": n / max(n - 1, 1)}.get(kind, 1) * (n - 1) / n * size
+
+
+def main():
+    data, both = jax.make_mesh((8,), ("data",)), jax.make_mesh((4, 2), ("data", "model"))
+    total = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(init)))
+    share = 7 / 8 * total
+    columns_and_rows = [("*/up", P(None, "model")), ("*/down", P("model"))]
+    rows = 4 * BATCH * WIDTH // 4  # activations of a data shard
+    # Forward: one sum after each `down`; backward: one of the gradients before each `up`, but the first one's input.
+    activations = (2 * PAIRS - 1) * 2 * (1 / 2) * rows
+    layouts = {
+        "data parallel": (data, {}, 2 * share),
+        "ZeRO-1": (data, {"slot_axis": "data"}, 2 * share),
+        "FSDP": (data, {"param_specs": jstep.fsdp_specs(jax.eval_shape(init), data)}, 3 * share),
+        "tensor parallel": (both, {"param_specs": columns_and_rows}, 2 * (3 / 4) * total / 2 + activations),
+    }
+    optimizer = jstep.adam(0.001)
+    x = np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype(np.float32)
+    print(f"{PAIRS} pairs of layers, {total / 1e6:.1f} MB of parameters, batch {BATCH}, Adam, 8 devices")
+    print(f"{'':17}{'microbatches':>12}  {'MB sent':>8} {'minimum':>8} {'ratio':>6}  {'MB/device':>9}  collectives")
+    for name, (mesh, how, least) in layouts.items():
+        state = jstep.TrainState.create(init, optimizer, mesh=mesh, **how)
+        first = jax.devices()[0]
+        held = sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(state)
+            for shard in leaf.addressable_shards
+            if shard.device == first
+        )
+        for n in (1, 4):
+            step = jstep.minimize(loss_fn, optimizer, num_microbatches=n)
+            batch = jstep.shard_batch(x, mesh)
+            found = collectives(step.lower(state, batch).compile().as_text())
+            moved = sum(sent(kind, size, group) * runs for kind, size, group, runs in found)
+            counts = Counter()
+            for kind, _, _, runs in found:
+                counts[kind] += runs
+            listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+            figures = f"{moved / 1e6:8.2f} {least / 1e6:8.2f} {moved / least:6.2f}  {held / 1e6:9.2f}"
+            print(f"{name:17}{n:>12}  {figures}  {listed}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Starts the processes of a run on this machine, on loopback, and waits for them."""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+PRELUDE = """
+import os, signal, sys, time
+process, count, address, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+import jstep
+timeouts = dict(initialization_timeout_secs=60, heartbeat_timeout_secs=10, shutdown_timeout_secs=5)
+jstep.distributed.initialize(address, count, process, **timeouts)
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("data",))
+rows = NamedSharding(mesh, P("data"))
+
+def init():
+    return {"w": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), "b": jnp.zeros(8)}
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"][None]) - x) ** 2)
+
+optimizer = jstep.with_moving_average(jstep.adam(0.02), jstep.ExponentialMovingAverage(0.9))
+data = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)
+batches = jstep.batches(data, 16, seed=1)
+
+def weights(state):
+    everywhere = jax.tree.map(lambda leaf: NamedSharding(leaf.sharding.mesh, P()), state.params)
+    whole = jax.jit(lambda params: params, out_shardings=everywhere)(state.params)
+    return " ".join(np.asarray(leaf.addressable_data(0)).tobytes().hex() for leaf in jax.tree.leaves(whole))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A process that has ended."""
+
+    code: int
+    out: str
+    err: str
+    at: float
+
+
+def free_address():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def start(script, count, directory, *args, devices=4):
+    """Starts `count` processes with 4 devices in all; the script finds what PRELUDE makes."""
+    address = free_address()
+    flags = f"--xla_force_host_platform_device_count={devices // count}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
+    code = PRELUDE + textwrap.dedent(script)
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(i), str(count), address, str(directory), *map(str, args)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
+
+
+def end(processes, timeout=120):
+    """Waits for all of them, and ends what has not ended in time."""
+    until = time.monotonic() + timeout
+    ended = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=max(1, until - time.monotonic()))
+            ended.append(Ended(process.returncode, out, err, time.monotonic()))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return ended
+
+
+def run(script, count, directory, *args, devices=4):
+    """What each process printed; all have to end well."""
+    ended = end(start(script, count, directory, *args, devices=devices))
+    for one in ended:
+        assert one.code == 0, one.err[-4000:]
+    return [one.out.split("\n") for one in ended]
