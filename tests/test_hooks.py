@@ -68,7 +68,7 @@ def test_due_at_the_multiples_wherever_the_run_begins(name, steps, start):
     assert dues == [first, first + steps, first + 2 * steps]
     assert first > start
     assert [hook.next_due(start) for _ in range(3)] == [first] * 3  # pure
-    assert not hook.every_call
+    assert hook.next_multiple(start) == first
 
 
 SECONDS = {
@@ -85,8 +85,8 @@ def test_seconds_count_from_the_begin_and_then_from_the_last_time(name):
     clock = Clock()
     hook = SECONDS[name](clock)
     hook.begin(state_at())
-    assert hook.every_call
-    assert hook.next_due(3) == NEVER
+    assert hook.next_due(3) is None  # asked after every call
+    assert hook.next_multiple(3) == NEVER
     dues = []
     for step in range(1, 20):
         clock.now += 1
@@ -104,8 +104,8 @@ def test_seconds_or_steps_whichever_comes_first(tmp_path):
         clock.now += 1 if step < 6 else 5
         saves.hook.after_step(step, state_at(step), {})
     assert saves.steps() == [4, *range(6, 14)]
-    assert saves.hook.next_due(5) == 8  # a call of several steps ends there
-    assert saves.hook.every_call
+    assert saves.hook.next_multiple(5) == 8  # a call of several steps ends there
+    assert saves.hook.next_due(5) is None
 
 
 BAD = [
@@ -155,7 +155,7 @@ def test_the_base_class_does_nothing():
     assert hook.begin(state_at()) is None
     assert hook.after_step(1, state_at(1), {}) is None
     assert hook.next_due(3) is None
-    assert not hook.every_call
+    assert hook.next_multiple(3) is None
     hook.after_first_call(1)
     hook.after_call(range(1, 3), {})
     assert hook.before_save(1) is None
