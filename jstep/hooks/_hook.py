@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jstep import _agreement
 from jstep._checks import as_int
 from jstep.state import TrainState, global_step
 
@@ -36,9 +35,6 @@ class Hook:
 
     Source: `tf.train.SessionRunHook`.
     """
-
-    every_call: bool = False
-    """Whether `after_step` is called after every call, also before `next_due`: for a hook that asks a clock."""
 
     def use_writer(self, summary_writer: Any, leave_out: Callable[[], Collection[str]]) -> None:
         """Called before `begin` with the writer of `train(logdir=…)`, or None: for hooks made without one.
@@ -74,6 +70,10 @@ class Hook:
         """
         return None
 
+    def next_multiple(self, step: int) -> int | None:
+        """For a hook that asks a clock as well: the first step after `step` at which it is due by itself, or None."""
+        return None
+
 
 class Every:
     """A cadence: every so many steps, or seconds of an injected clock, or whichever comes first.
@@ -83,65 +83,50 @@ class Every:
     """
 
     def __init__(self, steps: int | None, secs: float | None, clock: Clock = time.monotonic) -> None:
-        self.steps, self.secs, self.clock = positive("steps", steps), _positive_secs("secs", secs), clock
+        self.steps, self.secs, self._clock = positive("steps", steps), _positive_secs("secs", secs), clock
         self._last = math.inf
 
     def start(self) -> None:
         """Seconds count from now."""
-        self._last = self.clock()
+        self._last = self._clock()
 
     def due(self, step: int) -> bool:
         """Whether it is due at this step."""
         if self.steps is not None and step % self.steps == 0:
             return True
-        return self.secs is not None and self.clock() - self._last >= self.secs
+        return self.secs is not None and self._clock() - self._last >= self.secs
 
     def done(self) -> None:
         """It has happened; seconds count from now."""
         if self.secs is not None:
-            self._last = self.clock()
+            self._last = self._clock()
 
-    def next_due(self, step: int) -> int:
-        """The next step that is due whatever the clock says."""
+    def next_due(self, step: int) -> int | None:
+        """The next step that is due by itself; None where a clock has to be asked."""
+        return None if self.secs is not None else self.next_multiple(step)
+
+    def next_multiple(self, step: int) -> int:
+        """The next multiple of `steps`, whatever the clock says."""
         return NEVER if self.steps is None else (step // self.steps + 1) * self.steps
 
 
 class CadencedHook(Hook):
-    """A hook that is due as an `Every` says.
+    """A hook that is due as an `Every` says."""
 
-    Args:
-        cadence: When it is due.
-        together: Whether all processes of a run have to do it at the same step, by one clock.
-    """
-
-    def __init__(self, cadence: Every, *, together: bool = False) -> None:
-        self._every, self._together = cadence, together
-        self._agreed: _agreement.AgreedClock | None = None
-        self.every_call = cadence.secs is not None
+    def __init__(self, cadence: Every) -> None:
+        self._every = cadence
 
     def begin(self, state: TrainState) -> None:
         """Seconds count from here."""
         self._every.start()
-        if self._together and self._every.secs is not None and not _agreement.is_alone():
-            self._agreed = _agreement.AgreedClock(self._every.secs, self._every.clock)
 
-    def is_due(self, step: int) -> bool:
-        """Whether it is due; to be asked at every step by all processes."""
-        if self._agreed is None:
-            return self._every.due(step)
-        # Asked in any case: the processes have to ask at the same steps.
-        by_clock = self._agreed.due(step)
-        return by_clock or (self._every.steps is not None and step % self._every.steps == 0)
-
-    def has_happened(self) -> None:
-        """Seconds count from now."""
-        self._every.done()
-        if self._agreed is not None:
-            self._agreed.done()
-
-    def next_due(self, step: int) -> int:
-        """The next multiple of the steps; a clock is asked after every call besides."""
+    def next_due(self, step: int) -> int | None:
+        """The next multiple, where no clock has to be asked."""
         return self._every.next_due(step)
+
+    def next_multiple(self, step: int) -> int:
+        """The next multiple, whatever the clock says."""
+        return self._every.next_multiple(step)
 
 
 def check_step(step: int, state: TrainState) -> None:
