@@ -210,7 +210,9 @@ def _run(
         Where it ended, and whether a signal ended it: on several processes the same on all.
     """
     step, stopped = start, False
-    dues = [_due(hook, step) for hook in hooks]
+    acting = [hook for hook in hooks if hasattr(hook, "after_step")]
+    actions = [(hook.after_step, _due_of(hook)) for hook in acting]
+    dues = [due_of(step) for _, due_of in actions]
     next_due = min(dues, default=NEVER)
     with contextlib.suppress(StopWaiting):
         for one in feed:
@@ -223,10 +225,10 @@ def _run(
                 metrics = last_of(metrics) if step >= next_due else None
             stop = False
             if step >= next_due:
-                for i, hook in enumerate(hooks):
+                for i, (after_step, due_of) in enumerate(actions):
                     if dues[i] <= step:
-                        stop = bool(hook.after_step(step, state, metrics)) or stop
-                        dues[i] = _due(hook, step)
+                        stop = bool(after_step(step, state, metrics)) or stop
+                        dues[i] = due_of(step)
                 next_due = min(dues)
             stopped = signals.to_stop()
             if stopped or stop or step >= last_step:
@@ -235,12 +237,15 @@ def _run(
     return step, state, True
 
 
-def _due(hook: Any, step: int) -> int:
-    """The next step at which the loop calls a hook: the next one where the hook does not say."""
-    if not hasattr(hook, "after_step"):
-        return NEVER
-    due = _checked(hook.next_due, step) if hasattr(hook, "next_due") else None
-    return step + 1 if due is None else due
+def _due_of(hook: Any) -> Callable[[int], int]:
+    """From a step to the next one at which the loop calls a hook: the very next where the hook does not say."""
+    next_due = getattr(hook, "next_due", None)
+
+    def due_of(step: int) -> int:
+        due = None if next_due is None else _checked(next_due, step)
+        return step + 1 if due is None else due
+
+    return due_of
 
 
 def _checked(next_due: Callable[[int], int | None], step: int) -> int | None:

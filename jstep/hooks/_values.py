@@ -16,13 +16,12 @@ def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]
         return (0 if name == "loss" else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
 
     def is_number(value: Any) -> bool:
-        return isinstance(value, jax.Array | np.ndarray | np.generic | int | float) and np.ndim(value) == 0
+        if isinstance(value, jax.Array | np.ndarray | np.generic):
+            return value.ndim == 0
+        return isinstance(value, int | float)
 
-    return {
-        name: metrics[name]
-        for name in sorted(metrics, key=rank)
-        if is_number(metrics[name]) and (name not in leave_out or rank(name)[0] < 2)
-    }
+    kept = [name for name in metrics if name not in leave_out or rank(name)[0] < 2]
+    return {name: metrics[name] for name in sorted(kept, key=rank) if is_number(metrics[name])}
 
 
 def start_transfer(values: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ class CheckpointSaverHook(CadencedHook):
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Saves when due."""
-        if self._due(step):
+        if self._every.due(step) if self._agreed is None else self._due(step, self._agreed):
             self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
@@ -78,11 +78,9 @@ class CheckpointSaverHook(CadencedHook):
         """Says that there is a checkpoint of this step: the one that was restored."""
         self._saved = step
 
-    def _due(self, step: int) -> bool:
-        if self._agreed is None:
-            return self._every.due(step)
+    def _due(self, step: int, agreed: _agreement.AgreedClock) -> bool:
         by_steps = self._every.steps is not None and step % self._every.steps == 0
-        return self._agreed.due(step) or by_steps
+        return agreed.due(step) or by_steps
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Saves, unless this step is saved already.
