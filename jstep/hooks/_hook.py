@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from jstep import _agreement
 from jstep._checks import as_int
 from jstep.state import TrainState, global_step
 
@@ -83,23 +84,23 @@ class Every:
     """
 
     def __init__(self, steps: int | None, secs: float | None, clock: Clock = time.monotonic) -> None:
-        self.steps, self.secs, self._clock = positive("steps", steps), _positive_secs("secs", secs), clock
+        self.steps, self.secs, self.clock = positive("steps", steps), _positive_secs("secs", secs), clock
         self._last = math.inf
 
     def start(self) -> None:
         """Seconds count from now."""
-        self._last = self._clock()
+        self._last = self.clock()
 
     def due(self, step: int) -> bool:
         """Whether it is due at this step."""
         if self.steps is not None and step % self.steps == 0:
             return True
-        return self.secs is not None and self._clock() - self._last >= self.secs
+        return self.secs is not None and self.clock() - self._last >= self.secs
 
     def done(self) -> None:
         """It has happened; seconds count from now."""
         if self.secs is not None:
-            self._last = self._clock()
+            self._last = self.clock()
 
     def next_due(self, step: int) -> int | None:
         """The next step that is due by itself; None where a clock has to be asked."""
@@ -111,14 +112,36 @@ class Every:
 
 
 class CadencedHook(Hook):
-    """A hook that is due as an `Every` says."""
+    """A hook that is due as an `Every` says.
 
-    def __init__(self, cadence: Every) -> None:
-        self._every = cadence
+    Args:
+        cadence: When it is due.
+        together: Whether all processes of a run have to do it at the same step, by the clock of one.
+    """
+
+    def __init__(self, cadence: Every, *, together: bool = False) -> None:
+        self._every, self._together = cadence, together
+        self._agreed: _agreement.AgreedClock | None = None
 
     def begin(self, state: TrainState) -> None:
         """Seconds count from here."""
         self._every.start()
+        if self._together and self._every.secs is not None and not _agreement.is_alone():
+            self._agreed = _agreement.AgreedClock(self._every.secs, self._every.clock)
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is due; to be asked after every call by all processes."""
+        if self._agreed is None:
+            return self._every.due(step)
+        # The clock is asked in any case: the processes have to ask at the same steps.
+        by_clock = self._agreed.due(step)
+        return by_clock or (self._every.steps is not None and step % self._every.steps == 0)
+
+    def has_happened(self) -> None:
+        """Seconds count from now."""
+        self._every.done()
+        if self._agreed is not None:
+            self._agreed.done()
 
     def next_due(self, step: int) -> int | None:
         """The next multiple, where no clock has to be asked."""

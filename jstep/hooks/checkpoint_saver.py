@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jstep import _agreement
 from jstep.checkpoint import Saver
 from jstep.hooks._hook import CadencedHook, Clock, Metrics, check_step, every
 from jstep.state import TrainState
@@ -42,12 +41,11 @@ class CheckpointSaverHook(CadencedHook):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            every(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, at_least_one=False)
+            every(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, at_least_one=False),
+            together=True,
         )
         self._directory = None if isinstance(saver, Saver) else saver
         self._saver: Saver | None = saver if isinstance(saver, Saver) else Saver(saver)
-        self._agreed: _agreement.AgreedClock | None = None
-        self._secs, self._clock = save_secs, clock
         self._extra, self._before_save = extra, before_save
         self._saved: int | None = None
 
@@ -55,13 +53,10 @@ class CheckpointSaverHook(CadencedHook):
         """Seconds count from here."""
         super().begin(state)
         self._saved = None
-        if self._secs is not None and not _agreement.is_alone():
-            # All processes take part in a save, so one clock has to tell all of them.
-            self._agreed = _agreement.AgreedClock(self._secs, self._clock)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Saves when due."""
-        if self._every.due(step) if self._agreed is None else self._due(step, self._agreed):
+        if self.is_due(step):
             self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
@@ -77,10 +72,6 @@ class CheckpointSaverHook(CadencedHook):
     def is_saved(self, step: int) -> None:
         """Says that there is a checkpoint of this step: the one that was restored."""
         self._saved = step
-
-    def _due(self, step: int, agreed: _agreement.AgreedClock) -> bool:
-        by_steps = self._every.steps is not None and step % self._every.steps == 0
-        return agreed.due(step) or by_steps
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Saves, unless this step is saved already.
@@ -106,9 +97,7 @@ class CheckpointSaverHook(CadencedHook):
                 self._saver = Saver(self._directory or "")
             self._saver.save(state, extra=self._extra() if self._extra else None)
             self._saved = step
-            self._every.done()
-            if self._agreed is not None:
-                self._agreed.done()
+            self.has_happened()
         if wait and self._saver is not None:
             self._saver.wait()
         return True
