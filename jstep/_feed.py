@@ -195,7 +195,8 @@ def _as_states_lie(sharding: Any, *, stacked: bool) -> Any:
         if not isinstance(spec, PartitionSpec):
             return one
         spec = PartitionSpec(None, *spec) if stacked else spec
-        return NamedSharding(auto_mesh(one.mesh), spec) if isinstance(one, NamedSharding) else spec
+        mesh = one.mesh if isinstance(one, NamedSharding) else jax.sharding.get_mesh()
+        return spec if mesh.empty else NamedSharding(auto_mesh(mesh), spec)
 
     return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
 

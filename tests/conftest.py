@@ -5,9 +5,6 @@ import os
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Eight devices for the tests of sharding; whatever says nothing of devices lives on the first.
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # XLA's pool has a thread for each core. Collectives of 8 devices block in it, and on few cores block each other
 # until XLA gives up, after 40 s.
 os.environ.setdefault("NPROC", "16")
@@ -16,6 +13,10 @@ import hypothesis
 import jax
 import pytest
 
+# Eight devices for the tests of sharding; what says nothing of devices lives on the first. Not by the environment,
+# which subprocesses inherit.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")

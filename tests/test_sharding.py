@@ -83,7 +83,8 @@ def test_training_equals_that_of_one_device(name, compilations):
     optimizer = TABLE[name].make(TABLE[name].rate)
     alone = jstep.TrainState.create(init(), optimizer)
     want, metrics = run(jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm")), alone)
-    for layout in ("model", list(LAYOUTS)[list(TABLE).index(name) % 3]):
+    # Each optimizer under one layout, in turn; the one with all there is under every one.
+    for layout in LAYOUTS if name == "everything" else [list(LAYOUTS)[list(TABLE).index(name) % 4]]:
         mesh = LAYOUTS[layout][0]
         step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm"))
         state = create(layout, optimizer)
@@ -346,7 +347,8 @@ def test_explicit_axes_are_taken_as_auto_axes():
             step = jstep.minimize(loss_fn, optimizer)
             state = jstep.train(step, made, batches, 3, batch_sharding=where, progress=False)
             state = jstep.train(step, state, batches, 6, batch_sharding=where, progress=False, steps_per_call=3)
-            state, _ = step(state, *jstep.shard_batch(batches[6], mesh))
+            with jax.set_mesh(auto_mesh(mesh)):
+                state = jstep.train(step, state, batches, 7, batch_sharding=P("data"), progress=False)
             results.append(jax.device_get(state.params))
     for result in results[1:]:
         assert_close(result, results[0])
@@ -389,7 +391,7 @@ def test_batches_of_another_kind_need_no_other_step():
 
 
 def test_checkpoints_go_from_one_layout_to_every_other(tmp_path):
-    """Saved under each, restored under each, bitwise; the run goes on."""
+    """Saved under each, restored under each, bitwise."""
     optimizer = jstep.adam(0.01)
     makers = {
         "one device": lambda: jstep.TrainState.create(init(), optimizer),
@@ -398,10 +400,12 @@ def test_checkpoints_go_from_one_layout_to_every_other(tmp_path):
     }
     step = jstep.minimize(loss_fn, optimizer)
     for source, make in makers.items():
-        state, _ = run(step, make(), steps=2)
+        state, _ = run(step, make(), steps=1)
         with jstep.Saver(tmp_path / source) as saver:
             saver.save(state)
             for target, other in makers.items():
+                if target == source:
+                    continue
                 wanted = other()
                 restored = saver.restore(wanted)
                 jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
@@ -411,8 +415,6 @@ def test_checkpoints_go_from_one_layout_to_every_other(tmp_path):
                 if target == "fsdp":
                     laid = jstep.shard_state(shapes, *[LAYOUTS["fsdp"][0]], **LAYOUTS["fsdp"][1])
                     assert shardings(saver.restore(laid)) == shardings(wanted)
-                restored, _ = run(step, restored, steps=1)
-                assert int(restored.global_step) == 3
 
 
 # --- the compiled program -------------------------------------------------------------------------------------------

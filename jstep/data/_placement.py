@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jstep._layout import auto_mesh
 from jstep._tree import leaves_with_paths, path_str, quoted
 
 
@@ -77,9 +76,6 @@ def _is_spec(x: Any) -> bool:
 
 
 def _as_sharding(leaf: Any, path: str) -> Sharding | jax.Device:
-    if isinstance(leaf, NamedSharding) and isinstance(leaf.mesh, Mesh):
-        # As states do, batches lie on Auto axes: JAX refuses to mix them with Explicit ones.
-        return NamedSharding(auto_mesh(leaf.mesh), leaf.spec, memory_kind=leaf.memory_kind)
     if isinstance(leaf, Sharding | jax.Device):
         return leaf
     if not _is_spec(leaf):
@@ -93,7 +89,7 @@ def _as_sharding(leaf: Any, path: str) -> Sharding | jax.Device:
             f"sharding: {leaf!r} at {quoted(path)} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the "
             "mesh by jax.set_mesh(mesh)"
         )
-    return NamedSharding(auto_mesh(mesh), leaf)
+    return NamedSharding(mesh, leaf)
 
 
 def _as_known(item: Any) -> Any:
