@@ -24,7 +24,7 @@ from jstep.hooks import (
     StepCounterHook,
     SummarySaverHook,
 )
-from jstep.hooks._hook import NEVER, check_step
+from jstep.hooks._hook import NEVER, CadencedHook, check_step
 from jstep.hooks._visible import visible_logging
 from jstep.state import TrainState, global_step
 from jstep.training import TrainStep, last_of, scan_steps
@@ -240,9 +240,11 @@ def _run(
 def _due_of(hook: Any) -> Callable[[int], int]:
     """From a step to the next one at which the loop calls a hook: the very next where the hook does not say."""
     next_due = getattr(hook, "next_due", None)
+    if next_due is None or (isinstance(hook, CadencedHook) and hook.asks_clock):
+        return lambda step: step + 1
 
     def due_of(step: int) -> int:
-        due = None if next_due is None else _checked(next_due, step)
+        due = _checked(next_due, step)
         return step + 1 if due is None else due
 
     return due_of

@@ -117,11 +117,15 @@ class CadencedHook(Hook):
     Args:
         cadence: When it is due.
         together: Whether all processes of a run have to do it at the same step, by the clock of one.
+
+    Attributes:
+        asks_clock: Whether it is to be called after every call, and `next_due` is always None.
     """
 
     def __init__(self, cadence: Every, *, together: bool = False) -> None:
         self._every, self._together = cadence, together
         self._agreed: _agreement.AgreedClock | None = None
+        self.asks_clock = cadence.secs is not None
 
     def begin(self, state: TrainState) -> None:
         """Seconds count from here."""
