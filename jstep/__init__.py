@@ -1,6 +1,8 @@
 """jstep: a JIT-compiled functional training toolkit on JAX, around a single global step."""
 
-from jstep import distributed, summary
+import typing
+
+from jstep import distributed
 from jstep._microbatches import AggregationMethod
 from jstep._signals import Preempted
 from jstep._typing import Optimizer, Schedule
@@ -73,7 +75,20 @@ from jstep.state import (
 from jstep.training import TrainStep, apply_gradients, minimize, scan_steps
 from jstep.verify_resume import ResumeReport, verify_resume
 
+if typing.TYPE_CHECKING:
+    from jstep import summary
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> typing.Any:
+    # Loaded when first asked for: what draws graphs imports parts of JAX that `import jax` does not.
+    if name == "summary":
+        import importlib
+
+        return importlib.import_module("jstep.summary")
+    raise AttributeError(f"module 'jstep' has no attribute {name!r}")
+
 
 __all__ = [
     "GATE_GRAPH",

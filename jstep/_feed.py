@@ -1,6 +1,7 @@
 """What the loop takes its batches from, made one: indexed, called, iterated; alone or K at a time; ahead or not."""
 
 import base64
+import copy
 import dataclasses
 import itertools
 import logging
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep import _tree
 from jstep._layout import auto_mesh
+from jstep._signals import StopWaiting
 from jstep.data._placement import placement
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 
@@ -27,7 +29,7 @@ _TRIALS = 4
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # not frozen, which takes four times as long to make
 class Call:
     """The arguments of one call, and how many steps it makes."""
 
@@ -79,7 +81,7 @@ def source_of(batches: Any, start: int, last_step: int, position: Any) -> Source
             "itertools.repeat(batch)."
         )
     if isinstance(batches, HasState):
-        return _stateful(batches, position)
+        return _stateful(batches, position, start)
     if hasattr(batches, "__getitem__"):
         return Source(_indexed(batches, start, last_step), None)
     if not hasattr(batches, "__iter__") and callable(batches):
@@ -91,7 +93,7 @@ def source_of(batches: Any, start: int, last_step: int, position: Any) -> Source
             f"batches={batches!r}: must have batches[N], be a function of the step, or be iterable"
         ) from None
     if isinstance(iterator, HasState):
-        return _stateful(iterator, position)
+        return _stateful(iterator, position, start)
     if start:
         _logger.warning(
             "The run goes on at step %d, but a %s has no position to go on from: its batches start where it is. Use "
@@ -109,15 +111,26 @@ def is_seekable(batches: Any) -> bool:
     return isinstance(iter(batches), HasState) if hasattr(batches, "__iter__") else callable(batches)
 
 
-def _stateful(iterator: Any, position: Any) -> Source:
+def _stateful(iterator: Any, position: Any, start: int) -> Source:
     if position is not None:
         iterator.set_state(decoded(position))
-    return Source(iterator, lambda: encoded(iterator.get_state()))
+    elif start:
+        _logger.warning(
+            "The run goes on at step %d, but there is no position for the %s with what was restored: its batches start "
+            "where it is.",
+            start,
+            type(iterator).__name__,
+        )
+    # Some of them can be asked for the next item, but not be iterated over.
+    items = iterator if hasattr(iterator, "__iter__") else map(next, itertools.repeat(iterator))
+    return Source(items, lambda: encoded(iterator.get_state()))
 
 
 def encoded(position: Any) -> Any:
-    """A position as JSON can hold it; bytes become text."""
-    return {"base64": base64.b64encode(position).decode()} if isinstance(position, bytes) else {"value": position}
+    """A position as JSON can hold it; bytes become text. A copy: some iterators give the one they go on changing."""
+    if isinstance(position, bytes):
+        return {"base64": base64.b64encode(position).decode()}
+    return {"value": copy.deepcopy(position)}
 
 
 def decoded(kept: Any) -> Any:
@@ -142,28 +155,34 @@ def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:
         yield item
 
 
-def calls(source: Source, lengths: Iterable[int] | None, sharding: Any = None) -> Iterator[Call]:
+def calls(
+    source: Source, lengths: Iterable[int] | None, sharding: Any = None, *, on_device: bool = False
+) -> Iterator[Call]:
     """The batches as arguments of calls, stacked where a call makes several steps.
 
     Args:
         source: The batches.
         lengths: How many steps each call makes; None where each makes one and nothing is stacked.
         sharding: Where a batch goes, as in `prefetch_to_device`; None leaves it where it is.
+        on_device: Whether batches are put on the default device, for a step that is not compiled and so sees
+            whether they are NumPy arrays: it is to see the same whether they were made ahead or not.
     """
-    place = None if sharding is None else placement(_as_states_lie(sharding, stacked=lengths is not None))
+    place = None
+    if sharding is not None:
+        place = placement(_as_states_lie(sharding, stacked=lengths is not None))
+    elif on_device:
+        place = placement(None)
 
-    def call(batch: Any, steps: int) -> Call:
+    for batch, steps in ((batch, 1) for batch in source.items) if lengths is None else _stacks(source.items, lengths):
         placed = batch if place is None else place(batch)
-        return Call(placed if isinstance(batch, tuple) else (placed,), steps)
+        yield Call(placed if isinstance(batch, tuple) else (placed,), steps)
 
-    if lengths is None:
-        for batch in source.items:
-            yield call(batch, 1)
-        return
+
+def _stacks(items: Iterator[Any], lengths: Iterable[int]) -> Iterator[tuple[Any, int]]:
     for length in lengths:
-        some = list(itertools.islice(source.items, length))
+        some = list(itertools.islice(items, length))
         if some:
-            yield call(_stacked(some), len(some))
+            yield _stacked(some), len(some)
         if len(some) < length:
             return
 
@@ -190,54 +209,77 @@ def _stacked(some: list[Any]) -> Any:
                 f"steps_per_call: batches of different shapes {shapes} at {_tree.quoted(_tree.path_str(keys))} cannot "
                 "be stacked; let the source drop the remainder, or use steps_per_call=1"
             )
-        return jnp.stack(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
+        return _stack_arrays(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
 
+    structures: list[Any] = [jax.tree.structure(one) for one in some]
+    first, *others = structures
+    if (other := next((one for one in others if one != first), None)) is not None:
+        raise ValueError(
+            f"steps_per_call: batches of different structures cannot be stacked, {first} and {other}; let the source "
+            "give the same, or use steps_per_call=1"
+        )
     return jax.tree_util.tree_map_with_path(stack, *some)
+
+
+_stack_arrays = jax.jit(jnp.stack)  # in one dispatch, not one for each of them
 
 
 class Feed:
     """The calls of a run, made ahead in a thread where that pays.
 
+    Args:
+        source: The batches.
+        made: The calls made of them.
+        stopping: Whether the run is to stop, so that no batch is to be waited for.
+        clock: Seconds; for tests.
+
     Attributes:
         waiting: Whether the loop waits for a batch right now and may be interrupted without losing one.
+        position: Where the source is after the calls handed out, as JSON can hold it; None where nobody can tell.
     """
 
-    def __init__(self, source: Source, made: Iterator[Call], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._source, self._made, self._clock = source, made, clock
+    def __init__(
+        self,
+        source: Source,
+        made: Iterator[Call],
+        stopping: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._at, self._made, self._stopping, self._clock = source.position, made, stopping, clock
         self._ahead: PrefetchIterator | None = None
         self.waiting = False
-
-    @property
-    def position(self) -> Any:
-        """Where the source is after the calls handed out, as JSON can hold it; None where nobody can tell."""
-        if self._source.position is None:
-            return None
-        return self._source.position() if self._ahead is None else self._ahead.state
+        self.position = self._at() if self._at else None
 
     def __iter__(self) -> Iterator[Call]:
         # The first call opens files and compiles; it says nothing about the others.
         fastest = math.inf
         for trial in range(_TRIALS):
             then = self._clock()
-            self.waiting = self._source.position is None
-            call = next(self._made, None)
-            self.waiting = False
+            call = self._next(self._made, self._at)
             if call is None:
                 return
             if trial:
                 fastest = min(fastest, self._clock() - then)
             yield call
-        if fastest < _WORTH_A_THREAD_SECS:
-            yield from self._made
-            return
-        self._ahead = prefetch_to_device(self._made, 2, state_fn=self._source.position)
-        while True:
-            self.waiting = True
-            call = next(self._ahead, None)
-            self.waiting = False
-            if call is None:
-                return
+        items: Iterator[Call] = self._made
+        at = self._at
+        if fastest >= _WORTH_A_THREAD_SECS:
+            items = ahead = self._ahead = prefetch_to_device(self._made, 2, state_fn=self._at)
+            at = at and (lambda: ahead.state)
+        while (call := self._next(items, at)) is not None:
             yield call
+
+    def _next(self, items: Iterator[Call], at: Callable[[], Any] | None) -> Call | None:
+        self.waiting = True
+        # A signal from here on interrupts the wait; one that came before has to be looked for.
+        if self._stopping():
+            raise StopWaiting
+        call = next(items, None)
+        self.waiting = False
+        # Where the wait is interrupted, the position stays that before the batch, whatever was read of it.
+        if at is not None and call is not None:
+            self.position = at()
+        return call
 
     def close(self) -> None:
         """Ends the thread."""

@@ -35,6 +35,7 @@ class StopSignals:
     Attributes:
         received: The first signal, None as long as there is none.
         at_once: Whether a second SIGINT came.
+        interrupts: Whether no batch is to be waited for: a signal came, and no other process has to stop with this one.
     """
 
     def __init__(self, on_first: Callable[[], None]) -> None:
@@ -42,7 +43,7 @@ class StopSignals:
         self._alone = _agreement.is_alone()
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
-        self.at_once = False
+        self.at_once = self.interrupts = False
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
@@ -63,6 +64,7 @@ class StopSignals:
             return
         self.received = signal.Signals(number)
         if self._alone:
+            self.interrupts = True
             self._on_first()
         else:
             _agreement.tell_all_to_stop()

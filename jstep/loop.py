@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from jstep import _feed
+from jstep._checks import as_int
+from jstep._loop_checks import check, check_alive, check_result, list_of_hooks
 from jstep._signals import Preempted, StopSignals, StopWaiting
 from jstep.checkpoint import Saver, checkpoint_name
 from jstep.hooks import (
@@ -22,12 +24,13 @@ from jstep.hooks import (
     StepCounterHook,
     SummarySaverHook,
 )
-from jstep.state import TrainState, get_global_step, global_step
-from jstep.training import last_of, scan_steps
+from jstep.hooks._hook import NEVER, CadencedHook, check_step
+from jstep.hooks._visible import visible_logging
+from jstep.state import TrainState, global_step
+from jstep.training import TrainStep, last_of, scan_steps
 
 _logger = logging.getLogger("jstep")
 _POSITION = "batches"
-NEVER = 2**63
 
 
 def train(
@@ -82,8 +85,10 @@ def train(
     Raises:
         Preempted: SIGTERM arrived; the step in flight is saved. A SystemExit with code 143.
         KeyboardInterrupt: SIGINT arrived; likewise. A second SIGINT leaves at once.
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument is out of range, or the checkpoint does not fit the state.
+        RuntimeError: The state has no global step, or was donated to an earlier step.
+        TypeError: An argument is of the wrong type, or train_step returns something else than a state and metrics.
+        ValueError: An argument is out of range, the checkpoint does not fit the state, or train_step does not advance
+            the step by one.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -96,72 +101,95 @@ def train(
 
     Source: `tf.train.MonitoredTrainingSession`.
     """
-    _check(train_step, state, last_step, steps_per_call, hooks)
+    hooks = list_of_hooks(hooks)
+    last_step = as_int(last_step, "last_step", 0)
+    steps_per_call = as_int(steps_per_call, "steps_per_call", 1)
+    check(
+        train_step,
+        state,
+        save_checkpoint_secs=save_checkpoint_secs,
+        save_checkpoint_steps=save_checkpoint_steps,
+        save_summaries_steps=save_summaries_steps,
+        log_steps=log_steps,
+    )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_visible_logging(progress is not False and jax.process_index() == 0))
-        saver, position = None, None
-        if checkpoint_dir is not None:
-            saver = Saver(checkpoint_dir, prefix=checkpoint_prefix)
-            newest = saver.latest_step()
-            if newest is not None:
-                state = saver.restore(state, step=newest)
-                position = (saver.extra(newest) or {}).get(_POSITION)
-                _logger.info("restored %s", checkpoint_name(checkpoint_prefix, newest))
-        start = global_step(state)
-        feed_source = _feed.source_of(batches, start, last_step, position)
+        if progress is not False and jax.process_index() == 0:
+            stack.enter_context(visible_logging())
         feed: _feed.Feed | None = None
 
-        def stop_waiting() -> None:
-            if feed is not None and feed.waiting:
+        def on_signal() -> None:
+            if feed is None:
+                raise _stopped(signals.received, "before its first step")
+            if feed.waiting:
                 raise StopWaiting
 
-        def where() -> dict[str, Any]:
-            assert feed is not None
-            at = feed.position
-            return {} if at is None else {_POSITION: at}
+        signals = stack.enter_context(StopSignals(on_signal))
+        saver, position, restored = None, None, None
+        if checkpoint_dir is not None:
+            saver = Saver(checkpoint_dir, prefix=checkpoint_prefix)
+            # Waits for what is being written, also after an error; a second Ctrl-C does not wait.
+            stack.push(_unless(lambda: signals.at_once, saver.__exit__))
+            restored = saver.latest_step()
+            if restored is not None:
+                state = saver.restore(state, step=restored)
+                kept = saver.extra(restored)
+                position = kept.get(_POSITION) if isinstance(kept, dict) else None
+                _logger.info("restored %s", checkpoint_name(checkpoint_prefix, restored))
+        if restored is None:
+            check_alive(state)
+        start = global_step(state)
+        source = _feed.source_of(batches, start, last_step, position)
+        if saver is None:
+            source = source._replace(position=None)  # nobody asks
 
-        signals = stack.enter_context(StopSignals(stop_waiting))
         writer = _open_writer(stack, logdir, start)
         counter = StepCounterHook(log_steps or save_summaries_steps or 100, summary_writer=writer)
-        call = train_step if steps_per_call == 1 else scan_steps(train_step)
-        checks = tuple(hook.before_save for hook in hooks if hasattr(hook, "before_save"))
-        saving = None
-        if saver is not None:
-            saving = CheckpointSaverHook(
-                saver, save_checkpoint_secs, save_checkpoint_steps, extra=where, before_save=checks
-            )
+        call = train_step if steps_per_call == 1 else _scanned(train_step)
 
         def constants() -> Any:
             return getattr(call, "constant_metrics", ())
 
-        reporting = _reporting(progress, log_steps, last_step, counter, constants)
-        every_hook = [*hooks, counter, *reporting]
+        every_hook = [*hooks, counter, *_reporting(progress, log_steps, last_step, counter, constants)]
         _each(every_hook, "use_writer", writer, constants)
         replaced = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
         if writer is not None and save_summaries_steps is not None and not replaced:
             every_hook.append(SummarySaverHook(writer, save_summaries_steps, leave_out=constants))
-        if saving:
+        if saver is not None:
+            checks = [hook.before_save for hook in hooks if hasattr(hook, "before_save")]
+            if writer is not None:
+                # A run that goes on from this checkpoint does not write these points again.
+                checks.append(lambda step: writer.flush())
+            saving = CheckpointSaverHook(
+                saver,
+                save_checkpoint_secs,
+                save_checkpoint_steps,
+                extra=lambda: {} if feed is None or feed.position is None else {_POSITION: feed.position},
+                before_save=tuple(checks),
+            )
             every_hook.append(saving)
         for hook in every_hook:
             if hasattr(hook, "close"):
                 stack.callback(hook.close)
-        if saver is not None:
-            # Waits for what is being written, also after an error; a second Ctrl-C does not wait.
-            stack.callback(lambda: None if signals.at_once else saver.close())
 
-        _each(every_hook, "begin", state)
+        done = any(_each(every_hook, "begin", state)) or start >= last_step
+        if saver is not None and restored is not None:
+            saving.is_saved(restored)
+        if done:
+            _logger.info("the run is at step %d already: no step is made", start)
         lengths = None if steps_per_call == 1 else _lengths(every_hook, start, last_step, steps_per_call)
-        feed = _feed.Feed(feed_source, _feed.calls(feed_source, lengths, batch_sharding))
+        made = _feed.calls(source, lengths, batch_sharding, on_device=call is train_step and not _is_compiled(call))
+        feed = _feed.Feed(source, made, stopping=lambda: signals.interrupts)
         stack.callback(feed.close)
-        step, state = _run(call, state, feed, start, last_step, every_hook, signals, steps_per_call)
-        if signals.received is not None:
-            _leave(signals, saving, step, state)
-        _each(every_hook, "end", step, state)
-        if global_step(state) != step:
-            raise ValueError(
-                f"train_step advanced global_step from {start} to {global_step(state)} in {step - start} steps; it "
-                "must advance it by one (minimize(..., increment_global_step=True))"
+        step, stopped = start, False
+        if not done:
+            step, state, stopped = _run(
+                call, state, feed, start, last_step, every_hook, signals, stacked=lengths is not None
             )
+        check_step(step, state)
+        if not stopped:
+            _each(every_hook, "end", step, state)
+        if signals.received is not None:  # also where it came meanwhile
+            _leave(signals, every_hook, step, state)
         return state
 
 
@@ -169,96 +197,116 @@ def _run(
     call: Callable[..., Any],
     state: TrainState,
     feed: _feed.Feed,
-    step: int,
+    start: int,
     last_step: int,
     hooks: list[Any],
     signals: StopSignals,
-    steps_per_call: int,
-) -> tuple[int, TrainState]:
-    """The loop itself; nothing in it waits for the device."""
-    dues = [_due(hook, step) for hook in hooks]
+    *,
+    stacked: bool,
+) -> tuple[int, TrainState, bool]:
+    """The loop itself; nothing in it waits for the device.
+
+    Returns:
+        Where it ended, and whether a signal ended it: on several processes the same on all.
+    """
+    step, stopped = start, False
+    acting = [hook for hook in hooks if hasattr(hook, "after_step")]
+    actions = [(hook.after_step, _due_of(hook)) for hook in acting]
+    dues = [due_of(step) for _, due_of in actions]
     next_due = min(dues, default=NEVER)
-    start = step
-    if step >= last_step:
-        return step, state
     with contextlib.suppress(StopWaiting):
         for one in feed:
-            state, metrics = call(state, *one.args)
-            first, step = step, step + one.steps
+            first, step, result = step, step + one.steps, call(state, *one.args)
+            state, metrics = check_result(result) if first == start else result
             if first == start:
                 _each(hooks, "after_first_call", step)
-            if steps_per_call > 1:
+            if stacked:
                 _each(hooks, "after_call", range(first + 1, step + 1), metrics)
                 metrics = last_of(metrics) if step >= next_due else None
+            stop = False
             if step >= next_due:
-                stop = False
-                for i, hook in enumerate(hooks):
+                for i, (after_step, due_of) in enumerate(actions):
                     if dues[i] <= step:
-                        stop = bool(hook.after_step(step, state, metrics)) or stop
-                        dues[i] = _due(hook, step)
-                if stop:
-                    signals.to_stop()
-                    break
+                        stop = bool(after_step(step, state, metrics)) or stop
+                        dues[i] = due_of(step)
                 next_due = min(dues)
-            if signals.to_stop() or step >= last_step:
+            stopped = signals.to_stop()
+            if stopped or stop or step >= last_step:
                 break
-    return step, state
+        return step, state, stopped
+    return step, state, True
 
 
-def _due(hook: Any, step: int) -> int:
-    """The next step at which the loop calls a hook: the next one where the hook does not say."""
-    if not hasattr(hook, "after_step"):
-        return NEVER
-    due = hook.next_due(step) if hasattr(hook, "next_due") else None
-    return step + 1 if due is None else int(due)
+def _due_of(hook: Any) -> Callable[[int], int]:
+    """From a step to the next one at which the loop calls a hook: the very next where the hook does not say."""
+    next_due = getattr(hook, "next_due", None)
+    if next_due is None or (isinstance(hook, CadencedHook) and hook.asks_clock):
+        return lambda step: step + 1
+
+    def due_of(step: int) -> int:
+        due = _checked(next_due, step)
+        return step + 1 if due is None else due
+
+    return due_of
+
+
+def _checked(next_due: Callable[[int], int | None], step: int) -> int | None:
+    due = next_due(step)
+    if due is not None and due <= step:
+        name = getattr(next_due, "__qualname__", repr(next_due))
+        raise ValueError(f"{name}({step}) returned {due}: must be a later step, or None")
+    return due
 
 
 def _lengths(hooks: list[Any], step: int, last_step: int, steps_per_call: int) -> Iterator[int]:
     """How many steps each call makes: no hook that says when it is due is passed over."""
     known = [getattr(hook, name) for hook in hooks for name in ("next_due", "next_multiple") if hasattr(hook, name)]
     while step < last_step:
-        dues = [next_due(step) for next_due in known]
+        dues = [_checked(next_due, step) for next_due in known]
         end = min([step + steps_per_call, last_step, *(due for due in dues if due is not None)])
         yield end - step
         step = end
 
 
-def _each(hooks: list[Any], method: str, *args: Any) -> None:
-    for hook in hooks:
-        if hasattr(hook, method):
-            getattr(hook, method)(*args)
+def _scanned(train_step: Any) -> Any:
+    """Several steps in one call, compiled; the same function for the same step, so that it is compiled once."""
+    found = getattr(train_step, "_jstep_scanned", None)
+    if found is None:
+        found = scan_steps(train_step)
+        if not isinstance(found, TrainStep):
+            # Not donated: of a plain function nobody expects that it takes over the memory of the state.
+            found = TrainStep(found, donate=False)
+        with contextlib.suppress(AttributeError):
+            train_step._jstep_scanned = found
+    return found
 
 
-def _leave(signals: StopSignals, saving: CheckpointSaverHook | None, step: int, state: TrainState) -> None:
-    saved = ""
-    if saving is not None:
-        saving.save(step, state)
-        saved = ", which is saved; start the run again to go on"
-    message = f"{signals.received.name if signals.received else ''} stopped the run after step {step}{saved}"
+def _is_compiled(step: Any) -> bool:
+    return isinstance(step, TrainStep) or hasattr(step, "lower")
+
+
+def _unless(condition: Callable[[], bool], leave: Callable[..., None]) -> Callable[..., None]:
+    return lambda *error: None if condition() else leave(*error)
+
+
+def _each(hooks: list[Any], method: str, *args: Any) -> list[bool]:
+    return [bool(getattr(hook, method)(*args)) for hook in hooks if hasattr(hook, method)]
+
+
+def _leave(signals: StopSignals, hooks: list[Any], step: int, state: TrainState) -> NoReturn:
+    saving = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
+    saved = [hook.save(step, state, wait=True) for hook in saving]
+    if not saved:
+        raise _stopped(signals.received, f"after step {step}")
+    outcome = "is saved; start the run again to go on" if all(saved) else "is not saved, as a hook demands"
+    raise _stopped(signals.received, f"after step {step}, which {outcome}")
+
+
+def _stopped(received: signal.Signals | None, when: str) -> BaseException:
+    assert received is not None
+    message = f"{received.name} stopped the run {when}"
     _logger.info(message)
-    if signals.received == signal.SIGTERM:
-        raise Preempted(message)
-    raise KeyboardInterrupt(message)
-
-
-def _check(train_step: Any, state: Any, last_step: Any, steps_per_call: Any, hooks: Any) -> None:
-    if not callable(train_step):
-        raise TypeError(f"train_step={train_step!r}: must be a function (state, *args) -> (state, metrics)")
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}; make one with TrainState.create")
-    for name, value, low in (("last_step", last_step, 0), ("steps_per_call", steps_per_call, 1)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}={value!r}: must be an integer, got {type(value).__name__}")
-        if value < low:
-            raise ValueError(f"{name}={value}: must be ≥ {low}")
-    for i, hook in enumerate(hooks):
-        if isinstance(hook, type):
-            raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
-        if not any(hasattr(hook, method) for method in ("begin", "after_step", "end")):
-            raise TypeError(f"hooks[{i}]={hook!r}: has none of begin, after_step and end; see jstep.Hook")
-    if get_global_step(state) is None:
-        # The words of StepCounterHook, which every run has.
-        StepCounterHook().begin(state)
+    return Preempted(message) if received == signal.SIGTERM else KeyboardInterrupt(message)
 
 
 def _reporting(
@@ -267,42 +315,9 @@ def _reporting(
     """The line on a terminal, or log lines, or nothing."""
     if progress is False or jax.process_index() != 0:
         return []
-    if progress or (sys.stderr.isatty() and importlib.util.find_spec("tqdm")):
+    if progress or (sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")):
         return [ProgressHook(last_step)]
     return [LoggingHook(log_steps, counter=counter, leave_out=constants)] if log_steps else []
-
-
-class _AboveTheBar(logging.StreamHandler[Any]):
-    """Writes lines of their own: a progress bar that stands there is drawn again below them."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm = sys.modules.get("tqdm")
-        if tqdm is None:
-            super().emit(record)
-        else:
-            tqdm.tqdm.write(self.format(record), file=self.stream)
-
-
-@contextlib.contextmanager
-def _visible_logging(wanted: bool) -> Iterator[None]:
-    """Shows what the logger `jstep` says on standard error, where nobody has set up logging for it.
-
-    That the root logger has a handler says little: some libraries give it one, for warnings, when first used.
-    """
-    if not wanted or _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)):
-        yield
-        return
-    handler, level = _AboveTheBar(sys.stderr), _logger.level
-    _logger.propagate = False  # or the lines come twice where the root logger gets a handler meanwhile
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    _logger.addHandler(handler)
-    _logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        _logger.propagate = True
-        _logger.removeHandler(handler)
-        _logger.setLevel(level)
 
 
 def _open_writer(stack: contextlib.ExitStack, logdir: Any, start: int) -> Any:

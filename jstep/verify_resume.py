@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep import _feed, _tree
+from jstep._checks import as_int
+from jstep._loop_checks import check_alive
 from jstep.checkpoint import Saver
 from jstep.state import TrainState, global_step
 
@@ -67,6 +69,7 @@ def verify_resume(
         A `ResumeReport`: true where all is well; else it names the first leaf that differs and the likely cause.
 
     Raises:
+        RuntimeError: make_state returned a state that was donated to an earlier step.
         TypeError: An argument is of the wrong type.
         ValueError: Not 0 < at < steps, or the batches end before.
 
@@ -79,9 +82,7 @@ def verify_resume(
         >>> print(jstep.verify_resume(make_state, train_step, lambda step: jnp.float32(step), at=3, steps=6))
         resuming changes nothing: both runs end in the same state, bit for bit
     """
-    for name, value in (("at", at), ("steps", steps)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}={value!r}: must be an integer, got {type(value).__name__}")
+    at, steps = as_int(at, "at"), as_int(steps, "steps")
     if not 0 < at < steps:
         raise ValueError(f"at={at}, steps={steps}: must be 0 < at < steps")
     for name, function in (("make_state", make_state), ("train_step", train_step)):
@@ -106,16 +107,23 @@ def verify_resume(
             raise ValueError(f"batches ended after {first + made} steps; steps={steps} of them are needed")
         return state, source.position() if source.position else None
 
+    def fresh() -> TrainState:
+        state = make_state()
+        if not isinstance(state, TrainState):
+            raise TypeError(f"make_state returned {type(state).__name__}; it must return a TrainState")
+        check_alive(state)
+        return state
+
     def whole() -> TrainState:
-        return run(make_state(), steps, position)[0]
+        return run(fresh(), steps, position)[0]
 
     reference = _on_host(whole())
     with tempfile.TemporaryDirectory() as directory:
-        half, there = run(make_state(), at, position)
+        half, there = run(fresh(), at, position)
         before = _on_host(half)
         with Saver(directory, async_save=False) as saver:
             saver.save(half, extra={"batches": there})
-            restored = saver.restore(make_state())
+            restored = saver.restore(fresh())
             there = saver.extra()["batches"]
         after = _on_host(restored)
         resumed = _on_host(run(restored, steps - at, there)[0])

@@ -5,7 +5,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jstep.state import TrainState
+from jstep import _agreement
+from jstep._checks import as_int
+from jstep.state import TrainState, global_step
+
+NEVER = 2**63
+"""A step that does not come."""
 
 Clock = Callable[[], float]
 Metrics = Mapping[str, Any]
@@ -38,8 +43,8 @@ class Hook:
         `leave_out()` gives the names of metrics that never change, once the first step is made.
         """
 
-    def begin(self, state: TrainState) -> None:
-        """Called once before the first step, with the state that was restored."""
+    def begin(self, state: TrainState) -> bool | None:
+        """Called once before the first step, with the state that was restored; a true result: no step is made."""
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool | None:
         """Called when due after the update that made `step`; a true result stops the run after this step."""
@@ -50,8 +55,8 @@ class Hook:
     def after_call(self, steps: range, metrics: Metrics) -> None:
         """With `steps_per_call` > 1, called after each call with its steps and their stacked metrics."""
 
-    def before_save(self, step: int) -> None:
-        """Called before each checkpoint of `train`; an exception prevents it and stops the run."""
+    def before_save(self, step: int) -> bool | None:
+        """Called before each checkpoint of `train`; a true result prevents it, an exception stops the run too."""
 
     def end(self, step: int, state: TrainState) -> None:
         """Called once after the last step, only where nothing was raised."""
@@ -64,11 +69,11 @@ class Hook:
 
         A pure function of the step: with `steps_per_call` a call is made shorter so as to end there.
         """
+        return None
 
     def next_multiple(self, step: int) -> int | None:
         """For a hook that asks a clock as well: the first step after `step` at which it is due by itself, or None."""
-        cadence = getattr(self, "_every", None)
-        return cadence.next_multiple(step) if isinstance(cadence, Every) else None
+        return None
 
 
 class Every:
@@ -79,41 +84,99 @@ class Every:
     """
 
     def __init__(self, steps: int | None, secs: float | None, clock: Clock = time.monotonic) -> None:
-        self.steps, self.secs, self._clock = _positive("steps", steps), _positive_secs("secs", secs), clock
+        self.steps, self.secs, self.clock = positive("steps", steps), _positive_secs("secs", secs), clock
         self._last = math.inf
 
     def start(self) -> None:
         """Seconds count from now."""
-        self._last = self._clock()
+        self._last = self.clock()
 
     def due(self, step: int) -> bool:
         """Whether it is due at this step."""
         if self.steps is not None and step % self.steps == 0:
             return True
-        return self.secs is not None and self._clock() - self._last >= self.secs
+        return self.secs is not None and self.clock() - self._last >= self.secs
 
     def done(self) -> None:
         """It has happened; seconds count from now."""
         if self.secs is not None:
-            self._last = self._clock()
+            self._last = self.clock()
 
     def next_due(self, step: int) -> int | None:
-        """The next step that is due by itself; None where a clock has to be asked, or nothing is ever due."""
+        """The next step that is due by itself; None where a clock has to be asked."""
         return None if self.secs is not None else self.next_multiple(step)
 
-    def next_multiple(self, step: int) -> int | None:
-        """The next multiple of `steps`, whatever the clock says; None where there are no steps."""
-        return None if self.steps is None else (step // self.steps + 1) * self.steps
+    def next_multiple(self, step: int) -> int:
+        """The next multiple of `steps`, whatever the clock says."""
+        return NEVER if self.steps is None else (step // self.steps + 1) * self.steps
 
 
-def _positive(name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: must be an integer number of steps, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name}={value}: must be ≥ 1")
-    return value
+class CadencedHook(Hook):
+    """A hook that is due as an `Every` says.
+
+    Args:
+        cadence: When it is due.
+        together: Whether all processes of a run have to do it at the same step, by the clock of one.
+
+    Attributes:
+        asks_clock: Whether it is to be called after every call, and `next_due` is always None.
+    """
+
+    def __init__(self, cadence: Every, *, together: bool = False) -> None:
+        self._every, self._together = cadence, together
+        self._agreed: _agreement.AgreedClock | None = None
+        self.asks_clock = cadence.secs is not None
+
+    def begin(self, state: TrainState) -> None:
+        """Seconds count from here."""
+        self._every.start()
+        if self._together and self._every.secs is not None and not _agreement.is_alone():
+            self._agreed = _agreement.AgreedClock(self._every.secs, self._every.clock)
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is due; to be asked after every call by all processes."""
+        if self._agreed is None:
+            return self._every.due(step)
+        # The clock is asked in any case: the processes have to ask at the same steps.
+        by_clock = self._agreed.due(step)
+        return by_clock or (self._every.steps is not None and step % self._every.steps == 0)
+
+    def has_happened(self) -> None:
+        """Seconds count from now."""
+        self._every.done()
+        if self._agreed is not None:
+            self._agreed.done()
+
+    def next_due(self, step: int) -> int | None:
+        """The next multiple, where no clock has to be asked."""
+        return self._every.next_due(step)
+
+    def next_multiple(self, step: int) -> int:
+        """The next multiple, whatever the clock says."""
+        return self._every.next_multiple(step)
+
+
+def check_step(step: int, state: TrainState) -> None:
+    """That the state is where the loop is; waits for the device.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if global_step(state) != step:
+        raise ValueError(
+            f"the state's global_step is {global_step(state)} after the update that makes step {step}: train_step must "
+            "advance it by one (minimize(..., increment_global_step=True))"
+        )
+
+
+def positive(name: str, value: Any) -> Any:
+    """A number of steps, or None.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is not positive.
+    """
+    return None if value is None else as_int(value, name, 1, "a number of steps")
 
 
 def _positive_secs(name: str, value: Any) -> Any:
@@ -121,8 +184,8 @@ def _positive_secs(name: str, value: Any) -> Any:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}: must be a number of seconds, got {type(value).__name__}")
-    if not value > 0:
-        raise ValueError(f"{name}={value}: must be > 0")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value}: must be > 0 and finite")
     return value
 
 
@@ -135,4 +198,4 @@ def every(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, at_lea
     """
     if at_least_one and steps[1] is None and secs[1] is None:
         raise ValueError(f"{steps[0]}=None and {secs[0]}=None: say how often, in one of them")
-    return Every(_positive(*steps), _positive_secs(*secs), clock)
+    return Every(positive(*steps), _positive_secs(*secs), clock)

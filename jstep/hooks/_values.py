@@ -16,13 +16,12 @@ def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]
         return (0 if name == "loss" else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
 
     def is_number(value: Any) -> bool:
-        return isinstance(value, jax.Array | np.ndarray | np.generic | int | float) and np.ndim(value) == 0
+        if isinstance(value, jax.Array | np.ndarray | np.generic):
+            return value.ndim == 0
+        return isinstance(value, int | float)
 
-    return {
-        name: metrics[name]
-        for name in sorted(metrics, key=rank)
-        if is_number(metrics[name]) and (name not in leave_out or rank(name)[0] < 2)
-    }
+    kept = [name for name in metrics if name not in leave_out or rank(name)[0] < 2]
+    return {name: metrics[name] for name in sorted(kept, key=rank) if is_number(metrics[name])}
 
 
 def start_transfer(values: dict[str, Any]) -> None:
@@ -40,7 +39,11 @@ def is_ready(values: dict[str, Any]) -> bool:
 
 def text(values: dict[str, Any]) -> str:
     """`loss 0.1234  learning_rate 0.001`; reads the values."""
-    return "  ".join(f"{name} {np.asarray(value).item():.4g}" for name, value in values.items())
+    return "  ".join(f"{name} {_short(np.asarray(value).item())}" for name, value in values.items())
+
+
+def _short(number: Any) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.4g}"
 
 
 LeaveOut = Callable[[], Collection[str]]

@@ -5,13 +5,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jstep import _agreement
 from jstep.checkpoint import Saver
-from jstep.hooks._hook import Clock, Hook, Metrics, every
+from jstep.hooks._hook import CadencedHook, Clock, Metrics, check_step, every
 from jstep.state import TrainState
 
 
-class CheckpointSaverHook(Hook):
+class CheckpointSaverHook(CadencedHook):
     """Saves every so many seconds or steps, and at the end.
 
     Args:
@@ -20,7 +19,8 @@ class CheckpointSaverHook(Hook):
         save_steps: How often, in steps: at their multiples.
         extra: A function of no arguments whose result, JSON-able, is kept with each checkpoint, such as the position
             of a loader.
-        before_save: `before_save(step)` for each, called before every save; one that raises prevents it.
+        before_save: `before_save(step)` for each, called before every save; one that raises, or returns a true
+            result, prevents it.
         clock: Seconds; for tests.
 
     Raises:
@@ -37,59 +37,67 @@ class CheckpointSaverHook(Hook):
         save_steps: int | None = None,
         *,
         extra: Callable[[], Any] | None = None,
-        before_save: tuple[Callable[[int], None], ...] = (),
+        before_save: tuple[Callable[[int], bool | None], ...] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        self._owned = not isinstance(saver, Saver)
-        self._saver = Saver(saver) if not isinstance(saver, Saver) else saver
-        self._every = every(
-            steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, at_least_one=False
+        super().__init__(
+            every(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, at_least_one=False),
+            together=True,
         )
-        self._agreed: _agreement.AgreedClock | None = None
-        self._secs, self._clock = save_secs, clock
+        self._directory = None if isinstance(saver, Saver) else saver
+        self._saver: Saver | None = saver if isinstance(saver, Saver) else Saver(saver)
         self._extra, self._before_save = extra, before_save
         self._saved: int | None = None
 
     def begin(self, state: TrainState) -> None:
         """Seconds count from here."""
-        self._every.start()
-        if self._secs is not None and not _agreement.is_alone():
-            # All processes take part in a save, so one clock has to tell all of them.
-            self._agreed = _agreement.AgreedClock(self._secs, self._clock)
+        super().begin(state)
+        self._saved = None
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Saves when due."""
-        if self._due(step):
+        if self.is_due(step):
             self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
         """Saves the last state, and waits for it to be on disk."""
-        self.save(step, state)
-        self._saver.close() if self._owned else self._saver.wait()
+        self.save(step, state, wait=True)
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Saves, unless this step is saved already."""
-        if self._saved == step:
-            return
-        for check in self._before_save:
-            check(step)
-        self._saver.save(state, extra=self._extra() if self._extra else None)
+    def close(self) -> None:
+        """Waits for what is being written, and closes a Saver of its own."""
+        if self._directory is not None and self._saver is not None:
+            saver, self._saver = self._saver, None
+            saver.close()
+
+    def is_saved(self, step: int) -> None:
+        """Says that there is a checkpoint of this step: the one that was restored."""
         self._saved = step
-        self._every.done()
-        if self._agreed is not None:
-            self._agreed.done()
 
-    def _due(self, step: int) -> bool:
-        if self._agreed is None:
-            return self._every.due(step)
-        by_steps = self._every.steps is not None and step % self._every.steps == 0
-        return self._agreed.due(step) or by_steps
+    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
+        """Saves, unless this step is saved already.
 
-    def next_due(self, step: int) -> int | None:
-        """The next multiple of `save_steps`, where no clock has to be asked."""
-        if self._every.secs is None and self._every.steps is None:
-            return NEVER
-        return self._every.next_due(step)
+        Args:
+            step: The step that the loop is at.
+            state: The state after it.
+            wait: Whether to return when it is on disk.
 
+        Returns:
+            Whether there is a checkpoint of this step: False where one of `before_save` prevented it.
 
-NEVER = 2**63
+        Raises:
+            CheckpointError: It could not be written.
+            ValueError: The state is at another step.
+        """
+        if self._saved != step:
+            prevented = [bool(check(step)) for check in self._before_save]  # each of them is asked
+            if any(prevented):
+                return False
+            check_step(step, state)
+            if self._saver is None:  # it was closed with the run before
+                self._saver = Saver(self._directory or "")
+            self._saver.save(state, extra=self._extra() if self._extra else None)
+            self._saved = step
+            self.has_happened()
+        if wait and self._saver is not None:
+            self._saver.wait()
+        return True

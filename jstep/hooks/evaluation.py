@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from jstep import _agreement
-from jstep.hooks._hook import Clock, Hook, Metrics, every
+from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
 from jstep.hooks._summaries import scalar
 from jstep.hooks._values import LeaveOut, text
 from jstep.state import TrainState
@@ -16,7 +15,7 @@ from jstep.state import TrainState
 _logger = logging.getLogger("jstep")
 
 
-class EvaluationHook(Hook):
+class EvaluationHook(CadencedHook):
     """Calls a function of the state every so often, and at the end; logs and writes what it returns.
 
     Args:
@@ -53,9 +52,10 @@ class EvaluationHook(Hook):
             raise TypeError(f"evaluate={evaluate!r}: must be a function of the state")
         self._evaluate, self._writer, self._prefix = evaluate, summary_writer, prefix
         self._takes_writer = summary_writer is None
-        self._every = every(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
-        self._secs, self._clock = every_n_secs, clock
-        self._agreed: _agreement.AgreedClock | None = None
+        super().__init__(
+            every(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock),
+            together=True,  # the state lies over all processes, so all of them evaluate it
+        )
         self.results: dict[int, Mapping[str, Any]] = {}
 
     def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
@@ -63,31 +63,16 @@ class EvaluationHook(Hook):
         if self._takes_writer:
             self._writer = summary_writer
 
-    def begin(self, state: TrainState) -> None:
-        """Seconds count from here."""
-        self._every.start()
-        if self._secs is not None and not _agreement.is_alone():
-            # The state lies over all processes, so all evaluate it, at the same steps.
-            self._agreed = _agreement.AgreedClock(self._secs, self._clock)
-
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Evaluates when due."""
-        if self._due(step):
-            self._every.done()
-            if self._agreed is not None:
-                self._agreed.done()
+        if self.is_due(step):
+            self.has_happened()
             self._run(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
         """Evaluates the last state, unless that is done."""
         if step not in self.results:
             self._run(step, state)
-
-    def _due(self, step: int) -> bool:
-        if self._agreed is None:
-            return self._every.due(step)
-        by_steps = self._every.steps is not None and step % self._every.steps == 0
-        return self._agreed.due(step) or by_steps
 
     def _run(self, step: int, state: TrainState) -> None:
         values = self._evaluate(state)
@@ -100,7 +85,3 @@ class EvaluationHook(Hook):
         if self._writer is not None:
             for name, value in named.items():
                 self._writer.add_summary(scalar(name, value), step)
-
-    def next_due(self, step: int) -> int | None:
-        """The next multiple, where no clock has to be asked."""
-        return self._every.next_due(step)

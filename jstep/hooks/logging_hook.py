@@ -2,9 +2,10 @@
 
 import logging
 import time
+from collections import deque
 from typing import Any
 
-from jstep.hooks._hook import Clock, Hook, Metrics, every
+from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
 from jstep.hooks._values import LeaveOut, is_ready, nothing, scalars, start_transfer, text
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.state import TrainState
@@ -12,10 +13,10 @@ from jstep.state import TrainState
 _logger = logging.getLogger("jstep")
 
 
-class LoggingHook(Hook):
+class LoggingHook(CadencedHook):
     """Logs the numbers among the metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
-    A line whose values the device is still computing comes with the next one, or at the end: logging never waits.
+    A line whose values the device is still computing comes with a later one, or at the end: logging never waits.
 
     Args:
         every_n_steps: How often, in steps.
@@ -43,40 +44,31 @@ class LoggingHook(Hook):
         clock: Clock = time.monotonic,
     ) -> None:
         steps = None if every_n_secs is not None and every_n_steps == 100 else every_n_steps
-        self._every = every(steps=("every_n_steps", steps), secs=("every_n_secs", every_n_secs), clock=clock)
+        super().__init__(every(steps=("every_n_steps", steps), secs=("every_n_secs", every_n_secs), clock=clock))
         self._counter, self._leave_out, self._level = counter, leave_out, level
-        self._held: list[tuple[int, dict[str, Any], float | None]] = []
+        self._held: deque[tuple[int, dict[str, Any], float | None]] = deque()
 
     def begin(self, state: TrainState) -> None:
         """Seconds count from here."""
         self._held.clear()
-        self._every.start()
+        super().begin(state)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """When due, logs what is ready."""
         if not self._every.due(step):
             return
         self._every.done()
-        # The line before is an interval old: the device is long past it.
-        self._log(self._held)
         values = scalars(metrics, self._leave_out())
         start_transfer(values)
-        line = (step, values, self._counter.steps_per_sec if self._counter else None)
-        if is_ready(values):
-            self._log([line])
-        else:
-            self._held.append(line)
+        self._held.append((step, values, self._counter.steps_per_sec if self._counter else None))
+        while self._held and is_ready(self._held[0][1]):
+            self._log(*self._held.popleft())
 
     def end(self, step: int, state: TrainState) -> None:
         """Logs what is left."""
-        self._log(self._held)
+        while self._held:
+            self._log(*self._held.popleft())
 
-    def _log(self, lines: list[tuple[int, dict[str, Any], float | None]]) -> None:
-        for step, values, rate in lines:
-            speed = "" if rate is None else f"  ({rate:.4g} steps/s)"
-            _logger.log(self._level, "step %d  %s%s", step, text(values), speed)
-        lines.clear()
-
-    def next_due(self, step: int) -> int | None:
-        """The next multiple, where no clock has to be asked."""
-        return self._every.next_due(step)
+    def _log(self, step: int, values: dict[str, Any], rate: float | None) -> None:
+        speed = "" if rate is None else f"  ({rate:.4g} steps/s)"
+        _logger.log(self._level, "step %d  %s%s", step, text(values), speed)

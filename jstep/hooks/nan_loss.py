@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jstep.hooks._hook import Hook, Metrics, _positive
-from jstep.state import TrainState
+from jstep.hooks._hook import Hook, Metrics, positive
+from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")
 
@@ -27,8 +27,9 @@ class NanLossHook(Hook):
     checkpoint is saved and at the end: no checkpoint that `train` makes holds the result of a NaN.
 
     Args:
-        every_n_steps: How often to look at the losses since the last time.
-        fail_on_nan_loss: Whether to raise; False logs and stops the run, which then ends as usual.
+        every_n_steps: How often to look, in steps: at their multiples, at the losses up to the last time.
+        fail_on_nan_loss: Whether to raise; False logs and stops the run, which then ends as usual, but for the
+            checkpoint.
 
     Raises:
         TypeError: `every_n_steps` is not an integer.
@@ -38,15 +39,16 @@ class NanLossHook(Hook):
     """
 
     def __init__(self, every_n_steps: int = 10, fail_on_nan_loss: bool = True) -> None:
-        self._n = _positive("every_n_steps", every_n_steps)
+        self._n = positive("every_n_steps", every_n_steps)
         self._fail = fail_on_nan_loss
         self._held: deque[tuple[int, Any]] = deque()
         self._looked = 0
+        self._bad = False
 
     def begin(self, state: TrainState) -> None:
         """Forgets earlier runs."""
         self._held.clear()
-        self._looked = 0
+        self._looked, self._bad = global_step(state), False
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         """Keeps the loss; when due, looks at those of the interval before.
@@ -60,8 +62,8 @@ class NanLossHook(Hook):
         # Where several steps were one call, after_call has brought all their losses already.
         if not self._held or self._held[-1][0] != step:
             self._held.append((step, metrics["loss"]))
-        if step - self._looked < self._n:
-            return False
+        if step // self._n == self._looked // self._n:
+            return self._bad
         # The same steps on every host, so that all of them stop together.
         before, self._looked = self._looked, step
         return self._found(up_to=before)
@@ -71,13 +73,13 @@ class NanLossHook(Hook):
         if "loss" in metrics:
             self._held.append((steps[-1], metrics["loss"]))
 
-    def before_save(self, step: int) -> None:
-        """Looks at all losses so far, so that what is saved is sound.
+    def before_save(self, step: int) -> bool:
+        """Looks at all losses so far, so that what is saved is sound; true where it is not.
 
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
         """
-        self._found(up_to=step)
+        return self._found(up_to=step)
 
     def end(self, step: int, state: TrainState) -> None:
         """Looks at what is left.
@@ -88,7 +90,7 @@ class NanLossHook(Hook):
         self._found(up_to=step)
 
     def _found(self, up_to: int) -> bool:
-        while self._held and self._held[0][0] <= up_to:
+        while not self._bad and self._held and self._held[0][0] <= up_to:
             last, losses = self._held.popleft()
             values = np.asarray(losses).reshape(-1)
             bad = np.flatnonzero(~np.isfinite(values))
@@ -102,5 +104,5 @@ class NanLossHook(Hook):
                     raise NanLossDuringTrainingError(message, step)
                 _logger.warning("%s Stopping.", message)
                 self._held.clear()
-                return True
-        return False
+                self._bad = True
+        return self._bad

@@ -4,7 +4,7 @@ import os
 
 import jax
 
-from jstep.hooks._hook import Hook, Metrics
+from jstep.hooks._hook import NEVER, Hook, Metrics
 from jstep.state import TrainState, global_step
 
 
@@ -66,6 +66,3 @@ class ProfilerHook(Hook):
     def next_due(self, step: int) -> int:
         """The next end of the interval."""
         return min((at for at in (self._start, self._stop) if at > step), default=NEVER)
-
-
-NEVER = 2**63

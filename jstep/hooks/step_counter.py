@@ -3,13 +3,13 @@
 import time
 from typing import Any
 
-from jstep.hooks._hook import Clock, Hook, Metrics, every
+from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
 from jstep.state import TrainState, get_global_step
 
 TAG = "global_step/sec"
 
 
-class StepCounterHook(Hook):
+class StepCounterHook(CadencedHook):
     """Measures `global_step/sec` between the steps at which it is due.
 
     The first interval begins after the first step, so that compilation is left out.
@@ -39,7 +39,7 @@ class StepCounterHook(Hook):
         clock: Clock = time.perf_counter,
     ) -> None:
         steps = None if every_n_secs is not None and every_n_steps == 100 else every_n_steps
-        self._every = every(steps=("every_n_steps", steps), secs=("every_n_secs", every_n_secs), clock=clock)
+        super().__init__(every(steps=("every_n_steps", steps), secs=("every_n_secs", every_n_secs), clock=clock))
         self._writer, self._clock = summary_writer, clock
         self._began: tuple[int, float] | None = None
         self.steps_per_sec: float | None = None
@@ -53,7 +53,7 @@ class StepCounterHook(Hook):
         if get_global_step(state) is None:
             raise RuntimeError("Global step should be created to use StepCounterHook.")
         self._began, self.steps_per_sec = None, None
-        self._every.start()
+        super().begin(state)
 
     def after_first_call(self, step: int) -> None:
         """The first interval begins here: what had to be compiled is compiled."""
@@ -74,7 +74,3 @@ class StepCounterHook(Hook):
                 from jstep.hooks._summaries import scalar
 
                 self._writer.add_summary(scalar(TAG, self.steps_per_sec), step)
-
-    def next_due(self, step: int) -> int | None:
-        """The next multiple, where no clock has to be asked."""
-        return self._every.next_due(step)

@@ -1,6 +1,6 @@
 """Stopping at a step."""
 
-from jstep.hooks._hook import Hook, Metrics, _positive
+from jstep.hooks._hook import Hook, Metrics, positive
 from jstep.state import TrainState, global_step
 
 
@@ -21,13 +21,14 @@ class StopAtStepHook(Hook):
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
         if (num_steps is None) == (last_step is None):
             raise ValueError(f"num_steps={num_steps}, last_step={last_step}: give exactly one of them")
-        self._num_steps = _positive("num_steps", num_steps)
-        self._last_step: int | None = _positive("last_step", last_step)
+        self._num_steps = positive("num_steps", num_steps)
+        self._last_step: int | None = positive("last_step", last_step)
 
-    def begin(self, state: TrainState) -> None:
-        """Counts num_steps from here."""
+    def begin(self, state: TrainState) -> bool:
+        """Counts num_steps from here; true where a run that was restored is at last_step already."""
         if self._num_steps is not None:
             self._last_step = global_step(state) + self._num_steps
+        return global_step(state) >= (self._last_step or 0)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         """True at the step, or past it."""

@@ -3,13 +3,13 @@
 import time
 from typing import Any
 
-from jstep.hooks._hook import Clock, Hook, Metrics, every
+from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
 from jstep.hooks._summaries import Selection, histograms_of, of_metrics
 from jstep.hooks._values import LeaveOut, nothing
 from jstep.state import TrainState
 
 
-class SummarySaverHook(Hook):
+class SummarySaverHook(CadencedHook):
     """Writes the numbers and the summaries among the metrics, and histograms of the state if asked.
 
     Args:
@@ -45,7 +45,7 @@ class SummarySaverHook(Hook):
         if summary_writer is not None and not callable(getattr(summary_writer, "add_summary", None)):
             raise TypeError(f"summary_writer={summary_writer!r}: must have a method add_summary(summary, global_step)")
         steps = None if save_secs is not None and save_steps == 100 else save_steps
-        self._every = every(steps=("save_steps", steps), secs=("save_secs", save_secs), clock=clock)
+        super().__init__(every(steps=("save_steps", steps), secs=("save_secs", save_secs), clock=clock))
         self._writer, self._leave_out, self._told = summary_writer, leave_out, nothing
         self.takes_writer = summary_writer is None
         self._histograms = (histograms,) if isinstance(histograms, str) else tuple(histograms)
@@ -63,7 +63,7 @@ class SummarySaverHook(Hook):
         """
         if self._writer is None:
             raise ValueError("SummarySaverHook has nowhere to write: give it a summary_writer, or give train a logdir")
-        self._every.start()
+        super().begin(state)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """When due, hands the values over; whoever writes them waits for them."""
@@ -74,7 +74,3 @@ class SummarySaverHook(Hook):
             self._writer.add_summary(summary, step)
         if self._histograms:
             self._writer.add_summary(histograms_of(state, self._histograms), step)
-
-    def next_due(self, step: int) -> int | None:
-        """The next multiple, where no clock has to be asked."""
-        return self._every.next_due(step)

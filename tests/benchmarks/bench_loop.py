@@ -1,0 +1,106 @@
+"""`train` with its stock hooks, and the bare `for` loop.
+
+    python tests/benchmarks/bench_loop.py
+
+Steps of some 35 µs, those of bench_step.py, so that what is measured is the loop. `train` counts steps, logs,
+writes summaries and saves checkpoints; a run begins where the one before ended. On a machine with other work the
+medians say little, as `train` has threads: look at the best of each.
+"""
+
+import io
+import itertools
+import logging
+import shutil
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _timing import report
+from bench_step import init_params, loss_fn
+
+import jstep
+
+CALLS, ROUNDS, K = 5_000, 41, 100
+
+
+def main():
+    logger = logging.getLogger("jstep")  # lines are formatted, and not shown
+    logger.addHandler(logging.StreamHandler(io.StringIO()))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    optimizer = jstep.adam(jstep.exponential_decay(1e-3, 1000, 0.96, staircase=True))
+    train_step = jstep.minimize(loss_fn, optimizer)
+    rng = np.random.default_rng(0)
+    batch = jnp.asarray(rng.normal(size=(32, 64)), jnp.float32), jnp.asarray(rng.integers(0, 10, 32))
+
+    def batches(step):
+        return batch
+
+    def fresh():
+        return jstep.TrainState.create(init_params(), optimizer)
+
+    held = {}
+
+    def bare(name, calls):
+        state = held.get(name) or fresh()
+        start = jstep.global_step(state)
+        then = time.perf_counter()
+        for n in range(start, start + calls):
+            state, _ = train_step(state, *batches(n))
+        jax.block_until_ready(state)
+        taken = time.perf_counter() - then
+        held[name] = state
+        return taken
+
+    class Time(jstep.Hook):
+        """Of the steps alone: opening and closing files at both ends is no part of the loop."""
+
+        def begin(self, state):
+            self.then = None
+
+        def after_first_call(self, step):
+            self.then, self.first = time.perf_counter(), step
+
+        def end(self, step, state):
+            jax.block_until_ready(state)
+            self.taken = (time.perf_counter() - self.then) / (step - self.first)
+
+        def next_due(self, step):
+            return 2**62
+
+    def looped(name, calls, steps_per_call):
+        directory = tempfile.mkdtemp()
+        state = held.get(name) or fresh()
+        hook = Time()
+        held[name] = jstep.train(
+            train_step, state, batches, jstep.global_step(state) + calls, hooks=[hook],
+            checkpoint_dir=directory + "/checkpoints", logdir=directory + "/logs", steps_per_call=steps_per_call,
+        )  # fmt: skip
+        shutil.rmtree(directory)
+        return hook.taken * calls
+
+    contenders = {
+        "bare loop": lambda calls: bare("bare", calls),
+        "train, four hooks": lambda calls: looped("train", calls, 1),
+        f"train, steps_per_call={K}": lambda calls: looped("several", calls, K),
+    }
+    for run in contenders.values():
+        run(1000)
+    times = {name: [] for name in contenders}
+    for _, (name, run) in itertools.product(range(ROUNDS), contenders.items()):
+        times[name].append(run(CALLS) / CALLS)
+    return report(
+        f"{CALLS} steps: counter, logging, summaries, checkpoints, a step",
+        times,
+        {
+            ("train, four hooks", "bare loop"): 1.10,
+            (f"train, steps_per_call={K}", "bare loop"): 0.62,
+        },
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(not main())

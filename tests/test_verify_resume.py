@@ -1,0 +1,201 @@
+"""`verify_resume`: what it finds, and what it blames."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+OPTIMIZER = jstep.with_moving_average(
+    jstep.adam(jstep.exponential_decay(0.1, 10, 0.9)), jstep.ExponentialMovingAverage(0.9)
+)
+DATA = jstep.batches({"x": np.arange(40.0, dtype=np.float32).reshape(20, 2)}, batch_size=4, seed=3)
+
+
+def loss_fn(params, batch, rng):
+    return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2) + jnp.sum(jax.random.normal(rng, (2,)) * params["w"])
+
+
+STEP = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7))
+
+
+def make_state():
+    return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
+
+
+class Positioned:
+    def __init__(self):
+        self.at = 0
+
+    def __next__(self):
+        self.at += 1
+        return DATA[self.at - 1]
+
+    def get_state(self):
+        return b"%d" % self.at
+
+    def set_state(self, state):
+        self.at = int(state)
+
+
+class Loader:
+    """An iterable that begins anew each time, without a position."""
+
+    def __iter__(self):
+        return (DATA[n] for n in range(100))
+
+
+def verify(batches=DATA, step=STEP, make_state=make_state, at=3, steps=7):
+    return jstep.verify_resume(make_state, step, batches, at, steps)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [DATA, DATA.__getitem__, [DATA[n] for n in range(7)], Positioned()],
+    ids=["indexed", "function", "list", "position"],
+)
+def test_all_is_well(batches):
+    report = verify(batches)
+    assert report
+    assert report.ok is True
+    assert (report.first_difference, report.cause, report.differing) == (None, "", ())
+    assert "both runs end in the same state, bit for bit" in str(report)
+
+
+def test_a_position_is_taken_where_it_is():
+    """The iterator may have been read before; both runs begin there."""
+    positioned = Positioned()
+    next(positioned)
+    assert verify(positioned)
+
+
+def test_a_grain_loader():
+    grain = pytest.importorskip("grain")
+    rows = grain.MapDataset.range(100).shuffle(seed=1).map(lambda i: {"x": np.float32([i, 1]) / 100})
+    assert verify(rows.repeat().batch(4).to_iter_dataset())
+
+
+def test_a_state_that_begins_later():
+    assert verify(make_state=lambda: make_state().replace(global_step=jstep.create_global_step(5)))
+
+
+def test_integers_and_model_state_resume():
+    def loss(params, model_state, batch):
+        mean = 0.9 * model_state["mean"] + 0.1 * jnp.mean(batch["x"])
+        return jnp.mean((batch["x"] @ params["w"] - mean) ** 2), {"mean": mean, "seen": model_state["seen"] + 1}
+
+    optimizer = jstep.momentum(0.001, 0.9)
+
+    def make():
+        params = {"w": jnp.ones(2), "table": jnp.arange(3)}
+        return jstep.TrainState.create(params, optimizer, model_state={"mean": jnp.zeros(()), "seen": jnp.int32(0)})
+
+    assert verify(step=jstep.minimize(loss, optimizer, has_model_state=True), make_state=make)
+
+
+def test_a_generator_is_found_out_though_its_values_agree():
+    report = verify(DATA[n] for n in itertools.count())
+    assert not report
+    assert report.first_difference is None
+    assert "get_state and set_state" in report.cause
+    assert "a new process would go on with other batches" in str(report)
+
+
+def test_an_iterable_that_begins_anew():
+    report = verify(Loader())
+    assert not report
+    # the first in the order of their paths; the step itself agrees
+    assert report.first_difference == report.differing[0] == "params/w"
+    assert "slots/m/w" in report.differing
+    assert "global_step" not in report.differing
+    assert "starts anew after a restart" in report.cause
+    assert "'params/w'" in str(report)
+
+
+def test_a_counter_outside_of_the_state():
+    """Neither reset by make_state nor kept by the checkpoint: whole runs differ from one another."""
+    counter = itertools.count()
+
+    def step(state, batch):
+        return STEP(state, {"x": batch["x"] + np.float32(next(counter))})
+
+    report = verify(step=step)
+    assert report.first_difference == "params/w"
+    assert "two uninterrupted runs differ as well" in report.cause
+
+
+def test_what_make_state_resets_and_the_checkpoint_does_not_keep():
+    counter = {}
+
+    def make():
+        counter["n"] = 0
+        return make_state()
+
+    def step(state, batch):
+        counter["n"] += 1
+        return STEP(state, {"x": batch["x"] * np.float32(counter["n"])})
+
+    report = verify(step=step, make_state=make)
+    assert report.first_difference == "params/w"
+    assert "something that the steps depend on is not in the state" in report.cause
+    assert "batches[N]" in report.cause
+
+
+def test_a_position_that_is_wrong():
+    class Wrong(Positioned):
+        def set_state(self, state):
+            self.at = int(state) - (int(state) > 0)
+
+    report = verify(Wrong())
+    assert report.first_difference == "params/w"
+    assert report.cause
+
+
+def test_states_that_differ_each_time():
+    rng = np.random.default_rng()
+
+    def make():
+        return jstep.TrainState.create({"w": rng.normal(size=2).astype("f")}, OPTIMIZER)
+
+    report = verify(make_state=make)
+    assert "make_state" in report.cause
+
+
+def test_bits_count_not_values():
+    """-0.0 equals 0.0 and NaN does not equal NaN; here only the bits count."""
+    optimizer = jstep.gradient_descent(0.0)
+    step = jstep.minimize(lambda params, batch: jnp.nansum(params["w"]) * 0.0, optimizer)
+
+    def make():
+        return jstep.TrainState.create({"w": jnp.array([-0.0, jnp.nan])}, optimizer)
+
+    assert verify(step=step, make_state=make)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"at": 0}, ValueError, "at=0, steps=7: must be 0 < at < steps"),
+        ({"at": 7}, ValueError, "at=7, steps=7: must be 0 < at < steps"),
+        ({"at": 2.0}, TypeError, "at=2.0: must be an integer, got float"),
+        ({"steps": True}, TypeError, "steps=True: must be an integer"),
+        ({"make_state": dict}, TypeError, "make_state returned dict; it must return a TrainState"),
+        ({"make_state": make_state()}, TypeError, "make_state=.*: must be a function"),
+        ({"step": None}, TypeError, "train_step=None: must be a function"),
+        ({"batches": 3}, TypeError, "batches=3: must have"),
+        ({"batches": [DATA[0]]}, ValueError, "batches ended after 1 steps; steps=7 of them are needed"),
+        ({"batches": iter([DATA[0]] * 5)}, ValueError, "batches ended after 5 steps"),
+    ],
+)
+def test_bad_input(wrong, error, words):
+    with pytest.raises(error, match=words):
+        verify(**wrong)
+
+
+def test_make_state_that_gives_the_same_state_each_time():
+    state = make_state()
+    with pytest.raises(RuntimeError, match="donated"):
+        verify(make_state=lambda: state)
