@@ -440,3 +440,14 @@ def test_an_optimizer_of_ones_own() -> None:
     assert float(state.slots["count"]["b"]) == 1.0
     assert float(metrics["mine"]) == 1.0
     assert set(np.abs(np.asarray(state.params["w"]) - 1)) == {1.0}
+
+
+def test_scanned_calls_of_different_lengths_have_metrics_of_their_own_length() -> None:
+    optimizer = jstep.adam(0.1)
+    step = jstep.minimize(lambda p, x: jnp.sum((p["w"] - x) ** 2), optimizer)
+    many = jstep.scan_steps(step)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+    for k in (3, 5, 3):
+        state, metrics = many(state, jnp.ones((k, 2)))
+        assert {value.shape for value in metrics.values()} == {(k,)}
+    assert many.constant_metrics == {"learning_rate", "beta1", "beta2", "epsilon"}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -38,6 +39,7 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None) -> Cal
     """
     if not callable(train_step):
         raise TypeError(f"train_step={train_step!r}: must be a function (state, *args) -> (state, metrics)")
+    known: set[str] = set()
 
     def scanned(step: Callable[..., Any]) -> Callable[..., Any]:
         def scanned_steps(state: TrainState, *stacked: Any) -> tuple[TrainState, Any]:
@@ -52,8 +54,10 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None) -> Cal
                 return state, metrics
 
             state, metrics = jax.lax.scan(body, state, stacked, length=k)
+            # Computed, since their length is that of the call: the next one may make fewer steps.
+            known.update(constants)
             if constants:
-                metrics = metrics | {name: np.full((k, *np.shape(v)), v, v.dtype) for name, v in constants.items()}
+                metrics = metrics | {name: jnp.full((k, *np.shape(v)), v, v.dtype) for name, v in constants.items()}
             return state, metrics
 
         return scanned_steps
@@ -63,6 +67,7 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None) -> Cal
     return TrainStep(
         scanned(train_step.__wrapped__),
         donate=train_step.donate,
+        known=known,
         placed=lambda stacked: scanned(train_step.placed(jax.tree.map(_without_step_axis, stacked))),
     )
 

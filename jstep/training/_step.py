@@ -1,7 +1,7 @@
 """The compiled step: what compiles and donates."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -29,13 +29,21 @@ class TrainStep:
         donate: Whether the state is donated.
     """
 
-    def __init__(self, step: Step, *, donate: bool, placed: Callable[[Any], Step] | None = None) -> None:
+    def __init__(
+        self,
+        step: Step,
+        *,
+        donate: bool,
+        placed: Callable[[Any], Step] | None = None,
+        known: Set[str] = frozenset(),
+    ) -> None:
         self.__wrapped__ = step
         self.__name__ = getattr(step, "__name__", "train_step")
         self.__doc__ = step.__doc__ or type(self).__doc__
         self.donate = donate
         self.placed = placed or (lambda shardings: step)
         self._constants: dict[str, Array] = {}
+        self._known = known
         self._on_one_device = self._jit(step)
         self._on_meshes: dict[Any, Any] = {}
         self._current: Any = self._on_one_device
@@ -103,7 +111,7 @@ class TrainStep:
     @property
     def constant_metrics(self) -> frozenset[str]:
         """The names of metrics that no step computes: hyperparameters that are plain numbers."""
-        return frozenset(self._constants)
+        return frozenset(self._constants) | self._known
 
     def _cache_size(self) -> int:
         return sum(int(jitted._cache_size()) for jitted in (self._on_one_device, *self._on_meshes.values()))
