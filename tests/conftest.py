@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's pool has a thread for each core. Collectives of 8 devices block in it, and on few cores block each other
 # until XLA gives up, after 40 s.
-os.environ.setdefault("NPROC", "16")
+os.environ.setdefault("NPROC", "64")
 
 import hypothesis
 import jax
