@@ -4,8 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from jstep import _tree
 from jstep.hooks._hook import every
 from jstep.hooks.step_counter import StepCounterHook
@@ -60,12 +58,12 @@ def check_alive(state: TrainState) -> None:
     Raises:
         RuntimeError: One has; names a leaf.
     """
-    for path, leaf in _tree.leaves_with_paths(state):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise RuntimeError(
-                f"the state's {path!r} was donated to an earlier step or run, whose result holds its memory now. Go on "
-                "with the state that train or the step returned, or make a new one."
-            )
+    path = _tree.donated_leaf(state)
+    if path is not None:
+        raise RuntimeError(
+            f"the state's {path!r} was donated to an earlier step or run, whose result holds its memory now. Go on "
+            "with the state that train or the step returned, or make a new one."
+        )
 
 
 def check_result(result: Any) -> tuple[TrainState, Any]:

@@ -71,6 +71,14 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def donated_leaf(tree: Any) -> str | None:
+    """The path of the first leaf whose memory a compiled step has taken over; None where all are there."""
+    for path, leaf in leaves_with_paths(tree):
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+            return path
+    return None
+
+
 def concrete(x: Any) -> np.ndarray[Any, Any] | None:
     """The value of x on the host, or None where it is traced or lies on other hosts."""
     if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):

@@ -284,9 +284,14 @@ def increment_global_step(state: TrainState, amount: Step = 1) -> TrainState:
     return state.replace(global_step=step + more.astype(step.dtype))
 
 
+def is_start_step(name: str) -> bool:
+    """Whether a slot is `start_step`, under whatever prefix."""
+    return name.rsplit("/", 1)[-1] == START_STEP
+
+
 def is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
     """Whether a slot is one scalar for all parameters, such as `start_step` or `embed/start_step`."""
-    if name.rsplit("/", 1)[-1] == START_STEP:
+    if is_start_step(name):
         return True
     return jax.tree_util.all_leaves([tree]) and np.ndim(tree) == 0 and not jax.tree_util.all_leaves([params])
 

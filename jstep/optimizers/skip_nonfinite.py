@@ -10,7 +10,7 @@ from jstep import _tree
 from jstep._typing import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.clipping import global_norm
 from jstep.optimizers._leafwise import apply_updates, matched_gradients, ordered_after
-from jstep.state import START_STEP, is_scalar_slot
+from jstep.state import is_scalar_slot, is_start_step
 
 
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
@@ -55,7 +55,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
 
 def _kept(finite: Array, name: str, old: Any, new: Any, moved: Params) -> Any:
-    if name.rsplit("/", 1)[-1] == START_STEP:
+    if is_start_step(name):
         return old + jnp.where(finite, 0, 1).astype(old.dtype)
 
     def leaf(before: Array, after: Array, parameter: Any) -> Array:

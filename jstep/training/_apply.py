@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jstep import _tree
 from jstep._typing import Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers._leafwise import apply_updates, matched_gradients
-from jstep.state import MODEL_STATE, START_STEP, TrainState
+from jstep.state import MODEL_STATE, TrainState, is_start_step
 
 
 def apply_gradients(
@@ -50,7 +50,7 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     _check_slots(held, own)
     if not increment:
         # A skipped update moves start_step along with the step; where the step stays, so does the age.
-        own = {name: held[name] if name.rsplit("/", 1)[-1] == START_STEP else tree for name, tree in own.items()}
+        own = {name: held[name] if is_start_step(name) else tree for name, tree in own.items()}
     params = apply_updates(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})
     return (new.replace(global_step=state.global_step + 1) if increment else new), updates

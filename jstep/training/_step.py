@@ -133,13 +133,13 @@ def _mesh_shardings(state: Any) -> Any:
 
 
 def _explain_donation(state: Any, error: Exception | None) -> None:
-    for path, leaf in _tree.leaves_with_paths(state):
-        if isinstance(leaf, jax.Array) and not _tree.is_traced(leaf) and leaf.is_deleted():
-            raise RuntimeError(
-                f"the state's {path!r} was donated to an earlier step, whose result holds its memory now. Go on with "
-                "the state a step returns, `state, metrics = train_step(state, ...)`, or keep old states alive with "
-                "minimize(..., donate=False)."
-            ) from error
+    path = _tree.donated_leaf(state)
+    if path is not None:
+        raise RuntimeError(
+            f"the state's {path!r} was donated to an earlier step, whose result holds its memory now. Go on with "
+            "the state a step returns, `state, metrics = train_step(state, ...)`, or keep old states alive with "
+            "minimize(..., donate=False)."
+        ) from error
 
 
 def split_constants(metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
