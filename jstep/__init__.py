@@ -3,17 +3,21 @@
 import typing
 
 from jstep import distributed
-from jstep._microbatches import AggregationMethod
-from jstep._signals import Preempted
-from jstep._typing import Optimizer, Schedule
-from jstep.averages import ExponentialMovingAverage, averaged_params, with_moving_average
-from jstep.checkpoint import Saver, checkpoint_name, latest_checkpoint
-from jstep.checkpoint._manifest import CheckpointError
+from jstep.checkpoint import CheckpointError, Saver, checkpoint_name, latest_checkpoint
 from jstep.clipping import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
-from jstep.data import Batches, batches
-from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
-from jstep.errors import CancelledError, OutOfRangeError
-from jstep.gradients import GATE_GRAPH, GATE_NONE, GATE_OP, compute_gradients, gradients, stop_gradient
+from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.public import publish as _publish
+from jstep.core.types import Optimizer, Schedule
+from jstep.data import Batches, PrefetchIterator, batches, prefetch_to_device
+from jstep.differentiate import (
+    GATE_GRAPH,
+    GATE_NONE,
+    GATE_OP,
+    AggregationMethod,
+    compute_gradients,
+    gradients,
+    stop_gradient,
+)
 from jstep.hooks import (
     CheckpointSaverHook,
     EvaluationHook,
@@ -28,12 +32,13 @@ from jstep.hooks import (
     SummarySaverHook,
     log_every_n,
 )
-from jstep.indexed_slices import IndexedSlices
-from jstep.loop import train
+from jstep.loop import Preempted, train
 from jstep.optimizers import (
+    ExponentialMovingAverage,
     adagrad,
     adam,
     apply_updates,
+    averaged_params,
     chain,
     clip_gradients,
     ftrl,
@@ -43,10 +48,18 @@ from jstep.optimizers import (
     rmsprop,
     scope,
     skip_nonfinite,
+    with_moving_average,
 )
-from jstep.queues import FIFOQueue, RandomShuffleQueue
-from jstep.queues.coordinator import Coordinator
-from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
+from jstep.queues import (
+    CancelledError,
+    Coordinator,
+    FIFOQueue,
+    OutOfRangeError,
+    QueueRunner,
+    RandomShuffleQueue,
+    add_queue_runner,
+    start_queue_runners,
+)
 from jstep.schedules import (
     constant,
     cosine_decay,
@@ -61,7 +74,7 @@ from jstep.schedules import (
     polynomial_decay,
     shift,
 )
-from jstep.sharding import fsdp_specs, shard_batch, shard_state
+from jstep.sharding import fsdp_specs, shard_batch
 from jstep.state import (
     TrainState,
     create_global_step,
@@ -71,9 +84,10 @@ from jstep.state import (
     get_slot_names,
     global_step,
     increment_global_step,
+    shard_state,
 )
+from jstep.tools import ResumeReport, verify_resume
 from jstep.training import TrainStep, apply_gradients, minimize, scan_steps
-from jstep.verify_resume import ResumeReport, verify_resume
 
 if typing.TYPE_CHECKING:
     from jstep import summary
@@ -183,3 +197,5 @@ __all__ = [
     "verify_resume",
     "with_moving_average",
 ]
+
+_publish(globals())

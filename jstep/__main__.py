@@ -1,6 +1,6 @@
 """`python -m jstep plot LOGDIR -o loss.png`, `python -m jstep events FILE`."""
 
-from jstep.cli import main
+from jstep.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

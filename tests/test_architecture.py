@@ -19,35 +19,39 @@ MODULES = {
 
 # Imports go down this list, or sideways within a row; sideways never in a circle.
 STOREYS = [
-    {"_typing", "_tree", "_checks", "_stack", "errors"},
-    {"state", "schedules", "clipping", "indexed_slices", "_var_list", "_microbatches", "_layout"},
-    {"gradients", "averages", "optimizers"},
+    {"core"},
+    {"sharding", "schedules", "clipping"},
+    {"state"},
+    {"optimizers"},
+    {"differentiate"},
     {"training"},
-    {"sharding", "distributed", "_agreement"},
+    {"distributed"},
     {"data", "queues", "checkpoint", "summary"},
     {"hooks"},
-    {"loop", "_feed", "_loop_checks", "_signals", "verify_resume"},
-    {"cli", "__main__", "_plot", "_events"},
+    {"evaluating"},
+    {"loop"},
+    {"tools"},
+    {"cli", "__main__"},
 ]
-HOST = STOREYS[5]
-STEP = set().union(*STOREYS[:5])
+HOST = STOREYS[7]
+STEP = set().union(*STOREYS[:7])
 """What a training step is made of. The host side may compile helpers of its own; it never steps."""
-PUBLIC_COMPILERS = {"training._step", "training._scan"}
-COUNTERS = {"training._apply"}
-BUILDERS = {"_layout"}
+PUBLIC_COMPILERS = {"training.step", "training.scan"}
+COUNTERS = {"training.apply"}
+BUILDERS = {"sharding.layout"}
 """A state too large for one device is made under jit, once; nothing there steps or donates."""
 STAGES = {"checkpoint._stage"}
 """Copies a state into memory that a Saver keeps for it: donates its own arrays, never a state."""
 LOADED_WHEN_USED = {"checkpoint._orbax": {"orbax"}}
 """Modules that a bare `import jstep` does not load, and what they may import at their top."""
-SHARED_TRACES = {"optimizers._leafwise", "averages"}
+SHARED_TRACES = {"optimizers.leafwise", "optimizers.wrappers.exponential_moving_average"}
 """A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself."""
 
 
 def storey(module: str) -> int:
     top = module.split(".")[0]
     for number, names in enumerate(STOREYS):
-        if top in names or top.lstrip("_") in names:
+        if top in names:
             return number
     raise AssertionError(f"jstep/{module.replace('.', '/')}.py has no place in the house: give it one in STOREYS")
 
@@ -102,12 +106,12 @@ def test_imports_go_in_no_circle() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if storey(m) == 5])
+@pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[0] in HOST])
 def test_host_modules_do_not_know_each_other_nor_the_step(module: str) -> None:
     own = module.split(".")[0]
     for other in inner_imports(module):
         top = other.split(".")[0]
-        assert top == own or top.lstrip("_") == own.lstrip("_") or storey(other) != 5, f"{module} imports {other}"
+        assert top == own or other.split(".")[0] not in HOST, f"{module} imports {other}"
         assert top != "training", f"{module} imports training: the host side takes a step, it does not make one"
 
 
@@ -119,6 +123,7 @@ def test_the_package_only_reexports() -> None:
             isinstance(t, ast.Name) and t.id in ("__all__", "__version__") for t in node.targets
         )
         lazy = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
+        lazy = lazy or ast.unparse(node) == "_publish(globals())"
         assert docstring or names or lazy or isinstance(node, ast.ImportFrom | ast.Import | ast.If), ast.unparse(node)
 
 

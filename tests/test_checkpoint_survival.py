@@ -51,7 +51,7 @@ def test_sigkill_at_twenty_random_instants(tmp_path):
     script = """
     import random, signal
     import orbax.checkpoint  # before the forks: each child starts at once
-    from jstep.checkpoint._manifest import is_intact
+    from jstep.checkpoint.manifest import is_intact
 
     optimizer = jstep.with_moving_average(jstep.adam(1e-2), jstep.ExponentialMovingAverage(0.9))
     step = jstep.minimize(lambda p, x: jnp.mean((jnp.tanh(x @ p["w1"]) @ p["w2"] - x) ** 2), optimizer)

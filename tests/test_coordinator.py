@@ -10,8 +10,8 @@ import traceback
 
 import pytest
 
-from jstep.errors import CancelledError, OutOfRangeError
 from jstep.queues.coordinator import Coordinator
+from jstep.queues.errors import CancelledError, OutOfRangeError
 
 LONG = 20  # seconds until a test that hangs fails
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep import _feed
-from jstep._signals import StopWaiting
+from jstep.loop import feed as _feed
+from jstep.loop.signals import StopWaiting
 
 
 def handed_out(source, lengths=None, **kwargs):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks._hook import NEVER
+from jstep.hooks.hook import NEVER
 
 
 def state_at(step=0, value=1.0):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks._hook import NEVER
+from jstep.hooks.hook import NEVER
 
 OPTIMIZER = jstep.with_moving_average(
     jstep.adam(jstep.exponential_decay(0.1, 10, 0.9)), jstep.ExponentialMovingAverage(0.9)

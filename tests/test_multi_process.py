@@ -154,7 +154,7 @@ def test_saving_by_the_clock_happens_on_all_at_the_same_steps(tmp_path):
 def test_states_and_batches_over_processes(tmp_path):
     """What one process does with arrays that lie on several."""
     script = """
-    from jstep._layout import auto_mesh
+    from jstep.sharding.layout import auto_mesh
     # A state made here and laid out, from arrays with keys, equals one that is made there.
     extra = {"key": jax.random.key(7), "n": np.arange(3)}
     local = jstep.TrainState.create(init(), optimizer, model_state=extra)

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from jstep.errors import CancelledError, OutOfRangeError
 from jstep.queues import FIFOQueue, RandomShuffleQueue
 from jstep.queues.coordinator import Coordinator
+from jstep.queues.errors import CancelledError, OutOfRangeError
 from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 
 LONG = 20  # seconds until a test that hangs fails

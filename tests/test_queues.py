@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jstep.errors import CancelledError, OutOfRangeError
 from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
+from jstep.queues.errors import CancelledError, OutOfRangeError
 
 LONG = 2  # seconds until a test that hangs fails
 

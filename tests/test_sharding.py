@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from optimizer_table import TABLE
 
 import jstep
-from jstep._layout import auto_mesh
+from jstep.sharding.layout import auto_mesh
 
 DATA = jax.make_mesh((8,), ("data",))
 BOTH = jax.make_mesh((4, 2), ("data", "model"))
@@ -217,11 +217,11 @@ def test_no_device_holds_a_whole_that_is_made_under_a_mesh():
         held.update(memory=compiled.memory_analysis(), text=compiled.as_text())
         return original(make, place, *given)
 
-    original, jstep._layout.build = jstep._layout.build, watch
+    original, jstep.sharding.layout.build = jstep.sharding.layout.build, watch
     try:
         state = jstep.TrainState.create(big, jstep.adam(), mesh=DATA, param_specs=P("data"))
     finally:
-        jstep._layout.build = original
+        jstep.sharding.layout.build = original
     whole = 3 * 4 * 4 * 1024 * 512  # parameters and two slots
     memory = held["memory"]
     assert memory.output_size_in_bytes < whole / 8 + 4096

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from jstep.checkpoint import _manifest
+from jstep.checkpoint import manifest as _manifest
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax's name for what it has not finished
 REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one takes its place

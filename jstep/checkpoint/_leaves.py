@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep import _tree
-from jstep.checkpoint._manifest import Leaf
+from jstep.checkpoint.manifest import Leaf
+from jstep.core import trees
 
 # What tensorstore has no name for is stored as a type of the same values (integers) or the same bits (floats).
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
@@ -27,15 +27,15 @@ def named(state: Any) -> list[tuple[Leaf, Any]]:
     seen: dict[str, int] = {}
     out = []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
-        path = _tree.path_str(keys)
+        path = trees.path_str(keys)
         seen[path] = seen.get(path, 0) + 1
         leaf = _with_value(leaf, path)
-        out.append((_record(path, tuple(_tree.path_str((key,)) for key in keys), seen[path], leaf), leaf))
+        out.append((_record(path, tuple(trees.path_str((key,)) for key in keys), seen[path], leaf), leaf))
     return out
 
 
 def _with_value(leaf: Any, path: str) -> Any:
-    if _tree.is_traced(leaf):
+    if trees.is_traced(leaf):
         raise TypeError(f"state: {path!r} is traced; save outside of jit, from the state a compiled step returned")
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
@@ -123,7 +123,7 @@ def match(target: Any, saved: Sequence[Leaf], averages: str | None, partial: boo
         ValueError: Something does not fit; lists it.
     """
     records = by_id(saved)
-    flat = _tree.leaves_with_paths(target)
+    flat = trees.leaves_with_paths(target)
     found: list[Wanted] = []
     used: set[tuple[str, int]] = set()
     missing, differing = [], []
@@ -194,7 +194,7 @@ def check_averages(slot: str, saved: Sequence[Leaf], where: str) -> None:
     if not any(_is_average(leaf.path, slot) for leaf in saved):
         slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == "slots" and len(leaf.keys) > 1})
         raise ValueError(
-            f"use_averages: {where} has no slot {slot!r}{_tree.nearest(slot, slots)}; it has {slots}. Averages are "
+            f"use_averages: {where} has no slot {slot!r}{trees.nearest(slot, slots)}; it has {slots}. Averages are "
             "kept by jstep.with_moving_average(optimizer, ema); use_averages takes the name of their slot as well."
         )
 
@@ -202,10 +202,10 @@ def check_averages(slot: str, saved: Sequence[Leaf], where: str) -> None:
 def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     if isinstance(leaf, bool | int | float | complex):
         return (), str(jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
-    if isinstance(leaf, jax.ShapeDtypeStruct) or _tree.is_array(leaf):
+    if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
         return tuple(leaf.shape), str(leaf.dtype)
     raise TypeError(
-        f"target: {_tree.quoted(path)} is {type(leaf).__name__}; give an array or a shape for each leaf, such as "
+        f"target: {trees.quoted(path)} is {type(leaf).__name__}; give an array or a shape for each leaf, such as "
         "jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
     )
 

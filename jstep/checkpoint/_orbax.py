@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jstep.checkpoint import _directory as folder
-from jstep.checkpoint import _manifest
+from jstep.checkpoint import manifest as _manifest
 
 _TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep import _tree
 from jstep.checkpoint import _leaves
 from jstep.checkpoint._leaves import Wanted
-from jstep.checkpoint._manifest import Leaf
+from jstep.checkpoint.manifest import Leaf
+from jstep.core import trees
 
 
 def sharding_of(leaf: Any, path: str) -> Any:
@@ -127,5 +127,5 @@ def left_as_is(wanted: Wanted) -> Any:
             "with partial=True give arrays where the checkpoint has none"
         )
     return (
-        leaf.copy() if _tree.is_array(leaf) else jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+        leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
     )

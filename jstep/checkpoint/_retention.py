@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jstep.checkpoint import _directory as folder
-from jstep.checkpoint import _manifest
-from jstep.checkpoint._manifest import CheckpointError, Manifest
+from jstep.checkpoint import manifest as _manifest
+from jstep.checkpoint.manifest import CheckpointError, Manifest
 
 _logger = logging.getLogger("jstep")
 

@@ -13,15 +13,16 @@ from typing import Any, NoReturn
 
 import jax
 
-from jstep import _tree
-from jstep import state as state_module
-from jstep.averages import NAME as AVERAGES
 from jstep.checkpoint import _arguments as checked
-from jstep.checkpoint import _compression, _leaves, _manifest, _processes, _restored
+from jstep.checkpoint import _compression, _leaves, _processes, _restored
 from jstep.checkpoint import _directory as folder
-from jstep.checkpoint._manifest import CheckpointError, Manifest
+from jstep.checkpoint import manifest as _manifest
 from jstep.checkpoint._retention import Keeper
 from jstep.checkpoint._stage import Stage
+from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.core import trees
+from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
+from jstep.state import get_global_step
 
 _logger = logging.getLogger("jstep")
 
@@ -215,7 +216,7 @@ class Saver:
                 return self._looked_at(path, manifest, averages)
             wanted = _leaves.match(target, manifest.leaves, averages, partial, path)
             values = self._filled(path, manifest, wanted)
-            return jax.tree.unflatten(_tree.structure(target), values)
+            return jax.tree.unflatten(trees.structure(target), values)
 
     def extra(self, step: int | None = None) -> Any:
         """The values that were saved with a checkpoint, the newest where step is None; None where there were none.
@@ -380,7 +381,7 @@ class Saver:
 
 
 def _step_of(state: Any) -> int:
-    step = state_module.get_global_step(state)
+    step = get_global_step(state)
     if step is None:
         raise ValueError(
             "state: it has no global step, which names the checkpoint; "

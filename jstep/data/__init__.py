@@ -1,6 +1,9 @@
 """Batches as a function of the step, and on their way to the device."""
 
+from jstep.core.public import publish as _publish
 from jstep.data.batches import Batches, batches
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 
 __all__ = ["Batches", "PrefetchIterator", "batches", "prefetch_to_device"]
+
+_publish(globals())

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jstep.data import _permutation
-from jstep.data._sources import RowNumbers
+from jstep.data.sources import RowNumbers
 
 # Row numbers made at once where steps follow each other, which hides the cost of NumPy's calls.
 _LOOKAHEAD_ROWS = 16384

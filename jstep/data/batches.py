@@ -6,9 +6,9 @@ from typing import Any, overload
 
 import jax
 
-from jstep._checks import as_int
+from jstep.core.checks import as_int
 from jstep.data._rows import Lookahead, Plan
-from jstep.data._sources import Source, as_source
+from jstep.data.sources import Source, as_source
 
 
 def batches(

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep._checks import as_int
-from jstep._tree import leaves_with_paths, quoted
-from jstep.data._placement import placement
+from jstep.core.checks import as_int
+from jstep.core.trees import leaves_with_paths, quoted
+from jstep.data.placement import placement
 
 # How long leaving a loop waits for the thread; one that is inside of a slow source ends after it.
 _END_SECS = 0.5

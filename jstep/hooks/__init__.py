@@ -1,8 +1,9 @@
 """Hooks: what happens around the steps of `train`, one per file."""
 
-from jstep.hooks._hook import Hook
+from jstep.core.public import publish as _publish
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.evaluation import EvaluationHook
+from jstep.hooks.hook import Hook
 from jstep.hooks.log_every_n import log_every_n
 from jstep.hooks.logging_hook import LoggingHook
 from jstep.hooks.nan_loss import NanLossDuringTrainingError, NanLossHook
@@ -26,3 +27,5 @@ __all__ = [
     "SummarySaverHook",
     "log_every_n",
 ]
+
+_publish(globals())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.checkpoint import Saver
-from jstep.hooks._hook import CadencedHook, Clock, Metrics, check_step, every
+from jstep.hooks.hook import CadencedHook, Clock, Metrics, check_step, every
 from jstep.state import TrainState
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
-from jstep.hooks._summaries import scalar
-from jstep.hooks._values import LeaveOut, text
+from jstep.hooks.hook import CadencedHook, Clock, Metrics, every
+from jstep.hooks.summaries import scalar
+from jstep.hooks.values import LeaveOut, text
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")

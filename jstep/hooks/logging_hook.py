@@ -5,9 +5,9 @@ import time
 from collections import deque
 from typing import Any
 
-from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
-from jstep.hooks._values import LeaveOut, is_ready, nothing, scalars, start_transfer, text
+from jstep.hooks.hook import CadencedHook, Clock, Metrics, every
 from jstep.hooks.step_counter import StepCounterHook
+from jstep.hooks.values import LeaveOut, is_ready, nothing, scalars, start_transfer, text
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")

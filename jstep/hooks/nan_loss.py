@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jstep.hooks._hook import Hook, Metrics, positive
+from jstep.hooks.hook import Hook, Metrics, positive
 from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")

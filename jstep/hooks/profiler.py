@@ -4,7 +4,7 @@ import os
 
 import jax
 
-from jstep.hooks._hook import NEVER, Hook, Metrics
+from jstep.hooks.hook import NEVER, Hook, Metrics
 from jstep.state import TrainState, global_step
 
 

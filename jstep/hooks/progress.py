@@ -5,8 +5,8 @@ import sys
 import time
 from typing import Any
 
-from jstep.hooks._hook import Clock, Hook, Metrics
-from jstep.hooks._values import is_ready, scalars, start_transfer, text
+from jstep.hooks.hook import Clock, Hook, Metrics
+from jstep.hooks.values import is_ready, scalars, start_transfer, text
 from jstep.state import TrainState, global_step
 
 

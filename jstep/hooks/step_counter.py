@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
+from jstep.hooks.hook import CadencedHook, Clock, Metrics, every
 from jstep.state import TrainState, get_global_step
 
 TAG = "global_step/sec"
@@ -71,6 +71,6 @@ class StepCounterHook(CadencedHook):
             self._began = (step, now)
             self._every.done()
             if self._writer is not None:
-                from jstep.hooks._summaries import scalar
+                from jstep.hooks.summaries import scalar
 
                 self._writer.add_summary(scalar(TAG, self.steps_per_sec), step)

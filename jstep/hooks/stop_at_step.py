@@ -1,6 +1,6 @@
 """Stopping at a step."""
 
-from jstep.hooks._hook import Hook, Metrics, positive
+from jstep.hooks.hook import Hook, Metrics, positive
 from jstep.state import TrainState, global_step
 
 

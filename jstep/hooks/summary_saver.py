@@ -3,9 +3,9 @@
 import time
 from typing import Any
 
-from jstep.hooks._hook import CadencedHook, Clock, Metrics, every
-from jstep.hooks._summaries import Selection, histograms_of, of_metrics
-from jstep.hooks._values import LeaveOut, nothing
+from jstep.hooks.hook import CadencedHook, Clock, Metrics, every
+from jstep.hooks.summaries import Selection, histograms_of, of_metrics
+from jstep.hooks.values import LeaveOut, nothing
 from jstep.state import TrainState
 
 

@@ -1,22 +1,33 @@
 """Optimizers: one algorithm per file, each a function that returns an `Optimizer` of pure functions."""
 
-from jstep.optimizers._leafwise import apply_updates
+from jstep.core.public import publish as _publish
+from jstep.core.types import Optimizer, Schedule
 from jstep.optimizers.adagrad import adagrad
 from jstep.optimizers.adam import adam
-from jstep.optimizers.chain import chain
-from jstep.optimizers.clip_gradients import clip_gradients
+from jstep.optimizers.blocks import clip_gradients
 from jstep.optimizers.ftrl import ftrl
 from jstep.optimizers.gradient_descent import gradient_descent
+from jstep.optimizers.leafwise import apply_updates
 from jstep.optimizers.momentum import momentum
-from jstep.optimizers.partition import partition
 from jstep.optimizers.rmsprop import rmsprop
-from jstep.optimizers.scope import scope
-from jstep.optimizers.skip_nonfinite import skip_nonfinite
+from jstep.optimizers.wrappers import (
+    ExponentialMovingAverage,
+    averaged_params,
+    chain,
+    partition,
+    scope,
+    skip_nonfinite,
+    with_moving_average,
+)
 
 __all__ = [
+    "ExponentialMovingAverage",
+    "Optimizer",
+    "Schedule",
     "adagrad",
     "adam",
     "apply_updates",
+    "averaged_params",
     "chain",
     "clip_gradients",
     "ftrl",
@@ -26,4 +37,7 @@ __all__ = [
     "rmsprop",
     "scope",
     "skip_nonfinite",
+    "with_moving_average",
 ]
+
+_publish(globals())

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 
-from jstep._typing import Array, Number, Optimizer, ScalarOrSchedule
-from jstep.optimizers._hyper import checked
-from jstep.optimizers._leafwise import Hyper, leafwise
+from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number = 0.1) -> Optimizer:

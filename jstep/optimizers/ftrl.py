@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jstep._typing import Array, Number, Optimizer, ScalarOrSchedule
-from jstep.optimizers._hyper import checked
-from jstep.optimizers._leafwise import Hyper, leafwise, ordered_after
+from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, leafwise, ordered_after
 
 
 def ftrl(

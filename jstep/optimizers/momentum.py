@@ -1,8 +1,8 @@
 """Momentum, Polyak's and Nesterov's."""
 
-from jstep._typing import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers._hyper import checked
-from jstep.optimizers._leafwise import Hyper, leafwise
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 
-from jstep._typing import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers._hyper import checked
-from jstep.optimizers._leafwise import Hyper, leafwise
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def rmsprop(

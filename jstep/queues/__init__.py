@@ -1,14 +1,20 @@
 """Feeding a loop from threads: queues, the threads that fill them, and what stops all together."""
 
+from jstep.core.public import publish as _publish
 from jstep.queues.coordinator import Coordinator
+from jstep.queues.errors import CancelledError, OutOfRangeError
 from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
 
 __all__ = [
+    "CancelledError",
     "Coordinator",
     "FIFOQueue",
+    "OutOfRangeError",
     "QueueRunner",
     "RandomShuffleQueue",
     "add_queue_runner",
     "start_queue_runners",
 ]
+
+_publish(globals())

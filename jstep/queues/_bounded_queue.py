@@ -4,9 +4,9 @@ import threading
 from collections import deque
 from typing import Any
 
-from jstep._checks import as_int
-from jstep._stack import stack_trees
-from jstep.errors import CancelledError, OutOfRangeError
+from jstep.core.checks import as_int
+from jstep.core.stack import stack_trees
+from jstep.queues.errors import CancelledError, OutOfRangeError
 
 # Threads of a QueueRunner set `feeding` here: what they wait for ends with the main thread, so that
 # they do not keep the process alive.

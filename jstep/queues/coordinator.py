@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from jstep.errors import CancelledError, OutOfRangeError
+from jstep.queues.errors import CancelledError, OutOfRangeError
 
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None]
 

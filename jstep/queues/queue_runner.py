@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jstep.errors import CancelledError, OutOfRangeError
 from jstep.queues._bounded_queue import runner_thread
 from jstep.queues.coordinator import Coordinator
+from jstep.queues.errors import CancelledError, OutOfRangeError
 from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
 
 _log = logging.getLogger(__name__)

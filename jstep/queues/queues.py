@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from jstep._checks import as_int
+from jstep.core.checks import as_int
 from jstep.queues._bounded_queue import BoundedQueue
 
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep import _tree
-from jstep._typing import Array
+from jstep.core import trees
+from jstep.core.types import Array
 from jstep.schedules._wide import divmod_scaled
 
 
@@ -24,11 +24,11 @@ def steps(step: Any) -> Array:
         TypeError: The step is not an integer.
         ValueError: A concrete step is negative, or larger than the dtype of steps holds.
     """
-    dtype = _tree.default_int()
+    dtype = trees.default_int()
     kind = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
     if not jnp.issubdtype(kind, jnp.integer):
         raise TypeError(f"step={step!r}: must be an integer or an array of integers, got dtype {kind}")
-    value = _tree.concrete(step)
+    value = trees.concrete(step)
     if value is not None and value.size:
         if value.min() < 0:
             raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the updates applied")
@@ -48,9 +48,9 @@ def period(name: str, value: Any) -> Fraction:
         TypeError: It is no number, or traced.
         ValueError: It is not positive and finite.
     """
-    if _tree.is_traced(value):
+    if trees.is_traced(value):
         raise TypeError(f"{name} is traced; it must be a plain number, so that steps are divided exactly")
-    if isinstance(value, bool) or not (isinstance(value, int | float) or _tree.is_array(value)) or np.ndim(value):
+    if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)) or np.ndim(value):
         raise TypeError(f"{name}={value!r}: must be a positive number, got {type(value).__name__}")
     number = value if isinstance(value, int | float) else np.asarray(value).item()
     if not (number > 0 and math.isfinite(number)):
@@ -79,7 +79,7 @@ def scalar(name: str, value: Any) -> Any:
         jnp.result_type(value), jnp.integer
     ):
         raise TypeError(f"{name}={value!r}: must be a real number, got dtype {jnp.result_type(value)}")
-    return jnp.asarray(value).astype(_tree.default_float())
+    return jnp.asarray(value).astype(trees.default_float())
 
 
 class Periods(NamedTuple):
@@ -108,7 +108,7 @@ def split(step: Array, length: Fraction) -> Periods:
     hold is replaced by the nearest one it can, which no step tells from it but at a whole period that is missed
     by less than 2^-31.
     """
-    largest, real = int(np.iinfo(step.dtype).max), _tree.default_float()
+    largest, real = int(np.iinfo(step.dtype).max), trees.default_float()
     if length > largest:
         fraction = step.astype(real) / jnp.asarray(float(length), real)
         return Periods(((1, jnp.zeros_like(step)),), fraction, 1 - fraction)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jstep._typing import Array
+from jstep.core.types import Array
 
 
 class _Wide(NamedTuple):

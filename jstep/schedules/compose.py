@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep import _tree
-from jstep._typing import Number, ScalarOrSchedule, Schedule, Step
+from jstep.core import trees
+from jstep.core.types import Number, ScalarOrSchedule, Schedule, Step
 from jstep.schedules._arithmetic import period, scalar, steps
 
 
@@ -24,7 +24,7 @@ def constant(value: Number) -> Schedule:
     number = scalar("value", value)
 
     def schedule(step: Step, /) -> Any:
-        return jnp.full(steps(step).shape, number, _tree.default_float())
+        return jnp.full(steps(step).shape, number, trees.default_float())
 
     return schedule
 
@@ -36,7 +36,7 @@ def _as_schedule(name: str, schedule: ScalarOrSchedule) -> Any:
 def _floating(value: Any) -> Any:
     # What a user's schedule returns may be a Python number or an integer.
     array = jnp.asarray(value)
-    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(_tree.default_float())
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(trees.default_float())
 
 
 def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) -> Schedule:
@@ -70,7 +70,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
 
     def schedule(step: Step, /) -> Any:
         step = steps(step)
-        table = jnp.stack([jnp.asarray(number, _tree.default_float()) for number in numbers])
+        table = jnp.stack([jnp.asarray(number, trees.default_float()) for number in numbers])
         if not edges:
             return jnp.broadcast_to(table[0], step.shape)
         return table[jnp.searchsorted(_edge_array(edges, step.dtype), step, side="left")]
@@ -83,7 +83,7 @@ def _increasing(name: str, values: Sequence[float], *, integers: bool) -> list[i
         raise TypeError(f"{name}={values!r}: must be a sequence of steps, got {type(values).__name__}")
     edges: list[int] = []
     for i, value in enumerate(values):
-        if _tree.is_traced(value) or isinstance(value, bool | str) or np.ndim(value):
+        if trees.is_traced(value) or isinstance(value, bool | str) or np.ndim(value):
             raise TypeError(f"{name}[{i}]={value!r}: must be a plain number")
         number = np.asarray(value).item()
         if integers and not isinstance(number, int):
@@ -125,7 +125,7 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: float) -> Schedule:
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
     inner = _as_schedule("schedule", schedule)
-    plain = not isinstance(warmup_steps, bool | str) and not _tree.is_traced(warmup_steps)
+    plain = not isinstance(warmup_steps, bool | str) and not trees.is_traced(warmup_steps)
     if plain and np.ndim(warmup_steps) == 0 and warmup_steps == 0:
         return inner
     length = float(period("warmup_steps", warmup_steps))

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jstep import _tree
-from jstep._typing import Array, Number, Schedule, Step
+from jstep.core import trees
+from jstep.core.types import Array, Number, Schedule, Step
 from jstep.schedules._arithmetic import period, power, scalar, split, steps
 
 
@@ -113,7 +113,7 @@ def cosine_decay_restarts(
 
     def growing(step: Step, /) -> Any:
         step = steps(step)
-        real, last = _tree.default_float(), int(np.iinfo(step.dtype).max)
+        real, last = trees.default_float(), int(np.iinfo(step.dtype).max)
         begins = _restarts(length, stretch, last)
         firsts = [math.ceil(begin) for begin in begins[1:-1]]
         index = jnp.searchsorted(jnp.asarray(np.array(firsts, step.dtype)), step, side="right")
@@ -128,7 +128,7 @@ def cosine_decay_restarts(
 
     if stretch == 1:
         return periodic
-    _restarts(length, stretch, int(np.iinfo(_tree.default_int()).max))
+    _restarts(length, stretch, int(np.iinfo(trees.default_int()).max))
     return growing
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jstep._typing import Number, Schedule, Step
+from jstep.core.types import Number, Schedule, Step
 from jstep.schedules._arithmetic import Periods, exp, period, power, scalar, split, steps
 
 

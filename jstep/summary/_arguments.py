@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep._tree import is_traced
+from jstep.core.trees import is_traced
 from jstep.summary._proto import decode_error, is_message, proto
 from jstep.summary._values import Summary, keep
 

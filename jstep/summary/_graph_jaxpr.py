@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core
 
-from jstep._tree import path_str
+from jstep.core.trees import path_str
 from jstep.summary._graph_builder import GraphBuilder, Ref, Tensor, scopes_of
 
 Env: TypeAlias = dict[Any, Ref]

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep._tree import is_traced
-from jstep._typing import Array
+from jstep.core.trees import is_traced
+from jstep.core.types import Array
 from jstep.summary import _values
 from jstep.summary._collections import DEFAULT, register
 from jstep.summary._mesh import on_any_mesh

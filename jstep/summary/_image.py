@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep._tree import is_array
-from jstep._typing import Array
+from jstep.core.trees import is_array
+from jstep.core.types import Array
 from jstep.summary._collections import DEFAULT, register
 from jstep.summary._mesh import on_any_mesh
 from jstep.summary._values import Images, Summary, check_tag

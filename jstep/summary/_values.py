@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep._tree import is_traced
+from jstep.core.trees import is_traced
 
 _STATIC = {"static": True}
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jstep._typing import Step
+from jstep.core.types import Step
 from jstep.summary._arguments import as_serialized, as_step
 from jstep.summary._event_file import open_event_file
 from jstep.summary._hparams import hparams_values

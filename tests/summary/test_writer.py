@@ -457,7 +457,7 @@ def test_tensorflow_is_never_imported(run_python, tmp_path):
             writer.add_hparams({"rate": 0.1}, {"accuracy": 1.0})
             writer.add_session_log("START", 0)
         assert len(list(summary.summary_iterator(writer.path))) == 5
-        from jstep.cli import main
+        from jstep.cli.main import main
         assert main(["plot", "logs", "-o", "loss.png"]) == main(["events", "logs"]) == 0
         assert not [m for m in sys.modules if m.startswith(("tensorflow", "tensorboard.compat.tensorf"))]
         """,

@@ -1,0 +1,16 @@
+"""Clipping of arrays and trees: by value, by norm, by average norm, by global norm."""
+
+from jstep.clipping.by_global_norm import clip_by_global_norm, global_norm
+from jstep.clipping.by_norm import clip_by_average_norm, clip_by_norm
+from jstep.clipping.by_value import clip_by_value
+from jstep.core.public import publish as _publish
+
+__all__ = [
+    "clip_by_average_norm",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+    "global_norm",
+]
+
+_publish(globals())

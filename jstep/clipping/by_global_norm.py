@@ -1,0 +1,90 @@
+"""The norm of all leaves together, and clipping by it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.clipping.parts import check_clip_norm, map_leaves, number, root, scale, sum_of_squares
+from jstep.core import trees
+from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
+from jstep.core.types import Array, Number
+
+
+def global_norm(tree: Any) -> Array:
+    """√(Σ ‖leaf‖²) over all leaves.
+
+    Args:
+        tree: An array or a tree of arrays. Repeated rows of an `IndexedSlices` add up first.
+
+    Returns:
+        A float32 scalar (float64 where a leaf is); 0 for a tree without leaves.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> print(jstep.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0]), "c": None}))
+        5.0
+
+    Source: `tf.global_norm`.
+    """
+    total = jnp.zeros((), jnp.float32)
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
+        if trees.is_none(x):
+            continue
+        path = trees.path_str(keys)
+        array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, "global_norm")
+        array = array if trees.is_floating(array.dtype) else array.astype(jnp.float32)
+        # Behind a barrier, or an optimizer's own g² would be taken for the same array and kept in memory for both.
+        square = sum_of_squares(jax.lax.optimization_barrier(array))
+        dtype = max(total.dtype, square.dtype, key=lambda dtype: dtype.itemsize)
+        total = total.astype(dtype) + square.astype(dtype)
+    return root(total)
+
+
+def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
+    """All leaves · clip_norm / norm where norm > clip_norm, norm = `global_norm(tree)`.
+
+    Args:
+        tree: An array or a tree of arrays.
+        clip_norm: The largest norm, a scalar > 0.
+        use_norm: The norm, where it is known already.
+
+    Returns:
+        The same tree, dtypes kept, and the norm before clipping. A non-finite norm turns every leaf to
+        NaN, so that a diverged step shows and does not half-apply.
+
+    Raises:
+        TypeError: A leaf is not floating point (names its path).
+        ValueError: `clip_norm` ≤ 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> clipped, norm = jstep.clip_by_global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}, 1.0)
+        >>> print(clipped["a"], clipped["b"], norm)
+        [0.6] [0.8] 5.0
+
+    Source: Pascanu et al., "On the difficulty of training Recurrent Neural Networks" (2012);
+    `tf.clip_by_global_norm`.
+    """
+    check_clip_norm("clip_norm", clip_norm)
+    norm = global_norm(tree) if use_norm is None else _known_norm(use_norm)
+    factor = jnp.where(jnp.isfinite(norm), scale(norm, clip_norm), jnp.full_like(norm, jnp.nan))
+
+    def clip(x: Array) -> Array:
+        dtype = trees.compute_dtype(x.dtype)
+        return (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
+
+    return map_leaves(clip, tree, "clip_by_global_norm"), norm
+
+
+def _known_norm(norm: Any) -> Array:
+    if isinstance(norm, bool | str) or not (isinstance(norm, int | float) or trees.is_array(norm)):
+        raise TypeError(f"use_norm={norm!r}: must be what global_norm returned, got {type(norm).__name__}")
+    if np.ndim(norm):
+        raise ValueError(f"use_norm: must be a scalar, got shape {np.shape(norm)}")
+    value = trees.concrete(norm)
+    if value is not None and np.isfinite(value) and value < 0:
+        raise ValueError(f"use_norm={value}: must be ≥ 0")
+    array = jnp.asarray(norm)
+    return array if trees.is_floating(array.dtype) else array.astype(jnp.float32)

@@ -1,0 +1,79 @@
+"""Clipping each leaf by its norm, or by its average norm."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.clipping.parts import check_clip_norm, map_leaves, root, scaled, sum_of_squares
+from jstep.core import trees
+from jstep.core.indexed_slices import IndexedSlices, is_slices
+from jstep.core.types import Array, Number
+
+
+def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
+    """T · clip_norm / ‖t‖ where ‖t‖ > clip_norm, for each leaf by its own L2 norm.
+
+    Args:
+        t: An array or a tree of arrays.
+        clip_norm: The largest norm, a scalar > 0.
+        axes: Over which axes the norm is taken; None for all. Rows of a matrix: `axes=1`.
+
+    Returns:
+        The same tree, dtypes kept; what is within the norm stays exactly as it is.
+
+    Raises:
+        TypeError: A leaf is not floating point (names its path).
+        ValueError: `clip_norm` ≤ 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> print(jstep.clip_by_norm(jnp.array([3.0, 4.0]), 1.0))
+        [0.6 0.8]
+
+    Source: `tf.clip_by_norm`.
+    """
+    check_clip_norm("clip_norm", clip_norm)
+    listed = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
+    for path, x in trees.leaves_with_paths(t):
+        for axis in listed:
+            if not -np.ndim(x) <= axis < np.ndim(x):
+                raise ValueError(
+                    f"axes={axes}: the leaf at {trees.quoted(path)} has shape {np.shape(x)}, which has no axis "
+                    f"{axis}; map over the leaves that have it"
+                )
+    return map_leaves(lambda x: scaled(x, root(sum_of_squares(x, axes)), clip_norm), t, "clip_by_norm")
+
+
+def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
+    """T · clip_norm / a where a = ‖t‖ / size(t) > clip_norm, for each leaf by itself.
+
+    Args:
+        t: An array or a tree of arrays; for an `IndexedSlices` the size is that of its table.
+        clip_norm: The largest average norm, a scalar > 0.
+
+    Returns:
+        The same tree, dtypes kept.
+
+    Raises:
+        TypeError: A leaf is not floating point (names its path).
+        ValueError: `clip_norm` ≤ 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> print(jstep.clip_by_average_norm(jnp.array([3.0, 4.0]), 1.0))
+        [1.2 1.6]
+
+    Source: `tf.clip_by_average_norm`.
+    """
+    check_clip_norm("clip_norm", clip_norm)
+
+    def leaf(keys: Any, x: Any) -> Any:
+        size = max(1, int(np.prod(x.dense_shape if isinstance(x, IndexedSlices) else np.shape(x))))
+
+        def clip(a: Array) -> Array:
+            return scaled(a, root(sum_of_squares(a)) / size, clip_norm)
+
+        return map_leaves(clip, x, f"clip_by_average_norm at {trees.quoted(trees.path_str(keys))}")
+
+    return jax.tree_util.tree_map_with_path(leaf, t, is_leaf=is_slices)

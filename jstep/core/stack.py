@@ -1,0 +1,69 @@
+"""Stacking trees leaf by leaf, on a new leading axis: how single elements become a batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.trees import flatten, path_str, quoted
+
+
+def stack_trees(trees: Sequence[Any], what: str) -> Any:
+    """One tree whose leaves are those of `trees`, stacked on a new leading axis.
+
+    Leaves become NumPy arrays; where all are JAX arrays they are stacked on their device.
+
+    Args:
+        trees: At least one tree; all have the same structure, shapes and dtypes.
+        what: Who stacks, for the error.
+
+    Raises:
+        ValueError: Structures, shapes or dtypes differ; names the path and the two elements.
+    """
+    flat, treedef = flatten(trees[0])
+    columns: list[list[Any]] = [[leaf] for leaf in flat]
+    for i, tree in enumerate(trees[1:], 1):
+        leaves, other = flatten(tree)
+        if other != treedef:
+            raise ValueError(
+                f"{what}: element {i} has the structure {other}, element 0 has {treedef}. Elements that are "
+                "stacked must be alike; dequeue or index them one by one otherwise."
+            )
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(leaf)
+    keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(trees[0])]
+    return treedef.unflatten(
+        [_stack_leaves(column, path_str(k), what) for column, k in zip(columns, keys, strict=True)]
+    )
+
+
+def _stack_leaves(leaves: list[Any], path: str, what: str) -> Any:
+    if all(isinstance(leaf, jax.Array) for leaf in leaves):
+        _check_alike(leaves, path, what)
+        return jnp.stack(leaves)  # without a wait for the device
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    first = arrays[0]
+    if not all(a.dtype == first.dtype and a.shape == first.shape for a in arrays):
+        _check_alike(arrays, path, what)
+        return np.stack(arrays)  # texts of several lengths
+    if first.ndim == 0:
+        return np.array(leaves, dtype=first.dtype)
+    batch = np.empty((len(arrays), *first.shape), first.dtype)
+    for i, array in enumerate(arrays):
+        batch[i] = array
+    return batch
+
+
+def _check_alike(arrays: Sequence[Any], path: str, what: str) -> None:
+    def check(name: str, of: Callable[[Any], Any]) -> None:
+        for i, array in enumerate(arrays):
+            if of(array) != of(arrays[0]):
+                raise ValueError(
+                    f"{what}: {name}s differ at {quoted(path)}: {of(arrays[0])} in element 0, {of(array)} in "
+                    f"element {i}. Elements that are stacked must be alike: pad, crop or cast them before."
+                )
+
+    check("shape", lambda a: a.shape)
+    check("dtype", lambda a: a.dtype.kind if a.dtype.kind in "SU" else a.dtype)

@@ -1,0 +1,95 @@
+"""Which parameters are trained: the four forms of `var_list`."""
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.types import Params
+
+VarList: TypeAlias = Callable[[str, Any], bool] | str | Sequence[str] | Any | None
+
+
+def selected(params: Params, var_list: VarList) -> list[int]:
+    """The places, among the leaves of params, of those to differentiate.
+
+    Args:
+        params: Any tree; leaves that are not floating point are never differentiated.
+        var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools (a bool
+            may stand for a whole subtree).
+
+    Raises:
+        TypeError: `var_list` is none of these.
+        ValueError: An entry matches nothing (names the nearest paths), or nothing is left to train.
+    """
+    named = trees.leaves_with_paths(params)
+    trainable = [trees.is_trainable(leaf) for _, leaf in named]
+    chosen = _chosen(params, named, trainable, var_list)
+    places = [i for i, (wanted, can) in enumerate(zip(chosen, trainable, strict=True)) if wanted and can]
+    if not places:
+        raise ValueError(
+            f"No variables to optimize: var_list={_shown(var_list)} leaves none of "
+            f"{[path for path, _ in named][:20]}, of which only floating-point leaves can be trained"
+        )
+    return places
+
+
+def _chosen(params: Params, named: list[tuple[str, Any]], trainable: list[bool], var_list: VarList) -> list[bool]:
+    if var_list is None:
+        return trainable
+    if isinstance(var_list, str):
+        var_list = [var_list]
+    if isinstance(var_list, list | tuple | set | frozenset) and all(isinstance(entry, str) for entry in var_list):
+        return _by_globs(named, trainable, sorted(var_list) if isinstance(var_list, set | frozenset) else var_list)
+    if callable(var_list) and not trees.structure(var_list).num_nodes > 1:
+        return [_as_bool(var_list(path, leaf), path) for path, leaf in named]
+    return _by_bools(params, named, var_list)
+
+
+def _by_globs(named: list[tuple[str, Any]], trainable: list[bool], entries: Any) -> list[bool]:
+    chosen = [False] * len(named)
+    for entry in entries:
+        matches = [i for i, (path, _) in enumerate(named) if path == entry or fnmatch.fnmatchcase(path, entry)]
+        if not matches:
+            paths = [path for path, _ in named]
+            hint = trees.nearest(entry, paths) or f"; paths are {paths[:20]}"
+            under = [path for path in paths if path.startswith(f"{entry}/")]
+            hint = f"; for all below it write {entry + '/*'!r}" if under else hint
+            raise ValueError(f"var_list: {entry!r} matches no parameter{hint}")
+        if not any(trainable[i] for i in matches):
+            raise ValueError(
+                f"var_list: {entry!r} matches only {[named[i][0] for i in matches][:20]}, whose dtype "
+                f"{named[matches[0]][1].dtype} cannot be trained"
+            )
+        for i in matches:
+            chosen[i] = True
+    return chosen
+
+
+def _by_bools(params: Params, named: list[tuple[str, Any]], tree: Any) -> list[bool]:
+    try:
+        filled = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), tree, params)
+        flags = trees.structure(params).flatten_up_to(filled)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"var_list={_shown(tree)}: a tree of bools must have the structure of params (or a prefix of it), whose "
+            f"paths are {[path for path, _ in named][:20]}"
+        ) from error
+    return [_as_bool(flag, path) for flag, (path, _) in zip(flags, named, strict=True)]
+
+
+def _as_bool(flag: Any, path: str) -> bool:
+    if not isinstance(flag, bool | np.bool_):
+        raise TypeError(
+            f"var_list: at {trees.quoted(path)} stands {_shown(flag)}, which is no bool. It takes None, a predicate "
+            "(path, leaf) -> bool, a list of paths or globs, or a tree of bools."
+        )
+    return bool(flag)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,0 +1,103 @@
+"""Putting an item of host data where a sharding says, on one process or many."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jstep.core.trees import leaves_with_paths, path_str, quoted
+
+
+def placement(sharding: Any) -> Callable[[Any], Any]:
+    """The function that puts an item where `sharding` says, None being the default device.
+
+    Raises:
+        TypeError: `sharding` holds something else than shardings; names the path.
+        ValueError: It holds a PartitionSpec, and no mesh is set.
+    """
+    if sharding is None:
+        # An array of JAX lies where somebody put it, perhaps over other processes too.
+        return lambda item: jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), _as_known(item)
+        )
+    sharding = jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: _as_sharding(leaf, path_str(keys)), sharding, is_leaf=_is_spec
+    )
+    local = all(getattr(s, "is_fully_addressable", True) for s in jax.tree.leaves(sharding))
+
+    def place(item: Any) -> Any:
+        item = _as_known(item)
+        try:
+            if local:
+                return jax.device_put(item, sharding)
+            return jax.tree.map(_place_local_rows, item, jax.tree.broadcast(sharding, item))
+        except ValueError as error:
+            _explain(item, sharding, error)
+            raise
+
+    return place
+
+
+def _place_local_rows(leaf: Any, sharding: Any) -> jax.Array:
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    if is_global or getattr(sharding, "is_fully_addressable", True):
+        return jax.device_put(leaf, sharding)
+    # Also of an array on this process's device: device_put would take it for the whole, the same on all processes.
+    return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+
+def _explain(item: Any, sharding: Any, error: ValueError) -> None:
+    """Names the leaf that does not split as its sharding says."""
+    try:
+        each = jax.tree.leaves(jax.tree.broadcast(sharding, item))
+    except ValueError:
+        return  # the structures differ, which is what the error says
+    for (path, leaf), one in zip(leaves_with_paths(item), each, strict=True):
+        if not isinstance(one, NamedSharding):
+            continue
+        parts = 1 if one.is_fully_addressable else jax.process_count()
+        for dim, axis in enumerate(one.spec):
+            names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+            count = math.prod(one.mesh.shape[name] for name in names)
+            here = max(1, count // parts) if isinstance(leaf, np.ndarray) else count
+            if dim >= np.ndim(leaf) or np.shape(leaf)[dim] % here:
+                raise ValueError(
+                    f"sharding: {one.spec} splits dimension {dim} into {count} parts (axis {axis!r}), {here} of them "
+                    f"here, and the leaf at {quoted(path)} has shape {np.shape(leaf)} on this process; choose a batch "
+                    f"of a multiple of {here} rows"
+                ) from error
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _as_sharding(leaf: Any, path: str) -> Sharding | jax.Device:
+    if isinstance(leaf, Sharding | jax.Device):
+        return leaf
+    if not _is_spec(leaf):
+        raise TypeError(
+            f"sharding: {leaf!r} at {quoted(path)} is no jax.sharding.Sharding; make one of a mesh and a spec: "
+            'NamedSharding(mesh, PartitionSpec("data"))'
+        )
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"sharding: {leaf!r} at {quoted(path)} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the "
+            "mesh by jax.set_mesh(mesh)"
+        )
+    return NamedSharding(mesh, leaf)
+
+
+def _as_known(item: Any) -> Any:
+    """The item with arrays that JAX does not know, such as PyTorch's, as NumPy arrays."""
+
+    def known(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic) or not hasattr(leaf, "__array__"):
+            return leaf
+        return np.asarray(leaf)
+
+    return jax.tree.map(known, item)

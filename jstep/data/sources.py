@@ -1,0 +1,168 @@
+"""Where rows come from: arrays, and objects with a length and items."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jstep.core.stack import stack_trees
+from jstep.core.trees import flatten, path_str, quoted
+from jstep.data._permutation import Rows
+
+RowNumbers: TypeAlias = Rows | slice
+"""Rows in any order, or a stretch of them."""
+
+
+class ArraySource:
+    """Rows of an array in memory or mapped into it."""
+
+    def __init__(self, array: Any, path: str) -> None:
+        # The base class: rows of a memory map are plain arrays.
+        self._array: np.ndarray[Any, Any] = np.asarray(array)
+        self.path = path
+        # np.take is the faster gather, but would first copy all of an array that is not contiguous.
+        self._takes = self._array.flags.c_contiguous and self._array.flags.aligned
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def rows(self, rows: RowNumbers) -> Any:
+        """A new array of these rows."""
+        if isinstance(rows, slice):
+            return self._array[rows].copy()
+        # The rows are in range: "clip" only leaves out the check, row by row.
+        return self._array.take(rows, 0, None, "clip") if self._takes else self._array[rows]
+
+
+class ItemSource:
+    """Items of an object with `__len__` and `__getitem__`, stacked."""
+
+    def __init__(self, items: Any, path: str) -> None:
+        self._items = items
+        self.path = path
+        # Whether a list of indices gives the rows at once; None until it has been tried.
+        self._takes_list: bool | None = False if isinstance(items, list | range) else None
+        self._what = f"arrays: items of the {type(items).__name__} at {path}"
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def rows(self, rows: RowNumbers) -> Any:
+        """The items at these rows, stacked leaf by leaf."""
+        numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
+        if not numbers:  # this process's part of a small remainder
+            return jax.tree.map(lambda leaf: leaf[:0], self.rows(slice(0, 1)))
+        if hasattr(self._items, "__getitems__"):
+            return self._stack(self._items.__getitems__(numbers), len(numbers))
+        if self._takes_list is None:
+            self._takes_list = self._list_gives_rows(numbers)
+        if self._takes_list:
+            try:
+                return _from_columns(self._items[numbers])
+            except Exception:  # such as HDF5, which takes a list only where it is sorted
+                self._takes_list = False
+        return self._stack((self._items[i] for i in numbers), len(numbers))
+
+    def _stack(self, items: Iterable[Any], count: int) -> Any:
+        trees = [_as_item(item) for item in items]
+        if len(trees) != count:
+            raise ValueError(f"{self._what}: __getitems__ gave {len(trees)} items for {count} indices")
+        return stack_trees(trees, self._what)
+
+    def _list_gives_rows(self, numbers: list[int]) -> bool:
+        """Whether a list of indices gives the rows that its entries give one by one.
+
+        A `__getitem__` written for one index may do something else with a list, without an error.
+        """
+        try:
+            batch = _from_columns(self._items[numbers])
+        except Exception:
+            return False  # an error that is no matter of the list comes again with single indices
+        leaves, treedef = flatten(batch)
+        if not leaves or any(np.ndim(leaf) == 0 or len(leaf) != len(numbers) for leaf in leaves):
+            return False
+        for i in (0, len(numbers) - 1):
+            try:
+                item, item_treedef = flatten(_as_item(self._items[numbers[i]]))
+            except Exception:
+                return True  # it takes nothing but lists
+            if item_treedef != treedef:
+                return False
+            for leaf, row in zip(item, leaves, strict=True):
+                if not _same(leaf, row[i]):
+                    return False
+        return True
+
+
+Source: TypeAlias = ArraySource | ItemSource
+
+
+def as_source(leaf: Any, keys: Sequence[Any]) -> Source:
+    """The source that a leaf of `arrays` is.
+
+    Raises:
+        TypeError: The leaf has no length or no items; names the path.
+        ValueError: It is empty.
+    """
+    path = quoted(path_str(keys))
+    source = _open(leaf, path)
+    if len(source) == 0:
+        raise ValueError(f"arrays: the {type(leaf).__name__} at {path} has no rows")
+    return source
+
+
+def _open(leaf: Any, path: str) -> Source:
+    if hasattr(leaf, "to_numpy") and not hasattr(leaf, "columns"):  # a column of a data frame
+        leaf = leaf.to_numpy()
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        if leaf.ndim == 0:
+            raise TypeError(f"arrays: the {type(leaf).__name__} at {path} is a scalar and has no rows")
+        return ArraySource(leaf, path)
+    name = type(leaf).__name__
+    if isinstance(leaf, str | bytes):
+        raise TypeError(f"arrays: the {name} at {path} is a text, not a source of rows; give a list of texts")
+    if hasattr(leaf, "columns"):
+        raise TypeError(
+            f"arrays: the {name} at {path} is indexed by column, not by row; give its columns, such as `dict(frame)`, "
+            "or an array, such as `frame.to_numpy()`"
+        )
+    if not hasattr(leaf, "__getitem__"):
+        raise TypeError(
+            f"arrays: the {name} at {path} has no __getitem__; batches need rows that can be taken in any "
+            "order; an iterator can be given to jstep.train, or prefetch_to_device, as it is"
+        )
+    try:
+        len(leaf)
+    except TypeError as error:
+        raise TypeError(f"arrays: the {name} at {path} has no len(): {error}") from None
+    return ItemSource(leaf, path)
+
+
+def _as_item(item: Any) -> Any:
+    """An item as a tree of arrays: a list of numbers or texts is an array too."""
+    return jax.tree.map(_as_array, item, is_leaf=_is_plain_list)
+
+
+def _from_columns(batch: Any) -> Any:
+    """What a source gives for a list of indices, as arrays: its lists are columns, one entry a row."""
+    return jax.tree.map(_as_array, batch, is_leaf=lambda x: isinstance(x, list))
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def _is_plain_list(x: Any) -> bool:
+    if not isinstance(x, list):
+        return False
+    while isinstance(x, list) and x:
+        x = x[0]
+    return isinstance(x, list | bool | int | float | complex | str | bytes | np.generic)
+
+
+def _same(a: Any, b: Any) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    if a.shape != b.shape or a.dtype.kind != b.dtype.kind:
+        return False
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

@@ -1,0 +1,59 @@
+"""From metrics and states to summaries; `jstep.summary` is imported when first needed."""
+
+import fnmatch
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jstep.core import trees
+from jstep.hooks.hook import Metrics
+from jstep.hooks.values import scalars
+from jstep.state import TrainState
+
+Selection = str | Sequence[str]
+
+
+def scalar(tag: str, value: Any) -> Any:
+    """A scalar summary that belongs to no collection."""
+    from jstep import summary
+
+    return summary.scalar(tag, value, collections=())
+
+
+def of_metrics(metrics: Metrics, leave_out: Collection[str]) -> list[Any]:
+    """One summary of the numbers among the metrics and of the summaries they hold; none where there is nothing."""
+    from jstep import summary
+
+    parts = [scalar(name, value) for name, value in scalars(metrics, leave_out).items()]
+    made = summary.summaries_in(dict(metrics))
+    if made is not None:
+        parts.append(made)
+    return [summary.merge(parts, collections=())] if parts else []
+
+
+def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
+    """One summary with a histogram of each floating leaf of the state whose path matches.
+
+    The counting starts before the next step takes over the memory of the state; only counts are kept.
+
+    Raises:
+        ValueError: A glob matches nothing.
+    """
+    from jstep import summary
+
+    leaves = [
+        (path, leaf)
+        for path, leaf in trees.leaves_with_paths({"params": state.params, "slots": state.slots})
+        if trees.is_trainable(leaf)
+    ]
+    chosen: dict[str, Any] = {}
+    for glob in globs:
+        found = {path: leaf for path, leaf in leaves if fnmatch.fnmatchcase(path, glob)}
+        if not found:
+            raise ValueError(
+                f"histograms: {glob!r} matches nothing{trees.nearest(glob, [path for path, _ in leaves])}; parameters "
+                "are 'params/…', slots 'slots/name/…'"
+            )
+        chosen |= found
+    return summary.merge(
+        [summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()], collections=()
+    )

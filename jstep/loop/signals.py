@@ -1,0 +1,79 @@
+"""SIGTERM and SIGINT as a wish to stop, which the loop grants after the step in flight."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from jstep.distributed import agreement
+
+
+class Preempted(SystemExit):
+    """SIGTERM arrived: the step in flight was finished and saved. A SystemExit with code 143."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(143)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class StopWaiting(BaseException):
+    """Raised where the loop waits for a batch that a stopping run does not need; never leaves `train`."""
+
+
+class StopSignals:
+    """Notes SIGTERM and SIGINT while it is entered; a second SIGINT raises KeyboardInterrupt at once.
+
+    Signals reach the main thread only; in another one it notes nothing.
+
+    On several processes SIGTERM is left to JAX's preemption service, which makes all of them stop after the same
+    call, and SIGINT is passed on to it.
+
+    Attributes:
+        received: The first signal, None as long as there is none.
+        at_once: Whether a second SIGINT came.
+        interrupts: Whether no batch is to be waited for: a signal came, and no other process has to stop with this one.
+    """
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self._on_first = on_first
+        self._alone = agreement.is_alone()
+        self._before: dict[signal.Signals, Any] = {}
+        self.received: signal.Signals | None = None
+        self.at_once = self.interrupts = False
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            # None: the handler was not set from Python, and Python cannot set it again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            if number == signal.SIGINT:
+                self.at_once = True
+                raise KeyboardInterrupt
+            return
+        self.received = signal.Signals(number)
+        if self._alone:
+            self.interrupts = True
+            self._on_first()
+        else:
+            agreement.tell_all_to_stop()
+
+    def to_stop(self) -> bool:
+        """Whether the run stops after this call; to be asked after each."""
+        if self._alone:
+            return self.received is not None
+        if not agreement.reached_stop():
+            return False
+        self.received = self.received or signal.SIGTERM
+        return True

@@ -1,0 +1,146 @@
+"""Moving averages of the parameters, fed by the one step."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.types import Array, Number, Params, Step
+from jstep.optimizers.hyper import checked
+
+NAME = "ExponentialMovingAverage"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExponentialMovingAverage:
+    """avg −= (1 − d) · (avg − p), with d = decay, or min(decay, (1 + n) / (10 + n)) where num_updates.
+
+    Attributes:
+        decay: In [0, 1], near 1 such as 0.999.
+        num_updates: Whether the decay starts low and grows with the number n of updates, so that averages
+            move faster early in training.
+        zero_debias: Whether averages start from zero and are kept unbiased: the rate 1 − d becomes
+            (1 − d) / (1 − dⁿ), n their age, which makes the first average the first value.
+        name: The name of the slot, and the last part of `average_name`.
+
+    Raises:
+        TypeError: `decay` is no number, or `name` no string.
+        ValueError: `decay` is out of range, or `name` empty.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> ema = jstep.ExponentialMovingAverage(0.5)
+        >>> averages = ema.init({"w": jnp.float32(0.0)})
+        >>> print(ema.apply(averages, {"w": jnp.float32(1.0)})["w"])
+        0.5
+
+    Source: Polyak and Juditsky (1992); Kingma and Ba, "Adam" (2014), section 3, for the bias;
+    `tf.train.ExponentialMovingAverage`.
+    """
+
+    decay: Number
+    num_updates: bool = False
+    zero_debias: bool = False
+    name: str = NAME
+
+    def __post_init__(self) -> None:
+        if callable(self.decay):
+            raise TypeError(f"decay={self.decay!r}: must be a number; use num_updates=True for a decay that grows")
+        object.__setattr__(self, "decay", checked("decay", self.decay, low=0, high=1))
+        for flag in ("num_updates", "zero_debias"):
+            if not isinstance(getattr(self, flag), bool):
+                raise TypeError(
+                    f"{flag}={getattr(self, flag)!r}: must be True or False; the number itself goes to "
+                    "apply(averages, params, num_updates=n)"
+                )
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={self.name!r}: must be a string")
+        if not self.name or self.name.strip("/") != self.name:
+            raise ValueError(f"name={self.name!r}: must be a name without slashes at its ends")
+
+    def init(self, params: Params) -> Any:
+        """Averages to start from: copies of the parameters, or zeros where zero_debias.
+
+        Args:
+            params: Any tree. float16 and bfloat16 leaves are averaged in float32.
+
+        Returns:
+            A tree with the structure of params; None for leaves that cannot be averaged, such as integers.
+        """
+
+        def leaf(p: Any) -> Any:
+            if not trees.is_trainable(p):
+                return None
+            dtype = trees.compute_dtype(jnp.result_type(p))
+            return jnp.zeros_like(p, dtype=dtype) if self.zero_debias else jnp.array(p, dtype=dtype, copy=True)
+
+        return jax.tree.map(leaf, params)
+
+    def apply(self, averages: Any, params: Params, num_updates: Step | None = None, *, age: Step | None = None) -> Any:
+        """The averages after one more value of the parameters.
+
+        Args:
+            averages: What `init` or `apply` returned.
+            params: The new values.
+            num_updates: The number n of updates the new values come from, ≥ 1 for the first.
+            age: How many values the averages have seen, this one included; `num_updates` unless told.
+
+        Returns:
+            New averages.
+
+        Raises:
+            ValueError: num_updates is missing where it is needed, or negative; or structures differ.
+        """
+        if num_updates is None and (self.num_updates or (self.zero_debias and age is None)):
+            raise ValueError(
+                "num_updates=None: an average with num_updates or zero_debias needs the number of updates, as in "
+                "ema.apply(averages, params, num_updates=state.global_step)"
+            )
+        rate = self._rate(num_updates, num_updates if age is None else age)
+        for name, value in (("num_updates", num_updates), ("age", age)):
+            if value is not None:
+                _count(name, value)
+        old = trees.flatten_like(params, averages, "averages")
+        leaves, treedef = trees.flatten(params)
+        return treedef.unflatten(
+            [avg if avg is None else _moved(avg, p, rate) for avg, p in zip(old, leaves, strict=True)]
+        )
+
+    def _rate(self, num_updates: Step | None, age: Step | None) -> Any:
+        # In terms of 1 − d: for d near 1 the difference would lose its digits.
+        rate: Any = 1 - self.decay
+        if self.num_updates:
+            rate = jnp.maximum(jnp.asarray(rate, trees.default_float()), 9 / (10 + _count("num_updates", num_updates)))
+        if self.zero_debias:
+            n = jnp.maximum(_count("age", age), 1.0)
+            rate = jnp.asarray(rate, n.dtype)
+            # 1 − dⁿ; for d = 1 the limit of the quotient is 1/n, the plain mean.
+            passed = -jnp.expm1(n * jnp.log1p(-rate))
+            rate = jnp.where(rate > 0, rate / jnp.where(rate > 0, passed, 1.0), 1 / n)
+        return rate
+
+    def average_name(self, path: str) -> str:
+        """The name of the average of a parameter: `path/name`.
+
+        Example:
+            >>> import jstep
+            >>> jstep.ExponentialMovingAverage(0.9).average_name("dense/kernel")
+            'dense/kernel/ExponentialMovingAverage'
+        """
+        return f"{path}/{self.name}" if path else self.name
+
+
+def _count(name: str, value: Any) -> Array:
+    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        raise TypeError(f"{name}={value!r}: must be an integer")
+    number = trees.concrete(value)
+    if number is not None and number < 0:
+        raise ValueError(f"{name}={number}: must be ≥ 0")
+    return jnp.asarray(value).astype(trees.default_float())
+
+
+@jax.jit  # one trace for all leaves of a shape, as in optimizers/_leafwise.py
+def _moved(average: Array, p: Array, rate: Array) -> Array:
+    return average - jnp.asarray(rate).astype(average.dtype) * (average - p.astype(average.dtype))

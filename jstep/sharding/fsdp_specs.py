@@ -1,0 +1,48 @@
+"""Which parameters to split over an axis of the mesh, and along which dimension."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jstep.core.types import Params
+from jstep.sharding.layout import auto_mesh, axis_size, largest_divisible
+
+
+def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2**16) -> Any:
+    """Specs that split each large parameter over an axis, along its largest dimension that divides.
+
+    Args:
+        params: Arrays, or shapes from `jax.eval_shape`.
+        mesh: A `jax.sharding.Mesh`.
+        axis: The axis of the mesh, or a tuple of axes.
+        min_size: The least number of elements worth splitting; smaller leaves are replicated.
+
+    Returns:
+        A tree of `PartitionSpec`, for `shard_state` and `TrainState.create`.
+
+    Raises:
+        ValueError: The mesh has no such axis, or `min_size` is negative.
+
+    Example:
+        >>> import jax, jstep
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> specs = jstep.fsdp_specs({"w": jax.ShapeDtypeStruct((256, 512), "float32"), "b": jax.numpy.ones(4)}, mesh)
+        >>> tuple(specs["w"]), tuple(specs["b"])
+        ((None, 'data'), ())
+
+    Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
+    """
+    if isinstance(min_size, bool) or not isinstance(min_size, int):
+        raise TypeError(f"min_size={min_size!r}: must be an integer number of elements")
+    if min_size < 0:
+        raise ValueError(f"min_size={min_size}: must be ≥ 0")
+    size = axis_size(auto_mesh(mesh), axis, f"axis={axis!r}")
+
+    def spec(leaf: Any) -> PartitionSpec:
+        shape = np.shape(leaf)
+        dim = largest_divisible(shape, size) if int(np.prod(shape)) >= min_size else None
+        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis)
+
+    return jax.tree.map(spec, params)

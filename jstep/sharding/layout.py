@@ -1,0 +1,216 @@
+"""Where the leaves of a state lie on a mesh: from what users say to a sharding for each leaf."""
+
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jstep.core import trees
+from jstep.core.types import Params, Slots
+
+MODEL_STATE = "model_state"
+
+ParamSpecs = Any
+"""None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
+
+
+def auto_mesh(mesh: Any) -> Mesh:
+    """The mesh with Auto axes: under Explicit ones a model would need annotations of its own.
+
+    Raises:
+        TypeError: It is no mesh.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def axis_size(mesh: Mesh, axis: Any, argument: str) -> int:
+    """How many devices an axis (or a tuple of axes) spans.
+
+    Raises:
+        TypeError: It is no name and no tuple of names.
+        ValueError: The mesh has no such axis.
+    """
+    names = axis if isinstance(axis, tuple) else (axis,)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{argument}: must be the name of an axis or a tuple of names, got {axis!r}; the mesh has the axes "
+                f"{dict(mesh.shape)}"
+            )
+        if name not in mesh.shape:
+            hint = trees.nearest(str(name), map(str, mesh.axis_names))
+            raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
+    """A spec for each leaf of params, in order.
+
+    Raises:
+        TypeError: `param_specs` has none of its forms, or a spec is none.
+        ValueError: A tree of specs has not the structure of params, or a rule matches no leaf.
+    """
+    named = trees.leaves_with_paths(params)
+    if param_specs is None or isinstance(param_specs, PartitionSpec):
+        return [param_specs or PartitionSpec()] * len(named)
+    if isinstance(param_specs, list | tuple) and all(_is_rule(rule) for rule in param_specs):
+        return _by_rules(named, param_specs)
+    if callable(param_specs):
+        return [_as_spec(param_specs(path, leaf), path) for path, leaf in named]
+    try:
+        whole = jax.tree.broadcast(param_specs, params, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+    except ValueError as error:
+        raise ValueError(
+            f"param_specs: a tree of specs must have the structure of params or a prefix of it, whose paths are "
+            f"{[path for path, _ in named][:20]}"
+        ) from error
+    leaves = trees.structure(params).flatten_up_to(whole)
+    return [_as_spec(spec, path) for spec, (path, _) in zip(leaves, named, strict=True)]
+
+
+def _is_rule(rule: Any) -> bool:
+    return isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
+
+
+def _by_rules(named: list[tuple[str, Any]], rules: Sequence[tuple[str, Any]]) -> list[PartitionSpec]:
+    for glob, _ in rules:
+        if not any(fnmatch.fnmatchcase(path, glob) for path, _ in named):
+            hint = trees.nearest(glob, [path for path, _ in named])
+            raise ValueError(f"param_specs: the rule {glob!r} matches no parameter{hint}")
+    return [
+        next((_as_spec(spec, path) for glob, spec in rules if fnmatch.fnmatchcase(path, glob)), PartitionSpec())
+        for path, _ in named
+    ]
+
+
+def _as_spec(spec: Any, path: str) -> PartitionSpec:
+    if spec is None:
+        return PartitionSpec()
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"param_specs: at {trees.quoted(path)} stands {spec!r}, which is no jax.sharding.PartitionSpec")
+    return spec
+
+
+def checked(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
+    """The sharding of a leaf.
+
+    Raises:
+        ValueError: The spec is longer than the shape, names an axis that the mesh has not, or does not divide it.
+    """
+    where = f"param_specs: {spec} at {trees.quoted(path)}"
+    if len(spec) > len(shape):
+        raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
+    names = [name for axis in spec if axis is not None for name in (axis if isinstance(axis, tuple) else (axis,))]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{where} has an axis twice; an axis of the mesh splits one dimension")
+    for dim, axis in enumerate(spec):
+        if axis is None:
+            continue
+        size = axis_size(mesh, axis, where)
+        if shape[dim] % size:
+            raise ValueError(
+                f"{where}: dimension {dim} of shape {shape} does not divide into {size} parts (axis {axis!r}); choose "
+                "another dimension, or leave this leaf replicated"
+            )
+    return NamedSharding(mesh, spec)
+
+
+def state_shardings(
+    params: Params, slots: Slots, mesh: Mesh, param_specs: ParamSpecs, slot_axis: Any = None
+) -> tuple[Any, Slots, NamedSharding]:
+    """A sharding for each leaf of params and slots (arrays or shapes), and one for scalars.
+
+    Args:
+        params: The parameters.
+        slots: Their slots: a leaf lies as the parameter at its path does, everything else on every device.
+        mesh: A mesh with Auto axes.
+        param_specs: See `specs_of`.
+        slot_axis: The axis over which slots of replicated parameters are split.
+    """
+    on_all = everywhere(mesh)
+    named = trees.leaves_with_paths(params)
+    placed = [
+        checked(mesh, spec, np.shape(leaf), path)
+        for spec, (path, leaf) in zip(specs_of(params, param_specs), named, strict=True)
+    ]
+    treedef = trees.structure(params)
+    if slot_axis is not None:
+        axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
+    for_slots = [
+        split_replicated(mesh, sharding, np.shape(leaf), slot_axis)
+        for sharding, (_, leaf) in zip(placed, named, strict=True)
+    ]
+
+    def slot(tree: Any) -> Any:
+        try:
+            leaves = treedef.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            return jax.tree.map(lambda _: on_all, tree)
+        if not jax.tree_util.all_leaves([leaf for leaf in leaves if leaf is not None]):
+            return jax.tree.map(lambda _: on_all, tree)
+        return treedef.unflatten(
+            [
+                None if leaf is None else sharding if np.shape(leaf) == np.shape(parameter) else on_all
+                for leaf, sharding, (_, parameter) in zip(leaves, for_slots, named, strict=True)
+            ]
+        )
+
+    def wherever(name: str, tree: Any) -> Any:
+        # Variables that are not trained may happen to look like the parameters; they are no slot of theirs.
+        return jax.tree.map(lambda _: on_all, tree) if name == MODEL_STATE else slot(tree)
+
+    return treedef.unflatten(placed), {name: wherever(name, tree) for name, tree in slots.items()}, on_all
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """On every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def split_replicated(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], axis: Any) -> NamedSharding:
+    """The sharding of a slot: its parameter's, or split over `axis` where the parameter is replicated (ZeRO-1)."""
+    if axis is None or any(part is not None for part in sharding.spec):
+        return sharding
+    dim = largest_divisible(shape, axis_size(mesh, axis, "slot_axis"))
+    return sharding if dim is None else NamedSharding(mesh, PartitionSpec(*[None] * dim, axis))
+
+
+def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
+    """The largest dimension that divides into `size` parts, the first of several; None where none does."""
+    fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
+    return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
+
+
+def put(leaf: Any, sharding: NamedSharding) -> Any:
+    """The leaf where the sharding says, in memory of its own; of a shape, the shape with the sharding."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+        # Without a copy the part on the leaf's own device would be the leaf itself, and donated with the state.
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf.copy(), sharding)
+        return jax.device_put(leaf, sharding, may_alias=False)
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    # Every process has the whole leaf and keeps its own part of it.
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) -> Any:
+    """What `make(*given)` returns, made where it is to lie: no device ever holds more than its part.
+
+    Args:
+        make: Makes a tree of arrays.
+        place: From the tree's shapes to its shardings.
+        *given: Arrays that lie on the mesh already; captured ones would become constants of the program.
+    """
+    return jax.jit(make, out_shardings=place(jax.eval_shape(make, *given)))(*given)

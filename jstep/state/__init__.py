@@ -1,0 +1,31 @@
+"""The training state: its fields, its one clock, its slots, and where it lies."""
+
+from jstep.core.public import publish as _publish
+from jstep.state.global_step import (
+    create_global_step,
+    get_global_step,
+    get_or_create_global_step,
+    global_step,
+    increment_global_step,
+)
+from jstep.state.shard_state import shard_state
+from jstep.state.slots import get_slot, get_slot_names, is_scalar_slot, is_start_step
+from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
+
+__all__ = [
+    "MODEL_STATE",
+    "START_STEP",
+    "TrainState",
+    "create_global_step",
+    "get_global_step",
+    "get_or_create_global_step",
+    "get_slot",
+    "get_slot_names",
+    "global_step",
+    "increment_global_step",
+    "is_scalar_slot",
+    "is_start_step",
+    "shard_state",
+]
+
+_publish(globals())

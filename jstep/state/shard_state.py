@@ -1,0 +1,47 @@
+"""One program over a mesh: where states and batches lie."""
+
+from typing import Any
+
+import jax
+
+from jstep.sharding.layout import ParamSpecs, auto_mesh, put, state_shardings
+from jstep.state.train_state import TrainState
+
+
+def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, slot_axis: Any = None) -> TrainState:
+    """The same state, laid out over a mesh. Compiled steps keep every leaf where it lies.
+
+    Args:
+        state: Any state, whose arrays stay as they are. To make one that no single device could hold, give the mesh
+            to `TrainState.create`. Of a state of shapes, from `jax.eval_shape`, come shapes with their shardings: a
+            target for `Saver.restore`.
+        mesh: A `jax.sharding.Mesh`. Explicit axes are taken as Auto axes over the same devices, so that a model
+            needs no annotations of its own.
+        param_specs: How parameters lie: a `PartitionSpec` for all, a tree of them (or a prefix of one), rules
+            `[(glob, spec), …]` of which the first match counts, or a function `(path, leaf) -> spec`. What none
+            speaks of is replicated.
+        slot_axis: An axis of the mesh over which the slots of replicated parameters are split (ZeRO-1); other
+            slots lie as their parameters do, scalars and model_state on every device.
+
+    Returns:
+        A new state.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: A spec names an axis that the mesh has not, or does not divide its leaf (names the path).
+
+    Example:
+        >>> import jax, jstep
+        >>> from jax.sharding import PartitionSpec as P
+        >>> state = jstep.TrainState.create({"w": jax.numpy.ones((8, 4))}, jstep.adam())
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> tuple(jstep.shard_state(state, mesh, [("w", P("data"))]).slots["m"]["w"].sharding.spec)
+        ('data',)
+
+    Source: Rajbhandari et al., "ZeRO" (2019), stage 1, for `slot_axis`.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}")
+    params, slots, everywhere = state_shardings(state.params, state.slots, auto_mesh(mesh), param_specs, slot_axis)
+    step: Any = None if state.global_step is None else everywhere
+    return jax.tree.map(put, state, TrainState(params, slots, step))

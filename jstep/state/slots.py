@@ -1,0 +1,57 @@
+"""What an optimizer keeps beside the parameters: slots, and which kinds there are."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.types import Params
+from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
+
+
+def is_start_step(name: str) -> bool:
+    """Whether a slot is `start_step`, under whatever prefix."""
+    return name.rsplit("/", 1)[-1] == START_STEP
+
+
+def is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
+    """Whether a slot is one scalar for all parameters, such as `start_step` or `embed/start_step`."""
+    if is_start_step(name):
+        return True
+    return jax.tree_util.all_leaves([tree]) and np.ndim(tree) == 0 and not jax.tree_util.all_leaves([params])
+
+
+def get_slot_names(state: TrainState) -> list[str]:
+    """The names of the per-parameter slots, sorted; scalars and model_state are not among them.
+
+    Example:
+        >>> import jstep
+        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.adam()))
+        ['m', 'v']
+    """
+    return sorted(
+        name
+        for name, tree in state.slots.items()
+        if name != MODEL_STATE and not is_scalar_slot(name, tree, state.params)
+    )
+
+
+def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
+    """The tree of a slot, or its one leaf at `path`; None where there is none.
+
+    Args:
+        state: The state.
+        name: The name of the slot, such as `"m"` or `"embed/accumulator"`.
+        path: The path of a parameter, such as `"dense/kernel"`.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"dense": {"kernel": 1.0}}, jstep.adagrad(0.1))
+        >>> print(jstep.get_slot(state, "accumulator", "dense/kernel"))
+        0.1
+    """
+    tree = state.slots.get(name)
+    if path is None or tree is None:
+        return tree
+    return dict(trees.leaves_with_paths(tree)).get(path)

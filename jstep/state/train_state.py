@@ -1,0 +1,176 @@
+"""The training state and its one clock, the global step.
+
+`global_step` counts the updates that have been applied, and nothing else in jstep counts: schedules,
+bias corrections, averages, checkpoints, logs and the stop condition all read it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
+from jstep.sharding import layout
+from jstep.state.global_step import create_global_step
+
+MODEL_STATE = layout.MODEL_STATE
+START_STEP = "start_step"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class TrainState:
+    """What training changes: parameters, slots and the global step; an immutable pytree of arrays.
+
+    Attributes:
+        params: The trained variables, any pytree of arrays.
+        slots: Slot name → tree with the structure of `params` (None where a leaf has no slot), or a
+            scalar. Non-trained variables lie under `slots["model_state"]`.
+        global_step: The number of updates applied so far, an int32 scalar (int64 under x64).
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"w": [1.0, 2.0]}, jstep.momentum(0.1, 0.9))
+        >>> state
+        TrainState(global_step=0, params: 2 numbers in 2 leaves (8 B), slots: momentum (8 B))
+        >>> state.replace(params={"w": [0.0, 0.0]}).params
+        {'w': [0.0, 0.0]}
+    """
+
+    params: Params
+    slots: Slots
+    global_step: Array | None
+
+    @classmethod
+    def create(
+        cls,
+        params: Params,
+        optimizer: Optimizer,
+        global_step: Step = 0,
+        model_state: Any = None,
+        *,
+        copy: bool = True,
+        mesh: Any = None,
+        param_specs: Any = None,
+        slot_axis: Any = None,
+    ) -> "TrainState":
+        """A fresh state, whose slots are created at `global_step`.
+
+        Args:
+            params: Any pytree of arrays and numbers. None and integer leaves stay as they are. Or a function of no
+                arguments that returns one: with a mesh it is compiled, so that no device ever holds the whole.
+            optimizer: Makes the slots.
+            global_step: The number of updates applied so far, ≥ 0.
+            model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
+            copy: Whether to copy params and model_state, so that the caller's arrays survive the
+                donation of the state to a compiled step. False saves the memory of a huge model, and
+                the arrays handed over are gone after the first step.
+            mesh: A `jax.sharding.Mesh` to lay the state out over; see `shard_state` for this and what follows.
+            param_specs: How parameters lie on the mesh.
+            slot_axis: The axis over which slots of replicated parameters are split.
+
+        Raises:
+            TypeError: A leaf is no array and no number (names its path), or `global_step` is not an integer.
+            ValueError: `global_step` is negative, or with `copy=False` two leaves share one buffer.
+        """
+        require_optimizer("optimizer", optimizer)
+        step = create_global_step(global_step)
+        if mesh is None and (param_specs is not None or slot_axis is not None):
+            raise ValueError("param_specs and slot_axis say how the state lies on a mesh: give mesh as well")
+        is_function = callable(params) and jax.tree_util.all_leaves([params])
+
+        def make(params: Any, model_state: Any) -> TrainState:
+            return _fresh(cls, params() if is_function else params, optimizer, step, model_state, copy=copy)
+
+        if mesh is None:
+            return make(params, model_state)
+        mesh = layout.auto_mesh(mesh)
+
+        def where(params: Any, slots: Slots) -> Any:
+            return layout.state_shardings(params, slots, mesh, param_specs, slot_axis)
+
+        def placed(tree: Any, shardings: Callable[[Any], Any]) -> Any:
+            tree = jax.tree_util.tree_map_with_path(trees.host_leaf, tree)
+            return jax.tree.map(layout.put, tree, shardings(tree))
+
+        given = None if is_function else placed(params, lambda tree: where(tree, {})[0])
+        others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
+        return layout.build(
+            lambda given, others: make(params if is_function else given, others),
+            lambda shapes: cls(*where(shapes.params, shapes.slots)),
+            given,
+            others,
+        )
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """A new state with some of the fields `params`, `slots` and `global_step` changed."""
+        return dataclasses.replace(self, **changes)
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        numbers = sum(int(np.size(leaf)) for leaf in leaves)
+        slots = ", ".join(f"{name} ({_bytes_text(tree)})" for name, tree in self.slots.items())
+        return (
+            f"TrainState(global_step={_step_text(self.global_step)}, "
+            f"params: {numbers:,} numbers in {len(leaves)} leaves ({_bytes_text(self.params)}), "
+            f"slots: {slots or 'none'})"
+        )
+
+
+def _fresh(
+    cls: type[TrainState], params: Any, optimizer: Optimizer, step: Array, model_state: Any, *, copy: bool
+) -> TrainState:
+    params = _as_arrays(params, copy=copy)
+    slots = dict(optimizer.init(params, step))
+    if model_state is not None:
+        if MODEL_STATE in slots:
+            raise ValueError(f"the optimizer has a slot named {MODEL_STATE!r}, which the state keeps for itself")
+        slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
+    if not copy:
+        _refuse_shared_buffers(params, slots)
+    return cls(params, slots, jnp.array(step, copy=True))
+
+
+def _as_arrays(tree: Any, *, copy: bool) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: trees.as_leaf(leaf, trees.path_str(keys), copy=copy), tree
+    )
+
+
+def _refuse_shared_buffers(params: Params, slots: Slots) -> None:
+    # Donating one buffer twice fails inside XLA with a message that names no leaf.
+    seen: dict[int, str] = {}
+    for path, leaf in trees.leaves_with_paths({"params": params, "slots": slots}):
+        if seen.setdefault(id(leaf), path) != path:
+            raise ValueError(
+                f"copy=False: {seen[id(leaf)]!r} and {path!r} are one and the same array, which a compiled step "
+                "cannot donate twice. Use copy=True, or keep a shared array in one place of the tree."
+            )
+
+
+def _bytes_text(tree: Any) -> str:
+    size = float(sum(_bytes(leaf) for leaf in jax.tree.leaves(tree)))
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def _bytes(leaf: Any) -> int:
+    # A ShapeDtypeStruct has no nbytes of its own.
+    return int(getattr(leaf, "nbytes", 0) or np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 0))
+
+
+def _step_text(step: Any) -> str:
+    if step is None:
+        return "None"
+    if trees.is_traced(step) or isinstance(step, jax.ShapeDtypeStruct):
+        return "traced" if trees.is_traced(step) else "abstract"
+    if isinstance(step, jax.Array) and step.is_deleted():
+        return "donated"
+    return str(np.asarray(step))

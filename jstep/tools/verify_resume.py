@@ -1,0 +1,189 @@
+"""A user's own proof that a run may be interrupted."""
+
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.checkpoint import Saver
+from jstep.core import trees
+from jstep.core.checks import as_int
+from jstep.loop import feed as _feed
+from jstep.loop.checks import check_alive
+from jstep.state import TrainState, global_step
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeReport:
+    """What `verify_resume` found; true where resuming changes nothing.
+
+    Attributes:
+        ok: Whether the two runs ended in the same state, bit for bit.
+        first_difference: The path of the first leaf that differs, None where none does.
+        cause: What is likely to be the reason, empty where all is well.
+        differing: The paths of all leaves that differ.
+    """
+
+    ok: bool
+    first_difference: str | None = None
+    cause: str = ""
+    differing: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.ok:
+            return "resuming changes nothing: both runs end in the same state, bit for bit"
+        if not self.differing:
+            return f"the state resumes bit for bit, but a new process would go on with other batches: {self.cause}"
+        return (
+            f"resuming changes the run: {len(self.differing)} leaves differ, the first is "
+            f"{self.first_difference!r}. Likely cause: {self.cause}"
+        )
+
+
+def verify_resume(
+    make_state: Callable[[], TrainState],
+    train_step: Callable[..., Any],
+    batches: Any,
+    at: int,
+    steps: int,
+) -> ResumeReport:
+    """Runs `steps` steps in one go, and again with a checkpoint and a restart after `at`; compares bit for bit.
+
+    Args:
+        make_state: Makes the state to start from, the same each time; called for each run, and once for
+            the state that is restored into, as a restarted program would.
+        train_step: What `train` is given.
+        batches: What `train` is given. An iterator that cannot be set back (a generator) is read once, and its
+            batches kept, for both runs.
+        at: After how many steps to stop, 0 < at < steps.
+        steps: How many steps in all.
+
+    Returns:
+        A `ResumeReport`: true where all is well; else it names the first leaf that differs and the likely cause.
+
+    Raises:
+        RuntimeError: make_state returned a state that was donated to an earlier step.
+        TypeError: An argument is of the wrong type.
+        ValueError: Not 0 < at < steps, or the batches end before.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adam(0.1)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> def make_state():
+        ...     return jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.verify_resume(make_state, train_step, lambda step: jnp.float32(step), at=3, steps=6))
+        resuming changes nothing: both runs end in the same state, bit for bit
+    """
+    at, steps = as_int(at, "at"), as_int(steps, "steps")
+    if not 0 < at < steps:
+        raise ValueError(f"at={at}, steps={steps}: must be 0 < at < steps")
+    for name, function in (("make_state", make_state), ("train_step", train_step)):
+        if not callable(function):
+            raise TypeError(f"{name}={function!r}: must be a function")
+
+    position, kept = None, False
+    if isinstance(batches, _feed.HasState):
+        position = _feed.encoded(batches.get_state())
+    elif hasattr(batches, "__next__"):
+        # Read once: where it stands is lost with the process, which the report has to say.
+        batches, kept = list(itertools.islice(batches, steps)), True
+
+    def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Any]:
+        first = global_step(state)
+        source = _feed.source_of(batches, first, first + count, position)
+        made = 0
+        for call in itertools.islice(_feed.calls(source, None), count):
+            state, _ = train_step(state, *call.args)
+            made += 1
+        if made < count:
+            raise ValueError(f"batches ended after {first + made} steps; steps={steps} of them are needed")
+        return state, source.position() if source.position else None
+
+    def fresh() -> TrainState:
+        state = make_state()
+        if not isinstance(state, TrainState):
+            raise TypeError(f"make_state returned {type(state).__name__}; it must return a TrainState")
+        check_alive(state)
+        return state
+
+    def whole() -> TrainState:
+        return run(fresh(), steps, position)[0]
+
+    reference = _on_host(whole())
+    with tempfile.TemporaryDirectory() as directory:
+        half, there = run(fresh(), at, position)
+        before = _on_host(half)
+        with Saver(directory, async_save=False) as saver:
+            saver.save(half, extra={"batches": there})
+            restored = saver.restore(fresh())
+            there = saver.extra()["batches"]
+        after = _on_host(restored)
+        resumed = _on_host(run(restored, steps - at, there)[0])
+
+    differing = _differing(reference, resumed)
+    if not differing:
+        if kept:
+            cause = (
+                "batches is an iterator without get_state and set_state: it was read once for both runs, but in a new "
+                "process its position is lost; use jstep.batches or a function of the step"
+            )
+            return ResumeReport(False, None, cause)
+        return ResumeReport(True)
+    cause = _cause(before, after, reference, whole, differing, starts_anew=not kept and not _feed.is_seekable(batches))
+    return ResumeReport(False, differing[0], cause, tuple(differing))
+
+
+def _cause(
+    before: Any, after: Any, reference: Any, whole: Callable[[], TrainState], differing: list[str], *, starts_anew: bool
+) -> str:
+    changed = _differing(before, after)
+    if changed:
+        return f"the checkpoint gave {changed[0]!r} back with other bits than the state had when it was saved"
+    if _differing(reference, _on_host(whole())):
+        return (
+            "two uninterrupted runs differ as well: the step, make_state or the batches are not functions of their "
+            "arguments (a random generator without a fixed seed, or an operation that is not deterministic)"
+        )
+    if starts_anew:
+        return (
+            "batches is an iterable without a position, which starts anew after a restart: use jstep.batches, a "
+            "function of the step, or an iterator with get_state and set_state"
+        )
+    model = [path for path in differing if path.startswith("slots/model_state")]
+    where = "model_state differs first; " if model and model[0] == differing[0] else ""
+    return (
+        f"{where}something that the steps depend on is not in the state: a generator or counter that train_step or the "
+        "batches keep for themselves. Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in "
+        "params, slots or model_state"
+    )
+
+
+def _on_host(state: TrainState) -> dict[str, np.ndarray[Any, Any]]:
+    def host(leaf: Any) -> np.ndarray[Any, Any]:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return np.array(leaf)  # a copy: the next step takes over the memory
+
+    tree = {"params": state.params, "slots": state.slots, "global_step": state.global_step}
+    return {path: host(leaf) for path, leaf in trees.leaves_with_paths(tree)}
+
+
+def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [
+        path
+        for path in sorted(a.keys() | b.keys())
+        if path not in a
+        or path not in b
+        or a[path].dtype != b[path].dtype
+        or a[path].shape != b[path].shape
+        or a[path].tobytes() != b[path].tobytes()
+    ]
