@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,44 @@ def test_host_modules_do_not_know_each_other_nor_the_step(module: str) -> None:
         top = other.split(".")[0]
         assert top == own or other.split(".")[0] not in HOST, f"{module} imports {other}"
         assert top != "training", f"{module} imports training: the host side takes a step, it does not make one"
+
+
+def test_the_root_holds_packages_only() -> None:
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
+    assert not [path for path in ROOT.rglob("*.py") if not (path.parent / "__init__.py").exists()]
+    assert (ROOT / "py.typed").exists()
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"cli.events", "cli.plot"}))
+def test_no_underscore_module_crosses_a_wall(module: str) -> None:
+    """What another package needs is public inside jstep, whether or not users see it."""
+    for other in inner_imports(module):
+        parts = other.split(".")
+        private = any(part.startswith("_") and part != "__main__" for part in parts)
+        assert parts[0] == module.split(".")[0] or not private, f"{module} imports {other}"
+
+
+def test_no_export_shadows_a_module() -> None:
+    for name in jstep.__all__:
+        if (ROOT / name).is_dir() or (ROOT / f"{name}.py").exists():
+            assert inspect.ismodule(getattr(jstep, name)), f"jstep.{name} hides the package of that name"
+
+
+def test_what_is_exported_says_a_name_that_can_be_typed() -> None:
+    for name in jstep.__all__:
+        value = getattr(jstep, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__module__ == "jstep", f"jstep.{name}.__module__ is {value.__module__}"
+            assert getattr(jstep, value.__qualname__) is value
+
+
+def test_formulas_begin_with_a_word() -> None:
+    """A rule that capitalises the first letter of a docstring would make M of Adam's m."""
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                first = (ast.get_docstring(node) or "").split("\n")[0]
+                assert not re.match(r"[A-Za-z]\w? ?(=|·|\+|−|-=|/|\*|≤|<)", first), f"{module}: {first}"
 
 
 def test_the_package_only_reexports() -> None:

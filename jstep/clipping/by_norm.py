@@ -12,7 +12,7 @@ from jstep.core.types import Array, Number
 
 
 def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
-    """T · clip_norm / ‖t‖ where ‖t‖ > clip_norm, for each leaf by its own L2 norm.
+    """Clipping by norm: t · clip_norm / ‖t‖ where ‖t‖ > clip_norm, for each leaf by its own L2 norm.
 
     Args:
         t: An array or a tree of arrays.
@@ -46,7 +46,7 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
 
 
 def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
-    """T · clip_norm / a where a = ‖t‖ / size(t) > clip_norm, for each leaf by itself.
+    """Clipping by average norm: t · clip_norm / a where a = ‖t‖ / size(t) > clip_norm, for each leaf by itself.
 
     Args:
         t: An array or a tree of arrays; for an `IndexedSlices` the size is that of its table.

@@ -8,7 +8,7 @@ from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number = 0.1) -> Optimizer:
-    """A += g²; p −= lr · g / √a.
+    """Adagrad: a += g²; p −= lr · g / √a.
 
     Args:
         learning_rate: The step size lr ≥ 0.

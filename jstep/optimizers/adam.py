@@ -13,7 +13,7 @@ def adam(
     beta2: ScalarOrSchedule = 0.999,
     epsilon: ScalarOrSchedule = 1e-8,
 ) -> Optimizer:
-    """M = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·√(1−β2^t)/(1−β1^t) · m/(√v + ε).
+    """Adam: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·√(1−β2^t)/(1−β1^t) · m/(√v + ε).
 
     t = step + 1 − start_step is the age of the slots: slots made at step 10 000 are corrected as fresh.
 

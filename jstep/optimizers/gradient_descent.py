@@ -6,7 +6,7 @@ from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
-    """P −= lr · g.
+    """Gradient descent: p −= lr · g.
 
     Args:
         learning_rate: The step size lr ≥ 0.

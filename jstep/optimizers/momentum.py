@@ -6,7 +6,7 @@ from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
-    """A = momentum·a + g; p −= lr·a, or with Nesterov p −= lr·(g + momentum·a).
+    """Momentum: a = momentum·a + g; p −= lr·a, or with Nesterov p −= lr·(g + momentum·a).
 
     Args:
         learning_rate: The step size lr ≥ 0.

@@ -14,7 +14,7 @@ def rmsprop(
     epsilon: ScalarOrSchedule = 1e-10,
     centered: bool = False,
 ) -> Optimizer:
-    """R = decay·r + (1−decay)·g²; mom = momentum·mom + lr·g/√(r + ε); p −= mom.
+    """RMSProp: r = decay·r + (1−decay)·g²; mom = momentum·mom + lr·g/√(r + ε); p −= mom.
 
     Centered, it also keeps mg = decay·mg + (1−decay)·g and divides by √(r − mg² + ε).
 
