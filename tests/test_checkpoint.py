@@ -28,7 +28,6 @@ from jstep import checkpoint
 from jstep.checkpoint import (
     CheckpointError,
     Saver,
-    _manifest,
     _orbax,
     _restored,
     _retention,
@@ -36,6 +35,7 @@ from jstep.checkpoint import (
     latest_checkpoint,
 )
 from jstep.checkpoint import _directory as _checkpoint_dir
+from jstep.checkpoint import manifest as _manifest
 
 
 def state_at(step, value=0.0):

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from jstep.cli.main.plot import _smooth
+from jstep.cli.plot import _smooth
 from PIL import Image
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.util import tensor_util
