@@ -5,13 +5,13 @@ import sys
 
 import numpy as np
 import pytest
-from jstep.cli.plot import _smooth
 from PIL import Image
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.util import tensor_util
 
 from jstep import summary
 from jstep.cli.main import main
+from jstep.cli.plot import _smooth
 from jstep.summary import _records
 from jstep.summary._series import find_runs, read_scalars
 
