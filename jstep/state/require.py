@@ -1,0 +1,51 @@
+"""The checks of a state that several packages make, each once."""
+
+from typing import Any
+
+from jstep.core import trees
+from jstep.core.checks import kind
+from jstep.state.train_state import TrainState
+
+NO_STEP = "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
+
+
+def require_state(value: Any, argument: str = "state") -> TrainState:
+    """The value, which must be a state.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(value, TrainState):
+        raise TypeError(f"{argument}: must be a TrainState, got {kind(value)}; make one with TrainState.create")
+    return value
+
+
+def require_step(value: Any, argument: str = "state") -> TrainState:
+    """The value, which must be a state that has a global step.
+
+    Raises:
+        TypeError: It is no state.
+        ValueError: Its global step is None.
+    """
+    if require_state(value, argument).global_step is None:
+        raise ValueError(NO_STEP)
+    return value
+
+
+def require_alive(state: Any, cause: BaseException | None = None) -> None:
+    """Refuses a state whose memory a compiled step has taken over.
+
+    Args:
+        state: Any tree of arrays.
+        cause: What JAX said of it, where it did.
+
+    Raises:
+        RuntimeError: A leaf was donated; names it.
+    """
+    path = trees.donated_leaf(state)
+    if path is not None:
+        raise RuntimeError(
+            f"the state's {path!r} was donated to an earlier step, whose result holds its memory now. Go on with "
+            "the state a step returns, `state, metrics = train_step(state, ...)`, or keep old states alive with "
+            "minimize(..., donate=False)."
+        ) from cause

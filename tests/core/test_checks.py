@@ -1,0 +1,101 @@
+"""One dialect of checks: each says the argument, the value, what it must be and what it is."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.core import checks
+from jstep.state import require_alive, require_state, require_step
+
+
+def test_bools_are_bools() -> None:
+    assert checks.as_bool(True, "flag") is True
+    assert checks.as_bool(np.False_, "flag") is False
+
+
+@pytest.mark.parametrize("value", ["no", 0, 1, None, [], jnp.array(True), float])
+def test_what_merely_counts_as_true_is_no_bool(value: object) -> None:
+    with pytest.raises(TypeError, match=r"^flag=.*: must be True or False, got "):
+        checks.as_bool(value, "flag")
+
+
+@pytest.mark.parametrize("value", [3, np.int8(3), jnp.int32(3)])
+def test_integers(value: object) -> None:
+    assert checks.as_int(value, "n", 1) == 3
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None, jnp.float32(1)])
+def test_no_integers(value: object) -> None:
+    with pytest.raises(TypeError, match=r"n=.*: must be an integer, got "):
+        checks.as_int(value, "n")
+
+
+@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), jnp.float32(2), np.int64(2)])
+def test_numbers(value: object) -> None:
+    assert checks.as_number(value, "x", low=0, high=2) == 2.0
+
+
+@pytest.mark.parametrize("value", [True, "2", None, 2j, [2.0], jnp.ones(1), float])
+def test_no_numbers(value: object) -> None:
+    with pytest.raises(TypeError, match=r"x=.*: must be a number, got "):
+        checks.as_number(value, "x")
+
+
+@pytest.mark.parametrize(("value", "limits"), [(0, {"low": 0, "above": True}), (1.0, {"high": 1, "below": True})])
+def test_limits_that_are_excluded(value: float, limits: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"x=.*: must be [<>] [01]"):
+        checks.as_number(value, "x", **limits)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400])
+def test_numbers_are_finite(value: float) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        checks.as_number(value, "x")
+    if value == float("inf"):
+        assert checks.as_number(value, "x", finite=False) == value
+
+
+def test_functions() -> None:
+    assert checks.as_function(len, "fn") is len
+    assert checks.as_function(None, "fn", optional=True) is None
+    with pytest.raises(TypeError, match=r"^fn=3: must be a function \(x\) -> y, got an int$"):
+        checks.as_function(3, "fn", "(x) -> y")
+
+
+def test_texts() -> None:
+    assert checks.as_text("a", "name") == "a"
+    with pytest.raises(TypeError, match="name=3: must be a text, got an int"):
+        checks.as_text(3, "name")
+    with pytest.raises(ValueError, match="must not be empty"):
+        checks.as_text("", "name")
+
+
+@pytest.mark.parametrize("value", ["maximum", True, [1], np.ones(3)])
+def test_one_of_a_few(value: object) -> None:
+    assert checks.one_of("min", "mode", ("min", "max")) == "min"
+    with pytest.raises(ValueError, match=r"mode=.*: must be one of 'min', 'max', 1"):
+        checks.one_of(value, "mode", ("min", "max", 1))
+
+
+def test_a_repr_that_fails_is_no_error_of_its_own() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    with pytest.raises(TypeError, match="flag=<Broken>"):
+        checks.as_bool(Broken(), "flag")
+    assert len(checks.shown("x" * 1000)) == 100
+
+
+def test_states() -> None:
+    state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
+    assert require_state(state) is require_step(state) is state
+    require_alive(state)
+    with pytest.raises(TypeError, match="state: must be a TrainState, got a dict"):
+        require_state({"w": 1.0})
+    with pytest.raises(ValueError, match="no global step"):
+        require_step(state.replace(global_step=None))
+    state.params["w"].delete()
+    with pytest.raises(RuntimeError, match="'params/w' was donated"):
+        require_alive(state)
