@@ -1,109 +1,8 @@
 """jstep: a JIT-compiled functional training toolkit on JAX, around a single global step."""
 
-import typing
-
-from jstep import distributed
-from jstep.checkpoint import CheckpointError, Saver, checkpoint_name, latest_checkpoint
-from jstep.clipping import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
-from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.public import publish as _publish
-from jstep.core.types import Optimizer, Schedule
-from jstep.data import Batches, PrefetchIterator, batches, prefetch_to_device
-from jstep.differentiate import (
-    GATE_GRAPH,
-    GATE_NONE,
-    GATE_OP,
-    AggregationMethod,
-    compute_gradients,
-    gradients,
-    stop_gradient,
-)
-from jstep.hooks import (
-    CheckpointSaverHook,
-    EvaluationHook,
-    Hook,
-    LoggingHook,
-    NanLossDuringTrainingError,
-    NanLossHook,
-    ProfilerHook,
-    ProgressHook,
-    StepCounterHook,
-    StopAtStepHook,
-    SummarySaverHook,
-    log_every_n,
-)
-from jstep.loop import Preempted, train
-from jstep.optimizers import (
-    ExponentialMovingAverage,
-    adagrad,
-    adam,
-    apply_updates,
-    averaged_params,
-    chain,
-    clip_gradients,
-    ftrl,
-    gradient_descent,
-    momentum,
-    partition,
-    rmsprop,
-    scope,
-    skip_nonfinite,
-    with_moving_average,
-)
-from jstep.queues import (
-    CancelledError,
-    Coordinator,
-    FIFOQueue,
-    OutOfRangeError,
-    QueueRunner,
-    RandomShuffleQueue,
-    add_queue_runner,
-    start_queue_runners,
-)
-from jstep.schedules import (
-    constant,
-    cosine_decay,
-    cosine_decay_restarts,
-    exponential_decay,
-    inverse_time_decay,
-    join,
-    linear_cosine_decay,
-    linear_warmup,
-    natural_exp_decay,
-    piecewise_constant,
-    polynomial_decay,
-    shift,
-)
-from jstep.sharding import fsdp_specs, shard_batch
-from jstep.state import (
-    TrainState,
-    create_global_step,
-    get_global_step,
-    get_or_create_global_step,
-    get_slot,
-    get_slot_names,
-    global_step,
-    increment_global_step,
-    shard_state,
-)
-from jstep.tools import ResumeReport, verify_resume
-from jstep.training import TrainStep, apply_gradients, minimize, scan_steps
-
-if typing.TYPE_CHECKING:
-    from jstep import summary
-
 __version__ = "0.1.0"
 
-
-def __getattr__(name: str) -> typing.Any:
-    # Loaded when first asked for: what draws graphs imports parts of JAX that `import jax` does not.
-    if name == "summary":
-        import importlib
-
-        return importlib.import_module("jstep.summary")
-    raise AttributeError(f"module 'jstep' has no attribute {name!r}")
-
-
+# A name is written down here and in __init__.pyi.
 __all__ = [
     "GATE_GRAPH",
     "GATE_NONE",
@@ -198,4 +97,43 @@ __all__ = [
     "with_moving_average",
 ]
 
-_publish(globals())
+# From the bottom up: asked for a name, jstep loads the packages up to the one that exports it. So `import jstep` is
+# quick, and what a run does not use costs it nothing.
+_PACKAGES = (
+    "core",
+    "sharding",
+    "schedules",
+    "clipping",
+    "state",
+    "optimizers",
+    "differentiate",
+    "training",
+    "distributed",
+    "data",
+    "queues",
+    "checkpoint",
+    "hooks",
+    "loop",
+    "tools",
+    "summary",
+)
+
+
+def __getattr__(name: str) -> object:
+    import importlib
+    import sys
+
+    if name in _PACKAGES:
+        return importlib.import_module(f"jstep.{name}")
+    if name in __all__:
+        for package in _PACKAGES:
+            module = importlib.import_module(f"jstep.{package}")
+            if name in module.__all__:
+                value: object = getattr(module, name)
+                globals()[name] = value
+                return value
+    raise AttributeError(f"module 'jstep' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

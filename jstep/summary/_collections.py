@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import jax
 from jax.extend.core import get_opaque_trace_state
 
 from jstep.summary._values import Part, Summary, find_summaries, has_tracers
@@ -33,8 +32,14 @@ def _trace() -> Any:
     return get_opaque_trace_state()
 
 
-with jax.ensure_compile_time_eval():
-    _NO_TRACE = _trace()
+@functools.cache
+def _no_trace() -> Any:
+    """What a thread sees that traces nothing: a new one, as this one may be tracing when it first asks."""
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(_trace()))
+    thread.start()
+    thread.join()
+    return seen[0]
 
 
 class _Collector:
@@ -144,7 +149,7 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
             raise RuntimeError(_UNDER_TRACE.format(key=key))
         merged, collector.parts = collector.parts, []
         return merge_parts(merged) if merged else None
-    if _trace() != _NO_TRACE:
+    if _trace() != _no_trace():
         raise RuntimeError(_UNDER_TRACE.format(key=key))
     with _lock:
         parts = list(_eager.pop(key, {}).values())
