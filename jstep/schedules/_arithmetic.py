@@ -5,6 +5,7 @@ staircase built on it jumps at the wrong one. Here a step is divided by a ration
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.checks import as_bool, kind, shown
 from jstep.core.types import Array
 from jstep.schedules._wide import divmod_scaled
 
@@ -41,20 +43,46 @@ def steps(step: Any) -> Array:
     return jnp.maximum(array.astype(dtype), 0)
 
 
-def period(name: str, value: Any) -> Fraction:
+NO_STEP = "a schedule of jstep is made without the step, which is given to what it returns: leave out TF's global_step"
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool, and nothing that counts as one: with TF's order of arguments a number stands in its place.
+
+    Raises:
+        TypeError: It is no bool.
+    """
+    try:
+        return as_bool(value, name)
+    except TypeError as error:
+        raise TypeError(f"{error}; {NO_STEP}") from None
+
+
+def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
     """A positive, finite number of steps as a fraction.
+
+    Args:
+        name: The argument's name, for the error.
+        value: The number.
+        zero: Whether it may be 0.
 
     Raises:
         TypeError: It is no number, or traced.
         ValueError: It is not positive and finite.
     """
+    sign = "a number ≥ 0" if zero else "a positive number"
     if trees.is_traced(value):
-        raise TypeError(f"{name} is traced; it must be a plain number, so that steps are divided exactly")
-    if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)) or np.ndim(value):
-        raise TypeError(f"{name}={value!r}: must be a positive number, got {type(value).__name__}")
+        raise TypeError(f"{name} is traced: must be a plain number, so that steps are divided exactly; {NO_STEP}")
+    if isinstance(value, bool | np.bool_) or not (isinstance(value, int | float) or trees.is_array(value)):
+        raise TypeError(f"{name}={shown(value)}: must be {sign}, got {kind(value)}")
+    if np.ndim(value):
+        raise TypeError(f"{name}={shown(value)}: must be {sign}, got {kind(value)}")
     number = value if isinstance(value, int | float) else np.asarray(value).item()
-    if not (number > 0 and math.isfinite(number)):
-        raise ValueError(f"{name}={number}: must be positive and finite")
+    if isinstance(number, bool | complex) or not isinstance(number, int | float):
+        raise TypeError(f"{name}={shown(value)}: must be {sign}, got {kind(value)}")
+    if not ((number >= 0 if zero else number > 0) and math.isfinite(number)):
+        hint = f"; {NO_STEP}" if isinstance(value, jax.Array) else ""
+        raise ValueError(f"{name}={number}: must be {'≥ 0' if zero else 'positive'} and finite{hint}")
     # The number as it is written: 0.1 is a tenth, not the float nearest to it.
     return Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
 
@@ -66,8 +94,8 @@ def scalar(name: str, value: Any) -> Any:
         TypeError: It is no real number.
         ValueError: It is no scalar, or not a number (NaN).
     """
-    if isinstance(value, bool | str | bytes) or value is None or callable(value):
-        raise TypeError(f"{name}={value!r}: must be a number, got {type(value).__name__}")
+    if isinstance(value, bool | np.bool_) or not (isinstance(value, int | float) or trees.is_array(value)):
+        raise TypeError(f"{name}={shown(value)}: must be a number, got {kind(value)}")
     if np.ndim(value):
         raise ValueError(f"{name}: must be a scalar, got shape {np.shape(value)}")
     if isinstance(value, int | float | np.number):
@@ -80,6 +108,69 @@ def scalar(name: str, value: Any) -> Any:
     ):
         raise TypeError(f"{name}={value!r}: must be a real number, got dtype {jnp.result_type(value)}")
     return jnp.asarray(value).astype(trees.default_float())
+
+
+def since(step: Array, start: Fraction) -> Array:
+    """The steps from `start` to `step` as a float: whole ones are subtracted in integers, so that no digit is lost."""
+    real, largest = trees.default_float(), int(np.iinfo(step.dtype).max)
+    whole = math.floor(start)
+    inside = max(0, min(whole, largest))
+    # What is beyond the largest step, and the fraction, is subtracted last.
+    rest = float(start - inside)
+    count = (step - inside).astype(real)
+    return count - jnp.asarray(rest, real) if rest else count
+
+
+def until(step: Array, end: Fraction) -> Array:
+    """The steps from `step` to `end` as a float, likewise."""
+    return -since(step, end)
+
+
+def between(
+    first: Any, last: Any, step: Array, start: Fraction, end: Fraction, shape: Callable[[Array, Array], Array]
+) -> Array:
+    """From `first` (up to step `start`) to `last` (from step `end` on), along a curve.
+
+    Args:
+        first: The value at the start.
+        last: The value at the end.
+        step: Integer steps.
+        start: Where it begins, in steps.
+        end: Where it ends, later than `start`.
+        shape: `shape(passed, left)`, the weight of `first`; both fractions have all their digits.
+    """
+    length = jnp.asarray(float(end - start), trees.default_float())
+    passed, left = since(step, start) / length, until(step, end) / length
+    weight = shape(jnp.clip(passed, 0.0, 1.0), jnp.clip(left, 0.0, 1.0))
+    # Each end is met exactly, and what lies near an end that is 0 has all its digits.
+    return jnp.where(left >= 1, first, jnp.where(left <= 0, last, last + (first - last) * weight))
+
+
+def ramp(step: Array, length: Fraction) -> Array:
+    """min(1, (step + 1) / length): the warm-up whose first update has a rate above zero; 1 where length is 0."""
+    real, largest = trees.default_float(), int(np.iinfo(step.dtype).max)
+    # The first step N with N + 1 ≥ length; N + 1 itself could overflow.
+    full = min(math.ceil(length) - 1, largest)
+    if full <= 0:
+        return jnp.ones(step.shape, real)
+    early = jnp.minimum(step, min(full, largest - 1)) + 1
+    factor = early.astype(real) / jnp.asarray(float(length), real)
+    return jnp.where(step >= full, jnp.ones_like(factor), factor)
+
+
+def half_cosine(remaining: Array) -> Array:
+    """(1 + cos π(1 − remaining)) / 2 as sin²(π·remaining / 2), which keeps its digits near the end of a decay."""
+    return jnp.square(jnp.sin(remaining * (math.pi / 2)))
+
+
+def straight(passed: Array, left: Array) -> Array:
+    """The weight of a line's first value, for `between`."""
+    return left
+
+
+def cosine(passed: Array, left: Array) -> Array:
+    """Likewise of half a cosine's."""
+    return half_cosine(left)
 
 
 class Periods(NamedTuple):

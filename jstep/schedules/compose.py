@@ -1,4 +1,4 @@
-"""Schedules made of others: constant, piecewise constant, warmup, join, shift."""
+"""Schedules made of others: constant, piecewise constant, warmup, join, shift, times."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.checks import as_int, kind, shown
 from jstep.core.types import Number, ScalarOrSchedule, Schedule, Step
-from jstep.schedules._arithmetic import period, scalar, steps
+from jstep.schedules._arithmetic import period, ramp, scalar, steps
 
 
 def constant(value: Number) -> Schedule:
@@ -30,7 +31,18 @@ def constant(value: Number) -> Schedule:
 
 
 def _as_schedule(name: str, schedule: ScalarOrSchedule) -> Any:
+    if isinstance(schedule, type):
+        raise TypeError(
+            f"{name}={shown(schedule)}: must be a schedule or a number, got {kind(schedule)}; call it first"
+        )
     return schedule if callable(schedule) else constant(scalar(name, schedule))
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    # A text is a sequence, too, and a number none: both would raise far from here.
+    if not isinstance(values, list | tuple | np.ndarray | jax.Array) or getattr(values, "ndim", 1) == 0:
+        raise TypeError(f"{name}={shown(values)}: must be a list, got {kind(values)}")
+    return list(values)
 
 
 def _floating(value: Any) -> Any:
@@ -62,6 +74,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     Source: `tf.train.piecewise_constant`.
     """
     edges = _increasing("boundaries", boundaries, integers=False)
+    values = _listed("values", values)
     if len(values) != len(edges) + 1:
         raise ValueError(
             f"values: {len(values)} of them for {len(edges)} boundaries; there must be one more value than boundaries"
@@ -79,15 +92,14 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
 
 
 def _increasing(name: str, values: Sequence[float], *, integers: bool) -> list[int]:
-    if not isinstance(values, list | tuple | np.ndarray | jax.Array):
-        raise TypeError(f"{name}={values!r}: must be a sequence of steps, got {type(values).__name__}")
+    values = _listed(name, values)
     edges: list[int] = []
     for i, value in enumerate(values):
-        if trees.is_traced(value) or isinstance(value, bool | str) or np.ndim(value):
-            raise TypeError(f"{name}[{i}]={value!r}: must be a plain number")
-        number = np.asarray(value).item()
+        number = None if trees.is_traced(value) or np.ndim(value) else np.asarray(value).item()
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise TypeError(f"{name}[{i}]={shown(value)}: must be a plain number, got {kind(value)}")
         if integers and not isinstance(number, int):
-            raise TypeError(f"{name}[{i}]={value!r}: must be an integer")
+            raise TypeError(f"{name}[{i}]={value!r}: must be an integer, got {kind(value)}")
         if not math.isfinite(number):
             raise ValueError(f"{name}[{i}]={value!r}: must be finite")
         # For integer steps, step ≤ 2.5 says step ≤ 2.
@@ -125,19 +137,13 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: float) -> Schedule:
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
     inner = _as_schedule("schedule", schedule)
-    plain = not isinstance(warmup_steps, bool | str) and not trees.is_traced(warmup_steps)
-    if plain and np.ndim(warmup_steps) == 0 and warmup_steps == 0:
+    length = period("warmup_steps", warmup_steps, zero=True)
+    if not length:
         return inner
-    length = float(period("warmup_steps", warmup_steps))
-    # The first step N with N + 1 ≥ warmup_steps; N + 1 itself could overflow.
-    full = math.ceil(length) - 1
 
     def warm(step: Step, /) -> Any:
         value = _floating(inner(step))
-        step = steps(step)
-        early = jnp.minimum(step, min(full, np.iinfo(step.dtype).max - 1)) + 1
-        factor = early.astype(value.dtype) / jnp.asarray(length, value.dtype)
-        return value * jnp.where(step >= min(full, np.iinfo(step.dtype).max), jnp.ones_like(factor), factor)
+        return value * ramp(steps(step), length).astype(value.dtype)
 
     return warm
 
@@ -163,9 +169,7 @@ def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
         1.0 1.0 0.5
     """
     inner = _as_schedule("schedule", schedule)
-    (start,) = _increasing("start_step", [start_step], integers=True)
-    if start < 0:
-        raise ValueError(f"start_step={start}: must be ≥ 0")
+    start = as_int(start_step, "start_step", at_least=0)
 
     def shifted(step: Step, /) -> Any:
         step = steps(step)
@@ -187,7 +191,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
         A function from the step to a scalar.
 
     Raises:
-        TypeError: A boundary is not an integer.
+        TypeError: `schedules` or `boundaries` is no list, or a boundary not an integer.
         ValueError: The boundaries do not increase, or the numbers of schedules and boundaries do not fit.
 
     Example:
@@ -196,6 +200,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
         >>> print(both(99), both(100), both(110))
         1.0 1.0 0.5
     """
+    schedules = _listed("schedules", schedules)
     edges = _increasing("boundaries", boundaries, integers=True)
     if len(schedules) != len(edges) + 1:
         raise ValueError(
@@ -217,3 +222,42 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
         return value
 
     return joined
+
+
+def times(*schedules: ScalarOrSchedule) -> Schedule:
+    """Product: schedules[0](step) · schedules[1](step) · …, numbers too.
+
+    Args:
+        schedules: Schedules or numbers, at least one.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: There is none, or one is neither a schedule nor a number.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.times(0.5, jstep.cosine_decay(1.0, 100), jstep.linear_warmup(1.0, 10))
+        >>> print(schedule(0), schedule(50))
+        0.04998767 0.25
+
+    Source: the product that warm-up and layer-wise rates are made by.
+    """
+    if not schedules:
+        raise TypeError("schedules: must be at least one schedule or number, got none")
+    for i, part in enumerate(schedules):
+        if isinstance(part, list | tuple):
+            raise TypeError(
+                f"schedules[{i}]={shown(part)}: must be a schedule or a number, got a list; say times(*[…])"
+            )
+    parts = [_as_schedule(f"schedules[{i}]", part) for i, part in enumerate(schedules)]
+
+    def product(step: Step, /) -> Any:
+        step = steps(step)
+        value = _floating(parts[0](step))
+        for part in parts[1:]:
+            value = value * _floating(part(step)).astype(value.dtype)
+        return value
+
+    return product

@@ -13,12 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.types import Array, Number, Schedule, Step
-from jstep.schedules._arithmetic import period, power, scalar, split, steps
-
-
-def _cosine(remaining: Array) -> Array:
-    return jnp.square(jnp.sin(remaining * (math.pi / 2)))
+from jstep.core.types import Number, Schedule, Step
+from jstep.schedules._arithmetic import half_cosine, period, power, scalar, split, steps
 
 
 def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0) -> Schedule:
@@ -53,7 +49,7 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
     def schedule(step: Step, /) -> Any:
         periods = split(steps(step), length)
         remaining = periods.remaining
-        cosine = jnp.where(periods.whole > 0, jnp.zeros_like(remaining), _cosine(remaining))
+        cosine = jnp.where(periods.whole > 0, jnp.zeros_like(remaining), half_cosine(remaining))
         return start * ((1 - floor) * cosine + floor)
 
     return schedule
@@ -109,7 +105,7 @@ def cosine_decay_restarts(
     def periodic(step: Step, /) -> Any:
         periods = split(steps(step), length)
         peak = 1.0 if height == 1.0 else power(height, None, periods, staircase=True)
-        return start * ((1 - floor) * peak * _cosine(periods.remaining) + floor)
+        return start * ((1 - floor) * peak * half_cosine(periods.remaining) + floor)
 
     def growing(step: Step, /) -> Any:
         step = steps(step)
@@ -124,7 +120,7 @@ def cosine_decay_restarts(
         left = (jnp.asarray(np.array(whole_ends, step.dtype))[index] - step).astype(real)
         remaining = (left + jnp.asarray(rests, real)[index]) / jnp.asarray(lengths, real)[index]
         peaks = jnp.asarray(np.power(height, np.arange(len(lengths))), real)[index]
-        return start * ((1 - floor) * peaks * _cosine(remaining) + floor)
+        return start * ((1 - floor) * peaks * half_cosine(remaining) + floor)
 
     if stretch == 1:
         return periodic

@@ -1,12 +1,14 @@
-"""The decays of `tf.train`: exponential, natural exponential, inverse time, polynomial."""
+"""The decays of `tf.train`: exponential, natural exponential, inverse time, polynomial; and the plain line."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
 
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import Periods, exp, period, power, scalar, split, steps
+from jstep.schedules._arithmetic import Periods, between, exp, flag, period, power, scalar, split, straight
+from jstep.schedules._arithmetic import steps as exact
 
 
 def _nonnegative(name: str, value: Any) -> Any:
@@ -31,7 +33,7 @@ def exponential_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
+        TypeError: An argument is no number, or `staircase` no bool.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -48,9 +50,10 @@ def exponential_decay(
         period("decay_steps", decay_steps),
         _nonnegative("decay_rate", decay_rate),
     )
+    staircase = flag("staircase", staircase)
 
     def schedule(step: Step, /) -> Any:
-        return start * power(rate, None, split(steps(step), length), staircase=staircase)
+        return start * power(rate, None, split(exact(step), length), staircase=staircase)
 
     return schedule
 
@@ -70,7 +73,7 @@ def natural_exp_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
+        TypeError: An argument is no number, or `staircase` no bool.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -85,10 +88,11 @@ def natural_exp_decay(
         period("decay_steps", decay_steps),
         scalar("decay_rate", decay_rate),
     )
+    staircase = flag("staircase", staircase)
 
     def schedule(step: Step, /) -> Any:
         base, log = (exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
-        return start * power(base, log, split(steps(step), length), staircase=staircase)
+        return start * power(base, log, split(exact(step), length), staircase=staircase)
 
     return schedule
 
@@ -108,7 +112,7 @@ def inverse_time_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
+        TypeError: An argument is no number, or `staircase` no bool.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -123,9 +127,10 @@ def inverse_time_decay(
         period("decay_steps", decay_steps),
         _nonnegative("decay_rate", decay_rate),
     )
+    staircase = flag("staircase", staircase)
 
     def schedule(step: Step, /) -> Any:
-        periods = split(steps(step), length)
+        periods = split(exact(step), length)
         return start / (1 + rate * (periods.whole if staircase else periods.whole + periods.fraction))
 
     return schedule
@@ -151,7 +156,7 @@ def polynomial_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
+        TypeError: An argument is no number, or `cycle` no bool.
         ValueError: `decay_steps` ≤ 0 or `power` < 0.
 
     Example:
@@ -167,9 +172,10 @@ def polynomial_decay(
         scalar("end_learning_rate", end_learning_rate),
         _nonnegative("power", power),
     )
+    cycle = flag("cycle", cycle)
 
     def schedule(step: Step, /) -> Any:
-        step = steps(step)
+        step = exact(step)
         periods = split(step, length)
         left = _cycled(step, periods) if cycle else jnp.where(periods.whole > 0, 0.0, periods.remaining)
         left = left.astype(periods.remaining.dtype)
@@ -184,3 +190,35 @@ def _cycled(step: Any, periods: Periods) -> Any:
     # 1 − step / (decay_steps · ⌈step / decay_steps⌉), the ceiling being 1 at step 0 as in TF.
     at_end = (periods.fraction == 0) & (step > 0)
     return jnp.where(at_end, 0.0, periods.remaining / (periods.whole + 1))
+
+
+def linear(init_value: Number, end_value: Number, steps: float) -> Schedule:
+    """Line: init_value + (end_value − init_value) · step / steps, and end_value from `steps` on.
+
+    Args:
+        init_value: The value at step 0.
+        end_value: The value at step `steps` and later.
+        steps: How long it takes; > 0, may be fractional.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: An argument is no number.
+        ValueError: `steps` ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.linear(0.0, 1.0, 4)
+        >>> print([float(schedule(n)) for n in (0, 1, 4, 9)])
+        [0.0, 0.25, 1.0, 1.0]
+
+    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warm-up it begins with an update of
+    rate 0 where init_value is 0; `linear_warmup` does not.
+    """
+    start, end, length = scalar("init_value", init_value), scalar("end_value", end_value), period("steps", steps)
+
+    def schedule(step: Step, /) -> Any:
+        return between(start, end, exact(step), Fraction(0), length, straight)
+
+    return schedule

@@ -1,0 +1,85 @@
+"""The two schedules that AdEMAMix warms up its slow average by."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from jstep.core.types import Number, Schedule, Step
+from jstep.schedules._arithmetic import period, ramp, scalar
+from jstep.schedules._arithmetic import steps as exact
+
+
+def ademamix_alpha(alpha: Number, steps: float) -> Schedule:
+    """Alpha at the update t = step + 1: min(t · alpha / steps, alpha).
+
+    Args:
+        alpha: The weight of the slow average in the end, ≥ 0.
+        steps: How long the warm-up takes, > 0.
+
+    Returns:
+        A function from the step to a scalar, for `ademamix(alpha=…)`.
+
+    Raises:
+        TypeError: An argument is no number.
+        ValueError: `steps` ≤ 0, or `alpha` < 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.ademamix_alpha(5.0, 100)
+        >>> print(schedule(0), schedule(99), schedule(1000))
+        0.05 5.0 5.0
+
+    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
+    """
+    height, length = scalar("alpha", alpha), period("steps", steps)
+    if isinstance(height, float) and not 0 <= height < math.inf:
+        raise ValueError(f"alpha={alpha}: must be ≥ 0 and finite")
+
+    def schedule(step: Step, /) -> Any:
+        return height * ramp(exact(step), length)
+
+    return schedule
+
+
+def ademamix_beta3(beta1: Number, beta3: Number, steps: float) -> Schedule:
+    """β3 at the update t = step + 1: min(exp(ln β1 · ln β3 / ((1 − x) ln β3 + x ln β1)), β3), x = t / steps.
+
+    The half-life of the slow average grows linearly from that of β1 to that of β3.
+
+    Args:
+        beta1: Where it starts, in (0, 1).
+        beta3: Where it ends, in (0, 1).
+        steps: How long the warm-up takes, > 0.
+
+    Returns:
+        A function from the step to a scalar, for `ademamix(beta3=…)`.
+
+    Raises:
+        TypeError: An argument is no number.
+        ValueError: `steps` ≤ 0, or a β outside (0, 1).
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.ademamix_beta3(0.9, 0.9999, 100)
+        >>> print(f"{schedule(0):.4f} {schedule(98):.4f} {schedule(99):.4f}")
+        0.9095 0.9999 0.9999
+
+    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
+    """
+    first, last, length = _beta("beta1", beta1), _beta("beta3", beta3), period("steps", steps)
+    logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
+
+    def schedule(step: Step, /) -> Any:
+        x = ramp(exact(step), length)
+        grown = jnp.exp(logs[0] * logs[1] / ((1 - x) * logs[1] + x * logs[0]))
+        return jnp.where(x >= 1, last, jnp.minimum(grown, last))
+
+    return schedule
+
+
+def _beta(name: str, value: Any) -> Any:
+    number = scalar(name, value)
+    if isinstance(number, float) and not 0 < number < 1:
+        raise ValueError(f"{name}={number}: must be > 0 and < 1")
+    return number

@@ -1,0 +1,111 @@
+"""Schedules that go up and down: one cycle, and triangles again and again."""
+
+from fractions import Fraction
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jstep.core.checks import one_of
+from jstep.core.types import Number, Schedule, Step
+from jstep.schedules._arithmetic import between, cosine, period, scalar, since, split, steps, straight
+
+
+def one_cycle(
+    max_value: Number,
+    total_steps: float,
+    pct_start: float = 0.3,
+    div_factor: Number = 25.0,
+    final_div_factor: Number = 1e4,
+    anneal: Literal["cos", "linear"] = "cos",
+) -> Schedule:
+    """Up from max/div_factor to max at step pct_start·total − 1, down to max/div_factor/final_div_factor at total − 1.
+
+    Args:
+        max_value: The highest value.
+        total_steps: The number of updates; > 0.
+        pct_start: The share of them that goes up, in [0, 1].
+        div_factor: The first value is max_value / div_factor; > 0.
+        final_div_factor: The last is the first value / final_div_factor; > 0.
+        anneal: "cos" or "linear".
+
+    Returns:
+        A function from the step to a scalar; from step total_steps − 1 on it stays.
+
+    Raises:
+        TypeError: A number is none.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.one_cycle(1.0, 100)
+        >>> print([round(float(schedule(n)), 6) for n in (0, 29, 64, 99)])
+        [0.04, 1.0, 0.500002, 4e-06]
+
+    Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR` with its two phases,
+    whose `final_div_factor`, too, divides the first value. Optax's ends at total_steps, one update later.
+    """
+    top, length = scalar("max_value", max_value), period("total_steps", total_steps)
+    first = top / _positive("div_factor", div_factor)
+    last = first / _positive("final_div_factor", final_div_factor)
+    share = period("pct_start", pct_start, zero=True)
+    if share > 1:
+        raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a share of total_steps, got {pct_start}")
+    weight = {"cos": cosine, "linear": straight}[one_of(anneal, "anneal", ["cos", "linear"])]
+    peak, end = share * length - 1, length - 1
+
+    def schedule(step: Step, /) -> Any:
+        step = steps(step)
+        up = between(first, top, step, Fraction(0), peak, weight) if peak > 0 else None
+        down = between(top, last, step, peak, end, weight) if end > peak else jnp.full(step.shape, top)
+        return down if up is None else jnp.where(since(step, peak) <= 0, up, down)
+
+    return schedule
+
+
+def _positive(name: str, value: Any) -> Any:
+    number = scalar(name, value)
+    if isinstance(number, float) and not 0 < number < float("inf"):
+        raise ValueError(f"{name}={number}: must be > 0 and finite")
+    return number
+
+
+def cyclical(base: Number, peak: Number, step_size_up: float, step_size_down: float | None = None) -> Schedule:
+    """Triangles: from `base` up to `peak` in step_size_up steps, down again in step_size_down, and so on.
+
+    Args:
+        base: The value at the foot of each triangle.
+        peak: The value at its top.
+        step_size_up: How long it goes up, > 0.
+        step_size_down: How long it goes down, > 0; None for as long as up.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: An argument is no number.
+        ValueError: A length is ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.cyclical(0.0, 1.0, 4)
+        >>> print([float(schedule(n)) for n in (0, 2, 4, 6, 8, 10)])
+        [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
+
+    Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015);
+    `torch.optim.lr_scheduler.CyclicLR` with mode="triangular".
+    """
+    foot, top = scalar("base", base), scalar("peak", peak)
+    up = period("step_size_up", step_size_up)
+    down = up if step_size_down is None else period("step_size_down", step_size_down)
+    length = up + down
+
+    def schedule(step: Step, /) -> Any:
+        periods = split(steps(step), length)
+        real = periods.fraction.dtype
+        # The triangle is the lower of its two lines.
+        rising = periods.fraction * jnp.asarray(float(length / up), real)
+        falling = periods.remaining * jnp.asarray(float(length / down), real)
+        height = jnp.minimum(jnp.minimum(rising, falling), 1.0)
+        return foot + (top - foot) * height
+
+    return schedule

@@ -1,0 +1,158 @@
+"""Schedules that begin with a warm-up: to a cosine, a plateau, a root."""
+
+import math
+from fractions import Fraction
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.checks import one_of
+from jstep.core.types import Array, Number, Schedule, Step
+from jstep.schedules._arithmetic import between, cosine, period, ramp, scalar, since, steps, straight
+
+SHAPES = {
+    "linear": straight,
+    "cosine": cosine,
+    # 1 − √x without the cancellation near x = 1.
+    "sqrt": lambda passed, left: left / (1 + jnp.sqrt(passed)),
+}
+"""The weight of a decay's first value."""
+
+
+def warmup_cosine_decay(
+    peak: Number,
+    warmup_steps: float,
+    decay_steps: float,
+    init_value: Number = 0.0,
+    end_value: Number = 0.0,
+) -> Schedule:
+    """Warm-up: init_value + (peak − init_value) · step / warmup_steps, then a cosine to end_value at decay_steps.
+
+    Args:
+        peak: The value at step `warmup_steps`.
+        warmup_steps: How long the warm-up takes, ≥ 0.
+        decay_steps: The length of the whole, warm-up included; > warmup_steps.
+        init_value: The value at step 0. Where it is 0, as in Optax, the first update moves nothing; `linear_warmup` of
+            a `cosine_decay` has a first rate above zero.
+        end_value: The value from step `decay_steps` on.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: An argument is no number.
+        ValueError: `warmup_steps` < 0, or `decay_steps` ≤ `warmup_steps`.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.warmup_cosine_decay(1.0, 10, 110)
+        >>> print([round(float(schedule(n)), 3) for n in (0, 5, 10, 60, 110)])
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+
+    Source: `optax.warmup_cosine_decay_schedule`.
+    """
+    top, begin, end = scalar("peak", peak), scalar("init_value", init_value), scalar("end_value", end_value)
+    warm, length = period("warmup_steps", warmup_steps, zero=True), period("decay_steps", decay_steps)
+    if length <= warm:
+        raise ValueError(
+            f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, got {decay_steps}; "
+            "it is the length of the whole, warm-up included"
+        )
+
+    def schedule(step: Step, /) -> Any:
+        step = steps(step)
+        later = between(top, end, step, warm, length, cosine)
+        if not warm:
+            return later
+        return jnp.where(step >= _first_at(step, warm), later, between(begin, top, step, Fraction(0), warm, straight))
+
+    return schedule
+
+
+def warmup_stable_decay(
+    peak: Number,
+    warmup_steps: float,
+    stable_steps: float,
+    decay_steps: float,
+    end_value: Number = 0.0,
+    shape: Literal["linear", "cosine", "sqrt"] = "linear",
+) -> Schedule:
+    """Warm-up, plateau, decay: peak · min(1, (step + 1) / warmup_steps), peak, then down to end_value by `shape`.
+
+    With x = (step − warmup_steps − stable_steps) / decay_steps the decay is end_value + (peak − end_value) · s(x),
+    s(x) = 1 − x, (1 + cos πx) / 2 or 1 − √x. A decay that branches off at any checkpoint of the plateau is another
+    schedule with the same past: nothing else has to change.
+
+    Args:
+        peak: The value of the plateau.
+        warmup_steps: How long the warm-up takes, ≥ 0; the first update already has a rate above zero.
+        stable_steps: How long the plateau lasts, ≥ 0.
+        decay_steps: How long the decay takes, > 0.
+        end_value: The value after it.
+        shape: "linear", "cosine", or "sqrt" for 1 − √x.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: A number is none.
+        ValueError: A length is out of its range, or `shape` is none of the three.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.warmup_stable_decay(1.0, 4, 4, 10)
+        >>> print([round(float(schedule(n)), 3) for n in (0, 3, 8, 13, 18)])
+        [0.25, 1.0, 1.0, 0.5, 0.0]
+
+    Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
+    Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warm-up is step / warmup_steps.
+    """
+    top, end = scalar("peak", peak), scalar("end_value", end_value)
+    warm, stable = period("warmup_steps", warmup_steps, zero=True), period("stable_steps", stable_steps, zero=True)
+    length = period("decay_steps", decay_steps)
+    weight = SHAPES[one_of(shape, "shape", list(SHAPES))]
+
+    def schedule(step: Step, /) -> Any:
+        step = steps(step)
+        return ramp(step, warm) * between(top, end, step, warm + stable, warm + stable + length, weight)
+
+    return schedule
+
+
+def inverse_sqrt_decay(peak: Number, warmup_steps: float) -> Schedule:
+    """Warm-up and root: peak · min(1, (step + 1) / w) · √(w / max(step, w)), w = warmup_steps.
+
+    Args:
+        peak: The highest value, reached by the update number w and kept by the next.
+        warmup_steps: How long the warm-up takes, and the time scale of the decay; > 0.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: An argument is no number.
+        ValueError: `warmup_steps` ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.inverse_sqrt_decay(1.0, 100)
+        >>> print([round(float(schedule(n)), 3) for n in (0, 99, 100, 400, 10_000)])
+        [0.01, 1.0, 1.0, 0.5, 0.1]
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, whose
+    warm-up is step / w.
+    """
+    top, length = scalar("peak", peak), period("warmup_steps", warmup_steps)
+
+    def schedule(step: Step, /) -> Any:
+        step = steps(step)
+        count = jnp.maximum(since(step, Fraction(0)), float(length))
+        return top * ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), count.dtype) / count)
+
+    return schedule
+
+
+def _first_at(step: Array, edge: Fraction) -> Array:
+    """The first step ≥ edge, or the last step there is."""
+    return jnp.full_like(step, min(math.ceil(edge), int(np.iinfo(step.dtype).max)))

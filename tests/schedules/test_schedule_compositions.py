@@ -1,0 +1,108 @@
+"""Schedules made of others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from decay_table import LAST
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import jstep
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, LAST), min_size=0, max_size=5, unique=True).map(sorted),
+    st.lists(st.integers(0, LAST), min_size=1, max_size=5),
+)
+@example([2**24, 2**24 + 1], [2**24, 2**24 + 1, 2**24 + 2])
+@example([LAST], [LAST, LAST - 1])
+def test_piecewise_constant_changes_after_its_boundary(boundaries: list[int], steps: list[int]) -> None:
+    values = [float(i) for i in range(len(boundaries) + 1)]
+    schedule = jstep.piecewise_constant(boundaries, values)
+    for step in [*steps, *boundaries, *(b + 1 for b in boundaries if b < LAST)]:
+        assert float(schedule(step)) == reference.piecewise_constant(step, boundaries, values)
+
+
+def test_piecewise_constant_with_boundaries_between_and_beyond_steps() -> None:
+    schedule = jstep.piecewise_constant([2.5, 1e12], [1, 2, 3])
+    assert [float(schedule(n)) for n in (2, 3, LAST)] == [1.0, 2.0, 2.0]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, LAST), st.integers(1, LAST))
+@example(2**24, 2**24 + 2)
+@example(LAST, LAST)
+@example(LAST - 1, LAST)
+def test_linear_warmup_is_one_from_its_last_step_on(step: int, warmup: int) -> None:
+    value = float(jstep.linear_warmup(2.0, warmup)(step))
+    assert value == pytest.approx(2 * min(1.0, (step + 1) / warmup), rel=1e-6)
+    if step + 1 >= warmup:
+        assert value == 2.0
+    else:
+        assert value > 0.0
+
+
+def test_linear_warmup_multiplies_the_schedule_at_the_same_step() -> None:
+    inner = jstep.exponential_decay(1.0, 10, 0.5)
+    warm = jstep.linear_warmup(inner, 4)
+    for n in range(8):
+        assert float(warm(n)) == pytest.approx(float(inner(n)) * min(1, (n + 1) / 4), rel=1e-6)
+    assert float(jstep.linear_warmup(0.5, 0)(0)) == 0.5
+    assert float(jstep.linear_warmup(1.0, 2.5)(0)) == pytest.approx(0.4)
+    assert float(jstep.linear_warmup(1.0, 2.5)(2)) == 1.0
+
+
+@pytest.mark.parametrize("start", [0, 1, 1000, 2**24 + 1, LAST])
+def test_shift_begins_at_its_start(start: int) -> None:
+    seen = jstep.shift(lambda step: step, start)  # integers pass through, so that every bit shows
+    for step in (0, 1, start - 1, start, start + 1, 2**24 + 3, LAST):
+        if 0 <= step <= LAST:
+            assert int(seen(step)) == max(0, step - start)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, LAST), min_size=1, max_size=4, unique=True).map(sorted))
+@example([2**24, 2**24 + 1, LAST])
+def test_join_gives_each_part_its_own_clock(boundaries: list[int]) -> None:
+    """Part i reports i in the units and the last digits of its own step in the fraction."""
+    parts = [lambda step, i=i: i + (step % 1000).astype(jnp.float32) / 1024 for i in range(len(boundaries) + 1)]
+    schedule = jstep.join(parts, boundaries)
+    for step in {0, *boundaries, *(b - 1 for b in boundaries), LAST}:
+        i = sum(b <= step for b in boundaries)
+        own = step - ([0, *boundaries][i])
+        assert float(schedule(step)) == pytest.approx(i + own % 1000 / 1024, abs=1e-6)
+
+
+def test_join_of_a_warmup_a_plateau_and_a_decay() -> None:
+    schedule = jstep.join([jstep.linear_warmup(1.0, 5), 1.0, jstep.cosine_decay(1.0, 10)], [5, 8])
+    values = [float(schedule(n)) for n in range(20)]
+    np.testing.assert_allclose(values[:8], [0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(
+        values[8:], [reference.cosine_decay(n, 1.0, 10) for n in range(12)], rtol=1e-6, atol=1e-7
+    )
+
+
+def test_a_learning_rate_may_be_traced() -> None:
+    """Sweeps over what a schedule is made of, under vmap and grad."""
+    rates = jnp.array([0.1, 0.2])
+    for make in (
+        lambda lr: jstep.constant(lr),
+        lambda lr: jstep.exponential_decay(lr, 10, 0.5),
+        lambda lr: jstep.exponential_decay(0.1, 10, lr),
+        lambda lr: jstep.natural_exp_decay(lr, 10, lr),
+        lambda lr: jstep.inverse_time_decay(lr, 10, lr),
+        lambda lr: jstep.polynomial_decay(lr, 10, end_learning_rate=lr, power=2.0),
+        lambda lr: jstep.cosine_decay(lr, 10, alpha=lr),
+        lambda lr: jstep.cosine_decay_restarts(lr, 10, alpha=lr),
+        lambda lr: jstep.linear_cosine_decay(lr, 10, alpha=lr),
+        lambda lr: jstep.linear_warmup(lr, 10),
+        lambda lr: jstep.piecewise_constant([3], [lr, 0.5]),
+        lambda lr: jstep.join([lr, 0.5], [7]),
+        lambda lr: jstep.shift(lr, 3),
+    ):
+        together = jax.vmap(lambda lr, make=make: make(lr)(3))(rates)
+        np.testing.assert_allclose(together, [float(make(float(lr))(3)) for lr in rates], rtol=2e-6)
+        assert np.isfinite(jax.grad(lambda lr, make=make: make(lr)(3))(0.1))

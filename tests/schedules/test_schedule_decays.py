@@ -1,0 +1,101 @@
+"""Schedules against exact quotients (tests/reference.py), at every size of step and on both sides of every edge."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decay_table import DECAYS, EDGES, LAST, close, finite
+
+import jstep
+
+
+@pytest.mark.parametrize("decay_steps", [1, 10, 1000, 100_000, 2**24 + 1, LAST, 2.5, 1000.5, 1234.125, 3e9, 1e12])
+@pytest.mark.parametrize("name", DECAYS)
+def test_decays_at_the_edges(name: str, decay_steps: float) -> None:
+    make, expected = DECAYS[name]
+    multiples = [k * decay_steps + i for k in (1, 2, 3, 7, 1000) for i in (-1, -0.5, 0, 0.5, 1)]
+    steps = sorted({*EDGES, *(int(n) for n in multiples if 0 <= n <= LAST)})
+    found = make(decay_steps)(np.array(steps, np.int32))
+    close(found, [finite(lambda n=n: expected(n, decay_steps)) for n in steps])
+
+
+@pytest.mark.parametrize("decay_steps", [10, 1234.125])
+@pytest.mark.parametrize("name", DECAYS)
+def test_decays_of_python_numpy_jax_and_traced_steps_agree(name: str, decay_steps: float) -> None:
+    schedule, n = DECAYS[name][0](decay_steps), 57
+    value = schedule(n)
+    assert value.shape == ()
+    assert value.dtype == jnp.float32
+    for step in (np.int32(n), np.int64(n), np.uint8(n), np.array(n), jnp.int32(n), jnp.uint32(n), jnp.int16(n)):
+        again = schedule(step)
+        assert again.dtype == jnp.float32
+        assert float(again) == float(value)
+    np.testing.assert_allclose(jax.jit(schedule)(n), value, rtol=1e-6)
+    for shape in ((3,), (2, 3), (0,)):
+        many = schedule(np.full(shape, n))
+        assert many.shape == shape
+        np.testing.assert_allclose(many, np.full(shape, value), rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(schedule)(jnp.array([n, n])), np.full(2, value), rtol=1e-6)
+
+
+OTHERS = {
+    "constant": jstep.constant(0.3),
+    "piecewise_constant": jstep.piecewise_constant([10, 20], [1.0, 0.5, 0.1]),
+    "piecewise_constant-one": jstep.piecewise_constant([], [1.0]),
+    "linear_warmup": jstep.linear_warmup(0.5, 7),
+    "linear_warmup-decay": jstep.linear_warmup(jstep.cosine_decay(0.5, 100), 7),
+    "join": jstep.join([0.1, jstep.exponential_decay(1.0, 10, 0.5)], [50]),
+    "shift": jstep.shift(jstep.exponential_decay(1.0, 10, 0.5), 50),
+    "times": jstep.times(0.5, jstep.linear_warmup(1.0, 7), jstep.cosine_decay(0.5, 100)),
+    "linear": jstep.linear(0.1, 0.9, 33),
+    "warmup_cosine_decay": jstep.warmup_cosine_decay(0.5, 10, 60, 0.1, 0.05),
+    "warmup_stable_decay": jstep.warmup_stable_decay(0.5, 10, 20, 30, 0.1, "sqrt"),
+    "one_cycle": jstep.one_cycle(0.5, 80),
+    "inverse_sqrt_decay": jstep.inverse_sqrt_decay(0.5, 10),
+    "cyclical": jstep.cyclical(0.1, 0.5, 7, 11),
+    "ademamix_alpha": jstep.ademamix_alpha(5.0, 50),
+    "ademamix_beta3": jstep.ademamix_beta3(0.9, 0.9999, 50),
+}
+ALL = {name: make(100) for name, (make, _) in DECAYS.items()} | OTHERS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_negative_steps(name: str) -> None:
+    schedule = ALL[name]
+    for bad in (-1, np.int64(-5), jnp.int32(-1), np.array([3, -1])):
+        with pytest.raises(ValueError, match=r"step.*-\d"):
+            schedule(bad)
+    np.testing.assert_array_equal(jax.jit(schedule)(-7), jax.jit(schedule)(0))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_steps_that_are_no_integers(name: str) -> None:
+    for bad in (1.0, np.float32(1), jnp.float32(1), None, "1", True):
+        with pytest.raises(TypeError, match="step"):
+            ALL[name](bad)
+    with pytest.raises(ValueError, match="step"):
+        ALL[name](2**31)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_compositions_take_arrays_and_scalars_alike(name: str) -> None:
+    schedule, steps = OTHERS[name], np.arange(100).reshape(10, 10)
+    one_by_one = np.array([float(schedule(int(n))) for n in steps.ravel()[::9]])
+    assert schedule(steps).shape == (10, 10)
+    assert schedule(steps).dtype == jnp.float32
+    np.testing.assert_allclose(np.ravel(schedule(steps))[::9], one_by_one, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(schedule)(steps), schedule(steps), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("cosine_restarts")])
+def test_values_are_float64_under_x64(name: str) -> None:
+    assert ALL[name](5).dtype == jnp.float64
+    assert ALL[name](jnp.int32(5)).dtype == jnp.float64
+    assert ALL[name](2**40).dtype == jnp.float64
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_values_at_the_last_steps_are_finite_numbers(name: str) -> None:
+    if name != "exponential-growing":
+        assert np.isfinite(ALL[name](np.array([LAST - 1, LAST]))).all()

@@ -1,0 +1,127 @@
+"""Schedules where float32 cannot count: staircases, ends, cycles and restarts at their exact steps."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import reference
+from decay_table import DECAYS, LAST, finite
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+import jstep
+
+
+def test_the_classic_demonstration() -> None:
+    schedule = jstep.exponential_decay(0.1, 10, 2)
+    assert [f"{schedule(n):.6g}" for n in range(11)] == [
+        "0.1",
+        "0.107177",
+        "0.11487",
+        "0.123114",
+        "0.131951",
+        "0.141421",
+        "0.151572",
+        "0.16245",
+        "0.17411",
+        "0.186607",
+        "0.2",
+    ]
+
+
+@pytest.mark.parametrize("length", [2**24 + 1, 2**24 - 1, 2**30 + 1, LAST])
+def test_staircases_step_where_float32_cannot_count(length: int) -> None:
+    schedule = jstep.exponential_decay(1.0, length, 0.5, staircase=True)
+    assert float(schedule(length - 1)) == 1.0
+    assert float(schedule(length)) == 0.5
+    for make in (jstep.natural_exp_decay, jstep.inverse_time_decay):
+        stairs = make(1.0, length, 1.0, staircase=True)
+        assert float(stairs(length - 1)) == 1.0
+        assert float(stairs(length)) < 0.6
+
+
+@settings(max_examples=60)
+@given(st.integers(0, LAST), st.integers(1, LAST))
+@example(LAST, 1)
+@example(LAST, LAST)
+@example(LAST - 1, LAST)
+@example(2**24 + 1, 2)
+def test_staircase_counts_whole_periods_exactly(step: int, length: int) -> None:
+    """The parity of the number of periods is its last bit: no rounding leaves it intact."""
+    value = float(jstep.exponential_decay(1.0, length, 0.5, staircase=True)(step))
+    whole = step // length
+    assert value == (0.5**whole if whole < 140 else 0.0) or whole > 126  # denormals may be flushed
+    nearly_one = float(jstep.exponential_decay(1.0, length, 1.0000001, staircase=True)(step))
+    assert nearly_one == pytest.approx(finite(lambda: 1.0000001**whole), rel=3e-6)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, LAST), st.integers(1, 2**20), st.sampled_from([1, 2, 4, 8, 16]), st.floats(-20, 20))
+@example(LAST, 2**20 - 1, 16, 3.0)
+def test_exponential_decay_with_fractional_decay_steps(step: int, num: int, den: int, exponent: float) -> None:
+    length = num / den
+    assume(step * den < 2**31 * num)  # no more periods than an int32 counts
+    rate = math.exp(exponent / max(1.0, step / length))
+    assume(0 < rate < 1e30)
+    for staircase in (False, True):
+        value = float(jstep.exponential_decay(1.0, length, rate, staircase)(step))
+        assert value == pytest.approx(reference.exponential_decay(step, 1.0, length, rate, staircase), rel=1e-5)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, LAST), st.floats(1.0, 1e9), st.sampled_from(["inverse_time", "polynomial", "cosine-alpha"]))
+def test_smooth_decays_with_any_decay_steps(step: int, length: float, name: str) -> None:
+    make, expected = DECAYS[name]
+    assert float(make(length)(step)) == pytest.approx(expected(step, length), rel=5e-6, abs=1e-7)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, LAST))
+@example(LAST)
+@example(2**24 + 1)
+def test_the_last_step_of_a_decay_is_not_zero_and_the_end_is(length: int) -> None:
+    line = jstep.polynomial_decay(1.0, length, 0.0)
+    assert float(line(length - 1)) == pytest.approx(1 / length, rel=1e-6)
+    assert float(line(length)) == 0.0
+    assert float(line(LAST)) == (0.0 if length <= LAST else line(LAST))
+    wave = jstep.cosine_decay(1.0, length)
+    assert float(wave(length)) == 0.0
+    # sin²(π/2n), of which (1 + cos π(1 − 1/n))/2 keeps no digit.
+    assert float(wave(length - 1)) == pytest.approx(math.sin(math.pi / 2 / length) ** 2, rel=1e-5, abs=1e-37)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 10**6), st.integers(0, LAST))
+@example(10, 2**31 - 8)
+@example(1, LAST)
+def test_cycles_are_stretched_to_the_next_multiple(length: int, step: int) -> None:
+    value = float(jstep.polynomial_decay(1.0, length, 0.0, cycle=True)(step))
+    multiple = max(1, -(-step // length))
+    assert value == pytest.approx(float(1 - Fraction(step, length * multiple)), rel=1e-5, abs=1e-12)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 10**7), st.integers(0, 7), st.sampled_from([1.0, 2.0, 3.0]))
+@example(2**24 + 1, 1, 2.0)
+def test_restarts_are_at_their_exact_steps(first: int, i: int, t_mul: float) -> None:
+    start = sum(first * int(t_mul) ** k for k in range(i))
+    assume(start <= LAST)
+    schedule = jstep.cosine_decay_restarts(1.0, first, t_mul=t_mul, m_mul=0.5)
+    assert float(schedule(start)) == pytest.approx(0.5**i, rel=1e-6)
+    if i:
+        last = first * int(t_mul) ** (i - 1)
+        expected = 0.5 ** (i - 1) * math.sin(math.pi / 2 / last) ** 2
+        assert float(schedule(start - 1)) == pytest.approx(expected, rel=1e-4, abs=1e-37)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("length", [2**53 + 1, 2**62 + 1, 2**63 - 1])
+def test_int64_steps_are_exact_under_x64(length: int) -> None:
+    stairs = jstep.exponential_decay(1.0, length, 0.5, staircase=True)
+    assert float(stairs(length - 1)) == 1.0
+    assert float(stairs(length)) == 0.5
+    line = jstep.polynomial_decay(1.0, length, 0.0)
+    assert float(line(length - 1)) == pytest.approx(1 / length, rel=1e-12)
+    assert float(jstep.piecewise_constant([length - 1], [1.0, 2.0])(length)) == 2.0
+    assert float(jstep.join([1.0, 2.0], [length])(length - 1)) == 1.0
+    assert float(jstep.join([1.0, 2.0], [length])(length)) == 2.0

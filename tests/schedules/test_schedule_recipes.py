@@ -1,0 +1,199 @@
+"""The schedules that people train with today: against their references, exact quotients, and past 2^24."""
+
+import math
+import warnings
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from decay_table import LAST
+
+import jstep
+
+STEPS = np.arange(140)
+BIG = [2**24 + 1, 2**30 + 1, LAST - 5]
+
+
+def close(found: object, expected: object) -> None:
+    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=3e-6, atol=1e-7)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_linear_and_warmup_cosine_are_those_of_optax() -> None:
+    theirs = optax.linear_schedule(0.1, 0.9, 33)
+    close(jstep.linear(0.1, 0.9, 33)(STEPS), jax.vmap(theirs)(STEPS))
+    for warm in (0, 10):
+        theirs = optax.warmup_cosine_decay_schedule(0.01, 0.3, warm, 110, 0.002)
+        close(jstep.warmup_cosine_decay(0.3, warm, 110, 0.01, 0.002)(STEPS), jax.vmap(theirs)(STEPS))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.005, 0.25, 0.3, 0.333, 1.0])
+@pytest.mark.parametrize("anneal", ["cos", "linear"])
+def test_one_cycle_is_that_of_torch(share: float, anneal: str) -> None:
+    torch = pytest.importorskip("torch")
+    rates = torch_rates(
+        torch,
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(
+            o, 0.7, 101, pct_start=share, anneal_strategy=anneal, cycle_momentum=False, final_div_factor=100
+        ),
+        101,
+    )
+    ours = jstep.one_cycle(0.7, 101, share, final_div_factor=100, anneal=anneal)
+    close(ours(np.arange(101)), rates)
+    close(ours(LAST), rates[-1])
+
+
+@pytest.mark.parametrize("sizes", [(7, None), (7, 13), (5, 2)])
+def test_cyclical_is_that_of_torch(sizes: tuple[int, int | None]) -> None:
+    torch = pytest.importorskip("torch")
+    rates = torch_rates(torch, lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.7, *sizes, cycle_momentum=False))
+    close(jstep.cyclical(0.1, 0.7, *sizes)(STEPS), rates)
+
+
+def torch_rates(torch, make, count: int = len(STEPS)) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schedule, rates = make(optimizer), []
+        for i in range(count):
+            rates.append(schedule.get_last_lr()[0])
+            if i + 1 < count:
+                optimizer.step()
+                schedule.step()
+    return rates
+
+
+SHAPES = {
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: math.cos(math.pi * x / 2) ** 2,
+    "sqrt": lambda x: 1 - math.sqrt(x),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "lengths", [(10, 20, 50), (0, 0, 50), (2.5, 3.25, 7.5), (1, 0, 0.5), (7, 2**24 + 1, 2**25 + 3)]
+)
+def test_warmup_stable_decay(shape: str, lengths: tuple[float, float, float]) -> None:
+    warm, stable, down = map(Fraction, lengths)
+    steps = [*STEPS, 2**24 - 1, 2**24 + 7, 2**24 + 8, 2**24 + 9, 2**25 + 2**24 + 10, LAST]
+
+    def expected(n: int) -> float:
+        ramp = min(1.0, float((n + 1) / warm)) if warm else 1.0
+        x = float(min(1, max(Fraction(0), (n - warm - stable) / down)))
+        return ramp * (0.1 + 0.6 * SHAPES[shape](x))
+
+    close(jstep.warmup_stable_decay(0.7, *lengths, 0.1, shape)(np.array(steps)), [expected(int(n)) for n in steps])
+
+
+@pytest.mark.parametrize("length", BIG)
+def test_the_last_digits_of_late_steps_count(length: int) -> None:
+    """One step before its end a decay to 0 is not 0, and at its end it is."""
+    plateau = jstep.warmup_stable_decay(1.0, 3, length - 13, 10)
+    close([plateau(length - 10), plateau(length - 9), plateau(length - 1), plateau(length)], [1.0, 0.9, 0.1, 0.0])
+    line = jstep.linear(1.0, 0.0, length)
+    assert float(line(length - 1)) == pytest.approx(1 / length, rel=1e-6)
+    assert float(line(length)) == 0.0
+    wave = jstep.warmup_cosine_decay(1.0, length - 10, length)
+    assert float(wave(length - 10)) == 1.0
+    assert float(wave(length - 1)) == pytest.approx(math.sin(math.pi / 20) ** 2, rel=1e-5)
+    once = jstep.one_cycle(1.0, length + 1, final_div_factor=1e30)
+    assert float(once(length)) == pytest.approx(4e-32, rel=1e-5)
+    assert float(once(length - 1)) > 0.0
+    assert float(jstep.ademamix_alpha(5.0, length)(length - 1)) == 5.0
+    assert float(jstep.ademamix_alpha(5.0, length)(length - 100)) < 5.0
+
+
+@pytest.mark.parametrize("half", [3, 1000, 2**20 + 1, 2.5])
+def test_triangles_stay_where_they_are(half: float) -> None:
+    schedule = jstep.cyclical(0.0, 1.0, half)
+    for n in (2**24 + 1, 2**24 + 3, 2**30 + 1, LAST - 1, LAST):
+        x = (Fraction(n) / (2 * Fraction(half))) % 1 * 2
+        assert float(schedule(n)) == pytest.approx(float(min(x, 2 - x)), abs=3e-7)
+
+
+def test_inverse_sqrt_decay() -> None:
+    schedule, w = jstep.inverse_sqrt_decay(0.7, 10), 10
+    steps = [*range(40), 2**24 + 1, LAST]
+    close(schedule(np.array(steps)), [0.7 * min(1, (n + 1) / w) * math.sqrt(w / max(n, w)) for n in steps])
+
+
+def test_the_schedules_of_ademamix_count_updates_from_one() -> None:
+    first, last, length = 0.9, 0.9999, 100
+    steps = [0, 5, 49, 98, 99, 100, 200, LAST]
+
+    def beta3(n: int) -> float:
+        x, a, b = (n + 1) / length, math.log(first), math.log(last)
+        return last if x >= 1 else min(math.exp(a * b / ((1 - x) * b + x * a)), last)
+
+    close(jstep.ademamix_beta3(first, last, length)(np.array(steps)), [beta3(n) for n in steps])
+    close(jstep.ademamix_alpha(5.0, length)(np.array(steps)), [min((n + 1) * 5 / length, 5) for n in steps])
+
+
+def test_times_is_the_product() -> None:
+    warm, wave = jstep.linear_warmup(1.0, 7), jstep.cosine_decay(0.5, 100)
+    close(jstep.times(2.0, warm, wave)(STEPS), 2 * np.asarray(warm(STEPS)) * np.asarray(wave(STEPS)))
+    assert float(jstep.times(3)(0)) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: jstep.exponential_decay(0.1, 5, 1000, 0.96), TypeError, "staircase=0.96.*global_step"),
+        (lambda: jstep.natural_exp_decay(0.1, 5, 1000, 0.96), TypeError, "staircase=0.96.*global_step"),
+        (lambda: jstep.inverse_time_decay(0.1, 5, 1000, 1), TypeError, "staircase=1: must be True or False"),
+        (lambda: jstep.polynomial_decay(0.1, 5, 10, 1e-3, 1.0), TypeError, "cycle=1.0.*global_step"),
+        (lambda: jstep.polynomial_decay(0.1, 5, cycle="no"), TypeError, "cycle='no'"),
+        (lambda: jstep.cosine_decay(0.1, jstep.create_global_step(), 10), ValueError, "decay_steps=0.*global_step"),
+        (lambda: jstep.linear_warmup(float, 5), TypeError, "schedule=.*class float"),
+        (lambda: jstep.join([float, 1.0], [5]), TypeError, r"schedules\[0\]=.*class float"),
+        (lambda: jstep.join(3, [5]), TypeError, "schedules=3: must be a list"),
+        (lambda: jstep.join("ab", [5]), TypeError, "schedules='ab': must be a list"),
+        (lambda: jstep.join([1, 2], 5), TypeError, "boundaries=5: must be a list"),
+        (lambda: jstep.piecewise_constant([5], 3), TypeError, "values=3: must be a list"),
+        (lambda: jstep.shift(1.0, "x"), TypeError, "start_step='x': must be an integer"),
+        (lambda: jstep.shift(1.0, -1), ValueError, "start_step=-1"),
+        (lambda: jstep.times(), TypeError, "at least one"),
+        (lambda: jstep.times([1.0, 2.0]), TypeError, r"schedules\[0\]=.*times\(\*"),
+        (lambda: jstep.times(1.0, int), TypeError, r"schedules\[1\]=.*class int"),
+        (lambda: jstep.linear(0.0, 1.0, 0), ValueError, "steps=0: must be positive"),
+        (lambda: jstep.linear(0.0, float, 3), TypeError, "end_value=.*class float"),
+        (lambda: jstep.warmup_cosine_decay(1.0, 10, 10), ValueError, "decay_steps=10: must be > warmup_steps=10"),
+        (lambda: jstep.warmup_cosine_decay(1.0, -1, 10), ValueError, "warmup_steps=-1"),
+        (lambda: jstep.warmup_stable_decay(1.0, 1, 1, 0), ValueError, "decay_steps=0"),
+        (lambda: jstep.warmup_stable_decay(1.0, 1, 1, 1, shape="1-sqrt"), ValueError, "shape='1-sqrt'.*'sqrt'"),
+        (lambda: jstep.one_cycle(1.0, 0), ValueError, "total_steps=0"),
+        (lambda: jstep.one_cycle(1.0, 10, 1.5), ValueError, "pct_start=1.5"),
+        (lambda: jstep.one_cycle(1.0, 10, div_factor=0.0), ValueError, "div_factor=0.0"),
+        (lambda: jstep.one_cycle(1.0, 10, anneal="cosine"), ValueError, "anneal='cosine'.*'cos'"),
+        (lambda: jstep.inverse_sqrt_decay(1.0, 0), ValueError, "warmup_steps=0"),
+        (lambda: jstep.cyclical(0.0, 1.0, 4, 0), ValueError, "step_size_down=0"),
+        (lambda: jstep.ademamix_alpha(-1.0, 10), ValueError, "alpha=-1"),
+        (lambda: jstep.ademamix_beta3(0.9, 1.0, 10), ValueError, "beta3=1.0"),
+    ],
+)
+def test_bad_arguments(make, error, says) -> None:
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_what_they_are_made_of_may_be_traced() -> None:
+    rates = jnp.array([0.1, 0.2])
+    for make in (
+        lambda lr: jstep.linear(lr, 0.5, 10),
+        lambda lr: jstep.linear(0.5, lr, 10),
+        lambda lr: jstep.warmup_cosine_decay(lr, 2, 10, lr, lr),
+        lambda lr: jstep.warmup_stable_decay(lr, 2, 0, 10, lr),
+        lambda lr: jstep.one_cycle(lr, 10, div_factor=lr, final_div_factor=lr),
+        lambda lr: jstep.inverse_sqrt_decay(lr, 2),
+        lambda lr: jstep.cyclical(lr, 0.5, 7),
+        lambda lr: jstep.times(lr, lr),
+        lambda lr: jstep.ademamix_alpha(lr, 10),
+        lambda lr: jstep.ademamix_beta3(lr, 1 - lr / 2, 10),
+    ):
+        together = jax.vmap(lambda lr, make=make: make(lr)(3))(rates)
+        np.testing.assert_allclose(together, [float(make(float(lr))(3)) for lr in rates], rtol=2e-6)
+        assert np.isfinite(jax.grad(lambda lr, make=make: make(lr)(3))(0.1))
