@@ -1,4 +1,4 @@
-"""Which parameters are trained: the four forms of `var_list`."""
+"""Which parameters are meant: the four forms of `var_list` and of masks."""
 
 import fnmatch
 from collections.abc import Callable, Sequence
@@ -25,11 +25,9 @@ def selected(params: Params, var_list: VarList) -> list[int]:
         TypeError: `var_list` is none of these.
         ValueError: An entry matches nothing (names the nearest paths), or nothing is left to train.
     """
-    named = trees.leaves_with_paths(params)
-    trainable = [trees.is_trainable(leaf) for _, leaf in named]
-    chosen = _chosen(params, named, trainable, var_list)
-    places = [i for i, (wanted, can) in enumerate(zip(chosen, trainable, strict=True)) if wanted and can]
+    places = [i for i, wanted in enumerate(flags(params, var_list)) if wanted]
     if not places:
+        named = trees.leaves_with_paths(params)
         raise ValueError(
             f"No variables to optimize: var_list={_shown(var_list)} leaves none of "
             f"{[path for path, _ in named][:20]}, of which only floating-point leaves can be trained"
@@ -37,19 +35,53 @@ def selected(params: Params, var_list: VarList) -> list[int]:
     return places
 
 
-def _chosen(params: Params, named: list[tuple[str, Any]], trainable: list[bool], var_list: VarList) -> list[bool]:
+def flags(params: Params, var_list: VarList, argument: str = "var_list") -> list[bool]:
+    """For each leaf of params, in order, whether `var_list` means it; False for leaves that cannot be trained.
+
+    Args:
+        params: Any tree.
+        var_list: See `selected`; here it may mean none.
+        argument: Its name, for errors.
+
+    Raises:
+        TypeError: `var_list` is none of the four.
+        ValueError: An entry matches nothing; names the nearest paths.
+    """
+    named = trees.leaves_with_paths(params)
+    trainable = [trees.is_trainable(leaf) for _, leaf in named]
+    chosen = _chosen(params, named, trainable, var_list, argument)
+    return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]
+
+
+def check_form(var_list: VarList, argument: str) -> None:
+    """Refuses at once what has none of the four forms, before there are parameters to look at.
+
+    Raises:
+        TypeError: It has none.
+    """
+    if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
+        raise TypeError(
+            f"{argument}={_shown(var_list)}: must be None, a predicate (path, leaf) -> bool, a list of paths or globs, "
+            f"or a tree of bools, got {type(var_list).__name__}"
+        )
+
+
+def _chosen(
+    params: Params, named: list[tuple[str, Any]], trainable: list[bool], var_list: VarList, argument: str
+) -> list[bool]:
     if var_list is None:
         return trainable
     if isinstance(var_list, str):
         var_list = [var_list]
     if isinstance(var_list, list | tuple | set | frozenset) and all(isinstance(entry, str) for entry in var_list):
-        return _by_globs(named, trainable, sorted(var_list) if isinstance(var_list, set | frozenset) else var_list)
+        entries = sorted(var_list) if isinstance(var_list, set | frozenset) else var_list
+        return _by_globs(named, trainable, entries, argument)
     if callable(var_list) and not trees.structure(var_list).num_nodes > 1:
-        return [_as_bool(var_list(path, leaf), path) for path, leaf in named]
-    return _by_bools(params, named, var_list)
+        return [_as_bool(var_list(path, leaf), path, argument) for path, leaf in named]
+    return _by_bools(params, named, var_list, argument)
 
 
-def _by_globs(named: list[tuple[str, Any]], trainable: list[bool], entries: Any) -> list[bool]:
+def _by_globs(named: list[tuple[str, Any]], trainable: list[bool], entries: Any, argument: str) -> list[bool]:
     chosen = [False] * len(named)
     for entry in entries:
         matches = [i for i, (path, _) in enumerate(named) if path == entry or fnmatch.fnmatchcase(path, entry)]
@@ -58,10 +90,10 @@ def _by_globs(named: list[tuple[str, Any]], trainable: list[bool], entries: Any)
             hint = trees.nearest(entry, paths) or f"; paths are {paths[:20]}"
             under = [path for path in paths if path.startswith(f"{entry}/")]
             hint = f"; for all below it write {entry + '/*'!r}" if under else hint
-            raise ValueError(f"var_list: {entry!r} matches no parameter{hint}")
+            raise ValueError(f"{argument}: {entry!r} matches no parameter{hint}")
         if not any(trainable[i] for i in matches):
             raise ValueError(
-                f"var_list: {entry!r} matches only {[named[i][0] for i in matches][:20]}, whose dtype "
+                f"{argument}: {entry!r} matches only {[named[i][0] for i in matches][:20]}, whose dtype "
                 f"{named[matches[0]][1].dtype} cannot be trained"
             )
         for i in matches:
@@ -69,22 +101,22 @@ def _by_globs(named: list[tuple[str, Any]], trainable: list[bool], entries: Any)
     return chosen
 
 
-def _by_bools(params: Params, named: list[tuple[str, Any]], tree: Any) -> list[bool]:
+def _by_bools(params: Params, named: list[tuple[str, Any]], tree: Any, argument: str) -> list[bool]:
     try:
         filled = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), tree, params)
         flags = trees.structure(params).flatten_up_to(filled)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"var_list={_shown(tree)}: a tree of bools must have the structure of params (or a prefix of it), whose "
+            f"{argument}={_shown(tree)}: a tree of bools must have the structure of params (or a prefix of it), whose "
             f"paths are {[path for path, _ in named][:20]}"
         ) from error
-    return [_as_bool(flag, path) for flag, (path, _) in zip(flags, named, strict=True)]
+    return [_as_bool(flag, path, argument) for flag, (path, _) in zip(flags, named, strict=True)]
 
 
-def _as_bool(flag: Any, path: str) -> bool:
+def _as_bool(flag: Any, path: str, argument: str) -> bool:
     if not isinstance(flag, bool | np.bool_):
         raise TypeError(
-            f"var_list: at {trees.quoted(path)} stands {_shown(flag)}, which is no bool. It takes None, a predicate "
+            f"{argument}: at {trees.quoted(path)} stands {_shown(flag)}, which is no bool. It takes None, a predicate "
             "(path, leaf) -> bool, a list of paths or globs, or a tree of bools."
         )
     return bool(flag)

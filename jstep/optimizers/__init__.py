@@ -7,7 +7,8 @@ from jstep.optimizers.adam import adam
 from jstep.optimizers.blocks import clip_gradients
 from jstep.optimizers.ftrl import ftrl
 from jstep.optimizers.gradient_descent import gradient_descent
-from jstep.optimizers.leafwise import apply_updates
+from jstep.optimizers.held import get_hyperparameter, held, set_hyperparameter
+from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.momentum import momentum
 from jstep.optimizers.rmsprop import rmsprop
 from jstep.optimizers.wrappers import (
@@ -31,11 +32,14 @@ __all__ = [
     "chain",
     "clip_gradients",
     "ftrl",
+    "get_hyperparameter",
     "gradient_descent",
+    "held",
     "momentum",
     "partition",
     "rmsprop",
     "scope",
+    "set_hyperparameter",
     "skip_nonfinite",
     "with_moving_average",
 ]

@@ -31,12 +31,13 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011); `tf.train.AdagradOptimizer`.
     """
 
-    def adagrad_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-        a = slots["accumulator"] + g * g
-        return -h["learning_rate"] * g / jnp.sqrt(a), {"accumulator": a}
-
     return leafwise(
         adagrad_rule,
         slots={"accumulator": checked("initial_accumulator_value", initial_accumulator_value, low=0, above=True)},
         hyper={"learning_rate": checked("learning_rate", learning_rate, low=0)},
     )
+
+
+def adagrad_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    a = slots["accumulator"] + g * g
+    return -h["learning_rate"] * g / jnp.sqrt(a), {"accumulator": a}

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.optimizers.age import bias_correction
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Hyper, bias_correction, leafwise
+from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def adam(
@@ -42,15 +43,6 @@ def adam(
     `tf.train.AdamOptimizer`. TF multiplies powers of β up in float32; here they come from the step.
     """
 
-    def adam_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-        m = h["beta1"] * slots["m"] + (1 - h["beta1"]) * g
-        v = h["beta2"] * slots["v"] + (1 - h["beta2"]) * (g * g)
-        return h["signed_rate"] * m / (jnp.sqrt(v) + h["epsilon"]), {"m": m, "v": v}
-
-    def prepare(h: Hyper, age: Array) -> Hyper:
-        correction = jnp.sqrt(bias_correction(h["beta2"], age)) / bias_correction(h["beta1"], age)
-        return {"signed_rate": -h["learning_rate"] * correction}
-
     return leafwise(
         adam_rule,
         slots={"m": 0.0, "v": 0.0},
@@ -61,5 +53,17 @@ def adam(
             "epsilon": checked("epsilon", epsilon, low=0),
         },
         prepare=prepare,
+        aged=True,
         sparse=False,
     )
+
+
+def adam_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    m = h["beta1"] * slots["m"] + (1 - h["beta1"]) * g
+    v = h["beta2"] * slots["v"] + (1 - h["beta2"]) * (g * g)
+    return h["signed_rate"] * m / (jnp.sqrt(v) + h["epsilon"]), {"m": m, "v": v}
+
+
+def prepare(h: Hyper) -> Hyper:
+    correction = jnp.sqrt(bias_correction(h["beta2"], h["age"])) / bias_correction(h["beta1"], h["age"])
+    return {"signed_rate": -h["learning_rate"] * correction}

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule
+from jstep.optimizers.age import ordered_after
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Hyper, leafwise, ordered_after
+from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def ftrl(
@@ -50,27 +51,6 @@ def ftrl(
     `tf.train.FtrlOptimizer`.
     """
 
-    def ftrl_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-        lr, power, l1 = h["learning_rate"], h["learning_rate_power"], h["l1_regularization_strength"]
-        moves = lr > 0
-        lr = jnp.where(moves, lr, jnp.ones_like(p, shape=()))
-
-        def rate_power(a: Array) -> Array:
-            return jnp.sqrt(a) if isinstance(power, float) and power == -0.5 else jnp.power(a, -power)
-
-        old = slots["accum"]
-        shrunk = g + 2 * h["l2_shrinkage_regularization_strength"] * p
-        linear = slots["linear"] + shrunk - (rate_power(old + g * g) - rate_power(old)) / lr * p
-        linear = jnp.where(moves, linear, slots["linear"])
-        # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Left to
-        # itself XLA computes them from the old slots in another order, and copies what it has to overwrite.
-        linear, old, g = jax.lax.optimization_barrier((linear, old, g))
-        accum = ordered_after(old + g * g, linear)
-        quadratic = rate_power(accum) / lr + 2 * (h["l2_regularization_strength"] + h["beta"] / (2 * lr))
-        outweighs = jnp.abs(linear) > l1
-        new_p = jnp.where(outweighs, (jnp.sign(linear) * l1 - linear) / quadratic, jnp.zeros_like(p))
-        return jnp.where(moves, new_p - p, jnp.zeros_like(p)), {"accum": accum, "linear": linear}
-
     return leafwise(
         ftrl_rule,
         slots={
@@ -88,3 +68,25 @@ def ftrl(
             "beta": checked("beta", beta, low=0),
         },
     )
+
+
+def ftrl_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    lr, power, l1 = h["learning_rate"], h["learning_rate_power"], h["l1_regularization_strength"]
+    moves = lr > 0
+    lr = jnp.where(moves, lr, jnp.ones_like(p, shape=()))
+
+    def rate_power(a: Array) -> Array:
+        return jnp.sqrt(a) if isinstance(power, float) and power == -0.5 else jnp.power(a, -power)
+
+    old = slots["accum"]
+    shrunk = g + 2 * h["l2_shrinkage_regularization_strength"] * p
+    linear = slots["linear"] + shrunk - (rate_power(old + g * g) - rate_power(old)) / lr * p
+    linear = jnp.where(moves, linear, slots["linear"])
+    # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Left to
+    # itself XLA computes them from the old slots in another order, and copies what it has to overwrite.
+    linear, old, g = jax.lax.optimization_barrier((linear, old, g))
+    accum = ordered_after(old + g * g, linear)
+    quadratic = rate_power(accum) / lr + 2 * (h["l2_regularization_strength"] + h["beta"] / (2 * lr))
+    outweighs = jnp.abs(linear) > l1
+    new_p = jnp.where(outweighs, (jnp.sign(linear) * l1 - linear) / quadratic, jnp.zeros_like(p))
+    return jnp.where(moves, new_p - p, jnp.zeros_like(p)), {"accum": accum, "linear": linear}

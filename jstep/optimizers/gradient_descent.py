@@ -28,11 +28,12 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
     Source: `tf.train.GradientDescentOptimizer`.
     """
 
-    def gradient_descent_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-        return -h["learning_rate"] * g, {}
-
     return leafwise(
         gradient_descent_rule,
         slots={},
         hyper={"learning_rate": checked("learning_rate", learning_rate, low=0)},
     )
+
+
+def gradient_descent_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    return -h["learning_rate"] * g, {}

@@ -1,5 +1,7 @@
-"""Hyperparameters: numbers, arrays or schedules, checked when given and evaluated at a step."""
+"""Hyperparameters: numbers, arrays, schedules or held, checked when given and evaluated at a step."""
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.types import Array, ScalarOrSchedule, Step
+from jstep.core.types import Array, ScalarOrSchedule, Slots, Step
+from jstep.optimizers.held import HELD, Held
 
 
 def checked(
@@ -24,7 +27,8 @@ def checked(
 
     Args:
         name: The argument's name, for the error.
-        value: A number, a scalar array (a tracer too), or a schedule.
+        value: A number, a scalar array (a tracer too), a schedule, or what `held` made, whose first value is
+            checked like a number.
         low: The smallest value.
         high: The largest value.
         above: Whether `low` itself is refused.
@@ -34,6 +38,11 @@ def checked(
         TypeError: The value is no real number and no schedule.
         ValueError: The value is no scalar, not finite, or out of range.
     """
+    if isinstance(value, Held):
+        first = checked(name, value.value, low=low, high=high, above=above, below=below)
+        return dataclasses.replace(value, value=first)
+    if inspect.isclass(value):
+        raise TypeError(f"{name}={value.__name__}: must be a number, an array or a schedule, got a class")
     if callable(value):
         return value
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
@@ -57,14 +66,41 @@ def checked(
     return float(value) if isinstance(value, int | float | np.generic | np.ndarray) else value
 
 
-def value_at(name: str, value: Any, step: Step) -> Any:
-    """The value of a hyperparameter at a step: a Python float where it is constant, else a float scalar array.
+def constant(name: str, value: Any, **bounds: Any) -> float:
+    """A number that is fixed when the optimizer is made: as `checked`, but no array, schedule or held.
 
     Raises:
-        ValueError: A schedule returned something that is not a scalar.
+        TypeError: It is no plain number.
+        ValueError: It is not finite, or out of range.
+    """
+    if callable(value) or isinstance(value, Held) or trees.is_traced(value):
+        kind = "a held value" if isinstance(value, Held) else "a traced array" if trees.is_array(value) else "a function"
+        raise TypeError(f"{name}={value!r}: must be a plain number, got {kind}; it is fixed when the optimizer is made")
+    return float(checked(name, value, **bounds))
+
+
+def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> Any:
+    """The value of a hyperparameter at a step: a Python float where it is constant, else a float scalar array.
+
+    Args:
+        name: The argument's name, for the error.
+        value: What `checked` returned.
+        step: The step.
+        slots: The slots of the optimizer, from which a held value is read.
+
+    Raises:
+        ValueError: A schedule returned something that is not a scalar, or the slots hold no such value.
     """
     if isinstance(value, float):
         return value
+    if isinstance(value, Held):
+        slot = f"{HELD}/{value.name}"
+        if slots is None or slot not in slots:
+            raise ValueError(
+                f"{name}=held({value.name!r}, …): the state has no slot {slot!r}, it has {sorted(slots or {})}; create "
+                "it with this optimizer: TrainState.create(params, optimizer)"
+            )
+        return slots[slot].astype(trees.default_float())
     number = value(step) if callable(value) else value
     if isinstance(number, bool | str) or not (isinstance(number, int | float) or trees.is_array(number)):
         raise TypeError(f"{name}: the schedule returned {number!r}; it must return a number")
@@ -73,17 +109,18 @@ def value_at(name: str, value: Any, step: Step) -> Any:
     return jnp.asarray(number).astype(trees.default_float())
 
 
-def values_at(given: Mapping[str, Any], step: Step) -> dict[str, Any]:
+def values_at(given: Mapping[str, Any], step: Step, slots: Slots | None = None) -> dict[str, Any]:
     """The values of all hyperparameters at a step, by name."""
-    return {name: value_at(name, value, step) for name, value in given.items()}
+    return {name: value_at(name, value, step, slots) for name, value in given.items()}
 
 
 def report(given: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
-    """The `hyperparameters` function of an optimizer with these hyperparameters.
+    """The `hyperparameters` function of an optimizer with these hyperparameters; held ones are the state's to tell.
 
     Under a trace constants come as NumPy scalars: what a compiled step need not compute, it need not
     return either (an output costs some 2 µs a call on a CPU), and `training` puts it back in outside.
     """
+    given = {name: value for name, value in given.items() if not isinstance(value, Held)}
 
     def hyperparameters(step: Step, /) -> dict[str, Any]:
         make: Any = np.asarray if trees.is_traced(step) else jnp.asarray

@@ -1,8 +1,11 @@
 """Momentum, Polyak's and Nesterov's."""
 
+import functools
+
+from jstep.core.checks import as_bool
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Hyper, leafwise
+from jstep.optimizers.leafwise import Hyper, LeafSlots, leafwise
 
 
 def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
@@ -17,7 +20,7 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
         An `Optimizer` with the slot `momentum` (initially 0). A sparse gradient touches its rows alone.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
+        TypeError: An argument is no number and no schedule, or `use_nesterov` no bool.
         ValueError: An argument is out of its range.
 
     Example:
@@ -33,16 +36,17 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
     `tf.train.MomentumOptimizer`.
     """
 
-    def momentum_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-        a = h["momentum"] * slots["momentum"] + g
-        direction = g + h["momentum"] * a if use_nesterov else a
-        return -h["learning_rate"] * direction, {"momentum": a}
-
     return leafwise(
-        momentum_rule,
+        functools.partial(momentum_rule, use_nesterov=as_bool(use_nesterov, "use_nesterov")),
         slots={"momentum": 0.0},
         hyper={
             "learning_rate": checked("learning_rate", learning_rate, low=0),
             "momentum": checked("momentum", momentum, low=0, high=1),
         },
     )
+
+
+def momentum_rule(g: Array, p: Array, slots: LeafSlots, h: Hyper, *, use_nesterov: bool) -> tuple[Array, LeafSlots]:
+    a = h["momentum"] * slots["momentum"] + g
+    direction = g + h["momentum"] * a if use_nesterov else a
+    return -h["learning_rate"] * direction, {"momentum": a}

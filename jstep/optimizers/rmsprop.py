@@ -1,10 +1,13 @@
 """RMSProp."""
 
+import functools
+
 import jax.numpy as jnp
 
+from jstep.core.checks import as_bool
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Hyper, leafwise
+from jstep.optimizers.leafwise import Hyper, LeafSlots, leafwise
 
 
 def rmsprop(
@@ -30,7 +33,7 @@ def rmsprop(
         gradient touches its rows alone.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
+        TypeError: An argument is no number and no schedule, or `centered` no bool.
         ValueError: An argument is out of its range.
 
     Example:
@@ -45,18 +48,8 @@ def rmsprop(
     variance negative it counts as 0; TF returns NaN.
     """
 
-    def rmsprop_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-        r = h["decay"] * slots["rms"] + (1 - h["decay"]) * (g * g)
-        new = {"rms": r}
-        variance = r
-        if centered:
-            new["mg"] = h["decay"] * slots["mg"] + (1 - h["decay"]) * g
-            variance = jnp.maximum(r - new["mg"] * new["mg"], 0.0)
-        new["momentum"] = h["momentum"] * slots["momentum"] + h["learning_rate"] * g / jnp.sqrt(variance + h["epsilon"])
-        return -new["momentum"], new
-
     return leafwise(
-        rmsprop_rule,
+        functools.partial(rmsprop_rule, centered=as_bool(centered, "centered")),
         slots={"rms": 1.0, "momentum": 0.0} | ({"mg": 0.0} if centered else {}),
         hyper={
             "learning_rate": checked("learning_rate", learning_rate, low=0),
@@ -65,3 +58,14 @@ def rmsprop(
             "epsilon": checked("epsilon", epsilon, low=0),
         },
     )
+
+
+def rmsprop_rule(g: Array, p: Array, slots: LeafSlots, h: Hyper, *, centered: bool) -> tuple[Array, LeafSlots]:
+    r = h["decay"] * slots["rms"] + (1 - h["decay"]) * (g * g)
+    new = {"rms": r}
+    variance = r
+    if centered:
+        new["mg"] = h["decay"] * slots["mg"] + (1 - h["decay"]) * g
+        variance = jnp.maximum(r - new["mg"] * new["mg"], 0.0)
+    new["momentum"] = h["momentum"] * slots["momentum"] + h["learning_rate"] * g / jnp.sqrt(variance + h["epsilon"])
+    return -new["momentum"], new

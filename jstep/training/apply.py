@@ -4,7 +4,8 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.types import Optimizer, Slots, Updates, require_optimizer
-from jstep.optimizers.leafwise import apply_updates, matched_gradients
+from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.matched import matched_gradients
 from jstep.state import MODEL_STATE, TrainState, is_start_step
 
 

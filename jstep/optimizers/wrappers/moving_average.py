@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.leafwise import apply_updates
+from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.merge import merge
 from jstep.optimizers.wrappers.exponential_moving_average import NAME, ExponentialMovingAverage
 from jstep.state import START_STEP, TrainState

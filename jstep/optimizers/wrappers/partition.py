@@ -8,7 +8,7 @@ import jax
 from jstep.core import trees
 from jstep.core.indexed_slices import is_slices
 from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.leafwise import NO_GRADIENTS
+from jstep.optimizers.matched import NO_GRADIENTS
 from jstep.optimizers.merge import merged_hyperparameters
 from jstep.optimizers.wrappers.scope import scope
 

@@ -9,7 +9,9 @@ import numpy as np
 from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.leafwise import apply_updates, matched_gradients, ordered_after
+from jstep.optimizers.age import ordered_after
+from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.matched import matched_gradients
 from jstep.state import is_scalar_slot, is_start_step
 
 

@@ -1,0 +1,195 @@
+"""Hyperparameters that the state holds: values that stay until they are set, and are saved with the state."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.types import Array, Slots
+
+HELD = "held"
+"""The part of a slot's name that says so: `held/name`, `embed/held/name` under a scope or label."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A hyperparameter that lives in the scalar slot `held/name`; made by `held`.
+
+    Attributes:
+        name: Its name.
+        value: What it starts from.
+    """
+
+    name: str
+    value: Any
+
+
+def held(name: str, value: Any) -> Held:
+    """A hyperparameter that the state holds, for the place of a number or a schedule.
+
+    It lives in the scalar slot `held/name` (float32; under a scope or label `embed/held/name`), is saved with the
+    state, shown in the step's metrics under its name, and stays until `set_hyperparameter` sets it, which costs no
+    second compilation. `optimizer.hyperparameters(step)`, which knows the step alone, leaves it out.
+
+    Args:
+        name: Its name; two of one name collide as slots do.
+        value: The first value, a number or a scalar array. What it may be is checked where it is used.
+
+    Raises:
+        TypeError: The name is no string, or the value no number.
+        ValueError: The name is empty, begins or ends with a slash, or has the part `held`; or the value is not
+            finite.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(jstep.held("learning_rate", 0.5))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> state = jstep.set_hyperparameter(state, "learning_rate", 0.25)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
+        >>> print(state.params["w"], jstep.get_hyperparameter(state, "learning_rate"))
+        0.75 0.25
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: must be a string, got {type(name).__name__}")
+    check_prefix("name", name)
+    if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
+        raise TypeError(f"value={value!r}: must be a number or a scalar array, got {type(value).__name__}")
+    if np.ndim(value):
+        raise ValueError(f"value: must be a scalar, got shape {np.shape(value)}")
+    number = trees.concrete(value)
+    if number is not None and not np.isfinite(number.astype(np.float64)):
+        raise ValueError(f"value={number}: must be finite")
+    return Held(name, value)
+
+
+def check_prefix(argument: str, name: str) -> None:
+    """Refuses what cannot stand before a slash in the name of a slot.
+
+    Raises:
+        ValueError: It is empty, begins or ends with a slash, or has the part `held`.
+    """
+    if not name or name.strip("/") != name:
+        raise ValueError(f"{argument}={name!r}: must be a name without slashes at its ends")
+    if HELD in name.split("/"):
+        raise ValueError(
+            f"{argument}={name!r}: must not have the part {HELD!r}, which marks the slots of held hyperparameters; "
+            "take another name"
+        )
+
+
+def held_names(hyper: Mapping[str, Any]) -> tuple[str, ...]:
+    """The slots of the held among some hyperparameters.
+
+    Raises:
+        ValueError: Two of them have one name.
+    """
+    owner: dict[str, str] = {}
+    for argument, value in hyper.items():
+        if isinstance(value, Held):
+            slot = f"{HELD}/{value.name}"
+            if slot in owner:
+                raise ValueError(
+                    f"{owner[slot]} and {argument} both hold a hyperparameter named {value.name!r} (slot {slot!r}); "
+                    "give one of them another name"
+                )
+            owner[slot] = argument
+    return tuple(owner)
+
+
+def held_slots(hyper: Mapping[str, Any]) -> Slots:
+    """The slots that the held among some hyperparameters start from."""
+    return {
+        f"{HELD}/{value.name}": jnp.array(value.value, dtype=jnp.float32, copy=True)
+        for value in hyper.values()
+        if isinstance(value, Held)
+    }
+
+
+def shown_name(slot: str) -> str | None:
+    """The name under which a held hyperparameter is known, from its slot's; None for other slots."""
+    parts = slot.split("/")
+    if HELD not in parts[:-1]:
+        return None
+    parts.remove(HELD)
+    return "/".join(parts)
+
+
+def held_values(slots: Slots) -> dict[str, Array]:
+    """All hyperparameters that some slots hold, by the names they are known under (`embed/learning_rate`)."""
+    named = ((shown_name(slot), value) for slot, value in slots.items())
+    return {name: value for name, value in named if name is not None}
+
+
+def get_hyperparameter(state: Any, name: str) -> float:
+    """The value of a held hyperparameter. Waits for the device.
+
+    Args:
+        state: A `TrainState`.
+        name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
+
+    Raises:
+        KeyError: The state holds no such hyperparameter; names those it does.
+
+    Example:
+        >>> import jstep
+        >>> optimizer = jstep.scope("embed", jstep.adagrad(jstep.held("rate", 0.5)))
+        >>> jstep.get_hyperparameter(jstep.TrainState.create({"w": 1.0}, optimizer), "embed/rate")
+        0.5
+    """
+    return float(state.slots[_slot_of(state, name)])
+
+
+def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
+    """A new state with another value of a held hyperparameter. No compiled step compiles again.
+
+    Args:
+        state: A `TrainState`.
+        name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
+        value: A finite number, or a scalar array (traced too).
+
+    Raises:
+        KeyError: The state holds no such hyperparameter; names those it does.
+        TypeError: The value is no number.
+        ValueError: The value is no scalar, or not finite.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.adam(jstep.held("learning_rate", 0.5)))
+        >>> jstep.get_hyperparameter(jstep.set_hyperparameter(state, "learning_rate", 0.25), "learning_rate")
+        0.25
+    """
+    slot = _slot_of(state, name)
+    new = held(slot.rsplit("/", 1)[-1], value).value
+    if trees.concrete(new) is not None and not np.isfinite(np.float32(np.asarray(new))):
+        raise ValueError(f"value={value!r}: does not fit float32")
+    old = state.slots[slot]
+    if trees.is_traced(old) or trees.is_traced(new):
+        fresh: Any = jnp.asarray(new).astype(jnp.float32)
+    elif isinstance(old, jnp.ndarray) and not old.is_fully_addressable:
+        number = np.asarray(new, np.float32)
+        fresh = jax.make_array_from_callback((), old.sharding, lambda index: number)
+    elif isinstance(old, jnp.ndarray) and old.committed:
+        fresh = jax.device_put(np.asarray(new, np.float32), old.sharding)
+    else:
+        fresh = jnp.array(np.asarray(new, np.float32))
+    return state.replace(slots={**state.slots, slot: fresh})
+
+
+def _slot_of(state: Any, name: str) -> str:
+    slots = getattr(state, "slots", None)
+    if not isinstance(slots, dict):
+        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}")
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: must be a string, got {type(name).__name__}")
+    known = {shown: slot for slot in slots if (shown := shown_name(slot)) is not None}
+    if name not in known:
+        have = f"it holds {sorted(known)}" if known else "it holds none"
+        raise KeyError(
+            f"name={name!r}: the state holds no such hyperparameter{trees.nearest(name, known)}; {have}. "
+            "A hyperparameter is held where jstep.held(name, value) stands in the place of its number."
+        )
+    return known[name]
