@@ -1,5 +1,6 @@
 """The words the package speaks in: what a state, an update, a step and an optimizer are."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -26,7 +27,20 @@ class Schedule(Protocol):
         ...
 
 
-ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any]
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A hyperparameter that lives in the scalar slot `held/name`; made by `held`.
+
+    Attributes:
+        name: Its name.
+        value: What it starts from.
+    """
+
+    name: str
+    value: Any
+
+
+ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any] | Held
 
 
 class InitFn(Protocol):

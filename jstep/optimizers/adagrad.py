@@ -30,7 +30,6 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011); `tf.train.AdagradOptimizer`.
     """
-
     return leafwise(
         adagrad_rule,
         slots={"accumulator": checked("initial_accumulator_value", initial_accumulator_value, low=0, above=True)},
@@ -39,5 +38,6 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
 
 
 def adagrad_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update and accumulator."""
     a = slots["accumulator"] + g * g
     return -h["learning_rate"] * g / jnp.sqrt(a), {"accumulator": a}

@@ -42,7 +42,6 @@ def adam(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), before section 2.1;
     `tf.train.AdamOptimizer`. TF multiplies powers of β up in float32; here they come from the step.
     """
-
     return leafwise(
         adam_rule,
         slots={"m": 0.0, "v": 0.0},
@@ -59,11 +58,13 @@ def adam(
 
 
 def adam_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update and moments."""
     m = h["beta1"] * slots["m"] + (1 - h["beta1"]) * g
     v = h["beta2"] * slots["v"] + (1 - h["beta2"]) * (g * g)
     return h["signed_rate"] * m / (jnp.sqrt(v) + h["epsilon"]), {"m": m, "v": v}
 
 
 def prepare(h: Hyper) -> Hyper:
+    """The rate with both bias corrections in it."""
     correction = jnp.sqrt(bias_correction(h["beta2"], h["age"])) / bias_correction(h["beta1"], h["age"])
     return {"signed_rate": -h["learning_rate"] * correction}

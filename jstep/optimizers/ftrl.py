@@ -50,7 +50,6 @@ def ftrl(
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1;
     `tf.train.FtrlOptimizer`.
     """
-
     return leafwise(
         ftrl_rule,
         slots={
@@ -71,6 +70,7 @@ def ftrl(
 
 
 def ftrl_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update, accumulator and linear term."""
     lr, power, l1 = h["learning_rate"], h["learning_rate_power"], h["l1_regularization_strength"]
     moves = lr > 0
     lr = jnp.where(moves, lr, jnp.ones_like(p, shape=()))

@@ -27,7 +27,6 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
 
     Source: `tf.train.GradientDescentOptimizer`.
     """
-
     return leafwise(
         gradient_descent_rule,
         slots={},
@@ -36,4 +35,5 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
 
 
 def gradient_descent_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update."""
     return -h["learning_rate"] * g, {}

@@ -1,6 +1,5 @@
 """Hyperparameters that the state holds: values that stay until they are set, and are saved with the state."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,23 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.types import Array, Slots
+from jstep.core.types import Array, Held, Slots
 
 HELD = "held"
 """The part of a slot's name that says so: `held/name`, `embed/held/name` under a scope or label."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """A hyperparameter that lives in the scalar slot `held/name`; made by `held`.
-
-    Attributes:
-        name: Its name.
-        value: What it starts from.
-    """
-
-    name: str
-    value: Any
 
 
 def held(name: str, value: Any) -> Held:

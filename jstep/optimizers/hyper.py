@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.types import Array, ScalarOrSchedule, Slots, Step
-from jstep.optimizers.held import HELD, Held
+from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
+from jstep.optimizers.held import HELD
 
 
 def checked(
@@ -41,8 +41,9 @@ def checked(
     if isinstance(value, Held):
         first = checked(name, value.value, low=low, high=high, above=above, below=below)
         return dataclasses.replace(value, value=first)
-    if inspect.isclass(value):
-        raise TypeError(f"{name}={value.__name__}: must be a number, an array or a schedule, got a class")
+    given: Any = value
+    if inspect.isclass(given):
+        raise TypeError(f"{name}={given.__name__}: must be a number, an array or a schedule, got a class")
     if callable(value):
         return value
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
@@ -74,7 +75,9 @@ def constant(name: str, value: Any, **bounds: Any) -> float:
         ValueError: It is not finite, or out of range.
     """
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
-        kind = "a held value" if isinstance(value, Held) else "a traced array" if trees.is_array(value) else "a function"
+        kind = (
+            "a held value" if isinstance(value, Held) else "a traced array" if trees.is_array(value) else "a function"
+        )
         raise TypeError(f"{name}={value!r}: must be a plain number, got {kind}; it is fixed when the optimizer is made")
     return float(checked(name, value, **bounds))
 

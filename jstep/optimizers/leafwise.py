@@ -168,7 +168,7 @@ def leafwise(
 def _fresh(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
     """A slot for params."""
     copy = isinstance(spec.initial, str)
-    value = None if copy else value_at(f"the initial value of slot {name!r}", spec.initial, global_step)
+    value: Any = None if copy else value_at(f"the initial value of slot {name!r}", spec.initial, global_step)
 
     def leaf_slot(path: str, leaf: Any) -> Any:
         if not trees.is_trainable(leaf):
@@ -185,7 +185,7 @@ def _fresh(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
     return trees.structure(params).unflatten([leaf_slot(path, leaf) for path, leaf in named])
 
 
-def _split(h: Hyper) -> tuple[tuple[tuple[str, float], ...], dict[str, Array]]:
+def _split(h: Hyper) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
     """What is known while tracing, and what is not, computed once.
 
     Without the barrier XLA fuses a schedule into the kernel of each leaf.

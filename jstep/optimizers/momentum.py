@@ -35,7 +35,6 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013);
     `tf.train.MomentumOptimizer`.
     """
-
     return leafwise(
         functools.partial(momentum_rule, use_nesterov=as_bool(use_nesterov, "use_nesterov")),
         slots={"momentum": 0.0},
@@ -47,6 +46,7 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
 
 
 def momentum_rule(g: Array, p: Array, slots: LeafSlots, h: Hyper, *, use_nesterov: bool) -> tuple[Array, LeafSlots]:
+    """A leaf's update and direction."""
     a = h["momentum"] * slots["momentum"] + g
     direction = g + h["momentum"] * a if use_nesterov else a
     return -h["learning_rate"] * direction, {"momentum": a}

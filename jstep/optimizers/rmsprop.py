@@ -47,7 +47,6 @@ def rmsprop(
     Neural Networks" (2013), for the centered form; `tf.train.RMSPropOptimizer`. Where rounding makes the
     variance negative it counts as 0; TF returns NaN.
     """
-
     return leafwise(
         functools.partial(rmsprop_rule, centered=as_bool(centered, "centered")),
         slots={"rms": 1.0, "momentum": 0.0} | ({"mg": 0.0} if centered else {}),
@@ -61,6 +60,7 @@ def rmsprop(
 
 
 def rmsprop_rule(g: Array, p: Array, slots: LeafSlots, h: Hyper, *, centered: bool) -> tuple[Array, LeafSlots]:
+    """A leaf's update and averages."""
     r = h["decay"] * slots["rms"] + (1 - h["decay"]) * (g * g)
     new = {"rms": r}
     variance = r
