@@ -27,7 +27,7 @@ STOREYS = [
     {"optimizers"},
     {"differentiate"},
     {"training"},
-    {"distributed"},
+    {"distributed", "stores"},
     {"data", "queues", "checkpoint", "summary"},
     {"hooks"},
     {"evaluating"},
@@ -169,7 +169,7 @@ def test_the_package_only_reexports() -> None:
 
 
 FORBIDDEN = {"optax", "flax", "tensorflow", "haiku", "equinox", "chex", "torch", "keras"}
-LAZY = {"orbax", "tensorboard", "matplotlib", "sklearn", "google"}
+LAZY = {"orbax", "tensorstore", "tensorboard", "matplotlib", "sklearn", "google"}
 
 
 @pytest.mark.parametrize("module", MODULES)

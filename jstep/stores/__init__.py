@@ -1,0 +1,23 @@
+"""Where runs are kept: paths of this machine, and the URLs of object stores. Knows nothing of checkpoints and events.
+
+tensorstore is loaded when the first URL is used.
+"""
+
+from jstep.stores.directory import Directory
+from jstep.stores.errors import StoreError
+from jstep.stores.objects import ABSENT, Found, Objects, Pending
+from jstep.stores.urls import absolute, is_url, join, location, split
+
+__all__ = [
+    "ABSENT",
+    "Directory",
+    "Found",
+    "Objects",
+    "Pending",
+    "StoreError",
+    "absolute",
+    "is_url",
+    "join",
+    "location",
+    "split",
+]

@@ -1,0 +1,109 @@
+"""Where something lies: a path of this machine, or the URL of an object store. The one parser of both.
+
+A URL stays a string with its two slashes: `os.path` and `pathlib` make `gs:/bucket` of `gs://bucket`, a folder of
+that name.
+"""
+
+import os
+import posixpath
+import re
+from typing import Any
+
+SCHEMES = ("gs", "s3")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
+
+
+def is_url(where: Any) -> bool:
+    """Whether it is the URL of an object store, as `location` returns it."""
+    return isinstance(where, str) and where.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
+
+
+def location(where: Any, name: str) -> str:
+    """A path as it is given, or a checked URL without a slash at its end.
+
+    Args:
+        where: A string, or anything with `__fspath__`, such as `pathlib.Path` and `etils.epath.Path`. `file://` is
+            taken off an absolute path.
+        name: Of the argument, for errors.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It is empty, a URL of another scheme, has no bucket, or a path that began as a URL.
+
+    Example:
+        >>> from jstep.stores import location
+        >>> location("gs://bucket/run/", "directory"), location("/tmp/run", "directory")
+        ('gs://bucket/run', '/tmp/run')
+    """
+    path = os.fspath(where) if isinstance(where, os.PathLike) else where
+    if not isinstance(path, str):
+        raise TypeError(f"{name}={where!r}: must be a path or a URL, got {type(where).__name__}")
+    if not path:
+        raise ValueError(f"{name}='': must name a directory")
+    match = _SCHEME.match(path)
+    if match is None:
+        if re.match(rf"(?:{'|'.join(SCHEMES)}):(?:/|$)", path, re.IGNORECASE):
+            raise ValueError(
+                f"{name}={path!r}: must have two slashes behind the scheme, which pathlib takes for one; "
+                f"give the URL as a string, such as '{path[:2].lower()}://bucket/run'"
+            )
+        return path
+    scheme, rest = match[1].lower(), path[match.end() :]
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise ValueError(f"{name}={path!r}: must be file:// and an absolute path, such as file:///tmp/run")
+        return rest
+    if scheme not in SCHEMES:
+        raise ValueError(
+            f"{name}={_shown(scheme, rest)!r}: must be a path, gs://bucket/… or s3://bucket/…, got the scheme "
+            f"{scheme!r}; mount other stores as a file system and give the path"
+        )
+    return _url(scheme, rest, name)
+
+
+def _url(scheme: str, rest: str, name: str) -> str:
+    bucket, *parts = rest.split("/")
+    if "@" in bucket:
+        raise ValueError(
+            f"{name}={scheme}://…: must be a bucket, got something with credentials in it; they come from where the "
+            "cloud's own tools have them, never from a URL"
+        )
+    if not bucket:
+        raise ValueError(f"{name}={scheme}://{rest}: must name a bucket, as in {scheme}://bucket/run")
+    if not _BUCKET.fullmatch(bucket):
+        raise ValueError(f"{name}={scheme}://{rest}: must name a bucket, and {bucket!r} cannot be one")
+    parts = [part for part in parts if part]
+    if {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
+        raise ValueError(f"{name}={scheme}://{rest!r}: must be without '.', '..' and line ends: keys are not paths")
+    return "/".join([f"{scheme}://{bucket}", *parts])
+
+
+def _shown(scheme: str, rest: str) -> str:
+    return f"{scheme}://…" if "@" in rest else f"{scheme}://{rest}"
+
+
+def bucket(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and the key below it, of a URL that `location` has checked."""
+    scheme, _, rest = url.partition("://")
+    name, _, key = rest.partition("/")
+    return scheme, name, key
+
+
+def join(where: str, *parts: str) -> str:
+    """A place below another one."""
+    return "/".join([where.rstrip("/"), *parts]) if is_url(where) else os.path.join(where, *parts)
+
+
+def split(where: str) -> tuple[str, str]:
+    """The place above, and the last name. A bucket alone has none."""
+    if not is_url(where):
+        return os.path.split(where)
+    scheme, name, key = bucket(where)
+    above, last = posixpath.split(key.rstrip("/"))
+    return "/".join(part for part in (f"{scheme}://{name}", above) if part), last
+
+
+def absolute(where: str) -> str:
+    """The same place, whatever the working directory becomes."""
+    return where if is_url(where) else os.path.abspath(where)

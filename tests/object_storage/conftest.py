@@ -1,0 +1,49 @@
+"""The stores of these tests, each on loopback; nothing reaches any other host."""
+
+import os
+import sys
+
+import pytest
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from fake_gcs import FakeGCS
+from fake_s3 import FakeS3
+
+_VARIABLES = ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE")
+
+
+def _open(kind, monkeypatch):
+    for name in _VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    store = kind()
+    for name, value in store.environment().items():
+        monkeypatch.setenv(name, value)
+    return store
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    """A GCS with the bucket bkt; pages of 3, so that every list has several."""
+    store = _open(FakeGCS, monkeypatch)
+    store.page = 3
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """An S3 with the bucket bkt."""
+    store = _open(FakeS3, monkeypatch)
+    store.page = 3
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=["gs", "s3"])
+def store(request, monkeypatch):
+    """Either; `store.run` is a URL in it."""
+    store = _open({"gs": FakeGCS, "s3": FakeS3}[request.param], monkeypatch)
+    store.page, store.run = 3, f"{request.param}://bkt/run"
+    yield store
+    store.close()
