@@ -1,61 +1,26 @@
 """Checkpoints: the state at a step, whole on disk or not at all."""
 
-import errno
-import functools
-import logging
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
-from jstep.checkpoint import _arguments as checked
-from jstep.checkpoint import _compression, _leaves, _processes, _restored
-from jstep.checkpoint import _directory as folder
-from jstep.checkpoint import manifest as _manifest
-from jstep.checkpoint._retention import Keeper
-from jstep.checkpoint._stage import Stage
-from jstep.checkpoint.manifest import CheckpointError, Manifest
-from jstep.core import trees
+from jstep.checkpoint import arguments as checked
+from jstep.checkpoint import processes
+from jstep.checkpoint.format import compression
+from jstep.checkpoint.format import leaves as _leaves
+from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.reading import Reader, short
+from jstep.checkpoint.retention import Keeper
+from jstep.checkpoint.stage import Stage
+from jstep.checkpoint.store.open import open_store
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
 from jstep.state import get_global_step
-
-_logger = logging.getLogger("jstep")
-
-
-def checkpoint_name(prefix: str, step: int) -> str:
-    """The name of the checkpoint of a step: `prefix-step`.
-
-    Raises:
-        TypeError: `prefix` is no string, or `step` no integer.
-        ValueError: `step` is negative, or `prefix` cannot be the beginning of a file name.
-
-    Example:
-        >>> import jstep
-        >>> jstep.checkpoint_name("my-model", 1000)
-        'my-model-1000'
-    """
-    return folder.name(checked.prefix(prefix), checked.step(step))
-
-
-def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = None) -> str | None:
-    """The path of the newest whole checkpoint, that of the highest step; None where there is none.
-
-    Args:
-        directory: Where the checkpoints are; it may be missing.
-        prefix: Of their names; any where None.
-
-    Example:
-        >>> import jstep
-        >>> print(jstep.latest_checkpoint("/no/such/directory"))
-        None
-    """
-    found = folder.newest(checked.directory(directory), None if prefix is None else checked.prefix(prefix))
-    return None if found is None else found[1]
 
 
 class Saver:
@@ -120,21 +85,36 @@ class Saver:
         self.directory = checked.directory(directory)
         self.prefix = checked.prefix(prefix)
         self._clock = checked.clock(clock)
+        self._store = open_store(self.directory, self.prefix)
         self._keeper = Keeper(
-            self.directory,
+            self._store,
             self.prefix,
             checked.max_to_keep(max_to_keep),
             checked.hours(keep_checkpoint_every_n_hours),
             since=self._now(),
         )
-        self._async_save, self._compress, self._verify = async_save, compress, verify
+        self._async_save, self._compress = async_save, compress
         self._stage = Stage() if stage else None
-        from jstep.checkpoint import _orbax  # not at the top: `import jstep` is quick, orbax is not
-
-        self._checkpointer = _orbax.Checkpointer(self.prefix)
+        self._reader = Reader(self._store, self.prefix, verify)
         self._lock = threading.RLock()
         self._saving: str | None = None
-        self._swept = self._closed = False
+        self._closed = False
+
+    def claim(self) -> None:
+        """Makes sure, ahead of the first save, that this Saver can write and nobody else does.
+
+        `save` does it by itself; a run of hours asks before its first step. A second call costs next to nothing.
+
+        Raises:
+            CheckpointError: Another Saver writes this prefix here; names its host and process. Or an earlier save
+                failed in the background.
+            OSError: The directory cannot be made or written.
+            ValueError: The Saver is closed.
+        """
+        with self._lock:
+            self._check_open()
+            self.wait()
+            self._claim()
 
     def save(self, state: Any, extra: Any = None) -> str:
         """Saves a state under the name of its global_step.
@@ -154,27 +134,23 @@ class Saver:
             ValueError: The state has no global_step, a leaf was donated, or the Saver is closed.
         """
         with self._lock:
-            if self._closed:
-                raise ValueError(f"this Saver of {self.directory} is closed; make another one")
+            self._check_open()
             self.wait()
             extra = checked.json_copy(extra, "extra")
             leaves = _leaves.named(state)
             step = _step_of(state)
             manifest = Manifest(step, self._now(), tuple(leaf for leaf, _ in leaves), extra)
             arrays = {leaf.array: _leaves.to_stored(leaf, value) for leaf, value in leaves if leaf.array is not None}
-            path = os.path.join(self.directory, folder.name(self.prefix, step))
-            self._prepare()
+            path = self._store.path(checkpoint_name(self.prefix, step))
+            self._claim()
             self._saving = path
             try:
                 if self._stage is not None:
                     arrays = self._stage.copy(arrays)
-                compress = _compression.pays(arrays.values()) if self._compress is None else self._compress
-                self._checkpointer.save(path, arrays, compress, functools.partial(self._keeper.publish, manifest))
+                compress = compression.pays(arrays.values()) if self._compress is None else self._compress
+                self._store.save(path, arrays, compress, self._keeper.commit_of(manifest))
             except Exception as error:
                 self._give_up(error)
-            except BaseException:  # interrupted: the next save clears away what is left
-                self._swept = False
-                raise
             if not self._async_save:
                 self.wait()
             return path
@@ -209,14 +185,7 @@ class Saver:
         averages = AVERAGES if use_averages is True else use_averages or None
         with self._lock:
             self.wait()
-            path, manifest = self._find(step)
-            if averages is not None:
-                _leaves.check_averages(averages, manifest.leaves, path)
-            if target is None:
-                return self._looked_at(path, manifest, averages)
-            wanted = _leaves.match(target, manifest.leaves, averages, partial, path)
-            values = self._filled(path, manifest, wanted)
-            return jax.tree.unflatten(trees.structure(target), values)
+            return self._reader.restore(target, _step_or_none(step), partial, averages)
 
     def extra(self, step: int | None = None) -> Any:
         """The values that were saved with a checkpoint, the newest where step is None; None where there were none.
@@ -227,20 +196,19 @@ class Saver:
         """
         with self._lock:
             self.wait()
-            return self._find(step)[1].extra
+            return self._reader.find(_step_or_none(step))[1].extra
 
     def all_steps(self) -> list[int]:
         """The steps of all whole checkpoints, in order."""
         with self._lock:
             self.wait()
-            return sorted(folder.checkpoints(self.directory, self.prefix))
+            return sorted(step for step, _ in self._store.newest_first(self.prefix))
 
     def latest_step(self) -> int | None:
         """The highest step there is a whole checkpoint of, or None."""
         with self._lock:
             self.wait()
-            found = folder.newest(self.directory, self.prefix)
-            return None if found is None else found[0]
+            return next((step for step, _ in self._store.newest_first(self.prefix)), None)
 
     @property
     def last_checkpoints(self) -> list[str]:
@@ -257,7 +225,7 @@ class Saver:
         """
         with self._lock:
             try:
-                self._checkpointer.wait()
+                self._store.wait()
             except Exception as error:
                 self._give_up(error)
             self._saving = None
@@ -274,7 +242,7 @@ class Saver:
             finally:
                 if not self._closed:
                     self._closed = True
-                    self._checkpointer.close()
+                    self._store.close()
                     self._stage = None
 
     def __enter__(self) -> "Saver":
@@ -291,93 +259,38 @@ class Saver:
             error.add_note(f"Besides, {failure}")  # the error under way is the one to see
 
     def __repr__(self) -> str:
-        return f"<jstep.Saver {os.path.join(self.directory, self.prefix)}-*>"
+        return f"<jstep.Saver {self._store.path(self.prefix)}-*>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"this Saver of {self.directory} is closed; make another one")
 
     def _now(self) -> float:
         return float((self._clock or time.time)())
 
-    def _prepare(self) -> None:
-        """Makes the directory, and once clears away what an earlier run left behind."""
-        try:
-            os.makedirs(self.directory, exist_ok=True)
-        except OSError as error:
-            what = f"the directory of checkpoints cannot be made: {error.strerror}"
-            raise OSError(error.errno, what, self.directory) from error
-        if not os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-            raise PermissionError(errno.EACCES, "the directory of checkpoints cannot be written", self.directory)
-        if not self._swept and jax.process_index() == 0:
-            folder.sweep(self.directory, self.prefix, self._checkpointer.is_in_use)
-        self._swept = True
+    def _claim(self) -> None:
+        """On all processes, whatever the first one finds: one that went on alone would wait for the others for ever."""
+        error = None
+        if jax.process_index() == 0:
+            try:
+                self._store.claim(self.prefix)
+            except (OSError, CheckpointError) as failure:
+                error = failure
+        if processes.on_any(error is not None):
+            raise error or CheckpointError(
+                f"{self.prefix}-* in {self.directory} cannot be written, as the first process says"
+            )
 
     def _give_up(self, error: Exception) -> NoReturn:
         """Clears away what a failed save left, and says what happened."""
-        path, self._saving, self._swept = self._saving, None, False
+        path, self._saving = self._saving, None
         if path is not None and jax.process_index() == 0:
-            folder.remove(path + folder.TEMPORARY)
-        newest = folder.newest(self.directory, self.prefix)
+            self._store.abandon(path)
+        newest = next(self._store.newest_first(self.prefix), None)
         raise CheckpointError(
-            f"{path} was not saved: {_short(error)}. Checkpoints saved before are as they were; "
+            f"{path} was not saved: {short(error)}. Checkpoints saved before are as they were; "
             + (f"the newest is {newest[1]}." if newest else "there are none yet.")
         ) from error
-
-    def _find(self, step: int | None) -> tuple[str, Manifest]:
-        """The path and manifest of a checkpoint, the same on every process."""
-        if step is None:
-            newest = folder.newest(self.directory, self.prefix)
-            step = _processes.of_the_first(-1 if newest is None else newest[0])
-            if step < 0:
-                raise FileNotFoundError(f"there is no checkpoint {self.prefix}-* in {self.directory}")
-        path = folder.at(self.directory, self.prefix, checked.step(step))
-        if path is None:
-            steps = sorted(folder.checkpoints(self.directory, self.prefix))
-            raise FileNotFoundError(
-                f"step={step}: there is no whole checkpoint {self.prefix}-{step} in {self.directory}; "
-                f"there are those of steps {steps}"
-            )
-        try:
-            return path, _manifest.read(path)
-        except CheckpointError as error:
-            raise folder.damaged(path, [str(error)], self.directory, self.prefix) from None
-
-    def _looked_at(self, path: str, manifest: Manifest, averages: str | None) -> dict[str, Any]:
-        arrays = self._read(path, manifest, {leaf.array: None for leaf in manifest.leaves if leaf.array is not None})
-        return _restored.looked_at(manifest.leaves, arrays, averages)
-
-    def _filled(self, path: str, manifest: Manifest, wanted: Sequence[_leaves.Wanted]) -> list[Any]:
-        left = {i: _restored.left_as_is(want) for i, want in enumerate(wanted) if want.source is None}
-        if left:
-            paths = ", ".join(wanted[i].path for i in left)
-            _logger.info("%s was restored in part; left as they were: %s", path, paths)
-        uses = Counter(want.source.array for want in wanted if want.source is not None)
-        shardings: dict[str, Any] = {}
-        for want in wanted:
-            if want.source is not None and want.source.array is not None:
-                shardings.setdefault(want.source.array, _restored.stored_sharding(want))
-        arrays = self._read(path, manifest, shardings)
-
-        def value(i: int, want: _leaves.Wanted) -> Any:
-            if want.source is None:
-                return left[i]
-            array: Any = arrays.get(want.source.array or "")
-            shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
-            return _restored.placed(want, array.copy() if shared else array)
-
-        return [value(i, want) for i, want in enumerate(wanted)]
-
-    def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """The stored arrays of these names. Files are verified first: what is damaged is not decoded."""
-        share = jax.process_index(), jax.process_count()
-        try:
-            problems = _manifest.damage(path, manifest, share) if self._verify else []
-        except OSError as error:
-            problems = [str(error)]
-        if _processes.on_any(bool(problems)):
-            raise folder.damaged(path, problems or ["another process names the file"], self.directory, self.prefix)
-        names = [leaf.array for leaf in manifest.leaves if leaf.array is not None]
-        try:
-            return self._checkpointer.restore(path, names, shardings) if shardings else {}
-        except Exception as error:
-            raise CheckpointError(f"{path} could not be read: {_short(error)}") from error
 
 
 def _step_of(state: Any) -> int:
@@ -390,6 +303,5 @@ def _step_of(state: Any) -> int:
     return checked.step(step, "state: global_step")
 
 
-def _short(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= 500 else text[:500] + "…"
+def _step_or_none(step: Any) -> int | None:
+    return None if step is None else checked.step(step)

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jstep.checkpoint import _directory as folder
-from jstep.checkpoint import manifest as _manifest
+from jstep.checkpoint.store import checksums
+from jstep.checkpoint.store.listing import TEMPORARY
 
 _TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
 
@@ -45,7 +45,7 @@ class _Written:
         if errors:  # raised when all have ended, so that nobody writes into a folder that is cleared away
             raise errors[0]
         if jax.process_count() > 1:
-            _manifest.write_part(self._temporary, jax.process_index())
+            checksums.write_part(self._temporary, jax.process_index())
 
     def cancel(self) -> None:
         for future in self._futures:
@@ -139,7 +139,7 @@ class Checkpointer:
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, publish: Callable[[str, str], None]) -> None:
         """Starts to write; returns when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
-        IN_FLIGHT[path + folder.TEMPORARY] = self
+        IN_FLIGHT[path + TEMPORARY] = self
         _finish_at_exit()
         self._async.save(path, args=SaveArgs(dict(arrays), compress))
 
@@ -195,4 +195,4 @@ def _finish() -> None:
         try:
             checkpointer.wait()
         except Exception:
-            _logger.exception("%s was not saved", path.removesuffix(folder.TEMPORARY))
+            _logger.exception("%s was not saved", path.removesuffix(TEMPORARY))

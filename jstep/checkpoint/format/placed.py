@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import _leaves
-from jstep.checkpoint._leaves import Wanted
-from jstep.checkpoint.manifest import Leaf
+from jstep.checkpoint.format import leaves as _leaves
+from jstep.checkpoint.format.leaves import Wanted
+from jstep.checkpoint.format.manifest import Leaf
 from jstep.core import trees
 
 

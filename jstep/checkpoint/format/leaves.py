@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.manifest import Leaf
+from jstep.checkpoint.format.manifest import Leaf
 from jstep.core import trees
 
 # What tensorstore has no name for is stored as a type of the same values (integers) or the same bits (floats).

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jstep.checkpoint import _directory as folder
-from jstep.checkpoint import manifest as _manifest
-from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.store.listing import name
+from jstep.checkpoint.store.protocol import Files, Store
 
 _logger = logging.getLogger("jstep")
 
@@ -67,42 +67,47 @@ def evictions(
 
 
 class Keeper:
-    """Gives finished checkpoints their names, and deletes those whose time has passed.
+    """Seals what was saved, and deletes the checkpoints whose time has passed.
 
     What has to be remembered lies in the manifest of the newest checkpoint, whoever wrote it.
     """
 
     def __init__(
-        self, directory: str, prefix: str, max_to_keep: int | None, every_n_hours: float | None, since: float
+        self, store: Store, prefix: str, max_to_keep: int | None, every_n_hours: float | None, since: float
     ) -> None:
-        self._directory, self._prefix = directory, prefix
+        self._store, self._prefix = store, prefix
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
         self._kept: Kept | None = None
         self._mentioned = False
+        self._times: dict[int, float] = {}
 
-    def publish(self, manifest: Manifest, temporary: str, final: str) -> None:
-        """Seals a checkpoint that was written, gives it its name, and deletes what it supersedes."""
-        found: dict[int, str] = {}
+    def commit_of(self, manifest: Manifest) -> "Saving":
+        """What ends the save of a manifest that lacks files and retention."""
+        return Saving(self, manifest)
+
+    def decide(self, manifest: Manifest) -> tuple[list[str], Kept]:
+        """The paths of the checkpoints to delete once this one is there, and what to remember."""
         kept = self._kept or self._remembered()
-        victims: list[int] = []
-        if self._max_to_keep is not None:
-            found = folder.checkpoints(self._directory, self._prefix, trusted=kept.steps)
-            found.pop(manifest.step, None)
-            times = {step: self._saved_at(step, path, kept) for step, path in found.items()}
-            times[manifest.step] = manifest.saved_at
-            victims, kept = evictions(times, manifest.step, kept, self._max_to_keep, self._every_n_hours)
-            self._mention_later(manifest.step, max(times))
-        files = _manifest.collect(temporary)
-        _manifest.write(temporary, dataclasses.replace(manifest, retention=kept.to_json(), files=files))
-        folder.publish(temporary, final)
+        if self._max_to_keep is None:
+            return [], kept
+        found = dict(self._store.newest_first(self._prefix, trusted=kept.steps))
+        found.pop(manifest.step, None)
+        times = {step: self._saved_at(step, path, kept) for step, path in found.items()}
+        times[manifest.step] = manifest.saved_at
+        victims, kept = evictions(times, manifest.step, kept, self._max_to_keep, self._every_n_hours)
+        self._mention_later(manifest.step, max(times))
+        return [found[step] for step in victims], kept
+
+    def done(self, kept: Kept, victims: list[str]) -> None:
+        """The checkpoint is there."""
         self._kept = kept
-        for step in victims:
-            folder.evict(found[step])
+        for path in victims:
+            self._store.evict(path)
 
     def passing(self) -> list[str]:
         """The paths of the checkpoints that are not kept for good, lowest step first."""
-        found = folder.checkpoints(self._directory, self._prefix)
+        found = dict(self._store.newest_first(self._prefix))
         for_good = (self._kept or self._remembered()).steps
         return [found[step] for step in sorted(found) if step not in for_good]
 
@@ -112,14 +117,41 @@ class Keeper:
             _logger.warning(
                 "step %d was saved, and there is %s: restoring goes on from there unless it is deleted",
                 step,
-                folder.name(self._prefix, highest),
+                name(self._prefix, highest),
             )
 
     def _saved_at(self, step: int, path: str, kept: Kept) -> float:
-        return 0.0 if self._every_n_hours is None or step in kept.steps else folder.saved_at(path)
+        if self._every_n_hours is None or step in kept.steps:
+            return 0.0
+        if step not in self._times:
+            try:
+                self._times[step] = self._store.manifest(path).saved_at
+            except (CheckpointError, OSError):
+                self._times[step] = kept.since  # nothing to keep for good
+        return self._times[step]
 
     def _remembered(self) -> Kept:
-        for _, path in folder.newest_first(self._directory, self._prefix):
-            with contextlib.suppress(CheckpointError):
-                return Kept.from_json(_manifest.read(path).retention)
+        for _, path in self._store.newest_first(self._prefix):
+            with contextlib.suppress(CheckpointError, OSError):
+                retention = self._store.manifest(path).retention
+                return Kept.from_json(retention) if "kept" in retention else Kept(frozenset(), self._since)
         return Kept(frozenset(), self._since)
+
+
+class Saving:
+    """The end of one save: a `Commit`."""
+
+    def __init__(self, keeper: Keeper, manifest: Manifest) -> None:
+        self._keeper, self._manifest = keeper, manifest
+        self._victims: list[str] = []
+        self._kept: Kept | None = None
+
+    def seal(self, files: Files) -> Manifest:
+        """As `Commit.seal`."""
+        self._victims, self._kept = self._keeper.decide(self._manifest)
+        return dataclasses.replace(self._manifest, retention=self._kept.to_json(), files=files)
+
+    def committed(self) -> None:
+        """As `Commit.committed`."""
+        assert self._kept is not None
+        self._keeper.done(self._kept, self._victims)

@@ -1,0 +1,185 @@
+"""The manifest of a checkpoint: what it holds, in words, and what is known of every file beside it.
+
+Orbax checks nothing: a flipped byte in its files restores silently. The manifest covers every byte: that of
+each file by the file's checksums, its own by the one in its last line.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+NAME = "manifest.json"
+FORMAT = 1
+_SEAL = ',\n "crc32": "'
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or what is on disk is not what was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of a saved state.
+
+    Attributes:
+        path: As everywhere in jstep, such as `params/dense/kernel`.
+        keys: The keys the path is made of; they may hold slashes themselves.
+        shape: Of the leaf.
+        dtype: Of the leaf, such as `bfloat16` or `key<fry>`.
+        nbytes: Its size in memory.
+        array: The name of the array that is stored; None where the leaf has no elements and nothing is stored.
+        stored_as: The dtype on disk, where the storage format does not know the leaf's.
+        key_impl: The generator of a PRNG key, whose raw data is what is stored.
+    """
+
+    path: str
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    array: str | None
+    stored_as: str | None = None
+    key_impl: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A short dict: what follows from the path is left out."""
+        out: dict[str, Any] = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, "bytes": self.nbytes}
+        if list(self.keys) != self.path.split("/"):
+            out["keys"] = list(self.keys)
+        if self.array != self.path:
+            out["array"] = self.array
+        out |= {name: getattr(self, name) for name in ("stored_as", "key_impl") if getattr(self, name) is not None}
+        return out
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
+        """The leaf that `to_json` wrote."""
+        path = _text(data["path"])
+        return cls(
+            path,
+            tuple(map(_text, data.get("keys", path.split("/")))) or _refuse("a leaf without keys"),
+            tuple(map(_count, data["shape"])),
+            _text(data["dtype"]),
+            _count(data["bytes"]),
+            _text_or_none(data.get("array", path)),
+            _text_or_none(data.get("stored_as")),
+            _text_or_none(data.get("key_impl")),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: The global step of the state.
+        saved_at: When it was saved, in seconds since 1970.
+        leaves: Of the state, in its order.
+        extra: The user's values.
+        retention: What `jstep.checkpoint.retention` remembers.
+        files: Path below the checkpoint → its size in bytes, and checksums or a stamp, as the store has them.
+        jstep: The version that wrote it.
+        data: The folder below the checkpoint that holds the files; None where they lie beside the manifest.
+    """
+
+    step: int
+    saved_at: float
+    leaves: tuple[Leaf, ...]
+    extra: Any = None
+    retention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    jstep: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("jstep"))
+    data: str | None = None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON, a line for each leaf and file, sealed with a checksum of all before it."""
+    head = {
+        "format": FORMAT,
+        "jstep": manifest.jstep,
+        "step": manifest.step,
+        "saved_at": manifest.saved_at,
+        "bytes": sum(leaf.nbytes for leaf in manifest.leaves),
+        "extra": manifest.extra,
+        "retention": dict(manifest.retention),
+    } | ({} if manifest.data is None else {"data": manifest.data})
+    lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
+    leaves = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves)
+    files = ",\n".join(f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items())
+    lines += [f' "leaves": [\n{leaves}\n ]', f' "files": {{\n{files}\n }}']
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + f'{_SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode()
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest that `encode` wrote.
+
+    Raises:
+        CheckpointError: It is damaged or forged, or of a format this version does not know.
+    """
+    body, seal, tail = data.rpartition(_SEAL.encode())
+    if not seal or tail != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
+        raise CheckpointError("its checksum differs: the file was cut short or changed")
+    try:
+        loaded = json.loads(body + b"\n}")
+        if loaded["format"] != FORMAT:
+            raise CheckpointError(
+                f"format {loaded['format']}, written by jstep {loaded['jstep']}, and this version reads format "
+                f"{FORMAT}: read it with that version of jstep"
+            )
+        return _checked(loaded)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise CheckpointError(f"its checksum is right and its content is not what jstep writes ({reason})") from None
+
+
+def _checked(loaded: Mapping[str, Any]) -> Manifest:
+    """Every field, of the type it has to have: a checksum says that nothing changed, not who wrote it."""
+    retention, files = dict(loaded["retention"]), dict(loaded["files"])
+    for path, record in files.items():
+        parts = path.split("/")
+        if path.startswith("/") or "\\" in path or "\0" in path or ".." in parts or "" in parts:
+            _refuse(f"the file {path!r} is not below the checkpoint")
+        _count(record["bytes"])
+    if "kept" in retention:
+        tuple(map(_count, retention["kept"]))
+        _number(retention["since"])
+    data = loaded.get("data")
+    if data is not None and (_text(data) in ("", ".", "..") or "/" in data):
+        _refuse(f"the folder {data!r} is not below the checkpoint")
+    return Manifest(
+        _count(loaded["step"]),
+        _number(loaded["saved_at"]),
+        tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"]),
+        loaded["extra"],
+        retention,
+        files,
+        _text(loaded["jstep"]),
+        data,
+    )
+
+
+def _refuse(why: str) -> Any:
+    raise ValueError(why)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else _refuse(f"{value!r:.50} is no text")
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _count(value: Any) -> int:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return value if whole else _refuse(f"{value!r:.50} is no count")
+
+
+def _number(value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if number else _refuse(f"{value!r:.50} is no number")

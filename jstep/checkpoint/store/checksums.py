@@ -1,0 +1,106 @@
+"""Checksums of the files of a checkpoint in a directory.
+
+They are of files and not of arrays, so that a process which wrote only its shards can compute its part, and a process
+on another mesh, or with other shards, can verify them.
+"""
+
+import concurrent.futures
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jstep.checkpoint.format.manifest import NAME, Manifest
+
+BLOCK = 64 * 2**20  # one checksum for so many bytes: large files are read by several threads
+_PIECE = 2**20  # what fits a core's cache
+_PART = "checksums.process_"
+def files_below(checkpoint: str) -> list[str]:
+    """The paths of all files of a checkpoint below it, the manifest left out, sorted."""
+    found = [
+        os.path.relpath(os.path.join(folder, name), checkpoint).replace(os.sep, "/")
+        for folder, _, names in os.walk(checkpoint)
+        for name in names
+    ]
+    return sorted(path for path in found if path != NAME)
+
+
+def records(checkpoint: str, paths: Iterable[str], threads: int = 2) -> dict[str, dict[str, Any]]:
+    """The size and checksums of some files of a checkpoint, for `Manifest.files`."""
+    sizes = {path: os.path.getsize(os.path.join(checkpoint, path)) for path in paths}
+    blocks = [(path, at) for path, size in sizes.items() for at in range(0, size, BLOCK)]
+    with concurrent.futures.ThreadPoolExecutor(threads, "jstep-checksum") as pool:
+        sums = pool.map(lambda block: _checksum(os.path.join(checkpoint, block[0]), block[1]), blocks)
+        found: dict[str, dict[str, Any]] = {path: {"bytes": size, "crc32": []} for path, size in sizes.items()}
+        for (path, _), value in zip(blocks, sums, strict=True):
+            found[path]["crc32"].append(value)
+    return found
+
+
+def _checksum(path: str, at: int) -> str:
+    value, left = 0, BLOCK
+    buffer = memoryview(bytearray(_PIECE))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(at)
+        while left and (count := file.readinto(buffer[: min(left, _PIECE)])):
+            value, left = zlib.crc32(buffer[:count], value), left - count
+    return f"{value:08x}"
+
+
+def damage(checkpoint: str, manifest: Manifest, share: tuple[int, int] = (0, 1), threads: int = 8) -> list[str]:
+    """What is wrong with the files of a checkpoint, in words; nothing where all is well.
+
+    Args:
+        checkpoint: Its path.
+        manifest: Its manifest.
+        share: (i, n) to look at every n-th of the large files only, from the i-th on.
+        threads: How many read at once.
+    """
+    large = [path for path in sorted(manifest.files) if manifest.files[path]["bytes"] > _PIECE]
+    others = set(large) - set(large[share[0] :: share[1]])
+    expected = {path: record for path, record in manifest.files.items() if path not in others}
+    there = [path for path in expected if os.path.isfile(os.path.join(checkpoint, path))]
+    actual = records(checkpoint, there, threads)
+    return [
+        f"{os.path.join(checkpoint, path)}: {problem}"
+        for path, record in expected.items()
+        if (problem := _difference(record, actual.get(path)))
+    ]
+
+
+def _difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
+    if actual is None:
+        return "missing"
+    if actual["bytes"] != expected["bytes"]:
+        return f"{actual['bytes']} bytes instead of {expected['bytes']}"
+    bad = [i for i, pair in enumerate(zip(actual["crc32"], expected["crc32"], strict=True)) if pair[0] != pair[1]]
+    ranges = ", ".join(f"[{i * BLOCK}, {min((i + 1) * BLOCK, expected['bytes'])})" for i in bad)
+    return f"the checksum of bytes {ranges} differs" if bad else ""
+
+
+def write_part(checkpoint: str, process: int) -> None:
+    """Computes the checksums of what one process wrote, and leaves them for `collect`."""
+    part = records(checkpoint, [path for path in files_below(checkpoint) if _is_of(path, process)])
+    with open(os.path.join(checkpoint, f"{_PART}{process}"), "w") as file:
+        json.dump(part, file)
+
+
+def _is_of(path: str, process: int) -> bool:
+    # Orbax's folders: ocdbt.process_3, and with a suffix for replicas.
+    name = path.split("/")[0].removeprefix("ocdbt.process_")
+    return name != path.split("/")[0] and re.match(r"[0-9]*", name)[0] == str(process)  # type: ignore[index]
+
+
+def collect(checkpoint: str) -> dict[str, dict[str, Any]]:
+    """The records of all files of a checkpoint: those that processes left, and the rest computed here."""
+    found: dict[str, dict[str, Any]] = {}
+    paths = files_below(checkpoint)
+    for path in [path for path in paths if path.startswith(_PART)]:
+        with open(os.path.join(checkpoint, path)) as file:
+            found |= json.load(file)
+        os.remove(os.path.join(checkpoint, path))
+    rest = [path for path in paths if path not in found and not path.startswith(_PART)]
+    found |= records(checkpoint, rest)
+    return dict(sorted(found.items()))

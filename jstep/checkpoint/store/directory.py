@@ -1,0 +1,126 @@
+"""Checkpoints in a local directory, or one on a file system that all processes share."""
+
+import errno
+import gc
+import os
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.store import checksums, listing, manifest_file, place
+from jstep.checkpoint.store.claim import Claim
+from jstep.checkpoint.store.protocol import Commit
+
+
+class Directory:
+    """A `Store` in a directory: a checkpoint is a folder, which is renamed to its name when it is whole."""
+
+    def __init__(self, directory: str, prefix: str | None) -> None:
+        self.directory = directory
+        self._prefix = prefix
+        self._claim: Claim | None = None
+        self._swept = False
+        self._arrays: Any = None
+
+    def path(self, name: str) -> str:
+        """As `Store.path`."""
+        return os.path.join(self.directory, name)
+
+    def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
+        """As `Store.newest_first`."""
+        return listing.newest_first(self.directory, prefix, trusted)
+
+    def at(self, prefix: str, step: int) -> str | None:
+        """As `Store.at`."""
+        return listing.at(self.directory, prefix, step)
+
+    def broken(self, prefix: str, above: int) -> list[str]:
+        """As `Store.broken`."""
+        return listing.broken(self.directory, prefix, above)
+
+    def manifest(self, path: str) -> Manifest:
+        """As `Store.manifest`."""
+        return manifest_file.read(path)
+
+    def damage(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+        """As `Store.damage`: every byte is read."""
+        return checksums.damage(path, manifest, share)
+
+    def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Store.restore`."""
+        names = [leaf.array for leaf in manifest.leaves if leaf.array is not None]
+        restored: dict[str, Any] = self._orbax().restore(path, names, shardings) if shardings else {}
+        return restored
+
+    def claim(self, prefix: str) -> None:
+        """As `Store.claim`."""
+        self._make()
+        if self._claim is None or not self._claim.is_held():
+            self._claim, self._swept = self._take(prefix), False
+        if not self._swept:
+            place.sweep(self.directory, prefix, self._is_in_use)
+            self._swept = True
+
+    def _take(self, prefix: str) -> Claim:
+        try:
+            return Claim(self.directory, prefix)
+        except CheckpointError:
+            gc.collect()  # a Saver of this process that nobody holds any more gives its claim up here
+            return Claim(self.directory, prefix)
+
+    def _make(self) -> None:
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+        except OSError as error:
+            what = f"the directory of checkpoints cannot be made: {error.strerror}"
+            raise OSError(error.errno, what, self.directory) from error
+        if not os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise PermissionError(errno.EACCES, "the directory of checkpoints cannot be written", self.directory)
+
+    def _orbax(self) -> Any:
+        if self._arrays is None:
+            # Not at the top: `import jstep` is quick, orbax is not.
+            from jstep.checkpoint.store import orbax_arrays
+
+            self._arrays = orbax_arrays.Checkpointer(self._prefix or "")
+        return self._arrays
+
+    def _is_in_use(self, temporary: str) -> bool:
+        return self._arrays is not None and bool(self._arrays.is_in_use(temporary))
+
+    def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
+        """As `Store.save`."""
+
+        def publish(temporary: str, final: str) -> None:
+            manifest = commit.seal(checksums.collect(temporary))
+            manifest_file.write(temporary, manifest)
+            place.publish(temporary, final)
+            commit.committed()
+
+        try:
+            self._orbax().save(path, arrays, compress, publish)
+        except BaseException:
+            self._swept = False  # interrupted: the next save clears away what is left
+            raise
+
+    def wait(self) -> None:
+        """As `Store.wait`."""
+        if self._arrays is not None:
+            self._arrays.wait()
+
+    def abandon(self, path: str) -> None:
+        """As `Store.abandon`."""
+        self._swept = False
+        place.remove(path + listing.TEMPORARY)
+
+    def evict(self, path: str) -> None:
+        """As `Store.evict`."""
+        place.evict(path)
+
+    def close(self) -> None:
+        """As `Store.close`."""
+        if self._arrays is not None:
+            self._arrays.close()
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
