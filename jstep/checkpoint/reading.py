@@ -98,17 +98,18 @@ class Reader:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         rest = f"No other checkpoint {self._prefix}-* in {self._store.directory} is whole."
         for step, other in self._store.newest_first(self._prefix):
-            if other != path and self._is_intact(other):
+            if other != path and is_intact(self._store, other):
                 rest = f"The newest step that is whole is {step} ({other}); restore it with step={step}."
                 break
         return CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}{more}. {rest}")
 
-    def _is_intact(self, path: str) -> bool:
-        """Whether every byte of a checkpoint is as it was written."""
-        try:
-            return not self._store.damage(path, self._store.manifest(path))
-        except (CheckpointError, OSError):
-            return False
+
+def is_intact(store: Store, path: str) -> bool:
+    """Whether every byte of a checkpoint is as it was written."""
+    try:
+        return not store.damage(path, store.manifest(path))
+    except (CheckpointError, OSError):
+        return False
 
 
 def short(error: Exception) -> str:

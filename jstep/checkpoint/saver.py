@@ -18,9 +18,9 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.reading import Reader, short
 from jstep.checkpoint.retention import Keeper
 from jstep.checkpoint.stage import Stage
+from jstep.checkpoint.step_of import step_of
 from jstep.checkpoint.store.open import open_store
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
-from jstep.state import get_global_step
 
 
 class Saver:
@@ -116,12 +116,14 @@ class Saver:
             self.wait()
             self._claim()
 
-    def save(self, state: Any, extra: Any = None) -> str:
+    def save(self, state: Any, extra: Any = None, *, step: int | None = None) -> str:
         """Saves a state under the name of its global_step.
 
         Args:
-            state: A `TrainState`, or any pytree of arrays with a `global_step`.
+            state: A `TrainState`, or any pytree of arrays with a `global_step`: a field, or a key of a dict. In a
+                population, where every leaf has a leading axis, the members' steps are one as a rule.
             extra: Values to keep with it: dicts with string keys, lists, strings, numbers, booleans and None.
+            step: What to call it by where the state does not say: a population of members at different steps.
 
         Returns:
             The path of the checkpoint, which is there once `wait` or the next call is through.
@@ -131,14 +133,15 @@ class Saver:
                 are as they were.
             OSError: The directory cannot be made or written.
             TypeError: A leaf of the state is no array, or a value of extra is not JSON (names it).
-            ValueError: The state has no global_step, a leaf was donated, or the Saver is closed.
+            ValueError: The state has no global_step, or another one than `step`; a leaf was donated; or the Saver is
+                closed.
         """
         with self._lock:
             self._check_open()
             self.wait()
             extra = checked.json_copy(extra, "extra")
             leaves = _leaves.named(state)
-            step = _step_of(state)
+            step = step_of(state, step)
             manifest = Manifest(step, self._now(), tuple(leaf for leaf, _ in leaves), extra)
             arrays = {leaf.array: _leaves.to_stored(leaf, value) for leaf, value in leaves if leaf.array is not None}
             path = self._store.path(checkpoint_name(self.prefix, step))
@@ -291,16 +294,6 @@ class Saver:
             f"{path} was not saved: {short(error)}. Checkpoints saved before are as they were; "
             + (f"the newest is {newest[1]}." if newest else "there are none yet.")
         ) from error
-
-
-def _step_of(state: Any) -> int:
-    step = get_global_step(state)
-    if step is None:
-        raise ValueError(
-            "state: it has no global step, which names the checkpoint; "
-            "give it one with state.replace(global_step=jstep.create_global_step())"
-        )
-    return checked.step(step, "state: global_step")
 
 
 def _step_or_none(step: Any) -> int | None:

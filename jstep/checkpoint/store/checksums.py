@@ -17,6 +17,8 @@ from jstep.checkpoint.format.manifest import NAME, Manifest
 BLOCK = 64 * 2**20  # one checksum for so many bytes: large files are read by several threads
 _PIECE = 2**20  # what fits a core's cache
 _PART = "checksums.process_"
+
+
 def files_below(checkpoint: str) -> list[str]:
     """The paths of all files of a checkpoint below it, the manifest left out, sorted."""
     found = [

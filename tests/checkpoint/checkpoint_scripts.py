@@ -1,0 +1,42 @@
+"""Scripts that save and restore in a process of their own, which may be killed."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+
+PRELUDE = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has it ignored
+import jax, jax.numpy as jnp, numpy as np
+import jstep
+from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
+
+directory = sys.argv[1]
+
+def state_at(step, value, size=1000):
+    params = {"w": jnp.full(size, value, jnp.float32)}
+    return jstep.TrainState.create(params, jstep.gradient_descent(0.1), global_step=step)
+"""
+
+
+def start(script, *args, **env):
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:  # tracebacks show its lines
+        file.write(PRELUDE + textwrap.dedent(script))
+    command = [sys.executable, file.name, *map(str, args)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(process, timeout=120):
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-3000:]
+    return out.split()
+
+
+def run(script, *args, **env):
+    return end(start(script, *args, **env))

@@ -1,0 +1,58 @@
+"""States to save, and what tests of checkpoints look at on the disk."""
+
+import glob
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jstep
+
+
+def state_at(step, value=0.0):
+    params = {"w": jnp.full((3, 2), value, jnp.float32)}
+    return jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), global_step=step)
+
+
+NO_SLOTS = jstep.gradient_descent(0.1)
+
+
+def save_all(saver, steps):
+    for step in steps:
+        saver.save(state_at(step, step))
+    saver.wait()
+
+
+def as_bits(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert as_bits(x) == as_bits(y)
+
+
+def listing(directory):
+    """What is there, but for the file that says who writes."""
+    return sorted(name for name in os.listdir(directory) if not name.endswith(".jstep-writer"))
+
+
+def files_of(path):
+    return sorted(p for p in glob.glob(f"{path}/**", recursive=True) if os.path.isfile(p))
+
+
+def flip(path, at):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def fail(*args):
+    raise OSError(28, "No space left on device")

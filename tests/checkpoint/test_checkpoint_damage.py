@@ -1,0 +1,107 @@
+"""Any damage is found."""
+
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_states import NO_SLOTS, files_of, flip, save_all, state_at
+
+import jstep
+from jstep.checkpoint import CheckpointError, Saver
+from jstep.checkpoint.format import manifest as _manifest
+
+
+class TestDamage:
+    @pytest.fixture
+    def saved(self, tmp_path):
+        saver = Saver(tmp_path)
+        save_all(saver, [1, 2, 3])
+        yield saver, str(tmp_path / "model-3")
+        saver.close()
+
+    def check(self, saver, path, file):
+        for target in (state_at(0), None):
+            with pytest.raises(CheckpointError) as error:
+                saver.restore(target)
+            assert path in str(error.value)
+            assert os.path.relpath(file, path) in str(error.value)
+            assert "newest step that is whole is 2" in str(error.value)
+        assert saver.restore(state_at(0), step=2).params["w"].tolist() == [[2, 2]] * 3
+
+    def test_any_flipped_byte(self, saved):
+        saver, path = saved
+        for file in files_of(path):
+            size = os.path.getsize(file)
+            for at in {0, 1, size // 3, size // 2, size - 2, size - 1}:
+                flip(file, at)
+                self.check(saver, path, file)
+                flip(file, at)
+        assert int(saver.restore(state_at(0)).global_step) == 3
+
+    def test_every_byte_of_the_manifest(self, saved):
+        _, path = saved
+        file = f"{path}/manifest.json"
+        with open(file, "rb") as opened:
+            data = opened.read()
+        for at in range(len(data)):
+            with pytest.raises(CheckpointError, match="checksum differs"):
+                _manifest.decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises(CheckpointError, match="checksum differs"):
+                _manifest.decode(data[:at])
+
+    def test_any_truncated_file(self, saved):
+        saver, path = saved
+        for file in files_of(path):
+            with open(file, "rb") as opened:
+                data = opened.read()
+            for size in (0, len(data) // 2, len(data) - 1):
+                with open(file, "wb") as opened:
+                    opened.write(data[:size])
+                self.check(saver, path, file)
+            with open(file, "wb") as opened:
+                opened.write(data)
+
+    def test_a_longer_file(self, saved):
+        saver, path = saved
+        for file in files_of(path):
+            with open(file, "ab") as opened:
+                opened.write(b"\0")
+            self.check(saver, path, file)
+            os.truncate(file, os.path.getsize(file) - 1)
+
+    def test_nothing_else_is_whole(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            path = saver.save(state_at(1))
+            saver.wait()
+            flip(f"{path}/_METADATA", 5)
+            with pytest.raises(CheckpointError, match=f"No other checkpoint model-\\* in {tmp_path} is whole"):
+                saver.restore(state_at(0))
+
+    def test_the_newest_whole_one_is_looked_for(self, saved):
+        saver, path = saved
+        for step in (2, 3):
+            flip(max(files_of(path[:-1] + str(step)), key=os.path.getsize), 40)
+        with pytest.raises(CheckpointError, match="newest step that is whole is 1"):
+            saver.restore(state_at(0))
+
+    def test_unverified(self, tmp_path):
+        made = jstep.TrainState.create({"w": jnp.zeros(1000)}, NO_SLOTS)
+        with Saver(tmp_path, verify=False, compress=False) as saver:
+            path = saver.save(made)
+            saver.wait()
+            flip(max(files_of(path), key=os.path.getsize), 2000)
+            assert np.count_nonzero(saver.restore(made).params["w"]) == 1  # what verify=False gives away
+            os.truncate(max(files_of(path), key=os.path.getsize), 2000)
+            with pytest.raises(CheckpointError, match=f"{path} could not be read"):
+                saver.restore(made)
+
+    def test_a_missing_file_is_a_half_deleted_step(self, saved, caplog):
+        saver, path = saved
+        for file in files_of(path):
+            os.rename(file, file + ".gone")
+            assert saver.latest_step() == 2
+            assert int(saver.restore(state_at(0)).global_step) == 2
+            os.rename(file + ".gone", file)
+        assert "model-3 is ignored: it is incomplete" in caplog.text
+        assert saver.latest_step() == 3

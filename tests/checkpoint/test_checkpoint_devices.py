@@ -1,0 +1,144 @@
+"""Checkpoints on other devices and by several processes. All in subprocesses."""
+
+import os
+import socket
+
+import jax
+import jax.numpy as jnp
+from checkpoint_scripts import end, run, start
+
+import jstep
+from jstep.checkpoint import Saver, latest_checkpoint
+
+
+def test_other_devices(tmp_path):
+    """Arrays come back as the target's shardings say, whatever they were saved with."""
+    params = {"w": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8.0), "key": jax.random.split(jax.random.key(0), 8)}
+    made = jstep.TrainState.create(params, jstep.gradient_descent(0.1), global_step=1)
+    made = made.replace(slots={"m": {"w": made.params["w"] + 1, "none": jnp.zeros((0, 8))}})
+    with Saver(tmp_path) as saver:
+        saver.save(made)
+    script = """
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+    def placed(tree, specs, shape, names):
+        mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+        shardings = jax.tree.map(lambda leaf: NamedSharding(mesh, specs.get(leaf.shape, P())), tree)
+        shapes = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
+        return shapes, shardings
+
+    def bits(tree):
+        raw = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return [np.asarray(raw(leaf)).tobytes() for leaf in jax.tree.leaves((tree.params, tree.slots))]
+
+    saver = Saver(directory)
+    keys = jax.random.split(jax.random.key(0), 8)
+    shapes = {"params": {"w": (8, 8), "b": (8,)}, "slots": {"m": {"w": (8, 8), "none": (0, 8)}}}
+    abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple)
+    abstract["params"]["key"] = jax.ShapeDtypeStruct((8,), keys.dtype)
+    abstract["global_step"] = jax.ShapeDtypeStruct((), jnp.int32)
+    target = jstep.TrainState(**abstract)
+    plain = saver.restore(target)
+    assert np.asarray(plain.params["w"]).tolist() == np.arange(64.0).reshape(8, 8).tolist()
+    step = 1
+    for specs, *mesh in [
+        ({(8, 8): P("x", "y"), (8,): P(("x", "y"))}, (4, 2), ("x", "y")),
+        ({(8, 8): P(None, "x"), (8,): P("x"), (0, 8): P(None, "x")}, (8,), ("x",)),
+        ({(8, 8): P("x")}, (2,), ("x",)),  # fewer devices, and replicas
+        ({}, (8,), ("x",)),
+    ]:
+        wanted, shardings = placed(target, specs, *mesh)
+        restored = saver.restore(wanted)  # from what other shardings wrote
+        assert bits(restored) == bits(plain)
+        for leaf, sharding in zip(jax.tree.leaves(restored), jax.tree.leaves(shardings), strict=True):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding, leaf.shape)
+        # donation spares everyone else's memory, replicas included
+        held = bits(restored)
+        bump = jax.jit(lambda t: t.replace(params=t.params | {"w": t.params["w"] + 1}), donate_argnums=0)
+        stepped = bump(restored)
+        assert (np.asarray(stepped.params["w"]) == np.asarray(plain.params["w"]) + 1).all()
+        assert all((np.asarray(s.data) == np.asarray(plain.params["w"])[s.index] + 1).all()
+                   for s in stepped.params["w"].addressable_shards)
+        step += 1
+        saver.save(saver.restore(wanted).replace(global_step=jax.device_put(jnp.int32(step), shardings.global_step)))
+        assert bits(saver.restore(target)) == bits(plain)
+    # averages and their slot, from one array on disk to two places
+    both = target.replace(slots={"ExponentialMovingAverage": {"w": target.params["w"]}})
+    saver.save(both.replace(params=plain.params, global_step=jnp.int32(99),
+                            slots={"ExponentialMovingAverage": {"w": plain.params["w"] * 2}}))
+    wanted, shardings = placed(both, {(8, 8): P("x")}, (8,), ("x",))
+    mixed = wanted.replace(slots=both.slots)
+    for shapes in (wanted, mixed):
+        back = saver.restore(shapes, use_averages=True)
+        for leaf in (back.params["w"], back.slots["ExponentialMovingAverage"]["w"]):
+            assert (np.asarray(leaf) == np.asarray(plain.params["w"]) * 2).all()
+        back.params["w"].delete()
+        assert not back.slots["ExponentialMovingAverage"]["w"].is_deleted()
+    saver.save(jstep.TrainState({"b": jnp.ones(3)}, {}, jnp.int32(100)))
+    uneven = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=wanted.params["w"].sharding.update(spec=P("x")))
+    try:
+        saver.restore(jstep.TrainState({"b": uneven}, {}, jnp.int32(0)))
+    except ValueError as error:
+        assert "'params/b' cannot be sharded as asked" in str(error), error
+        print("done")
+    """
+    assert run(script, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8") == ["done"]
+
+
+def test_two_processes(tmp_path):
+    """All take part, each with its shards; one keeps the directory; damage is found by all."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    script = """
+    import glob
+    from jax.experimental import multihost_utils
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+    process, port = int(sys.argv[2]), sys.argv[3]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, process)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def everywhere(array, spec):
+        array = np.asarray(array)
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+
+    def state(step):
+        params = {"w": everywhere(np.arange(8.0, dtype=np.float32) + step, P("x")), "b": everywhere(np.ones(3), P())}
+        return jstep.TrainState(params, {}, everywhere(np.int32(step), P()))
+
+    saver = Saver(directory, max_to_keep=2)
+    try:
+        saver.save(state(0).replace(global_step=jnp.int32(0)))
+    except ValueError as error:
+        assert "'global_step' lies on one of 2 processes alone" in str(error), error
+    for step in range(4):
+        saver.save(state(step), extra={"step": step})
+    assert saver.all_steps() == [2, 3] and saver.extra() == {"step": 3}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
+    back = saver.restore(shapes)
+    own = back.params["w"].addressable_shards[0]
+    assert np.asarray(own.data).tolist() == [3 + 4 * process + i for i in range(4)]
+    assert saver.restore()["params"]["w"].tolist() == [3 + i for i in range(8)]
+    multihost_utils.sync_global_devices("read")
+    if process == 0:
+        path = max(glob.glob(directory + "/model-3/ocdbt.process_1/d/*"), key=os.path.getsize)
+        data = bytearray(open(path, "rb").read())
+        data[len(data) // 2] ^= 1
+        open(path, "wb").write(data)
+    multihost_utils.sync_global_devices("damaged")
+    try:
+        saver.restore(shapes)
+    except CheckpointError as error:
+        assert "model-3" in str(error) and "newest step that is whole is 2" in str(error), error
+        print("found")
+    saver.close()
+    """
+    processes = [start(script, tmp_path, process, port) for process in range(2)]
+    outputs = [end(process) for process in processes]
+    assert [out[-1] for out in outputs] == ["found", "found"]
+    assert sorted(os.listdir(tmp_path)) == ["model-2", "model-3"]
+    with Saver(tmp_path) as saver:  # one process goes on with what two wrote
+        assert saver.restore(step=2)["params"]["w"].tolist() == [2 + i for i in range(8)]
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "model-3")

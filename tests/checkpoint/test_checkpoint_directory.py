@@ -1,0 +1,162 @@
+"""What lies in a directory beside checkpoints, and saves that are cut short."""
+
+import os
+import shutil
+
+import pytest
+from checkpoint_states import fail, listing, save_all, state_at
+
+from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
+from jstep.checkpoint.store import manifest_file
+from jstep.checkpoint.store import place as _checkpoint_dir
+
+
+class TestDirectory:
+    def test_foreign_and_half_written(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            save_all(saver, [5])
+            for name in (
+                "model-9",
+                "model-7/d",
+                "model-10.orbax-checkpoint-tmp",
+                "model",
+                "model-x",
+                "model--3",
+                "other",
+            ):
+                os.makedirs(tmp_path / name)
+            shutil.copytree(tmp_path / "model-5", tmp_path / "model-007")
+            shutil.copytree(tmp_path / "model-5", tmp_path / "model-5-old")
+            shutil.copytree(tmp_path / "model-5", tmp_path / "my-model-50")
+            shutil.copytree(tmp_path / "model-5", tmp_path / "model-8", ignore=shutil.ignore_patterns("manifest.json"))
+            (tmp_path / "model-12").mkdir()
+            (tmp_path / "model-12" / "manifest.json").write_text('{"not": "ours"}')
+            (tmp_path / "model-11").write_text("a file")
+            (tmp_path / "notes.txt").write_text("a note")
+            before = listing(tmp_path)
+            assert saver.all_steps() == [5]
+            assert saver.latest_step() == 5
+            assert int(saver.restore(state_at(0)).global_step) == 5
+            assert latest_checkpoint(tmp_path, "model") == str(tmp_path / "model-5")
+            assert listing(tmp_path) == before
+
+    def test_extra_files_in_a_checkpoint_do_no_harm(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            path = saver.save(state_at(1))
+            saver.wait()
+            with open(f"{path}/NOTES", "w") as file:
+                file.write("the good one")
+            assert int(saver.restore(state_at(0)).global_step) == 1
+
+    def test_what_stands_in_the_way(self, tmp_path, caplog):
+        (tmp_path / "model-1").mkdir()
+        (tmp_path / "model-1" / "thesis.tex").write_text("unique")
+        (tmp_path / "model-2").write_text("a file")
+        (tmp_path / "model-3").mkdir()
+        (tmp_path / "model-4").mkdir()
+        (tmp_path / "model-4" / "_METADATA").write_text("half a checkpoint")
+        with Saver(tmp_path) as saver:
+            save_all(saver, [1, 2, 3, 4])
+            assert saver.all_steps() == [1, 2, 3, 4]
+        # nobody's data is lost, remains of checkpoints are
+        assert (tmp_path / "model-1.set-aside-0" / "thesis.tex").read_text() == "unique"
+        assert (tmp_path / "model-2.set-aside-0").read_text() == "a file"
+        assert len(listing(tmp_path)) == 6
+        assert "moved to" in caplog.text
+
+    def test_the_same_step_twice(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(3, 1.0), extra="one")
+            assert saver.save(state_at(3, 2.0), extra="two") == str(tmp_path / "model-3")
+            assert saver.restore(state_at(0)).params["w"][0, 0] == 2
+            assert saver.extra() == "two"
+            assert saver.all_steps() == [3]
+        assert listing(tmp_path) == ["model-3"]
+
+    def test_the_same_step_twice_and_the_second_fails(self, tmp_path, monkeypatch):
+        with Saver(tmp_path) as saver:
+            save_all(saver, [3])
+            monkeypatch.setattr(manifest_file, "write", fail)
+            saver.save(state_at(3, 9.0))
+            with pytest.raises(CheckpointError):
+                saver.wait()
+            assert saver.restore(state_at(0)).params["w"][0, 0] == 3
+        assert listing(tmp_path) == ["model-3"]
+
+    def test_two_prefixes(self, tmp_path):
+        (tmp_path / "model-4.orbax-checkpoint-tmp").mkdir()
+        (tmp_path / "best-4.orbax-checkpoint-tmp").mkdir()
+        with Saver(tmp_path, max_to_keep=2) as a, Saver(tmp_path, "model-best", max_to_keep=1) as b:
+            for step in range(4):
+                a.save(state_at(step, 1.0))
+                b.save(state_at(step + 10, 2.0))
+            assert (a.all_steps(), b.all_steps()) == ([2, 3], [13])
+            assert a.restore(state_at(0)).params["w"][0, 0] == 1
+            assert b.restore(state_at(0)).params["w"][0, 0] == 2
+        assert listing(tmp_path) == ["best-4.orbax-checkpoint-tmp", "model-2", "model-3", "model-best-13"]
+
+    def test_leftovers_go_with_the_first_save(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            save_all(saver, [1, 2])
+        os.makedirs(tmp_path / "model-3.orbax-checkpoint-tmp" / "d")
+        os.makedirs(tmp_path / "model-3.orbax-checkpoint-tmp-1712345")
+        os.makedirs(tmp_path / "model-3.orbax-checkpoint-tmp.mine")
+        shutil.copytree(tmp_path / "model-1", tmp_path / "model-0.jstep-deleted")
+        shutil.copytree(tmp_path / "model-1", tmp_path / "model-1.jstep-replaced")
+        os.rename(tmp_path / "model-2", tmp_path / "model-2.jstep-replaced")
+        os.makedirs(tmp_path / "model-2")
+        with Saver(tmp_path) as saver:
+            # a reader changes nothing, and finds what a killed replacement left
+            assert saver.all_steps() == [1, 2]
+            assert int(saver.restore(state_at(0)).global_step) == 2
+            assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2.jstep-replaced")
+            assert len(listing(tmp_path)) == 8
+            saver.save(state_at(5))
+            assert saver.all_steps() == [1, 2, 5]
+            assert int(saver.restore(state_at(0), step=2).global_step) == 2
+        assert listing(tmp_path) == ["model-1", "model-2", "model-3.orbax-checkpoint-tmp.mine", "model-5"]
+
+    def test_a_crash_at_any_moment_of_putting_in_place(self, tmp_path, monkeypatch):
+        """Interrupted before any of its file operations, publishing leaves the old checkpoint or the new one."""
+
+        class Crash(BaseException):
+            pass
+
+        def crash_at(number):
+            calls = iter(range(1000))
+            for name in ("rename", "unlink", "rmdir"):
+                operation = getattr(os, name)
+
+                def checked(*args, operation=operation, **kwargs):
+                    if next(calls) == number:
+                        raise Crash
+                    return operation(*args, **kwargs)
+
+                monkeypatch.setattr(os, name, checked)
+
+        with Saver(tmp_path / "a") as saver:
+            saver.save(state_at(3, 1.0))
+        with Saver(tmp_path / "b") as saver:
+            saver.save(state_at(3, 2.0))
+        outcomes = []
+        for number in range(100):
+            directory = tmp_path / f"run-{number}"
+            shutil.copytree(tmp_path / "a", directory)
+            shutil.copytree(tmp_path / "b" / "model-3", directory / "model-3.orbax-checkpoint-tmp")
+            crash_at(number)
+            try:
+                _checkpoint_dir.publish(str(directory / "model-3.orbax-checkpoint-tmp"), str(directory / "model-3"))
+                crashed = False
+            except Crash:
+                crashed = True
+            monkeypatch.undo()
+            with Saver(directory) as saver:
+                outcomes.append(saver.restore(state_at(0)).params["w"][0, 0].item())
+                saver.save(state_at(4))
+                saver.restore(state_at(0), step=3)
+            assert listing(directory) == ["model-3", "model-4"]
+            if not crashed:
+                break
+        assert outcomes[:2] == [1, 1]
+        assert set(outcomes[2:]) == {2}
+        assert len(outcomes) > 10

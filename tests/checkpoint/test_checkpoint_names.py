@@ -1,0 +1,142 @@
+"""Names of checkpoints, what is kept in extra, and what is said of it in the manifest."""
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_states import NO_SLOTS, assert_same, files_of, flip, listing, save_all, state_at
+
+import jstep
+from jstep.checkpoint import CheckpointError, Saver, checkpoint_name, latest_checkpoint
+from jstep.checkpoint.format import manifest as _manifest
+from jstep.checkpoint.store import checksums
+
+
+class TestNames:
+    def test_name(self):
+        assert checkpoint_name("my-model", 1000) == "my-model-1000"
+        assert checkpoint_name("model", np.int64(3)) == checkpoint_name("model", jnp.int32(3)) == "model-3"
+
+    @pytest.mark.parametrize("step", [1.5, "3", True, None])
+    def test_step_must_be_an_integer(self, step):
+        with pytest.raises(TypeError, match="step="):
+            checkpoint_name("model", step)
+
+    def test_refused(self):
+        with pytest.raises(ValueError, match="step=-1"):
+            checkpoint_name("model", -1)
+        with pytest.raises(ValueError, match="prefix='a/b'"):
+            checkpoint_name("a/b", 1)
+        with pytest.raises(ValueError, match="prefix=''"):
+            checkpoint_name("", 1)
+        with pytest.raises(TypeError, match="prefix=3"):
+            checkpoint_name(3, 1)
+
+    def test_path_is_a_function_of_global_step(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            assert saver.save(state_at(1000)) == str(tmp_path / "model-1000")
+        assert listing(tmp_path) == ["model-1000"]
+
+    def test_relative_directory(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with Saver("here/there") as saver:
+            path = saver.save(state_at(1))
+        monkeypatch.chdir("/")
+        assert os.path.isdir(path)
+
+    def test_latest_checkpoint(self, tmp_path):
+        assert latest_checkpoint(tmp_path / "none") is None
+        assert latest_checkpoint(tmp_path) is None
+        with Saver(tmp_path) as a, Saver(tmp_path, prefix="best") as b:
+            save_all(a, [1, 10, 9])
+            save_all(b, [12])
+        assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "best-12")
+        assert latest_checkpoint(tmp_path, prefix="model") == str(tmp_path / "model-10")
+        assert latest_checkpoint(tmp_path, "mod") is None
+
+    def test_any_object_with_a_global_step(self, tmp_path):
+        @jax.tree_util.register_dataclass
+        @dataclasses.dataclass
+        class Mine:
+            global_step: jax.Array
+            table: np.ndarray
+
+        with Saver(tmp_path) as saver:
+            assert saver.save(Mine(jnp.int32(7), np.arange(3.0))).endswith("model-7")
+            back = saver.restore(Mine(jnp.int32(0), np.zeros(3)))
+        assert isinstance(back.table, np.ndarray)  # NumPy where the target has NumPy
+        assert back.table.dtype == np.float64
+        assert back.table.tolist() == [0, 1, 2]
+
+
+class TestExtra:
+    def test_comes_back(self, tmp_path):
+        extra = {"epoch": 3, "loss": [0.5, None, float("inf")], "name": "é\n", "on": True, "deep": {"a": {"b": 2**70}}}
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1), extra=extra)
+            extra["epoch"] = 4  # after save: not ours any more
+            assert saver.extra() == extra | {"epoch": 3}
+            saver.save(state_at(2))
+            assert saver.extra() is None
+            assert saver.extra(step=1)["epoch"] == 3
+            with pytest.raises(FileNotFoundError, match="step=9"):
+                saver.extra(9)
+
+    @pytest.mark.parametrize(
+        ("extra", "match"),
+        [
+            ({"a": {"b": np.float32(1)}}, r"extra\['a'\]\['b'\]: float32 is no JSON value; convert it with .tolist"),
+            ({"a": [1, jnp.ones(2)]}, r"extra\['a'\]\[1\]: ArrayImpl"),
+            ({"a": {1: 2}}, r"extra\['a'\]: the key 1 is int"),
+            ({"a": b"x"}, r"extra\['a'\]: bytes"),
+            ({"a": {1, 2}}, r"extra\['a'\]: set"),
+            pytest.param(object(), "extra: object", id="object"),
+        ],
+        ids=repr,
+    )
+    def test_names_what_is_not_json(self, tmp_path, extra, match):
+        with Saver(tmp_path) as saver:
+            with pytest.raises(TypeError, match=match):
+                saver.save(state_at(1), extra=extra)
+            assert saver.all_steps() == []
+        assert listing(tmp_path) == []
+
+
+class TestManifest:
+    def test_is_readable(self, tmp_path):
+        with Saver(tmp_path, clock=lambda: 1000.0) as saver:
+            path = saver.save(state_at(3), extra={"a": 1})
+        with open(f"{path}/manifest.json") as file:
+            loaded = json.load(file)
+        assert loaded["format"] == 1
+        assert loaded["jstep"] == jstep.__version__
+        assert (loaded["step"], loaded["saved_at"], loaded["extra"], loaded["bytes"]) == (3, 1000.0, {"a": 1}, 52)
+        assert loaded["leaves"][0] == {"path": "params/w", "shape": [3, 2], "dtype": "float32", "bytes": 24}
+        assert [leaf["path"] for leaf in loaded["leaves"]] == ["params/w", "slots/momentum/w", "global_step"]
+        on_disk = {os.path.relpath(file, path): os.path.getsize(file) for file in files_of(path)}
+        del on_disk["manifest.json"]
+        assert {name: record["bytes"] for name, record in loaded["files"].items()} == on_disk
+
+    def test_a_later_format_is_refused(self, tmp_path, monkeypatch):
+        with Saver(tmp_path) as saver:
+            monkeypatch.setattr(_manifest, "FORMAT", 2)
+            saver.save(state_at(3))
+            saver.wait()
+            monkeypatch.undo()
+            with pytest.raises(CheckpointError, match="format 2, written by jstep"):
+                saver.restore(state_at(0))
+
+    def test_blocks(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(checksums, "BLOCK", 1000)
+        made = jstep.TrainState.create({"w": jnp.arange(2500)}, NO_SLOTS)
+        with Saver(tmp_path, compress=False) as saver:
+            path = saver.save(made)
+            assert_same(saver.restore(made), made)
+            large = max(files_of(path), key=os.path.getsize)
+            flip(large, 4321)
+            with pytest.raises(CheckpointError, match=r"bytes \[4000, 5000\) differs"):
+                saver.restore(made)

@@ -1,0 +1,143 @@
+"""Which checkpoints stay."""
+
+import shutil
+
+import pytest
+from checkpoint_states import flip, listing, save_all, state_at
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jstep.checkpoint import Saver
+from jstep.checkpoint import retention as _retention
+
+
+class TestRetention:
+    def test_max_to_keep(self, tmp_path):
+        with Saver(tmp_path, max_to_keep=3) as saver:
+            save_all(saver, range(1, 7))
+            assert saver.all_steps() == [4, 5, 6]
+            assert saver.last_checkpoints == [str(tmp_path / f"model-{step}") for step in (4, 5, 6)]
+        assert listing(tmp_path) == ["model-4", "model-5", "model-6"]
+
+    @pytest.mark.parametrize("max_to_keep", [None, 0])
+    def test_keep_all(self, tmp_path, max_to_keep):
+        with Saver(tmp_path, max_to_keep=max_to_keep) as saver:
+            save_all(saver, range(8))
+            assert saver.all_steps() == list(range(8))
+
+    def test_after_a_restart(self, tmp_path):
+        with Saver(tmp_path, max_to_keep=3) as saver:
+            save_all(saver, [1, 2, 3])
+        with Saver(tmp_path, max_to_keep=3) as saver:
+            save_all(saver, [4, 5])
+            assert saver.all_steps() == [3, 4, 5]
+        with Saver(tmp_path, max_to_keep=1) as saver:
+            save_all(saver, [6])
+            assert saver.all_steps() == [6]
+
+    def test_the_newest_and_the_just_saved_stay(self, tmp_path, caplog):
+        with Saver(tmp_path, max_to_keep=1) as saver:
+            save_all(saver, [10])
+            assert not caplog.records
+            save_all(saver, [5])
+            assert saver.all_steps() == [5, 10]
+            assert "step 5 was saved, and there is model-10" in caplog.text
+            save_all(saver, [6])
+            assert saver.all_steps() == [6, 10]
+            save_all(saver, [11])
+            assert saver.all_steps() == [11]
+
+    def test_hours(self, tmp_path):
+        now = [0.0]
+        options = {"max_to_keep": 2, "keep_checkpoint_every_n_hours": 1.0, "clock": lambda: now[0]}
+
+        def run(saver, steps):
+            for step in steps:  # one every half hour
+                now[0] = step * 1800.0
+                saver.save(state_at(step))
+
+        with Saver(tmp_path, **options) as saver:
+            run(saver, range(1, 8))
+            # 3 is the first saved more than an hour after the start, 5 the first more than two
+            assert saver.all_steps() == [3, 5, 6, 7]
+            assert saver.last_checkpoints == [str(tmp_path / "model-6"), str(tmp_path / "model-7")]
+        now[0] = 0.0
+        with Saver(tmp_path, **options) as saver:
+            run(saver, range(8, 11))
+            assert saver.all_steps() == [3, 5, 7, 9, 10]
+        # kept for good means for good
+        with Saver(tmp_path, max_to_keep=1) as saver:
+            run(saver, [11])
+            assert saver.all_steps() == [3, 5, 7, 11]
+            assert saver.last_checkpoints == [str(tmp_path / "model-11")]
+
+    def test_memory_survives_a_damaged_manifest(self, tmp_path):
+        now = [0.0]
+        with Saver(tmp_path, max_to_keep=1, keep_checkpoint_every_n_hours=1, clock=lambda: now[0]) as saver:
+            for step in range(1, 5):
+                now[0] = step * 4000.0
+                saver.save(state_at(step))
+            assert saver.all_steps() == [1, 2, 3, 4]
+        flip(tmp_path / "model-4" / "manifest.json", 10)
+        with Saver(tmp_path, max_to_keep=1) as saver:
+            saver.save(state_at(5))
+            assert {1, 2, 5} <= set(saver.all_steps())
+
+    @settings(max_examples=200, deadline=None)
+    @given(
+        gaps=st.lists(st.floats(0.01, 0.99), max_size=40),
+        max_to_keep=st.integers(1, 4),
+        hours=st.sampled_from([1, 2, 5.5]),
+    )
+    def test_is_that_of_tf(self, gaps, max_to_keep, hours):
+        """tf.train.Saver's bookkeeping, line by line, where saves come oftener than the hours."""
+        last, kept_by_tf, next_time, now = [], [], hours * 3600, 0.0
+        there, kept = {}, _retention.Kept(frozenset(), 0.0)
+        for step, gap in enumerate(gaps):
+            now += gap * hours * 3600
+            last.append((step, now))
+            if len(last) > max_to_keep:
+                old = last.pop(0)
+                if old[1] > next_time:
+                    next_time += hours * 3600
+                    kept_by_tf.append(old[0])
+            there[step] = now
+            victims, kept = _retention.evictions(there, step, kept, max_to_keep, hours)
+            for victim in victims:
+                del there[victim]
+            assert sorted(kept.steps) == kept_by_tf
+            assert sorted(there) == sorted(kept_by_tf + [step for step, _ in last])
+
+    def test_a_pause_counts_once(self):
+        hour = 3600.0
+        there = {step: 100 * hour + step for step in range(5)}
+        victims, kept = _retention.evictions(there, 4, _retention.Kept(frozenset(), 0.0), 1, 1.0)
+        assert victims == [1, 2, 3]
+        assert kept == _retention.Kept(frozenset({0}), 100 * hour)
+
+    def test_what_is_deleted_is_not_half_there(self, tmp_path, monkeypatch):
+        with Saver(tmp_path, max_to_keep=1) as saver:
+            save_all(saver, [1])
+            monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # killed while deleting
+            save_all(saver, [2])
+            monkeypatch.undo()
+            assert saver.all_steps() == [2]
+        assert listing(tmp_path) == ["model-1.jstep-deleted", "model-2"]
+
+    @pytest.mark.parametrize(
+        ("options", "error", "match"),
+        [
+            ({"max_to_keep": -1}, ValueError, "max_to_keep=-1"),
+            ({"max_to_keep": 2.5}, TypeError, "max_to_keep=2.5"),
+            ({"max_to_keep": True}, TypeError, "max_to_keep=True"),
+            ({"keep_checkpoint_every_n_hours": 0}, ValueError, "keep_checkpoint_every_n_hours=0"),
+            ({"keep_checkpoint_every_n_hours": float("nan")}, ValueError, "keep_checkpoint_every_n_hours=nan"),
+            ({"keep_checkpoint_every_n_hours": "2"}, TypeError, "keep_checkpoint_every_n_hours='2'"),
+            ({"prefix": "a/b"}, ValueError, "prefix='a/b'"),
+            ({"clock": 3.0}, TypeError, "clock=3.0"),
+        ],
+        ids=repr,
+    )
+    def test_arguments(self, tmp_path, options, error, match):
+        with pytest.raises(error, match=match):
+            Saver(tmp_path, **options)

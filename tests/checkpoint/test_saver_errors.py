@@ -1,0 +1,178 @@
+"""What is refused, and when failures are heard of."""
+
+import gc
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checkpoint_states import fail, listing, save_all, state_at
+
+from jstep import checkpoint
+from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
+from jstep.checkpoint.store import manifest_file
+from jstep.checkpoint.store import orbax_arrays as _orbax
+
+
+class TestErrors:
+    def test_directory(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(NotADirectoryError, match="there is a file of that name"):
+            Saver(tmp_path / "file")
+        with pytest.raises(NotADirectoryError, match="there is a file of that name"):
+            latest_checkpoint(tmp_path / "file")
+        with pytest.raises(ValueError, match="must name a directory"):
+            Saver("")
+        with pytest.raises(ValueError, match="mounted file system"):
+            Saver("gs://bucket/run")
+        with pytest.raises(TypeError, match="directory=3: must be a string or a path"):
+            Saver(3)
+        saver = Saver(tmp_path / "file" / "below")
+        with pytest.raises(NotADirectoryError, match="directory of checkpoints cannot be made"):
+            saver.save(state_at(1))
+
+    def test_what_cannot_be_saved(self, tmp_path):
+        saver = Saver(tmp_path)
+        with pytest.raises(TypeError, match="'params/w' is str"):
+            saver.save(state_at(1).replace(params={"w": "x"}))
+        with pytest.raises(TypeError, match="'params/w' is ShapeDtypeStruct"):
+            saver.save(jax.eval_shape(lambda: state_at(1)))
+        with pytest.raises(TypeError, match="'params/w' is traced"):
+            jax.jit(saver.save)(state_at(1))
+        donated = state_at(1)
+        donated.params["w"].delete()
+        with pytest.raises(ValueError, match="'params/w' was donated to a step"):
+            saver.save(donated)
+        with pytest.raises(ValueError, match="has no global step"):
+            saver.save({"w": jnp.ones(2)})
+        with pytest.raises(TypeError, match=r"global_step=.*1\.5.*must be an integer"):
+            saver.save(state_at(1).replace(global_step=jnp.float32(1.5)))
+        saver.close()
+        assert listing(tmp_path) == []
+
+    @pytest.mark.parametrize("call", ["save", "wait", "close", "restore", "extra", "all_steps", "latest_step", "last"])
+    def test_background_failure_surfaces_at_the_next_call(self, tmp_path, monkeypatch, call):
+        saver = Saver(tmp_path)
+        save_all(saver, [1])
+        monkeypatch.setattr(manifest_file, "write", fail)
+        saver.save(state_at(2))
+        calls = {
+            "save": lambda: saver.save(state_at(3)),
+            "restore": lambda: saver.restore(state_at(0)),
+            "last": lambda: saver.last_checkpoints,
+        }
+        with pytest.raises(
+            CheckpointError, match=r"model-2 was not saved.*No space left.*newest is .*model-1"
+        ) as error:
+            calls.get(call, getattr(saver, call, None))()
+        assert isinstance(error.value.__cause__, OSError)
+        monkeypatch.undo()
+        # said once; nothing half-written is left; it goes on
+        assert listing(tmp_path) == ["model-1"]
+        assert saver.all_steps() == [1]
+        if call != "close":
+            saver.save(state_at(4))
+            assert saver.all_steps() == [1, 4]
+        saver.close()
+
+    def test_synchronous_failure(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(manifest_file, "write", fail)
+        saver = Saver(tmp_path, async_save=False)
+        with pytest.raises(CheckpointError, match=r"model-2 was not saved.*there are none yet"):
+            saver.save(state_at(2))
+        assert listing(tmp_path) == []
+
+    def test_synchronous(self, tmp_path):
+        saver = Saver(tmp_path, async_save=False)
+        saver.save(state_at(2))
+        assert listing(tmp_path) == ["model-2"]
+
+    def test_the_error_under_way_is_the_one_to_see(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(manifest_file, "write", fail)
+        with pytest.raises(KeyError, match="mine") as error, Saver(tmp_path) as saver:  # noqa: PT012
+            saver.save(state_at(2))
+            raise KeyError("mine")
+        assert "model-2 was not saved" in error.value.__notes__[0]
+        with pytest.raises(CheckpointError), Saver(tmp_path) as saver:
+            saver.save(state_at(2))
+
+    def test_closed(self, tmp_path):
+        saver = Saver(tmp_path)
+        saver.save(state_at(2))
+        saver.close()
+        saver.close()
+        with pytest.raises(ValueError, match="closed"):
+            saver.save(state_at(3))
+        assert saver.latest_step() == 2
+        assert int(saver.restore(state_at(0)).global_step) == 2
+
+    def test_failure_in_a_saver_nobody_holds(self, tmp_path, monkeypatch, caplog):
+        monkeypatch.setattr(manifest_file, "write", fail)
+        Saver(tmp_path).save(state_at(2))
+        gc.collect()
+        assert len(_orbax.IN_FLIGHT) == 1
+        _orbax._finish()
+        assert "model-2 was not saved" in caplog.text
+        assert not _orbax.IN_FLIGHT
+
+    def test_an_interrupt_while_saving(self, tmp_path, monkeypatch):
+        with Saver(tmp_path) as saver:
+            save_all(saver, [1])
+
+            def interrupted(*args):
+                (tmp_path / "model-2.orbax-checkpoint-tmp").mkdir()
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(saver._store._arrays, "save", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(state_at(2))
+            monkeypatch.undo()
+            save_all(saver, [3])
+        assert listing(tmp_path) == ["model-1", "model-3"]
+
+    def test_many_threads(self, tmp_path):
+        with Saver(tmp_path, max_to_keep=None) as saver:
+            threads = [threading.Thread(target=saver.save, args=(state_at(step, step),)) for step in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert saver.all_steps() == list(range(8))
+            assert all(saver.restore(step=step)["params"]["w"][0, 0] == step for step in range(8))
+
+    def test_repr(self, tmp_path):
+        assert repr(Saver(tmp_path)) == f"<jstep.Saver {tmp_path}/model-*>"
+
+
+def test_import_is_light():
+    code = "import jstep.checkpoint, sys; assert not [m for m in sys.modules if m.startswith(('orbax', 'tensorstore'))]"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_module_knows_orbax():
+    found = [
+        path.name
+        for path in pathlib.Path(checkpoint.__file__).parent.rglob("*.py")
+        if re.search(r"^\s*(import|from) (orbax|tensorstore)", path.read_text(), re.MULTILINE)
+    ]
+    assert found == ["orbax_arrays.py"]
+
+
+def test_save_returns_before_the_file_is_there(tmp_path, monkeypatch):
+    gate = threading.Event()
+    write = manifest_file.write
+    monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), write(*args)))
+    with Saver(tmp_path) as saver:
+        path = saver.save(state_at(1))
+        time.sleep(0.05)
+        assert not os.path.exists(path)
+        assert latest_checkpoint(tmp_path) is None
+        gate.set()
+        saver.wait()
+        assert os.path.exists(path)

@@ -1,0 +1,170 @@
+"""Restoring into a target: what fits, in part, averages, shardings."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checkpoint_states import NO_SLOTS, as_bits, assert_same, save_all, state_at
+
+import jstep
+from jstep.checkpoint import Saver
+
+
+class TestRestore:
+    def test_mismatch_lists_paths_and_touches_nothing(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1))
+            params = {"w": jnp.zeros((2, 3)), "new": jnp.zeros(2)}
+            with pytest.raises(ValueError, match="target does not fit") as error:
+                saver.restore(jstep.TrainState.create(params, NO_SLOTS))
+        text = str(error.value)
+        assert "missing in the checkpoint (1): 'params/new'" in text
+        assert "extra in the checkpoint (1): 'slots/momentum/w'" in text
+        assert "differing (1): 'params/w' (float32[3,2], and float32[2,3] in target)" in text
+        assert "model-1" in text
+        assert "partial=True" in text
+        assert not params["w"].is_deleted()
+
+    def test_dtype_is_part_of_it(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1))
+            half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, state_at(1))
+            with pytest.raises(ValueError, match=r"'params/w' \(float32\[3,2\], and bfloat16\[3,2\] in target\)"):
+                saver.restore(half)
+
+    def test_lists_are_cut_at_twenty(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1))
+            many = jstep.TrainState.create({f"p{i:02}": 0.0 for i in range(30)}, NO_SLOTS)
+            with pytest.raises(ValueError, match=r"missing in the checkpoint \(30\)") as error:
+                saver.restore(many)
+        assert "'params/p19', … and 10 more" in str(error.value)
+        assert "p20" not in str(error.value)
+
+    def test_partial(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(7, 2.0))
+            params = {"w": jnp.zeros((3, 2)), "new": jnp.full(2, 5.0)}
+            target = jstep.TrainState.create(params, jstep.adam())
+            back = saver.restore(target, partial=True)
+        assert back.params["w"].tolist() == [[2, 2]] * 3
+        assert back.params["new"].tolist() == [5, 5]
+        assert int(back.global_step) == 7
+        assert set(back.slots) == {"m", "v", "start_step"}
+        kept = (back.params["new"].unsafe_buffer_pointer(), target.params["new"].unsafe_buffer_pointer())
+        assert kept[0] != kept[1]  # donating the one spares the other
+
+    def test_partial_keeps_what_differs(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(7, 2.0))
+            target = state_at(0).replace(params={"w": jnp.ones((4, 4))})
+            assert saver.restore(target, partial=True).params["w"].tolist() == [[1] * 4] * 4
+
+    def test_partial_of_a_part(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(7, 2.0))
+            back = saver.restore({"params": {"w": jax.ShapeDtypeStruct((3, 2), jnp.float32)}}, partial=True)
+            assert back["params"]["w"].tolist() == [[2, 2]] * 3
+
+    def test_partial_needs_values_for_the_rest(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(7))
+            target = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((3, 2))}, jstep.adam()))
+            with pytest.raises(ValueError, match="'slots/m/w' is not in the checkpoint"):
+                saver.restore(target, partial=True)
+            with pytest.raises(ValueError, match="nothing in common"):
+                saver.restore({"v": jnp.zeros(3)}, partial=True)
+
+    def averaged(self):
+        ema = jstep.ExponentialMovingAverage(0.5)
+        params = {"w": jnp.ones(3), "n": jnp.arange(2)}
+        made = jstep.TrainState.create(params, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema))
+        slots = made.slots | {ema.name: {"w": jnp.asarray([0.1, 0.2, 0.3]), "n": None}}
+        return made.replace(params=params | {"w": jnp.ones(3, jnp.bfloat16)}, slots=slots)
+
+    def test_averages(self, tmp_path):
+        made = self.averaged()
+        with Saver(tmp_path) as saver:
+            saver.save(made)
+            back = saver.restore(made, use_averages=True)
+            assert_same(back.params, jstep.averaged_params(made))
+            assert_same(back.slots, made.slots)
+            # an evaluation needs no slot of averages
+            plain = made.replace(slots={"momentum": made.slots["momentum"]})
+            assert_same(saver.restore(plain, use_averages=True).params, back.params)
+            with pytest.raises(ValueError, match="extra in the checkpoint"):
+                saver.restore(plain)
+            looked = saver.restore(use_averages=True)
+            assert as_bits(looked["params"]["w"]) == as_bits(back.params["w"])
+            assert looked["params"]["n"].tolist() == [0, 1]
+
+    def test_averages_share_nothing_with_their_slot(self, tmp_path):
+        made = self.averaged()
+        made = made.replace(params=made.params | {"w": jnp.ones(3)})
+        with Saver(tmp_path) as saver:
+            saver.save(made)
+            for target in (made, jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), made)):
+                back = saver.restore(target, use_averages=True)
+                jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(back)
+
+    def test_averages_of_another_name(self, tmp_path):
+        ema = jstep.ExponentialMovingAverage(0.5, name="shadow")
+        made = jstep.TrainState.create({"w": 1.0}, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema))
+        made = made.replace(slots=made.slots | {"shadow": {"w": jnp.float32(0.25)}})
+        with Saver(tmp_path) as saver:
+            saver.save(made)
+            assert float(saver.restore(made, use_averages="shadow").params["w"]) == 0.25
+            with pytest.raises(ValueError, match=r"no slot 'ExponentialMovingAverage'.*\['momentum', 'shadow'\]"):
+                saver.restore(made, use_averages=True)
+            with pytest.raises(TypeError, match="use_averages=3"):
+                saver.restore(made, use_averages=3)
+
+    def test_which_step(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            with pytest.raises(FileNotFoundError, match="no checkpoint model-"):
+                saver.restore(state_at(0))
+            save_all(saver, [1, 2])
+            assert int(saver.restore(state_at(0)).global_step) == 2
+            assert int(saver.restore(state_at(0), step=1).global_step) == 1
+            assert int(saver.restore(state_at(0), step=jnp.int32(1)).global_step) == 1
+            with pytest.raises(FileNotFoundError, match=r"step=3.*\[1, 2\]"):
+                saver.restore(state_at(0), step=3)
+            with pytest.raises(TypeError, match="step='1'"):
+                saver.restore(state_at(0), step="1")
+
+    def test_target_must_say_what_it_wants(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1))
+            with pytest.raises(TypeError, match="'params/w' is str"):
+                saver.restore(state_at(1).replace(params={"w": "x"}))
+
+    def test_donated_target(self, tmp_path):
+        target = state_at(0)
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1, 3.0))
+            jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(target)
+            assert saver.restore(target).params["w"].tolist() == [[3, 3]] * 3
+            gone = jnp.zeros(2)
+            gone.delete()
+            with pytest.raises(ValueError, match="'params/x' is not in the checkpoint"):
+                saver.restore(target.replace(params={"x": gone}), partial=True)
+
+    def test_shardings_are_those_of_the_target(self, tmp_path):
+        # several devices: test_checkpoint_survival.py
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        made = state_at(1).replace(slots={"key": jax.random.split(jax.random.key(0), 2), "zero": jnp.zeros((0, 2))})
+        with Saver(tmp_path) as saver:
+            saver.save(made)
+            put = jax.tree.map(lambda x: jax.device_put(x, sharding), made)
+            assert_same(saver.restore(put), made)
+            assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(saver.restore(put)))
+
+    def test_a_sharding_that_cannot_be(self, tmp_path):
+        auto = (jax.sharding.AxisType.Auto,)
+        abstract = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto)
+        sharding = jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec())
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1))
+            bad = jax.ShapeDtypeStruct((3, 2), jnp.float32, sharding=sharding)
+            with pytest.raises(ValueError, match="'params/w' is over an abstract mesh"):
+                saver.restore(state_at(0).replace(params={"w": bad}))

@@ -1,0 +1,142 @@
+"""Saving between the steps of a training: donation, memory, k + restore + k = 2k."""
+
+import gc
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_states import assert_same, state_at
+
+import jstep
+from jstep.checkpoint import Saver
+from jstep.checkpoint.format import placed as _restored
+
+
+class TestTraining:
+    def step(self):
+        return jstep.minimize(
+            lambda params, x: jnp.mean((x @ params["w"] + params["b"][None] - 1) ** 2),
+            jstep.adam(0.05),
+            metrics=("grad_norm",),
+        )
+
+    def fresh(self):
+        params = {"w": jax.random.normal(jax.random.key(0), (4, 3)), "b": jnp.zeros(3)}
+        return jstep.TrainState.create(params, jstep.adam(0.05))
+
+    def batch(self, n):
+        return jax.random.normal(jax.random.fold_in(jax.random.key(1), n), (5, 4))
+
+    def run(self, step, state, start, stop):
+        for n in range(start, stop):
+            state, _ = step(state, self.batch(n))
+        return state
+
+    @pytest.mark.parametrize("target", ["state", "shapes", "stepped", "numpy"])
+    def test_k_restore_k_is_2k_and_nothing_compiles_again(self, tmp_path, target):
+        step = self.step()
+        straight = self.run(step, self.fresh(), 0, 10)
+        half = self.run(step, self.fresh(), 0, 5)
+        targets = {
+            "state": self.fresh,
+            "shapes": lambda: jax.eval_shape(self.fresh),
+            "stepped": lambda: straight,
+            "numpy": lambda: jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, self.fresh())),
+        }
+        with Saver(tmp_path) as saver:
+            saver.save(half)
+            restored = saver.restore(targets[target]())
+        assert not any(leaf.committed for leaf in jax.tree.leaves(restored))
+        resumed = self.run(step, restored, 5, 10)
+        assert_same(resumed, straight)
+        assert step._cache_size() == 1
+
+    def test_restored_arrays_have_memory_of_their_own(self, tmp_path):
+        made = jstep.TrainState.create(
+            {f"w{i}": jnp.zeros(1024) for i in range(8)} | {"n": jnp.zeros((), jnp.int32)}, jstep.adam()
+        )
+        with Saver(tmp_path) as saver:
+            saver.save(made)
+            restored = saver.restore(made)
+        pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((made, restored))]
+        assert len(set(pointers)) == len(pointers)
+        # Donation really takes place: memory that NumPy lent would not be reused.
+        bump = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+        before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(restored.params)}
+        after = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(bump(restored).params)}
+        assert before == after
+
+    @pytest.mark.parametrize("offset", [0, 4, 16, 32])
+    def test_memory_numpy_lends_is_not_kept(self, offset):
+        buffer = np.zeros(4096 + 64, np.uint8)
+        start = -buffer.ctypes.data % 64 + offset
+        array = buffer[start : start + 400].view(np.float32)
+        made = _restored._own(array)
+        assert made.unsafe_buffer_pointer() != array.ctypes.data
+        assert not made.committed
+        assert not made.weak_type
+
+    def test_shared_scalars_are_told_apart(self, tmp_path):
+        scalar = jnp.int32(4)
+        made = jstep.TrainState({"w": jnp.ones(2)}, {"start_step": scalar}, scalar)
+        with Saver(tmp_path) as saver:
+            saver.save(made)
+            restored = saver.restore(made)
+        stepped = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(restored)
+        assert int(stepped.slots["start_step"]) == int(stepped.global_step) == 5
+
+    @pytest.mark.parametrize(("stage", "compress"), [(False, False), (False, True), (True, False)])
+    def test_save_then_donate_under_load(self, tmp_path, stage, compress):
+        """What is on disk is exactly the state at N: every number of it is N."""
+        size, leaves, saves = 500_000, 12, 8
+        made = jstep.TrainState({f"w{i}": jnp.zeros(size) for i in range(leaves)}, {}, jstep.create_global_step())
+        step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+        busy = True
+
+        def load():
+            x = np.ones((400, 400))
+            while busy:
+                x @ x
+
+        threads = [threading.Thread(target=load) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            with Saver(tmp_path, max_to_keep=None, stage=stage, compress=compress) as saver:
+                for _ in range(saves):
+                    saver.save(made)
+                    for _ in range(4):
+                        made = step(made)
+                for number in saver.all_steps():
+                    for leaf in jax.tree.leaves(saver.restore(step=number)):
+                        assert (leaf == number).all()
+                assert len(saver.all_steps()) == saves
+        finally:
+            busy = False
+            for thread in threads:
+                thread.join()
+
+    def test_stage_follows_a_change_of_shapes(self, tmp_path):
+        with Saver(tmp_path, stage=True) as saver:
+            for step, size in enumerate([3, 3, 5, 3]):
+                made = jstep.TrainState({"w": jnp.full(size, step), "n": np.arange(2)}, {}, jnp.int32(step))
+                saver.save(made)
+                assert saver.restore(step=step)["params"]["w"].tolist() == [step] * size
+
+    def test_numpy_leaves_are_copied_at_save(self, tmp_path):
+        table = np.zeros(2_000_000)
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1).replace(params={"t": table}))
+            table[:] = 1
+            assert saver.restore()["params"]["t"].max() == 0
+
+    def test_nothing_is_held_after_wait(self, tmp_path):
+        gc.collect()
+        before = len(jax.live_arrays())
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1))
+            saver.wait()
+            gc.collect()
+            assert len(jax.live_arrays()) == before
