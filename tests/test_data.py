@@ -245,7 +245,7 @@ class TestSequence:
         assert same(list(view.from_step(2)), [data[i] for i in range(6, 10)])
         assert list(view.from_step(6)) == []
         for index in (-1, 7):
-            with pytest.raises(IndexError, match=f"index={index}"):
+            with pytest.raises(IndexError, match=f"step={index}"):
                 view.from_step(index)
 
     @pytest.mark.parametrize("step", [-1, -(10**9)])
