@@ -239,8 +239,8 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
     Example:
         >>> import jstep
         >>> schedule = jstep.times(0.5, jstep.cosine_decay(1.0, 100), jstep.linear_warmup(1.0, 10))
-        >>> print(schedule(0), schedule(50))
-        0.04998767 0.25
+        >>> print(f"{schedule(0):.3g} {schedule(50):.3g}")
+        0.05 0.25
 
     Source: the product that warm-up and layer-wise rates are made by.
     """
