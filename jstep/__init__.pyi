@@ -37,9 +37,14 @@ from jstep.differentiate import (
     gradients,
     stop_gradient,
 )
+from jstep.fingerprints import (
+    fingerprint,
+)
 from jstep.hooks import (
     CheckpointSaverHook,
+    DivergenceError,
     EvaluationHook,
+    FingerprintHook,
     Hook,
     LoggingHook,
     NanLossDuringTrainingError,
@@ -146,9 +151,11 @@ __all__ = [
     "CheckpointError",
     "CheckpointSaverHook",
     "Coordinator",
+    "DivergenceError",
     "EvaluationHook",
     "ExponentialMovingAverage",
     "FIFOQueue",
+    "FingerprintHook",
     "Hook",
     "IndexedSlices",
     "LoggingHook",
@@ -194,6 +201,7 @@ __all__ = [
     "cyclical",
     "distributed",
     "exponential_decay",
+    "fingerprint",
     "fsdp_specs",
     "ftrl",
     "get_global_step",

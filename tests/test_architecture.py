@@ -29,6 +29,7 @@ STOREYS = [
     {"training"},
     {"distributed", "stores"},
     {"data", "queues", "checkpoint", "summary"},
+    {"fingerprints"},
     {"hooks"},
     {"evaluating"},
     {"loop"},

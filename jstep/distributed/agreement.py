@@ -65,6 +65,13 @@ class AgreedClock:
         self._ask_at = 0
 
 
+def told_to_all(data: bytes) -> bytes:
+    """What process 0 gives, on every process; to be called by all of them, and a wait for all."""
+    size = int(np.asarray(multihost_utils.broadcast_one_to_all(np.array([len(data)], np.int32)))[0])
+    mine = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(mine), np.uint8).tobytes() if size else b""
+
+
 def is_alone() -> bool:
     """Whether this is the only process."""
     return jax.process_count() == 1

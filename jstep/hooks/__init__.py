@@ -3,6 +3,7 @@
 from jstep.core.public import publish as _publish
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.evaluation import EvaluationHook
+from jstep.hooks.fingerprint import DivergenceError, FingerprintHook
 from jstep.hooks.hook import Hook
 from jstep.hooks.log_every_n import log_every_n
 from jstep.hooks.logging_hook import LoggingHook
@@ -15,7 +16,9 @@ from jstep.hooks.summary_saver import SummarySaverHook
 
 __all__ = [
     "CheckpointSaverHook",
+    "DivergenceError",
     "EvaluationHook",
+    "FingerprintHook",
     "Hook",
     "LoggingHook",
     "NanLossDuringTrainingError",

@@ -1,0 +1,116 @@
+"""Sums over arrays on devices: each element is read once, wherever its shard lies."""
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.fingerprints.host import host_sums
+from jstep.fingerprints.mix import HALF, HIGH, MASK, STRIDE, U, lanes, sealed, split_at
+
+HOST = np.ndarray | np.generic
+
+
+def device_sums(array: Any) -> Any:
+    """The sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if not array.size:
+        return jnp.zeros(2, U)
+    key = _keys(array)
+    sums = [_reduced(*lanes(low, high, key + U(half * HALF & MASK))) for half, (low, high) in enumerate(_words(array))]
+    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+
+def _words(array: Any) -> list[tuple[Any, Any]]:
+    """The elements as pairs of words of 32 bits; two such where an element has 128 bits."""
+    dtype = array.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = [_words(part)[0] for part in (lax.real(array), lax.imag(array))]
+        return parts if dtype.itemsize == 16 else [(parts[0][0], parts[1][0])]
+    if dtype.name.startswith("float4"):
+        array = array.astype(jnp.float32)
+    elif dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    elif dtype.name in ("int2", "int4"):
+        array = array.astype(jnp.int8)
+    elif dtype.name in ("uint2", "uint4"):
+        array = array.astype(jnp.uint8)
+    size = array.dtype.itemsize
+    if size == 8:
+        both = lax.bitcast_convert_type(array, U)
+        return [(both[..., 0], both[..., 1])]
+    words = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}"))
+    return [(words.astype(U), None)]
+
+
+def _keys(array: Any) -> Any:
+    """The keys of all positions in the whole array, by its own axes, so that no shard has to move."""
+    shape, split = array.shape, split_at(array.shape)
+    key = jnp.zeros((), U)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        of_one = stride * STRIDE if stride < split else stride // split * HIGH
+        along = lax.iota(U, shape[axis]) * U(of_one & MASK)
+        key = key + lax.expand_dims(along, [other for other in range(len(shape)) if other != axis])
+        stride *= shape[axis]
+    return key
+
+
+def _reduced(first: Any, second: Any) -> Any:
+    """Both sums in one pass, which XLA also makes a quick one."""
+    sums = lax.reduce(
+        (first, second), (U(0), U(0)), lambda one, other: (one[0] + other[0], one[1] + other[1]), range(first.ndim)
+    )
+    return jnp.stack(sums)
+
+
+def fingerprints(leaves: list[Any], keys: Any) -> Any:
+    """The fingerprints of leaves, uint32 `[n, 2]`; to be traced. What lies in host memory is a constant of it."""
+    sums = [host_sums(np.asarray(leaf)) if isinstance(leaf, HOST) else device_sums(leaf) for leaf in leaves]
+    return jnp.stack(sealed(jnp.stack(sums), keys), axis=-1)
+
+
+def _stacked(leaves: list[Any], keys: Any) -> Any:
+    return fingerprints(leaves, keys)
+
+
+def _apart(leaves: list[Any], keys: Any) -> list[Any]:
+    return list(fingerprints(leaves, keys))
+
+
+def _summed(leaves: list[Any], keys: Any) -> Any:
+    return fingerprints(leaves, keys).sum(axis=0, dtype=U)
+
+
+FORMS = {"stacked": _stacked, "apart": _apart, "summed": _summed}
+"""What is wanted of several leaves: `[n, 2]`, n of `[2]`, or their sum `[2]`."""
+
+
+@functools.cache
+def _compiled(form: str, mesh: Any) -> Any:
+    return jax.jit(FORMS[form], out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+
+
+def of_one_place(form: str, leaves: list[Any], keys: Any, mesh: Any) -> Any:
+    """One of `FORMS`, compiled, of arrays that `place_of` puts together; the result lies on every device of the mesh.
+
+    The mesh that the caller has set, if any, is another matter: the arrays know theirs.
+    """
+    with contextlib.nullcontext() if mesh is None or mesh == jax.sharding.get_mesh() else jax.set_mesh(mesh):
+        return _compiled(form, mesh)(leaves, keys)
+
+
+def place_of(leaf: Any) -> tuple[Any, Any]:
+    """Something that says on which devices an array lies, None where that is left to JAX; and its mesh, if any."""
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
+        return tuple(sharding.mesh.devices.flat), sharding.mesh
+    if not leaf.committed:
+        return None, None
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id)), None

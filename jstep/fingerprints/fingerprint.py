@@ -1,0 +1,164 @@
+"""Two words that stand for every bit of a tree."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import contexts, trees
+from jstep.core.checks import as_bool, kind
+from jstep.fingerprints import device
+from jstep.fingerprints.host import host_sums
+from jstep.fingerprints.mix import U, leaf_key, sealed
+
+
+def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
+    """A hash of all leaves' paths, dtypes, shapes and bits, and of nothing else.
+
+    Leaf: h = seal(Σᵢ mix(bits of element i, i)), i its index in the whole array, two sums modulo 2³²; tree: Σ h. `mix`
+    is a bijection for each i, and `seal` one for each path, dtype and shape: any change of a single element's bits
+    changes the fingerprint, any other with a chance of 1 − 2⁻⁶⁴. It finds accidents; it is no signature against
+    someone who wants two trees to have the same one.
+
+    Containers, the order of insertion, NumPy or JAX, and how arrays are sharded over how many processes make no
+    difference: what is meant is `params/dense/kernel: float32[784,10]` and its bits. (0.0 and −0.0 differ, as do NaNs
+    of other bits.) Each element is read once, on the device where it lies, and nothing waits.
+
+    Args:
+        tree: Any pytree of arrays, of JAX (traced too, PRNG keys too) or NumPy; None is no leaf.
+        per_leaf: Whether to return the fingerprint of each leaf.
+
+    Returns:
+        uint32 `[2]`; as text `f"{a:08x}{b:08x}"`. With `per_leaf` a dict from path to uint32 `[2]`, whose sum modulo
+        2³² is the fingerprint of the tree.
+
+    Raises:
+        RuntimeError: A leaf was donated to an earlier step.
+        TypeError: A leaf is no array (names its path): a Python number has no dtype of its own.
+        ValueError: Two leaves have one path.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, jstep
+        >>> a, b = jstep.fingerprint({"w": jnp.arange(3.0), "b": np.zeros((), np.int32)})
+        >>> f"{a:08x}{b:08x}"
+        'bec13d0e68c1f965'
+        >>> sorted(jstep.fingerprint({"w": jnp.arange(3.0), "b": jnp.int32(0)}, per_leaf=True))
+        ['b', 'w']
+    """
+    per_leaf = as_bool(per_leaf, "per_leaf")
+    paths, leaves, keys = named_leaves(tree)
+    if any(trees.is_traced(leaf) for leaf in leaves):
+        found = list(device.fingerprints(leaves, keys))
+        return dict(zip(paths, found, strict=True)) if per_leaf else _sum(found)
+    # Inside a function that is being traced, what is concrete stays so.
+    with contexts.own_transfers(), jax.ensure_compile_time_eval():
+        parts = _by_place(leaves, keys, "apart" if per_leaf else "summed")
+        if not per_leaf:
+            return _sum_over_places([part for _, part in parts])
+        found = [None] * len(leaves)
+        for numbers, part in parts:
+            for number, one in zip(numbers, part, strict=True):
+                found[number] = jnp.asarray(one)
+        return dict(zip(paths, found, strict=True))
+
+
+def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
+    """The paths, the leaves, and a key `[4]` for each leaf.
+
+    Raises:
+        RuntimeError: A leaf was donated.
+        TypeError: A leaf is no array.
+        ValueError: Two leaves have one path.
+    """
+    named = trees.leaves_with_paths(tree)
+    for path, leaf in named:
+        _check(path, leaf)
+    donated = trees.donated_leaf(tree)
+    if donated is not None:
+        raise RuntimeError(
+            f"tree: {trees.quoted(donated)} was donated to an earlier step, whose result holds its memory now; take "
+            "the fingerprint of the state that the step returned"
+        )
+    paths = [path for path, _ in named]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(f"tree: two leaves have the path {twice!r}, so none could be named; rename a key with a '/'")
+    keys = [leaf_key(path, _dtype_name(leaf), tuple(leaf.shape)) for path, leaf in named]
+    return paths, [leaf for _, leaf in named], np.stack(keys) if keys else np.zeros((0, 4), U)
+
+
+def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
+    """The fingerprints of leaves, started and not waited for: which leaves, and theirs as uint32 `[n, 2]`."""
+    with contexts.own_transfers():
+        return _by_place(leaves, keys, "stacked")
+
+
+def as_text(pair: Any) -> str:
+    """A fingerprint as 16 hexadecimal digits."""
+    first, second = (int(word) for word in np.asarray(pair))
+    return f"{first:08x}{second:08x}"
+
+
+def _check(path: str, leaf: Any) -> None:
+    known = isinstance(leaf, jax.Array) or (
+        isinstance(leaf, np.ndarray | np.generic)
+        and leaf.dtype.names is None
+        and (leaf.dtype.kind in "biufc" or (leaf.dtype.kind == "V" and not leaf.dtype.name.startswith("void")))
+        and leaf.dtype.name not in ("longdouble", "float128", "float96", "clongdouble", "complex256")
+    )
+    if not known:
+        what = f"dtype {leaf.dtype}" if isinstance(leaf, np.ndarray | np.generic) else kind(leaf)
+        raise TypeError(
+            f"tree: the leaf at {trees.quoted(path)} must be an array of numbers, got {what}; keep arrays alone in the "
+            "tree, numbers as jnp.float32(…)"
+        )
+
+
+def _dtype_name(leaf: Any) -> str:
+    return leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else str(leaf.dtype)
+
+
+def _of_host(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    sums = np.stack([host_sums(np.asarray(leaf)) for leaf in leaves])
+    return np.stack(sealed(sums, keys), axis=-1)
+
+
+def _sum(found: Sequence[Any]) -> Any:
+    return sum(found[1:], found[0]) if found else jnp.zeros(2, U)
+
+
+def _by_place(leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: str) -> list[tuple[list[int], Any]]:
+    """The fingerprints, in one call for the leaves on the same devices, and those of host memory."""
+    places: dict[Any, list[int]] = {}
+    meshes: dict[Any, Any] = {}
+    on_host = []
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array):
+            place, mesh = device.place_of(leaf)
+            places.setdefault(place, []).append(number)
+            meshes.setdefault(place, mesh)
+        else:
+            on_host.append(number)
+    if None in places and len(places) > 1:  # what is nowhere in particular joins the others
+        anywhere = places.pop(None)
+        next(iter(places.values())).extend(anywhere)
+    parts = []
+    for place, numbers in places.items():
+        some = [leaves[number] for number in numbers]
+        parts.append((numbers, device.of_one_place(form, some, keys[np.array(numbers)], meshes[place])))
+    if on_host:
+        of_host = _of_host([leaves[number] for number in on_host], keys[np.array(on_host)])
+        parts.append((on_host, of_host.sum(axis=0, dtype=U) if form == "summed" else of_host))
+    return parts
+
+
+def _sum_over_places(parts: Sequence[Any]) -> Any:
+    if not parts:
+        return jnp.zeros(2, U)
+    first, *rest = parts
+    if rest or not isinstance(first, jax.Array):
+        # Sums that lie apart are brought together on the host: two words each.
+        return jnp.asarray(np.sum([np.asarray(part) for part in parts], axis=0, dtype=U))
+    return first

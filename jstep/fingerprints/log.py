@@ -1,0 +1,186 @@
+"""Logs of fingerprints: a JSON object a line, `{"step": N, "state": hex, "leaves": {path: hex}}`."""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jstep.core.checks import shown
+
+NAME = "fingerprints.jsonl"
+_HEX = re.compile("[0-9a-f]{16}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A line.
+
+    Attributes:
+        step: The global step.
+        state: The fingerprint of the state as text.
+        leaves: Path → that of the leaf; None where they were not kept.
+    """
+
+    step: int
+    state: str
+    leaves: Mapping[str, str] | None = None
+
+    def line(self) -> str:
+        """As it stands in the file."""
+        leaves = {} if self.leaves is None else {"leaves": dict(self.leaves)}
+        return json.dumps({"step": self.step, "state": self.state, **leaves}, allow_nan=False) + "\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """What a log says.
+
+    Attributes:
+        entries: Step → its last line.
+        damaged: What is wrong, in words, for each line that is none.
+        whole: How many bytes end with a whole line; what follows was being written when its process ended.
+        torn: Whether anything follows.
+    """
+
+    entries: Mapping[int, Entry]
+    damaged: tuple[str, ...]
+    whole: int
+    torn: bool
+
+
+def read(path: str) -> Log:
+    """Reads a log; the later of two lines of a step counts.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open(path, "rb") as file:
+        return parsed(file.read())
+
+
+def parsed(data: bytes) -> Log:
+    """What a log says, from its bytes."""
+    entries, damaged, at = {}, [], 0
+    for number, raw in enumerate(data.splitlines(keepends=True), 1):
+        entry = _entry(raw)
+        last = at + len(raw) == len(data)
+        if entry is None and last and not raw.endswith(b"\n"):
+            break
+        if entry is None and raw.strip():
+            damaged.append(f"line {number} is no fingerprint: {shown(raw.decode(errors='replace').strip(), 60)}")
+        elif entry is not None:
+            entries[entry.step] = entry
+        at += len(raw)
+    return Log(entries, tuple(damaged), at, at < len(data))
+
+
+def _entry(raw: bytes) -> Entry | None:
+    try:
+        found = json.loads(raw)
+        step, state, leaves = found["step"], found["state"], found.get("leaves")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    texts = [state, *(leaves.values() if isinstance(leaves, dict) else [])]
+    if type(step) is not int or step < 0 or not isinstance(leaves, dict | None):
+        return None
+    if not all(isinstance(text, str) and _HEX.fullmatch(text) for text in texts):
+        return None
+    return Entry(step, state, leaves)
+
+
+class Appender:
+    """Appends to a log; its torn last line, if any, is cut off first.
+
+    Raises:
+        OSError: It cannot be made or written.
+    """
+
+    def __init__(self, path: str) -> None:
+        folder = os.path.dirname(path)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        self._file = open(path, "ab")  # noqa: SIM115  closed by `close`
+        if self._file.tell():
+            log = read(path)
+            if log.torn:
+                self._file.truncate(log.whole)
+            elif not _ends_line(path):
+                self._file.write(b"\n")
+
+    def append(self, entry: Entry) -> None:
+        """Adds a line."""
+        self._file.write(entry.line().encode())
+
+    def flush(self, *, to_disk: bool) -> None:
+        """Hands the lines to the system, and to the disk where asked."""
+        self._file.flush()
+        if to_disk:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Ends it; all lines are on disk."""
+        if not self._file.closed:
+            self.flush(to_disk=True)
+            self._file.close()
+
+
+def _ends_line(path: str) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How two fingerprints of one step differ.
+
+    Attributes:
+        step: The step.
+        leaves: The paths whose fingerprints differ, or that one of them alone has; None where nothing is known of them.
+        first_only: The paths that the first alone has.
+        second_only: The paths that the second alone has.
+    """
+
+    step: int
+    leaves: tuple[str, ...] | None
+    first_only: tuple[str, ...] = ()
+    second_only: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Which leaves, in words."""
+        if self.leaves is None:
+            return "which leaves is not known (a log without leaves)"
+        names = ", ".join(self.leaves[:8]) + (f" and {len(self.leaves) - 8} more" if len(self.leaves) > 8 else "")
+        other = len(self.first_only) + len(self.second_only)
+        model = f"; {other} of them in one alone: fingerprints of another model" if other else ""
+        return f"{len(self.leaves)} {'leaf differs' if len(self.leaves) == 1 else 'leaves differ'}: {names}{model}"
+
+
+def difference(first: Entry, second: Entry) -> Difference | None:
+    """How two entries of one step differ; None where they do not."""
+    if first.state == second.state:
+        return None
+    if first.leaves is None or second.leaves is None:
+        return Difference(first.step, None)
+    a, b = first.leaves, second.leaves
+    leaves = tuple(path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path))
+    return Difference(
+        first.step, leaves, tuple(path for path in a if path not in b), tuple(path for path in b if path not in a)
+    )
+
+
+def as_entry(step: int, paths: Any, words: Any, *, per_leaf: bool) -> Entry:
+    """The entry of a step.
+
+    Args:
+        step: The step.
+        paths: Of the leaves.
+        words: Their fingerprints, uint32 `[n, 2]`, in host memory.
+        per_leaf: Whether to keep those of the leaves.
+    """
+    pairs = [(int(a), int(b)) for a, b in words]
+    a, b = (sum(lane) % 2**32 for lane in zip(*pairs, strict=True)) if pairs else (0, 0)
+    leaves = {path: f"{a:08x}{b:08x}" for path, (a, b) in zip(paths, pairs, strict=True)}
+    return Entry(step, f"{a:08x}{b:08x}", leaves if per_leaf else None)

@@ -1,0 +1,204 @@
+"""The fingerprint of a tree: what changes it, what does not, where it may be taken."""
+
+import collections
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jstep
+from jstep.fingerprints.fingerprint import as_text
+from jstep.fingerprints.mix import U, lanes, sealed
+
+PLAIN = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"]
+LOW = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int4", "uint4", "int2"]
+DTYPES = [*map(np.dtype, PLAIN), *(np.dtype(getattr(ml_dtypes, name)) for name in LOW)]
+WIDE = [np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")]
+
+
+def text(tree, **kwargs):
+    return as_text(jstep.fingerprint(tree, **kwargs))
+
+
+def array(dtype, shape=(3, 4, 5), seed=0):
+    values = np.random.default_rng(seed).integers(0, 2 if dtype.name in ("bool", "int2") else 6, shape)
+    return values.astype(np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numpy_jax_and_jit_agree(dtype):
+    a = array(dtype)
+    assert text({"a": a}) == text({"a": jnp.asarray(a)}) == as_text(jax.jit(jstep.fingerprint)({"a": a}))
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_64_bits_agree_and_outside_of_x64_too(dtype, x64):
+    a = array(dtype) / dtype.type(7) if dtype.kind in "fc" else array(dtype)
+    on_device = jnp.asarray(a)
+    assert text(a) == text(on_device) == as_text(jax.jit(jstep.fingerprint)(on_device))
+    with jax.enable_x64(False):
+        assert text(on_device) == text(a)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *WIDE], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (2, 3)])
+def test_every_bit_of_every_element_counts(dtype, shape):
+    a = array(dtype, shape)
+    bits = {"int2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "bool": 1}.get(dtype.name, 8 * dtype.itemsize)
+    seen = {text(a)}
+    for element in range(a.size):
+        for bit in range(bits):
+            raw = np.frombuffer(a.tobytes(), np.uint8).copy()
+            raw[element * dtype.itemsize + bit // 8] ^= 1 << bit % 8
+            seen.add(text(np.frombuffer(raw.tobytes(), dtype).reshape(shape)))
+    assert len(seen) == 1 + a.size * bits
+
+
+@hypothesis.given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4, unique=True))
+def test_an_element_goes_through_a_bijection(key, words):
+    """Injective on 64 bits at any position; that it is one follows from its steps: xor, add, odd factors, shifts."""
+    pairs = [(a, b) for a in words for b in words]
+    low, high = (np.array(part, U) for part in zip(*pairs, strict=True))
+    first, second = lanes(low, high, np.full(len(pairs), key, U))
+    assert len(set(zip(first.tolist(), second.tolist(), strict=True))) == len(pairs)
+    leaf = np.array([key, *words[:3]], U)
+    first, second = sealed(np.stack([low, high], axis=-1), np.broadcast_to(leaf, (len(pairs), 4)))
+    assert len(set(zip(first.tolist(), second.tolist(), strict=True))) == len(pairs)
+
+
+def test_what_counts_and_what_does_not():
+    w, b = np.arange(6, dtype=np.float32), np.zeros((0, 3), np.int32)
+    tree = {"w": w, "b": b}
+    Pair = collections.namedtuple("Pair", "w b")
+    assert text(tree) == text({"b": b, "w": w}) == text(Pair(jnp.asarray(w), b)) == text(collections.OrderedDict(tree))
+    assert text(tree) == text({"w": w.astype(">f4"), "b": b, "none": None})
+    different = [
+        {"w": w.reshape(2, 3), "b": b},
+        {"v": w, "b": b},
+        {"w": w.view(np.int32), "b": b},
+        {"w": w[::-1], "b": b},
+        {"w": w, "b": b.reshape(3, 0)},
+        {"w": w},
+        {"w": np.where(w == 0, np.float32(-0.0), w), "b": b},
+    ]
+    assert len({text(one) for one in [tree, *different]}) == len(different) + 1
+    assert text({}) == text(None) == "0" * 16
+
+
+def test_swaps_and_opposite_changes_are_seen():
+    """Sums that forget positions, or that are linear in the words, would not see these."""
+    w = np.ones(8, np.float32)
+    two_signs = w.copy()
+    two_signs[[1, 5]] = -1
+    other_signs = w.copy()
+    other_signs[[2, 6]] = -1
+    assert len({text(w), text(two_signs), text(other_signs)}) == 3
+    a, b = np.float32([1, 2]), np.float32([3, 4])
+    assert text({"a": a, "b": b}) != text({"a": b, "b": a})
+
+
+def test_leaves_add_up_to_the_tree():
+    tree = {"a": {"w": jnp.arange(4.0)}, "k": jax.random.key(1), "n": np.int8(3)}
+    leaves = jstep.fingerprint(tree, per_leaf=True)
+    assert set(leaves) == {"a/w", "k", "n"}
+    total = sum(np.asarray(pair, np.uint64) for pair in leaves.values()) % 2**32
+    assert as_text(total) == text(tree)
+    inside = jax.jit(lambda tree: jstep.fingerprint(tree, per_leaf=True))({"a": tree["a"], "k": tree["k"]})
+    assert as_text(inside["a/w"]) == as_text(leaves["a/w"])
+
+
+def test_keys():
+    fry, rbg = jax.random.key(0), jax.random.key(0, impl="rbg")
+    assert len({text(fry), text(rbg), text(jax.random.key(1)), text(jax.random.key_data(fry))}) == 4
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_any_sharding_gives_the_same(kind):
+    x = array(np.dtype(np.float32), (16, 8))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    expected = text({"x": x, "y": x[0]})
+    for spec in (PartitionSpec("data"), PartitionSpec(None, ("data", "model")), PartitionSpec()):
+        tree = {"x": jax.device_put(x, NamedSharding(mesh, spec)), "y": jnp.asarray(x[0])}
+        assert text(tree) == expected
+        with jax.set_mesh(mesh):
+            assert text(tree) == expected
+            assert as_text(jax.jit(jstep.fingerprint)(tree)) == expected
+        with jax.set_mesh(jax.make_mesh((8,), ("other",))):
+            assert text(tree) == expected
+
+
+def test_no_shard_moves():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((1024, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    program = jax.jit(jstep.fingerprint).lower({"x": x}).compile().as_text()
+    assert "f32[1024,64]" not in program
+
+
+def test_leaves_on_different_devices():
+    x = jnp.arange(4.0)
+    tree = {"a": jax.device_put(x, jax.devices()[1]), "b": jax.device_put(x, jax.devices()[2]), "c": x}
+    assert text(tree) == text({"a": x, "b": x, "c": x})
+    assert as_text(jstep.fingerprint(tree, per_leaf=True)["b"]) == as_text(jstep.fingerprint({"b": x}, True)["b"])
+
+
+def test_inside_other_transformations():
+    x = jnp.arange(4.0)
+    assert as_text(jax.jit(lambda: jstep.fingerprint({"a": x}))()) == text({"a": x})
+    mixed = jax.jit(lambda y: jstep.fingerprint({"a": x, "b": y, "c": np.arange(3.0)}))(x)
+    assert as_text(mixed) == text({"a": x, "b": x, "c": np.arange(3.0)})
+    rows = jax.vmap(jstep.fingerprint)(x.reshape(2, 2))
+    assert as_text(rows[1]) == text(x[2:])
+    with jax.disable_jit():
+        assert text({"a": x}) == as_text(jax.jit(jstep.fingerprint)({"a": x}))
+    with jax.transfer_guard("disallow"):
+        found = jstep.fingerprint({"a": x, "b": np.arange(3.0)})
+    assert as_text(found) == text({"a": x, "b": np.arange(3.0)})
+
+
+def test_pieces_of_host_arrays_join():
+    long = np.random.default_rng(0).integers(0, 2**16, 2**15 * 2 + 3).astype(np.uint16)
+    assert text(long) == text(jnp.asarray(long))
+
+
+def test_huge_arrays_number_their_rows(monkeypatch):
+    from jstep.fingerprints import device, host
+
+    def split_at(shape):
+        return shape[-1]
+
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    whole = text(x)
+    monkeypatch.setattr(host, "split_at", split_at)
+    monkeypatch.setattr(device, "split_at", split_at)
+    assert text(x) == as_text(jax.jit(jstep.fingerprint)(x)) != whole
+
+
+BAD = [
+    ({"a": [1.0]}, TypeError, "'a/0'.* must be an array of numbers, got a float"),
+    ({"a": np.array(["x"])}, TypeError, "'a'.*dtype <U1"),
+    ({"a": np.array([None])}, TypeError, "'a'.*object"),
+    ({"a": np.datetime64("2020-01-01")}, TypeError, "'a'.*datetime64"),
+    ({"f": print}, TypeError, "'f'"),
+    (3, TypeError, "the tree itself"),
+    ({"a": {"b": np.ones(2)}, "a/b": np.ones(2)}, ValueError, "two leaves have the path 'a/b'"),
+]
+
+
+@pytest.mark.parametrize(("tree", "error", "message"), BAD, ids=lambda x: str(x)[:20])
+def test_bad_trees(tree, error, message):
+    with pytest.raises(error, match=message):
+        jstep.fingerprint(tree)
+
+
+def test_bad_calls():
+    with pytest.raises(TypeError, match="per_leaf='no': must be True or False"):
+        jstep.fingerprint({}, per_leaf="no")
+    x = jnp.arange(3.0)
+    x.delete()
+    with pytest.raises(RuntimeError, match="'x' was donated"):
+        jstep.fingerprint({"x": x})

@@ -1,0 +1,233 @@
+"""The log of fingerprints: written on the way, whole before each checkpoint, compared where a step is made again."""
+
+import json
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+OPTIMIZER = jstep.momentum(0.1, 0.9)
+STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)
+
+
+def state():
+    return jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER)
+
+
+def batch(step):
+    return jnp.float32(step)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(last_step, *hooks, batches=batch, **kwargs):
+    return jstep.train(STEP, state(), batches, last_step, hooks=hooks, progress=False, **kwargs)
+
+
+def test_lines_are_the_fingerprints_of_the_states(tmp_path):
+    path, states = tmp_path / "log.jsonl", {}
+
+    class Keep(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            leaves = jstep.fingerprint(state, per_leaf=True)
+            states[step] = as_text(jstep.fingerprint(state)), {path: as_text(pair) for path, pair in leaves.items()}
+
+    run(7, Keep(), jstep.FingerprintHook(3, path))
+    assert lines(path) == [{"step": n, "state": states[n][0], "leaves": states[n][1]} for n in (3, 6)]
+    assert set(states[3][1]) == {"params/w", "slots/momentum/w", "global_step"}
+
+
+def as_text(pair):
+    a, b = pair
+    return f"{a:08x}{b:08x}"
+
+
+def test_logdir_and_no_leaves(tmp_path):
+    run(4, jstep.FingerprintHook(2, per_leaf=False), logdir=tmp_path / "run")
+    found = lines(tmp_path / "run" / "fingerprints.jsonl")
+    assert [set(line) for line in found] == [{"step", "state"}] * 2
+
+
+def test_several_steps_a_call_end_where_it_is_due(tmp_path):
+    run(10, jstep.FingerprintHook(4, tmp_path / "a"))
+    run(10, jstep.FingerprintHook(4, tmp_path / "b"), steps_per_call=3)
+    assert [line["step"] for line in lines(tmp_path / "b")] == [4, 8]
+    assert len(lines(tmp_path / "a")) == 2
+
+
+def test_nowhere_to_write():
+    made = []
+    with pytest.raises(ValueError, match="give it a path, or give train a logdir"):
+        run(3, jstep.FingerprintHook(), batches=lambda step: made.append(step) or batch(step))
+    assert not made
+
+
+def test_a_run_that_goes_on_makes_the_same_lines(tmp_path, caplog):
+    run(8, jstep.FingerprintHook(2, tmp_path / "whole"))
+    for last in (4, 8):
+        run(last, jstep.FingerprintHook(2, tmp_path / "log"), checkpoint_dir=tmp_path / "ckpt")
+    assert (tmp_path / "log").read_text() == (tmp_path / "whole").read_text()
+    assert "other bits" not in caplog.text
+
+
+def test_other_bits_are_told_by_step_and_leaf(tmp_path, caplog):
+    path = tmp_path / "log"
+    run(6, jstep.FingerprintHook(2, path))
+    before = lines(path)
+    with caplog.at_level(logging.WARNING, "jstep"):
+        run(6, jstep.FingerprintHook(2, path), batches=lambda step: batch(step + (step >= 3)))
+    (four, six) = [record.getMessage() for record in caplog.records if "other bits" in record.getMessage()]
+    assert four.startswith("step 4 was made again with other bits")
+    assert "params/w" in four
+    assert "slots/momentum" in four
+    assert "global_step" not in four
+    assert "step 6" in six
+    assert len(lines(path)) == 6  # the later line counts, the earlier one is there
+    caplog.clear()
+    run(6, jstep.FingerprintHook(2, path), batches=lambda step: batch(step + (step >= 3)))
+    assert "other bits" not in caplog.text
+    assert lines(path)[:3] == before
+
+
+def test_raise_ends_the_run_before_a_checkpoint(tmp_path):
+    path = tmp_path / "log"
+    run(4, jstep.FingerprintHook(2, path))
+    with pytest.raises(jstep.DivergenceError, match="step 2 was made again") as caught:
+        run(
+            4,
+            jstep.FingerprintHook(2, path, on_divergence="raise"),
+            batches=lambda step: batch(step + 1),
+            checkpoint_dir=tmp_path / "ckpt",
+            save_checkpoint_steps=2,
+        )
+    assert caught.value.step == 2
+    assert "params/w" in caught.value.leaves
+    assert jstep.latest_checkpoint(tmp_path / "ckpt") is None
+
+
+def test_without_leaves_the_step_is_told(tmp_path, caplog):
+    run(2, jstep.FingerprintHook(2, tmp_path / "log", per_leaf=False))
+    with caplog.at_level(logging.WARNING, "jstep"):
+        run(2, jstep.FingerprintHook(2, tmp_path / "log"), batches=lambda step: batch(step + 1))
+    assert "which leaves is not known" in caplog.text
+
+
+def test_another_model_is_told(tmp_path, caplog):
+    run(2, jstep.FingerprintHook(2, tmp_path / "log"))
+    optimizer = jstep.gradient_descent(0.1)
+    other = jstep.TrainState.create({"v": jnp.zeros(3)}, optimizer)
+    step = jstep.minimize(lambda params, x: ((params["v"] - x) ** 2).sum(), optimizer)
+    with caplog.at_level(logging.WARNING, "jstep"):
+        jstep.train(step, other, batch, 2, hooks=[jstep.FingerprintHook(2, tmp_path / "log")], progress=False)
+    assert "fingerprints of another model" in caplog.text
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_a_torn_last_line_is_mended(tmp_path, cut):
+    path = tmp_path / "log"
+    run(4, jstep.FingerprintHook(2, path))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    run(4, jstep.FingerprintHook(2, path))
+    expected = [2, 4, 2, 4] if cut == 1 else [2, 2, 4]  # only the end of the line was missing
+    assert [line["step"] for line in lines(path)] == expected
+
+
+def test_a_damaged_line_is_passed_over(tmp_path, caplog):
+    path = tmp_path / "log"
+    run(4, jstep.FingerprintHook(2, path))
+    first, second = path.read_text().splitlines(keepends=True)
+    path.write_text(first[:20] + "\n" + second)
+    with caplog.at_level(logging.WARNING, "jstep"):
+        run(4, jstep.FingerprintHook(2, path))
+    assert "line 1 is no fingerprint" in caplog.text
+    assert "other bits" not in caplog.text
+
+
+def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
+    path, seen = tmp_path / "log", {}
+
+    class Look(jstep.Hook):
+        def before_save(self, step):
+            seen[step] = [line["step"] for line in lines(path)]
+
+    run(6, jstep.FingerprintHook(2, path), Look(), checkpoint_dir=tmp_path / "ckpt", save_checkpoint_steps=4)
+    assert seen == {4: [2, 4], 6: [2, 4, 6]}
+
+
+def test_a_run_that_fails_leaves_its_lines(tmp_path):
+    def batches(step):
+        if step == 5:
+            raise OSError("the disk is gone")
+        return batch(step)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        run(9, jstep.FingerprintHook(2, tmp_path / "log"), batches=batches)
+    assert [line["step"] for line in lines(tmp_path / "log")] == [2, 4]
+
+
+class Unfinished:
+    """Words that the device is still computing: reading them now would make the loop wait."""
+
+    def __init__(self):
+        self.finished = False
+
+    def is_ready(self):
+        return self.finished
+
+    def copy_to_host_async(self):
+        pass
+
+    def __array__(self, dtype=None, copy=None):
+        assert self.finished, "the loop waits for the device"
+        return np.zeros((3, 2), np.uint32)
+
+
+def test_the_loop_does_not_wait_for_the_device(tmp_path, monkeypatch):
+    made = []
+
+    def stacked(leaves, keys):
+        made.append(Unfinished())
+        return [(list(range(len(leaves))), made[-1])]
+
+    monkeypatch.setattr("jstep.hooks.fingerprint.stacked", stacked)
+    start = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.gradient_descent(0.1), model_state={"n": jnp.zeros(2)})
+    hook = jstep.FingerprintHook(1, tmp_path / "log")
+    hook.begin(start)
+    hook.after_step(1, start, {})
+    hook.after_step(2, start, {})
+    assert (tmp_path / "log").read_text() == ""
+    made[0].finished = True
+    hook.after_step(3, start, {})
+    assert [line["step"] for line in lines(tmp_path / "log")] == [1]
+    for one in made:
+        one.finished = True
+    hook.close()
+    assert [line["step"] for line in lines(tmp_path / "log")] == [1, 2, 3]
+
+
+BAD = [
+    ({"every_n_steps": 0}, ValueError, "every_n_steps=0: must be at least 1"),
+    ({"every_n_steps": 1.5}, TypeError, "every_n_steps=1.5: must be an integer"),
+    ({"path": 3}, TypeError, "path=3: must be the path"),
+    ({"per_leaf": "no"}, TypeError, "per_leaf='no': must be True or False"),
+    ({"on_divergence": "warn"}, ValueError, "on_divergence='warn': must be one of 'log', 'raise'"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "error", "message"), BAD, ids=str)
+def test_bad_arguments(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        jstep.FingerprintHook(**kwargs)
+
+
+def test_a_hook_serves_several_runs(tmp_path):
+    hook = jstep.FingerprintHook(2)
+    for name in ("a", "b"):
+        run(2, hook, logdir=tmp_path / name)
+    assert (tmp_path / "a/fingerprints.jsonl").read_text() == (tmp_path / "b/fingerprints.jsonl").read_text()
