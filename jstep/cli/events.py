@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jstep.summary import summary_iterator
-from jstep.summary._proto import proto
-from jstep.summary._series import event_files
+from jstep.summary.proto import proto
+from jstep.summary.read.series import event_files
 
 
 def print_events(path: str, *, as_json: bool = False, tags: Sequence[str] = ("*",)) -> None:

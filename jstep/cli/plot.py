@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jstep.core.trees import nearest
-from jstep.summary._series import Point, find_runs, read_scalars
+from jstep.summary.read.series import Point, find_runs, read_scalars
 
 
 def plot_scalars(

@@ -5,17 +5,18 @@ Summaries are values: pytrees that may be made inside a compiled step, returned 
 google-crc32c), which is imported when the first file is opened.
 """
 
-from jstep.summary._collections import collect, merge_all
-from jstep.summary._histogram import histogram
-from jstep.summary._image import image
-from jstep.summary._merge import merge, summaries_in
-from jstep.summary._records import DataLossError
-from jstep.summary._scalar import scalar, zero_fraction
-from jstep.summary._text import text
-from jstep.summary._values import Summary
-from jstep.summary.graph import write_graph
-from jstep.summary.reader import summary_iterator
-from jstep.summary.writer import SummaryWriter
+from jstep.core.public import publish as _publish
+from jstep.summary.collected import collect, merge_all
+from jstep.summary.graph.write_graph import write_graph
+from jstep.summary.make.histogram import histogram
+from jstep.summary.make.image import image
+from jstep.summary.make.merge import merge, summaries_in
+from jstep.summary.make.scalar import scalar, zero_fraction
+from jstep.summary.make.text import text
+from jstep.summary.read.iterator import summary_iterator
+from jstep.summary.records import DataLossError
+from jstep.summary.values import Summary
+from jstep.summary.write.writer import SummaryWriter
 
 __all__ = [
     "DataLossError",
@@ -33,3 +34,5 @@ __all__ = [
     "write_graph",
     "zero_fraction",
 ]
+
+_publish(globals())

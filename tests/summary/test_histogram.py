@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep import summary
-from jstep.summary._histogram import bucket_limits
+from jstep.summary.make.histogram import bucket_limits
 
 
 def tensorflow_limits():

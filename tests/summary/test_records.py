@@ -9,7 +9,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from jstep import summary
-from jstep.summary import DataLossError, _records
+from jstep.summary import DataLossError, records
 
 
 @pytest.fixture
@@ -24,29 +24,29 @@ def offsets(path):
     """Where each record begins, and where the file ends."""
     found = [0]
     with open(path, "rb") as file:
-        for data in _records.read_records(file, path):
-            found.append(found[-1] + len(data) + _records.HEADER + _records.FOOTER)
+        for data in records.read_records(file, path):
+            found.append(found[-1] + len(data) + records.HEADER + records.FOOTER)
     return found
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=300))
 def test_the_checksum_is_tensorboards(data):
-    assert _records.masked_crc(data) == masked_crc32c(data)
+    assert records.masked_crc(data) == masked_crc32c(data)
 
 
 def test_the_checksum_of_the_standard_vector():
-    assert _records.crc32c()(b"123456789") == 0xE3069283
+    assert records.crc32c()(b"123456789") == 0xE3069283
 
 
 def test_the_framing_is_tensorboards(tmp_path):
-    records = [b"", b"a", bytes(range(256)) * 10]
+    data = [b"", b"a", bytes(range(256)) * 10]
     path = tmp_path / "records"
     with open(path, "wb") as out:
         theirs = RecordWriter(out)
-        for record in records:
+        for record in data:
             theirs.write(record)
-    assert path.read_bytes() == b"".join(map(_records.frame, records))
+    assert path.read_bytes() == b"".join(map(records.frame, data))
 
 
 def test_events_are_protos(file):
@@ -88,7 +88,7 @@ def test_any_flipped_bit_is_found_and_told_with_its_offset(tmp_path_factory, whe
 def test_the_events_before_the_damage_are_read(file):
     begins = offsets(file)
     with open(file, "r+b") as out:
-        out.seek(begins[3] + _records.HEADER + 2)
+        out.seek(begins[3] + records.HEADER + 2)
         out.write(b"\x00\x00")
     events = summary.summary_iterator(file)
     assert [next(events).step for _ in range(3)] == [0, 1, 2]
@@ -98,7 +98,7 @@ def test_the_events_before_the_damage_are_read(file):
 
 def test_a_whole_record_that_is_no_event_is_damage(tmp_path):
     path = tmp_path / "events"
-    path.write_bytes(_records.frame(b"\xff\xff\xff"))
+    path.write_bytes(records.frame(b"\xff\xff\xff"))
     with pytest.raises(DataLossError, match="offset 0: it is no Event"):
         list(summary.summary_iterator(path))
 
@@ -108,7 +108,7 @@ def test_a_forged_length_allocates_nothing(tmp_path):
 
     length = struct.pack("<Q", 2**60)
     path = tmp_path / "events"
-    path.write_bytes(length + struct.pack("<I", _records.masked_crc(length)) + b"abc")
+    path.write_bytes(length + struct.pack("<I", records.masked_crc(length)) + b"abc")
     assert list(summary.summary_iterator(path)) == []
 
 

@@ -6,10 +6,10 @@ import socket
 import time
 from typing import Any
 
-from jstep.summary._encode import encode, event_bytes
-from jstep.summary._values import Summary
-from jstep.summary._worker import Worker
-from jstep.summary.reader import is_event_file
+from jstep.summary.read.iterator import is_event_file
+from jstep.summary.values import Summary
+from jstep.summary.write.encode import encode, event_bytes
+from jstep.summary.write.worker import Worker
 
 FILE_VERSION = "brain.Event:2"
 """From this version on TensorBoard goes by session logs to tell which events a restart has replaced."""

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jstep.summary._histogram import bucket_limits, non_finite_error
-from jstep.summary._proto import pillow_image, proto
-from jstep.summary._values import Histogram, Images, Part, Scalars, Summary, Text, is_here
+from jstep.summary.make.histogram import bucket_limits, non_finite_error
+from jstep.summary.proto import pillow_image, proto
+from jstep.summary.values import Histogram, Images, Part, Scalars, Summary, Text, is_here
 
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 Values: TypeAlias = list[Any]

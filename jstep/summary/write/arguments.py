@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from jstep.core.trees import is_traced
-from jstep.summary._proto import decode_error, is_message, proto
-from jstep.summary._values import Summary, keep
+from jstep.summary.proto import decode_error, is_message, proto
+from jstep.summary.values import Summary, keep
 
 
 def as_step(step: Any) -> Any:

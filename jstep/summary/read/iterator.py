@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.summary._proto import decode_error, proto
-from jstep.summary._records import DataLossError, read_records
+from jstep.summary.proto import decode_error, proto
+from jstep.summary.records import DataLossError, read_records
 
 __all__ = ["DataLossError", "is_event_file", "summary_iterator"]
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from jstep.summary._graph_builder import GraphBuilder, Ref, Tensor, scopes_of
+from jstep.summary.graph.builder import GraphBuilder, Ref, Tensor, scopes_of
 
 Env: TypeAlias = dict[Any, Ref]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from jstep.summary._graph_jaxpr import from_traced
-from jstep.summary._graph_stablehlo import from_lowered
-from jstep.summary._proto import decode_error, is_message, proto
+from jstep.summary.graph.from_lowered import from_lowered
+from jstep.summary.graph.from_traced import from_traced
+from jstep.summary.proto import decode_error, is_message, proto
 
 
 def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 
 from jstep.core.trees import path_str
-from jstep.summary._graph_builder import GraphBuilder, Ref, Tensor, scopes_of
+from jstep.summary.graph.builder import GraphBuilder, Ref, Tensor, scopes_of
 
 Env: TypeAlias = dict[Any, Ref]
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from jstep.core.trees import is_array
 from jstep.core.types import Array
-from jstep.summary._collections import DEFAULT, register
-from jstep.summary._mesh import on_any_mesh
-from jstep.summary._values import Images, Summary, check_tag
+from jstep.summary.collected import DEFAULT, register
+from jstep.summary.make.any_mesh import on_any_mesh
+from jstep.summary.values import Images, Summary, check_tag
 
 CHANNELS = (1, 3, 4)
 """Grayscale, RGB and RGBA."""

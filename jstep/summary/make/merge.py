@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jstep.summary._collections import merge_parts, register
-from jstep.summary._values import Part, Summary, find_summaries
+from jstep.summary.collected import merge_parts, register
+from jstep.summary.values import Part, Summary, find_summaries
 
 
 def merge(summaries: Iterable[Summary | None], collections: Sequence[str] = ()) -> Summary:

@@ -9,8 +9,8 @@ import numpy as np
 
 from jstep.core.trees import is_array
 from jstep.core.types import Array
-from jstep.summary._collections import DEFAULT, register
-from jstep.summary._values import Scalars, Summary, check_tag, keep
+from jstep.summary.collected import DEFAULT, register
+from jstep.summary.values import Scalars, Summary, check_tag, keep
 
 
 def scalar(tags: Any, values: Any, collections: Sequence[str] = DEFAULT) -> Summary:

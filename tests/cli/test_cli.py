@@ -12,8 +12,8 @@ from tensorboard.util import tensor_util
 from jstep import summary
 from jstep.cli.main import main
 from jstep.cli.plot import _smooth
-from jstep.summary import _records
-from jstep.summary._series import find_runs, read_scalars
+from jstep.summary import records
+from jstep.summary.read.series import find_runs, read_scalars
 
 
 def write(path, values, tag="loss", start=None):
@@ -211,13 +211,13 @@ def test_the_version_of_a_run_that_was_resumed(tmp_path):
 
 def test_scalars_that_are_tensors_as_tensorflow_2_writes_them(tmp_path):
     metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
-    records = []
+    written = []
     for dtype in (np.float32, np.float64):
         for tensor in (tensor_util.make_tensor_proto(np.asarray(0.5, dtype)), _packed(0.5, dtype)):
             value = summary_pb2.Summary.Value(tag="loss", metadata=metadata, tensor=tensor)
-            event = event_pb2.Event(step=len(records), summary=summary_pb2.Summary(value=[value]))
-            records.append(_records.frame(event.SerializeToString()))
-    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"".join(records))
+            event = event_pb2.Event(step=len(written), summary=summary_pb2.Summary(value=[value]))
+            written.append(records.frame(event.SerializeToString()))
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"".join(written))
     assert [(p.step, p.value) for p in read_scalars(tmp_path)["loss"]] == [(i, 0.5) for i in range(4)]
 
 

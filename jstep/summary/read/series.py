@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.summary._proto import proto
-from jstep.summary.reader import is_event_file, summary_iterator
+from jstep.summary.proto import proto
+from jstep.summary.read.iterator import is_event_file, summary_iterator
 
 
 class Point(NamedTuple):

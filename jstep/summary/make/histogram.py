@@ -18,10 +18,10 @@ import numpy as np
 
 from jstep.core.trees import is_traced
 from jstep.core.types import Array
-from jstep.summary import _values
-from jstep.summary._collections import DEFAULT, register
-from jstep.summary._mesh import on_any_mesh
-from jstep.summary._values import Summary, check_tag, is_here
+from jstep.summary import values as values_of
+from jstep.summary.collected import DEFAULT, register
+from jstep.summary.make.any_mesh import on_any_mesh
+from jstep.summary.values import Summary, check_tag, is_here
 
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -80,7 +80,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] = DEFAULT) -> Su
         jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == bool
     ):
         raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
-    part = _values.Histogram((tag,), **_count(values))
+    part = values_of.Histogram((tag,), **_count(values))
     register(part, collections)
     return Summary((part,))
 

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jax.extend.core import get_opaque_trace_state
 
-from jstep.summary._values import Part, Summary, find_summaries, has_tracers
+from jstep.summary.values import Part, Summary, find_summaries, has_tracers
 
 P = ParamSpec("P")
 R = TypeVar("R")

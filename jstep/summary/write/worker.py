@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from jstep.summary._records import frame
+from jstep.summary.records import frame
 
 Encode: TypeAlias = Callable[[Any, Any, float], tuple[list[bytes], list[Exception]]]
 """From what was put, a step and a time: the serialized events, and what kept others from being made."""

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from jstep.summary._proto import crc32c
+from jstep.summary.proto import crc32c
 
 HEADER = 12
 FOOTER = 4

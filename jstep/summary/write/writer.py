@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from jstep.core.types import Step
-from jstep.summary._arguments import as_serialized, as_step
-from jstep.summary._event_file import open_event_file
-from jstep.summary._hparams import hparams_values
-from jstep.summary._proto import crc32c, is_message, proto
-from jstep.summary._values import Scalars, Summary, has_tracers
-from jstep.summary._worker import Worker
-from jstep.summary.graph import graph_def
+from jstep.summary.graph.write_graph import graph_def
+from jstep.summary.proto import crc32c, is_message, proto
+from jstep.summary.values import Scalars, Summary, has_tracers
+from jstep.summary.write.arguments import as_serialized, as_step
+from jstep.summary.write.event_file import open_event_file
+from jstep.summary.write.hparams import hparams_values
+from jstep.summary.write.worker import Worker
 
 
 class SummaryWriter:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.summary._proto import hparams_protos, proto
+from jstep.summary.proto import hparams_protos, proto
 
 _PLUGIN = "hparams"
 

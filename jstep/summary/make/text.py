@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jstep.summary._collections import DEFAULT, register
-from jstep.summary._values import Summary, Text, check_tag
+from jstep.summary.collected import DEFAULT, register
+from jstep.summary.values import Summary, Text, check_tag
 
 
 def text(tag: str, text: Any, collections: Sequence[str] = DEFAULT) -> Summary:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jstep.summary._proto import proto
+from jstep.summary.proto import proto
 
 GRADIENTS = "gradients"
 """The scope of what reverse-mode differentiation adds, TensorFlow's name for it."""

@@ -1,0 +1,1 @@
+"""Functions as graphs that TensorBoard draws, and as text."""

@@ -1,0 +1,1 @@
+"""Event files read back: as events, and as series of scalars."""

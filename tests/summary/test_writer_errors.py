@@ -1,0 +1,211 @@
+"""SummaryWriter: what goes wrong, and when it is told."""
+
+import gc
+import os
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+from written import events_of, scalars
+
+from jstep import summary
+from jstep.summary.write.writer import SummaryWriter
+
+
+@pytest.mark.parametrize("method", ["add_summary", "add_event", "add_graph", "add_hparams", "add_session_log"])
+def test_a_closed_writer_is_an_error_that_names_the_logdir(tmp_path, method):
+    writer = SummaryWriter(tmp_path)
+    writer.close()
+    writer.close()
+    writer.flush()  # all that was added is in the file
+    assert repr(writer) == f"SummaryWriter({str(tmp_path)!r}, closed)"
+    with pytest.raises(RuntimeError, match=f"the SummaryWriter of '{tmp_path}' is closed"):
+        getattr(writer, method)(None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_queue": 0}, ValueError, "max_queue must be positive, not 0"),
+        ({"max_queue": -3}, ValueError, "max_queue must be positive, not -3"),
+        ({"max_queue": 1.5}, TypeError, "max_queue must be an int, not 1.5"),
+        ({"max_queue": True}, TypeError, "max_queue must be an int, not True"),
+        ({"flush_secs": 0}, ValueError, "flush_secs must be positive, not 0"),
+        ({"flush_secs": float("nan")}, ValueError, "flush_secs must be positive, not nan"),
+    ],
+)
+def test_arguments_out_of_range(tmp_path, arguments, error, message):
+    with pytest.raises(error, match=message):
+        SummaryWriter(tmp_path / "logs", **arguments)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_logdir_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(FileExistsError, match=f"cannot write to its logdir.*'{file}'"):
+        SummaryWriter(file)
+    with pytest.raises(NotADirectoryError, match=f"cannot write to its logdir.*'{file}/below'"):
+        SummaryWriter(file / "below")
+    with pytest.raises(TypeError, match="logdir must be a path, not int 3"):
+        SummaryWriter(3)
+    with pytest.raises(ValueError, match=r"logdir 'gs://bucket/logs' is no path"):
+        SummaryWriter("gs://bucket/logs")
+
+
+def test_a_step_beyond_64_bits_is_told(tmp_path):
+    with SummaryWriter(tmp_path) as writer:
+        writer.add_summary(summary.scalar("loss", 1.0), 2**70)
+        with pytest.raises(ValueError, match="global_step 1180591620717411303424 does not fit"):
+            writer.flush()
+
+
+def test_a_vector_that_lost_its_axis_is_told_by_its_tag(tmp_path):
+    made = jax.vmap(lambda x: summary.scalar(["a", "b"], jnp.stack([x, x])))(jnp.ones(3))
+    with SummaryWriter(tmp_path) as writer:
+        writer.add_summary(jax.tree.map(jnp.sum, made), 1)
+        with pytest.raises(ValueError, match="summary 'a': an array of shape"):
+            writer.flush()
+
+
+def test_a_graph_that_is_none_leaves_no_thread_behind(tmp_path):
+    threads = threading.active_count()
+    with pytest.raises(TypeError, match=r"expected a jax\.stages\.Traced"):
+        SummaryWriter(tmp_path, graph=3)
+    assert threading.active_count() == threads
+
+
+class FullDisk:
+    """A file that takes so many bytes more."""
+
+    def __init__(self, file, room):
+        self._file, self._room = file, room
+
+    def write(self, data):
+        if self._room <= 0:
+            raise OSError(28, "No space left on device")
+        written = self._file.write(bytes(data[: self._room]))
+        self._room -= written
+        return written
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def test_a_full_disk_is_told_at_the_next_call_and_leaves_no_half_record(tmp_path):
+    writer = SummaryWriter(tmp_path, max_queue=1)
+    writer.add_summary(summary.scalar("loss", 1.0), 1)
+    writer.flush()
+    size = os.path.getsize(writer.path)
+    writer._worker._file = FullDisk(writer._worker._file, room=10)
+    writer.add_summary(summary.scalar("loss", 2.0), 2)
+    with pytest.raises(OSError, match=f"No space left on device: '{writer.path}'"):
+        writer.flush()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="writing stopped after"):
+            writer.add_summary(summary.scalar("loss", 3.0), 3)
+    writer.close()  # has been told; does not wait for what will never be written
+    assert os.path.getsize(writer.path) == size
+    assert [e.step for e in events_of(writer)] == [0, 1]
+
+
+def test_an_error_nobody_asked_for_is_told_at_close(tmp_path):
+    writer = SummaryWriter(tmp_path, max_queue=1)
+    writer._worker._file = FullDisk(writer._worker._file, room=0)
+    writer.add_summary(summary.scalar("loss", 2.0), 2)
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
+    writer.close()
+
+
+def test_an_error_in_the_body_is_not_hidden_by_one_of_the_writer(tmp_path):
+    def run():
+        with SummaryWriter(tmp_path) as writer:
+            writer._worker._file = FullDisk(writer._worker._file, room=0)
+            writer.add_summary(summary.scalar("loss", 2.0), 2)
+            raise KeyError("body")
+
+    with pytest.raises(KeyError) as caught:
+        run()
+    assert any("No space left" in note for note in caught.value.__notes__)
+
+
+def test_an_array_that_was_deleted_is_told_by_the_name_of_its_tag(tmp_path, accumulate):
+    made = jax.jit(lambda x: summary.scalar(["loss", "b"], jnp.stack([x, x])))(1.0)
+    jax.tree.leaves(made)[0].delete()
+    writer = SummaryWriter(tmp_path)
+    writer.add_summary(summary.merge([made, summary.scalar("kept", 1.0)]), 1)
+    with pytest.raises(RuntimeError, match="summary 'loss': its array was deleted before it was written"):
+        writer.close()
+    assert scalars(accumulate(tmp_path), "kept") == [(1, 1.0)]
+
+
+def test_a_writer_that_is_forgotten_ends_its_thread(tmp_path):
+    writer = SummaryWriter(tmp_path)
+    writer.add_summary(summary.scalar("loss", 1.0), 1)
+    path, thread, forgotten = writer.path, writer._worker._thread, weakref.ref(writer)
+    del writer
+    gc.collect()
+    assert forgotten() is None
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert len(list(summary.summary_iterator(path))) == 2
+
+
+def test_nothing_is_lost_where_the_interpreter_exits_without_close(run_python, tmp_path):
+    run_python(
+        """
+        import jax, jax.numpy as jnp
+        from jstep import summary
+        writer = summary.SummaryWriter("logs")
+        writer.add_summary(jax.jit(lambda x: summary.scalar("loss", x))(2.0), 1)
+        """
+    )
+    (file,) = (tmp_path / "logs").iterdir()
+    assert [e.step for e in summary.summary_iterator(file)] == [0, 1]
+
+
+def test_tensorflow_is_never_imported(run_python, tmp_path):
+    trap = tmp_path / "trap" / "tensorflow"
+    trap.mkdir(parents=True)
+    (trap / "__init__.py").write_text("raise AssertionError('tensorflow was imported')")
+    run_python(
+        """
+        import importlib.util, sys
+        import jax.numpy as jnp
+        from jstep import summary
+        assert importlib.util.find_spec("tensorflow") is not None
+        with summary.SummaryWriter("logs", graph=lambda: jnp.ones(3)) as writer:
+            writer.add_summary(summary.merge([
+                summary.scalar("loss", 1.0), summary.histogram("h", jnp.ones(3)), summary.text("t", "x"),
+                summary.image("i", jnp.ones((1, 2, 2, 3)))]), 1)
+            writer.add_hparams({"rate": 0.1}, {"accuracy": 1.0})
+            writer.add_session_log("START", 0)
+        assert len(list(summary.summary_iterator(writer.path))) == 5
+        from jstep.cli.main import main
+        assert main(["plot", "logs", "-o", "loss.png"]) == main(["events", "logs"]) == 0
+        assert not [m for m in sys.modules if m.startswith(("tensorflow", "tensorboard.compat.tensorf"))]
+        """,
+        path=trap.parent,
+    )
+
+
+@pytest.mark.parametrize("missing", ["tensorboard", "google_crc32c"])
+def test_a_missing_extra_is_an_error_that_says_how_to_install_it(run_python, missing):
+    run_python(
+        f"""
+        import os, sys
+        sys.modules[{missing!r}] = None
+        from jstep import summary
+        summary.scalar("a", 1.0)
+        try:
+            summary.SummaryWriter("logs")
+        except ImportError as error:
+            assert "needs {missing}" in str(error) and "pip install jstep[summaries]" in str(error), error
+        else:
+            raise AssertionError("no error")
+        assert not os.path.exists("logs")
+        """
+    )

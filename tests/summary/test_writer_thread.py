@@ -1,0 +1,131 @@
+"""SummaryWriter: its thread and its files."""
+
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboard.compat.proto import event_pb2
+from written import events_of, scalars, wait_until
+
+from jstep import summary
+from jstep.summary.write import event_file, worker
+from jstep.summary.write.writer import SummaryWriter
+
+
+@jax.jit
+def slow(x):
+    """A second of work or so."""
+    y = jax.lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), jnp.full((700, 700), x))
+    return summary.merge([summary.scalar("loss", y[0, 0] * 0 + x), summary.histogram("h", y)])
+
+
+def test_the_caller_waits_for_no_array(tmp_path, accumulate):
+    def add_eagerly(made):
+        writer.add_summary(summary.scalar("eager", made.parts[0].values), made.parts[1].exponent)
+
+    with SummaryWriter(tmp_path, max_queue=1) as writer:
+        add_eagerly(slow(2.0))  # compiles what there is to compile
+        writer.flush()
+        made = slow(2.0)
+        for step in range(1, 30):
+            writer.add_summary(made, step)
+        add_eagerly(made)
+        assert not made.parts[0].values.is_ready()
+    events = accumulate(tmp_path)
+    assert scalars(events) == [(step, 2.0) for step in range(1, 30)]
+    assert [value for _, value in scalars(events, "eager")] == [2.0, 2.0]
+
+
+def test_the_caller_waits_for_no_event_to_be_written(tmp_path, accumulate):
+    released = threading.Event()
+    with SummaryWriter(tmp_path, max_queue=1) as writer:
+        encode = writer._worker._encode
+        writer._worker._encode = lambda *args: released.wait(60) and encode(*args)
+        for step in range(50):
+            writer.add_summary(summary.scalar("loss", 2.0), step)
+        released.set()
+    assert len(accumulate(tmp_path).Scalars("loss")) == 50
+
+
+def test_the_buffer_is_written_at_max_queue_events_and_after_flush_secs(tmp_path):
+    with SummaryWriter(tmp_path / "queue", max_queue=3, flush_secs=10_000) as writer:
+        for step in range(3):
+            writer.add_summary(summary.scalar("loss", 1.0), step)
+        wait_until(lambda: len(events_of(writer)) == 4)
+    with SummaryWriter(tmp_path / "secs", max_queue=1000, flush_secs=0.05) as writer:
+        writer.add_summary(summary.scalar("loss", 1.0), 1)
+        wait_until(lambda: len(events_of(writer)) == 2)
+    with SummaryWriter(tmp_path / "never", max_queue=1000, flush_secs=float("inf")) as writer:
+        writer.add_summary(summary.scalar("loss", 1.0), 1)
+        writer.flush()
+        assert len(events_of(writer)) == 2
+
+
+def test_many_threads_write_to_one_writer(tmp_path, accumulate):
+    with SummaryWriter(tmp_path) as writer:
+
+        def write(name):
+            for step in range(200):
+                writer.add_summary(summary.scalar(name, float(step), collections=()), step)
+
+        threads = [threading.Thread(target=write, args=(f"t{i}",)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    events = accumulate(tmp_path)
+    assert all(scalars(events, f"t{i}") == [(s, float(s)) for s in range(200)] for i in range(4))
+
+
+def test_what_waits_in_memory_is_bounded(tmp_path, accumulate, monkeypatch):
+    monkeypatch.setattr(worker, "MAX_BYTES", 3000)
+    monkeypatch.setattr(worker, "MAX_JOBS", 4)
+    picture = np.zeros((1, 32, 32, 1), np.uint8)
+    with SummaryWriter(tmp_path) as writer:
+        for step in range(20):
+            writer.add_summary(summary.image("x", picture, max_images=1), step)
+            writer.add_summary(summary.scalar("loss", 1.0), step)
+            assert writer._worker._bytes <= 3000 + 1024
+    events = accumulate(tmp_path)
+    assert len(events.Images("x/image")) == len(events.Scalars("loss")) == 20
+
+
+def test_two_writers_of_one_second_have_files_of_their_own_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_file.time, "time", lambda: 1000.7)
+    writers = [SummaryWriter(tmp_path) for _ in range(12)]
+    for writer in writers:
+        writer.close()
+    names = [os.path.basename(writer.path) for writer in writers]
+    assert names == sorted(os.listdir(tmp_path))
+    assert len(set(names)) == 12
+    assert f".{os.getpid()}." in names[0]
+
+
+def test_a_file_sorts_after_those_of_a_host_whose_clock_is_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_file.time, "time", lambda: 2000.0)
+    SummaryWriter(tmp_path).close()
+    monkeypatch.setattr(event_file.time, "time", lambda: 1500.0)
+    with SummaryWriter(tmp_path) as writer:
+        pass
+    assert sorted(os.listdir(tmp_path))[-1] == os.path.basename(writer.path)
+    (tmp_path / "events.out.tfevents.zzz").touch()  # of another program's naming
+    with SummaryWriter(tmp_path):
+        pass
+
+
+def test_process_0_alone_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with SummaryWriter(tmp_path / "logs", graph=lambda: jnp.ones(3)) as writer:
+        writer.add_summary(summary.scalar("loss", 1.0), 1)
+        writer.add_event(event_pb2.Event())
+        writer.add_graph(lambda x: x, 1.0)
+        writer.add_session_log("START", 1)
+        writer.add_hparams({"a": 1})
+        writer.flush()
+    assert writer.path is None
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        writer.add_summary(summary.scalar("loss", 1.0), 1)
