@@ -9,18 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from jstep.stores import absolute, is_url, location
+
 
 def directory(directory: Any) -> str:
-    """An absolute path."""
-    path = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
-    if not isinstance(path, str):
-        raise TypeError(f"directory={directory!r}: must be a string or a path")
-    if not path:
-        raise ValueError("directory='': must name a directory")
-    if "://" in path:
-        raise ValueError(f"directory={path!r}: must be on a mounted file system; mount the bucket and give its path")
-    path = os.path.abspath(path)
-    if os.path.lexists(path) and not os.path.isdir(path):
+    """An absolute path, or the URL of an object store."""
+    path = absolute(location(directory, "directory"))
+    if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
         raise NotADirectoryError(f"directory={path!r}: there is a file of that name")
     return path
 

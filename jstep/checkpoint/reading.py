@@ -11,7 +11,7 @@ from jstep.checkpoint import processes
 from jstep.checkpoint.format import leaves as _leaves
 from jstep.checkpoint.format import placed
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
-from jstep.checkpoint.store.protocol import Store
+from jstep.checkpoint.store.protocol import Damaged, Store
 from jstep.core import trees
 
 _logger = logging.getLogger("jstep")
@@ -82,16 +82,25 @@ class Reader:
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """The stored arrays of these names. Files are verified first: what is damaged is not decoded."""
         share = jax.process_index(), jax.process_count()
+        verify = self._verify and not self._store.checks_what_it_reads
         try:
-            problems = self._store.damage(path, manifest, share) if self._verify else []
+            problems = self._store.damage(path, manifest, share) if verify else []
         except OSError as error:
             problems = [str(error)]
         if processes.on_any(bool(problems)):
             raise self._damaged(path, problems or ["another process names the file"])
+        arrays, failure = {}, None
         try:
-            return self._store.restore(path, manifest, shardings)
+            arrays = self._store.restore(path, manifest, shardings)
+        except Damaged as error:
+            problems, failure = error.problems, error
         except Exception as error:
-            raise CheckpointError(f"{path} could not be read: {short(error)}") from error
+            failure = error
+        if not processes.on_any(failure is not None):
+            return arrays
+        if failure is None or problems:
+            raise self._damaged(path, problems or ["another process names the file"])
+        raise CheckpointError(f"{path} could not be read: {short(failure)}") from failure
 
     def _damaged(self, path: str, problems: Sequence[str]) -> CheckpointError:
         """The error for a damaged checkpoint: says what is wrong, and which one to take instead."""

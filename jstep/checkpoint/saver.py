@@ -289,10 +289,13 @@ class Saver:
         path, self._saving = self._saving, None
         if path is not None and jax.process_index() == 0:
             self._store.abandon(path)
-        newest = next(self._store.newest_first(self.prefix), None)
+        try:
+            newest = next(self._store.newest_first(self.prefix), None)
+            rest = f"the newest is {newest[1]}." if newest else "there are none yet."
+        except OSError:
+            rest = "which there are cannot be seen now."
         raise CheckpointError(
-            f"{path} was not saved: {short(error)}. Checkpoints saved before are as they were; "
-            + (f"the newest is {newest[1]}." if newest else "there are none yet.")
+            f"{path} was not saved: {short(error)}. Checkpoints saved before are as they were; {rest}"
         ) from error
 
 

@@ -4,7 +4,7 @@ tensorstore is loaded when the first URL is used.
 """
 
 from jstep.stores.directory import Directory
-from jstep.stores.errors import StoreError
+from jstep.stores.errors import StoreError, TruncatedError
 from jstep.stores.objects import ABSENT, Found, Objects, Pending
 from jstep.stores.urls import absolute, is_url, join, location, split
 
@@ -15,6 +15,7 @@ __all__ = [
     "Objects",
     "Pending",
     "StoreError",
+    "TruncatedError",
     "absolute",
     "is_url",
     "join",

@@ -30,6 +30,10 @@ class StoreError(OSError):
     """A store did not do what it was asked, after all the retries there are: too busy, or an answer without a name."""
 
 
+class TruncatedError(StoreError):
+    """An object is shorter than the bytes that were asked of it."""
+
+
 def translated(error: Exception, verb: str, url: str) -> OSError:
     """The error to raise `from None` in place of tensorstore's.
 
@@ -45,6 +49,8 @@ def translated(error: Exception, verb: str, url: str) -> OSError:
     status = int(codes[-1]) if codes else 0
     code = _code(text)
     said = " ".join(str(part) for part in (status or "", code) if part)
+    if status == 416 or text.startswith("OUT_OF_RANGE"):
+        return TruncatedError(f"{url}: it is shorter than it was")
     if code in _REGION or status in (301, 307):
         return StoreError(f"{what}: the bucket is in another region ({said}); set AWS_REGION to that of the bucket")
     if code in _EXPIRED | _UNKNOWN_KEYS or status == 401:

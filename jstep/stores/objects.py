@@ -58,6 +58,10 @@ class Pending:
         except (ValueError, RuntimeError, OverflowError, NotImplementedError) as error:
             raise errors.translated(error, self._verb, self.url) from None
 
+    def give_up(self) -> None:
+        """Waits no longer for it, and is not told what becomes of it."""
+        self._future.cancel()
+
 
 class Objects:
     """The objects below a URL, opened when the first is asked for. Threads may share it.

@@ -11,12 +11,12 @@ import contextlib
 import errno
 import json
 import os
-import socket
 import time
 import weakref
 from typing import Any, NoReturn
 
 from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.store import owner
 
 try:
     import fcntl
@@ -73,7 +73,7 @@ def _locked(path: str, directory: str, prefix: str) -> int:
                 _refuse(handle, directory, prefix)
             # Whoever had it before may have removed the file between our opening and our locking it.
             if _same_file(handle, path):
-                _write(handle, {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())})
+                _write(handle, owner.this_process())
                 return handle
         except BaseException:
             os.close(handle)
@@ -94,26 +94,11 @@ def _lock(handle: int) -> bool:
     return not _seems_alive(_read(handle), os.fstat(handle).st_mtime)
 
 
-def _seems_alive(owner: dict[str, Any], last_sign: float) -> bool:
-    if not owner:
+def _seems_alive(who: dict[str, Any], last_sign: float) -> bool:
+    if not who:
         return False
-    if owner.get("host") != socket.gethostname():
-        return time.time() - last_sign < _SILENT
-    pid = owner.get("pid", -1)
-    return isinstance(pid, int) and pid > 0 and owner.get("started") == _started(pid) is not None
-
-
-def _started(pid: int) -> str | None:
-    """When a process of this host began, in the system's own count: with its number, that says which one it is."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[19]
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
-        pass
-    return "unknown"
+    alive = owner.is_alive(who)
+    return time.time() - last_sign < _SILENT if alive is None else alive
 
 
 def _same_file(handle: int, path: str) -> bool:
@@ -127,30 +112,20 @@ def _same_file(handle: int, path: str) -> bool:
 
 def _read(handle: int) -> dict[str, Any]:
     try:
-        owner = json.loads(os.pread(handle, 4096, 0))
+        who = json.loads(os.pread(handle, 4096, 0))
     except (OSError, ValueError):
         return {}
-    return owner if isinstance(owner, dict) else {}
+    return who if isinstance(who, dict) else {}
 
 
-def _write(handle: int, owner: dict[str, Any]) -> None:
+def _write(handle: int, who: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # a full disk: the lock counts, not what the file says
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(owner).encode(), 0)
+        os.pwrite(handle, json.dumps(who).encode(), 0)
 
 
 def _refuse(handle: int, directory: str, prefix: str) -> NoReturn:
-    owner = _read(handle)
-    host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
-    mine = pid == os.getpid() and host == socket.gethostname()
-    who = f"process {pid} on {host}" + (", which is this one" if mine else "")
-    way_out = (
-        "close the other Saver first (`with Saver(…) as saver:` does)" if mine else "wait for that process or end it"
-    )
-    raise CheckpointError(
-        f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
-        f"other's checkpoints. Give this run a directory or a prefix of its own, or {way_out}."
-    )
+    raise CheckpointError(owner.refusal(directory, prefix, _read(handle)))
 
 
 def _unlock(path: str, handle: int, pid: int) -> None:

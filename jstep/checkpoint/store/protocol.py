@@ -4,13 +4,25 @@ A Saver knows states, steps and retention; a store knows names, bytes, and how a
 not at all. Whatever happens in between, a path stands for a whole checkpoint or for none.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jstep.checkpoint.format.manifest import Manifest
+from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 
 Files = Mapping[str, Mapping[str, Any]]
 """Path below a checkpoint → what is known of that file or object: its `bytes`, and checksums or a stamp."""
+
+
+class Damaged(CheckpointError):
+    """What was read is not what was written.
+
+    Attributes:
+        problems: What is wrong with which file or object, in words.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = list(problems)
 
 
 class Commit(Protocol):
@@ -32,6 +44,9 @@ class Store(Protocol):
 
     directory: str
     """An absolute path, or a URL without a slash at its end."""
+
+    checks_what_it_reads: bool
+    """Whether `restore` compares checksums as it goes, so that `damage` before it would read everything twice."""
 
     def path(self, name: str) -> str:
         """Where a checkpoint of that name lies, as users see it."""
@@ -82,6 +97,9 @@ class Store(Protocol):
             path: Of the checkpoint.
             manifest: Its manifest.
             shardings: Name → where the array goes; None for a NumPy array.
+
+        Raises:
+            Damaged: What was read is not what was written; only where `checks_what_it_reads`.
         """
 
     # Writing.

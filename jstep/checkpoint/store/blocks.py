@@ -1,0 +1,83 @@
+"""Arrays cut into blocks of bytes: what a process writes of a state, and where each block belongs.
+
+A block is a box of one array in C order. Its shard may have been larger; none is larger than the objects it goes into.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+Box = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A box of an array, on the host.
+
+    Attributes:
+        array: The array's name.
+        start: Where the box begins, an index on each axis.
+        data: Its values.
+    """
+
+    array: str
+    start: tuple[int, ...]
+    data: np.ndarray[Any, Any]
+
+
+def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
+    """What this process has to write: of each array the first replica of its shards, of a NumPy array the first's.
+
+    The values are on the host when this returns; on the CPU they are the arrays' own memory, which is then not reused.
+    """
+    shards: list[tuple[str, Box, Any]] = []
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array):
+            for shard in array.addressable_shards:
+                if shard.replica_id == 0:
+                    shard.data.copy_to_host_async()
+                    shards.append((name, shard.index, shard.data))
+        elif jax.process_index() == 0:
+            shards.append((name, (slice(None),) * array.ndim, array))
+    blocks = []
+    for name, index, data in shards:
+        host = np.asarray(jax.device_get(data))
+        start = tuple(0 if part.start is None else part.start for part in index)
+        for box in boxes(host.shape, host.dtype.itemsize, most):
+            begin = tuple(a + part.start for a, part in zip(start, box, strict=True))
+            blocks.append(Block(name, begin, host[box]))
+    return blocks
+
+
+def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
+    """Boxes of a shape, in C order, each a run of bytes no longer than `most` (or one element)."""
+    whole = tuple(slice(0, size) for size in shape)
+    if math.prod(shape) * itemsize <= most:
+        yield whole
+        return
+    axis = next(i for i, size in enumerate(shape) if size > 1)
+    row = math.prod(shape[axis + 1 :]) * itemsize
+    step = max(1, most // row)
+    for start in range(0, shape[axis], step):
+        part = slice(start, min(start + step, shape[axis]))
+        if row <= most:
+            yield (*whole[:axis], part, *whole[axis + 1 :])
+        else:  # one row at a time, itself cut
+            for rest in boxes(shape[axis + 1 :], itemsize, most):
+                yield (*whole[:axis], part, *rest)
+
+
+def overlap(box: Box, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
+    """Where a block and a box have elements in common: seen from the box, and from the block. None where nowhere."""
+    inside, outside = [], []
+    for part, begin, size in zip(box, start, shape, strict=True):
+        first, last = max(part.start, begin), min(part.stop, begin + size)
+        if first >= last:
+            return None
+        inside.append(slice(first - part.start, last - part.start))
+        outside.append(slice(first - begin, last - begin))
+    return tuple(inside), tuple(outside)

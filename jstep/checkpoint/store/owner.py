@@ -1,0 +1,59 @@
+"""Who writes a prefix: a process of a host, and whether it still lives."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+
+def this_process() -> dict[str, Any]:
+    """What says which process this is, on whichever host: for JSON."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "space": _space(), "pid": pid, "started": started(pid)}
+
+
+def is_alive(owner: Mapping[str, Any]) -> bool | None:
+    """Whether a process lives; None where that cannot be told from here, since it is of another host or container."""
+    if owner.get("host") != socket.gethostname() or owner.get("space", _space()) != _space():
+        return None
+    pid = owner.get("pid", -1)
+    return isinstance(pid, int) and pid > 0 and owner.get("started") == started(pid) is not None
+
+
+def started(pid: int) -> str | None:
+    """When a process of this host began, in the system's own count: with its number, that says which one it is."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]  # killed, and its parent has not looked yet
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return "unknown"
+
+
+def _space() -> str:
+    """What the numbers of processes belong to: hosts of one name are told apart by their boot, containers by theirs."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        found.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(found)
+
+
+def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> str:
+    """What a second writer is told."""
+    host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
+    mine = pid == os.getpid() and host == socket.gethostname() and owner.get("space", _space()) == _space()
+    who = f"process {pid} on {host}" + (", which is this one" if mine else "")
+    way_out = (
+        "close the other Saver first (`with Saver(…) as saver:` does)" if mine else "wait for that process or end it"
+    )
+    return (
+        f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
+        f"other's checkpoints. Give this run a directory or a prefix of its own, or {way_out}."
+    )

@@ -1,0 +1,155 @@
+"""Arrays out of the blocks of an object store, onto whatever sharding is asked for: each process reads what it needs."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.checkpoint.format import leaves as _leaves
+from jstep.checkpoint.format.manifest import Manifest
+from jstep.checkpoint.store import packs
+from jstep.checkpoint.store.blocks import Box, overlap
+from jstep.checkpoint.store.packs import Stored
+from jstep.checkpoint.store.protocol import Damaged
+from jstep.stores import Objects, Pending, TruncatedError
+
+_Key = tuple[tuple[int, int], ...]
+_AT_ONCE = 8
+"""Reads under way: 256 MB at most."""
+
+
+@dataclasses.dataclass
+class _Part:
+    """A box of an array that this process needs, being filled."""
+
+    box: Box
+    values: np.ndarray[Any, Any]
+
+
+def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of arrays, compared with the blocks before any of them is read.
+
+    Raises:
+        Damaged: They do not fit, or blocks are missing.
+    """
+    wanted = set(names)
+    kinds = {leaf.array: _leaves.stored_kind(leaf) for leaf in manifest.leaves if leaf.array in wanted}
+    there = dict.fromkeys(wanted, 0)
+    problems = []
+    for block in blocks:
+        if block.array not in wanted:
+            continue
+        shape, dtype = kinds[block.array]
+        inside = len(block.start) == len(shape) and all(
+            begin + size <= whole for begin, size, whole in zip(block.start, block.shape, shape, strict=True)
+        )
+        if block.dtype != dtype or not inside:
+            problems.append(
+                f"{block.array!r} is {dtype} of shape {shape}, and what is stored is {block.dtype}, "
+                f"{block.shape} at {block.start}"
+            )
+        there[block.array] += math.prod(block.shape)
+    for name in names:
+        if there[name] != math.prod(kinds[name][0]) and not problems:
+            problems.append(f"{name!r}: {there[name]} of {math.prod(kinds[name][0])} elements are stored")
+    if problems:
+        raise Damaged(problems)
+    return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
+
+
+def arrays(
+    objects: Objects, folder: str, manifest: Manifest, blocks: Sequence[Stored], shardings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arrays by name, placed; NumPy arrays where the sharding is None. They share no memory with anything.
+
+    Raises:
+        Damaged: An object is missing, or its bytes are not those that were written.
+        OSError: The store cannot be read.
+    """
+    kinds = check(manifest, blocks, list(shardings))
+    parts = {name: _parts(*kinds[name], sharding) for name, sharding in shardings.items()}
+    needed = [
+        block
+        for block in blocks
+        if any(overlap(part.box, block.start, block.shape) for part in parts.get(block.array, {}).values())
+    ]
+
+    def fill(block: Stored, body: bytes) -> None:
+        values = packs.decoded(block, body, kinds[block.array][1])
+        for part in parts[block.array].values():
+            if (both := overlap(part.box, block.start, block.shape)) is not None:
+                part.values[both[0]] = values[both[1]]
+
+    read(objects, folder, needed, fill)
+    out: dict[str, Any] = {}
+    for name, sharding in shardings.items():
+        mine = parts.pop(name)
+        if sharding is None:
+            out[name] = next(iter(mine.values())).values
+        else:
+            shape = kinds[name][0]
+            index = sharding.addressable_devices_indices_map(shape)
+            # Of its own memory: on the CPU an array may be built on NumPy's, which then is not reused when donated.
+            local = [jax.device_put(mine[_key(box, shape)].values, device, may_alias=False) for device, box in index.items()]
+            out[name] = jax.make_array_from_single_device_arrays(shape, sharding, local)
+    return out
+
+
+def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> None:
+    """Reads blocks, and calls `use(block, bytes)` with each.
+
+    Raises:
+        Damaged: An object is missing, or `use` raised ValueError.
+        OSError: The store cannot be read.
+    """
+    problems: dict[str, None] = {}
+    reading: list[tuple[list[Stored], Pending]] = []
+
+    def end_one() -> None:
+        run, pending = reading.pop(0)
+        try:
+            found = objects.found(pending)
+            if found.data is None:
+                raise ValueError("missing")
+            for block in run:
+                at = block.offset - run[0].offset
+                use(block, found.data[at : at + block.nbytes])
+        except (ValueError, TruncatedError) as error:
+            text = str(error)
+            problems[text if pending.url in text else f"{pending.url}: {text}"] = None
+
+    try:
+        for run in packs.runs(blocks):
+            if len(reading) == _AT_ONCE:
+                end_one()
+            last = run[-1].offset + run[-1].nbytes
+            reading.append((run, objects.start_read(f"{folder}/{run[0].pack}", run[0].offset, last)))
+        while reading:
+            end_one()
+    except BaseException:
+        for _, pending in reading:
+            pending.give_up()
+        raise
+    if problems:
+        raise Damaged(list(problems))
+
+
+def _parts(shape: tuple[int, ...], dtype: Any, sharding: Any) -> dict[_Key, _Part]:
+    """The boxes of an array that this process needs; devices that hold the same share one."""
+    whole = (slice(None),) * len(shape)
+    boxes = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+    found = {}
+    for box in boxes:
+        key = _key(box, shape)
+        if key not in found:
+            found[key] = _Part(tuple(slice(*ends) for ends in key), np.empty([b - a for a, b in key], dtype))
+    return found
+
+
+def _key(box: Box, shape: tuple[int, ...]) -> _Key:
+    """The ends of a box: slices cannot be keys before Python 3.12."""
+    return tuple(part.indices(size)[:2] for part, size in zip(box, shape, strict=True))
