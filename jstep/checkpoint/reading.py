@@ -11,7 +11,7 @@ from jstep.checkpoint import processes
 from jstep.checkpoint.format import leaves as _leaves
 from jstep.checkpoint.format import placed
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
-from jstep.checkpoint.store.protocol import Damaged, Store
+from jstep.checkpoint.store.protocol import DamagedError, Store
 from jstep.core import trees
 
 _logger = logging.getLogger("jstep")
@@ -89,10 +89,11 @@ class Reader:
             problems = [str(error)]
         if processes.on_any(bool(problems)):
             raise self._damaged(path, problems or ["another process names the file"])
-        arrays, failure = {}, None
+        arrays: dict[str, Any] = {}
+        failure: Exception | None = None
         try:
             arrays = self._store.restore(path, manifest, shardings)
-        except Damaged as error:
+        except DamagedError as error:
             problems, failure = error.problems, error
         except Exception as error:
             failure = error

@@ -1,6 +1,7 @@
 """The leaves of a state as a checkpoint knows them, and how a target's leaves are found among them."""
 
 import dataclasses
+import functools
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -97,6 +98,19 @@ def from_stored(record: Leaf, array: Any) -> Any:
 
 def _same_bits(record: Leaf) -> bool:
     return record.dtype.startswith("float")
+
+
+def stored_kind(record: Leaf) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of the array that is stored for a leaf, as the storage format has them."""
+    if record.key_impl is not None:
+        key = _key_data(record.key_impl)
+        return (*record.shape, *key.shape), str(key.dtype)
+    return record.shape, record.stored_as or record.dtype
+
+
+@functools.cache
+def _key_data(impl: str) -> Any:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The keys of checkpoints below a URL, and which of them are ours.
 
-    model-7/manifest.json               the checkpoint exists when this does
-    model-7/data.1795172888-1f0e2d3c/   what one attempt to save it has written
-    ~claims/model                       who writes model-*
-    ~jstep                              the mark: a list without it is not whole
+model-7/manifest.json               the checkpoint exists when this does
+model-7/data.1795172888-1f0e2d3c/   what one attempt to save it has written
+~claims/model                       who writes model-*
+~jstep                              the mark: a list without it is not whole
 """
 
 import re

@@ -99,7 +99,9 @@ class ObjectSave:
         until = time.monotonic() + _OTHERS + 10 * took
         for index in range(count):
             key = f"part.{index}.json"
-            data = own if index == 0 else self._polled(f"{self._folder}/{key}", until, f"process {index} has not written")
+            data = (
+                own if index == 0 else self._polled(f"{self._folder}/{key}", until, f"process {index} has not written")
+            )
             if data.startswith(b'{"failed"'):
                 raise CheckpointError(f"process {index}: {json.loads(data)['failed']}")
             files |= packs.read_index(data)[0]

@@ -18,7 +18,7 @@ from jstep.checkpoint.store.blocks import own_blocks
 from jstep.checkpoint.store.object_claim import ObjectClaim
 from jstep.checkpoint.store.object_names import Checkpoints
 from jstep.checkpoint.store.object_save import ObjectSave
-from jstep.checkpoint.store.protocol import Commit, Damaged
+from jstep.checkpoint.store.protocol import Commit, DamagedError
 from jstep.stores import Directory, Pending
 
 START = 38.0
@@ -97,8 +97,10 @@ class ObjectStore:
             blocks = [block for block in blocks if block.pack in mine]
             dtypes = {block.dtype: jax.numpy.dtype(block.dtype) for block in blocks}
             folder = f"{self._name(path)}/{manifest.data}"
-            unpack.read(self._objects, folder, blocks, lambda block, body: packs.decoded(block, body, dtypes[block.dtype]))
-        except Damaged as error:
+            unpack.read(
+                self._objects, folder, blocks, lambda block, body: packs.decoded(block, body, dtypes[block.dtype])
+            )
+        except DamagedError as error:
             return error.problems
         except (TypeError, ValueError) as error:
             return [f"{path}: {error}"]
@@ -111,7 +113,7 @@ class ObjectStore:
         folder = f"{self._name(path)}/{manifest.data}"
         try:
             return unpack.arrays(self._objects, folder, manifest, self._blocks(path, manifest), shardings)
-        except Damaged:
+        except DamagedError:
             with contextlib.suppress(CheckpointError, OSError):
                 if self.manifest(path).data != manifest.data:
                     raise CheckpointError(f"{path} was replaced while it was read; restore it again") from None
@@ -138,7 +140,7 @@ class ObjectStore:
                 except ValueError as error:
                     problems.append(f"{pending.url}: {error}")
         if problems:
-            raise Damaged(problems)
+            raise DamagedError(problems)
         return blocks
 
     # Writing.

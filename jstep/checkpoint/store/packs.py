@@ -63,7 +63,9 @@ class Stored:
         counts = [*start, *shape, offset, nbytes]
         if len(start) != len(shape) or any(type(count) is not int or count < 0 for count in counts):
             raise ValueError(f"a block of {array!r:.50} has no place")
-        return cls(str(array), str(dtype), tuple(start), tuple(shape), str(pack), offset, nbytes, str(crc32), bool(zipped))
+        return cls(
+            str(array), str(dtype), tuple(start), tuple(shape), str(pack), offset, nbytes, str(crc32), bool(zipped)
+        )
 
 
 def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], compress: bool) -> bytes:

@@ -13,7 +13,7 @@ Files = Mapping[str, Mapping[str, Any]]
 """Path below a checkpoint → what is known of that file or object: its `bytes`, and checksums or a stamp."""
 
 
-class Damaged(CheckpointError):
+class DamagedError(CheckpointError):
     """What was read is not what was written.
 
     Attributes:
@@ -99,7 +99,7 @@ class Store(Protocol):
             shardings: Name → where the array goes; None for a NumPy array.
 
         Raises:
-            Damaged: What was read is not what was written; only where `checks_what_it_reads`.
+            DamagedError: What was read is not what was written; only where `checks_what_it_reads`.
         """
 
     # Writing.

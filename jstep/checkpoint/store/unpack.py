@@ -1,4 +1,4 @@
-"""Arrays out of the blocks of an object store, onto whatever sharding is asked for: each process reads what it needs."""
+"""Arrays out of the blocks of an object store, onto any sharding: each process reads what it needs."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from jstep.checkpoint.format.manifest import Manifest
 from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.blocks import Box, overlap
 from jstep.checkpoint.store.packs import Stored
-from jstep.checkpoint.store.protocol import Damaged
+from jstep.checkpoint.store.protocol import DamagedError
 from jstep.stores import Objects, Pending, TruncatedError
 
 _Key = tuple[tuple[int, int], ...]
@@ -34,7 +34,7 @@ def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) ->
     """Shape and dtype of arrays, compared with the blocks before any of them is read.
 
     Raises:
-        Damaged: They do not fit, or blocks are missing.
+        DamagedError: They do not fit, or blocks are missing.
     """
     wanted = set(names)
     kinds = {leaf.array: _leaves.stored_kind(leaf) for leaf in manifest.leaves if leaf.array in wanted}
@@ -57,7 +57,7 @@ def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) ->
         if there[name] != math.prod(kinds[name][0]) and not problems:
             problems.append(f"{name!r}: {there[name]} of {math.prod(kinds[name][0])} elements are stored")
     if problems:
-        raise Damaged(problems)
+        raise DamagedError(problems)
     return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
 
 
@@ -67,7 +67,7 @@ def arrays(
     """Arrays by name, placed; NumPy arrays where the sharding is None. They share no memory with anything.
 
     Raises:
-        Damaged: An object is missing, or its bytes are not those that were written.
+        DamagedError: An object is missing, or its bytes are not those that were written.
         OSError: The store cannot be read.
     """
     kinds = check(manifest, blocks, list(shardings))
@@ -94,7 +94,9 @@ def arrays(
             shape = kinds[name][0]
             index = sharding.addressable_devices_indices_map(shape)
             # Of its own memory: on the CPU an array may be built on NumPy's, which then is not reused when donated.
-            local = [jax.device_put(mine[_key(box, shape)].values, device, may_alias=False) for device, box in index.items()]
+            local = [
+                jax.device_put(mine[_key(box, shape)].values, device, may_alias=False) for device, box in index.items()
+            ]
             out[name] = jax.make_array_from_single_device_arrays(shape, sharding, local)
     return out
 
@@ -103,7 +105,7 @@ def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> N
     """Reads blocks, and calls `use(block, bytes)` with each.
 
     Raises:
-        Damaged: An object is missing, or `use` raised ValueError.
+        DamagedError: An object is missing, or `use` raised ValueError.
         OSError: The store cannot be read.
     """
     problems: dict[str, None] = {}
@@ -135,7 +137,7 @@ def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> N
             pending.give_up()
         raise
     if problems:
-        raise Damaged(list(problems))
+        raise DamagedError(list(problems))
 
 
 def _parts(shape: tuple[int, ...], dtype: Any, sharding: Any) -> dict[_Key, _Part]:
