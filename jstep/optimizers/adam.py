@@ -1,10 +1,12 @@
 """Adam."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.age import bias_correction
-from jstep.optimizers.hyper import checked
+from jstep.optimizers.arguments import adam_hyper
 from jstep.optimizers.leafwise import Hyper, leafwise
 
 
@@ -45,12 +47,7 @@ def adam(
     return leafwise(
         adam_rule,
         slots={"m": 0.0, "v": 0.0},
-        hyper={
-            "learning_rate": checked("learning_rate", learning_rate, low=0),
-            "beta1": checked("beta1", beta1, low=0, high=1, below=True),
-            "beta2": checked("beta2", beta2, low=0, high=1, below=True),
-            "epsilon": checked("epsilon", epsilon, low=0),
-        },
+        hyper=adam_hyper(learning_rate, beta1, beta2, epsilon),
         prepare=prepare,
         aged=True,
         sparse=False,
@@ -59,8 +56,7 @@ def adam(
 
 def adam_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update and moments."""
-    m = h["beta1"] * slots["m"] + (1 - h["beta1"]) * g
-    v = h["beta2"] * slots["v"] + (1 - h["beta2"]) * (g * g)
+    m, v = moments(g, slots, h)
     return h["signed_rate"] * m / (jnp.sqrt(v) + h["epsilon"]), {"m": m, "v": v}
 
 
@@ -68,3 +64,29 @@ def prepare(h: Hyper) -> Hyper:
     """The rate with both bias corrections in it."""
     correction = jnp.sqrt(bias_correction(h["beta2"], h["age"])) / bias_correction(h["beta1"], h["age"])
     return {"signed_rate": -h["learning_rate"] * correction}
+
+
+# What Adam's kin share.
+
+
+def moments(g: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, Array]:
+    """The averages m of g and v of g², decayed by β1 and β2."""
+    return average(slots["m"], g, h["beta1"]), average(slots["v"], g * g, h["beta2"])
+
+
+def average(old: Array, new: Array, beta: Any) -> Array:
+    """An exponential moving average: β·old + (1−β)·new."""
+    return beta * old + (1 - beta) * new
+
+
+def corrections(h: Hyper) -> Hyper:
+    """What takes the bias from m and v: 1/(1−β1^t) and 1/(1−β2^t)."""
+    return {
+        "unbias1": 1 / bias_correction(h["beta1"], h["age"]),
+        "unbias2": 1 / bias_correction(h["beta2"], h["age"]),
+    }
+
+
+def direction(m: Array, v: Array, h: Hyper) -> Array:
+    """The direction m̂ / (√v̂ + ε), m̂ and v̂ without their bias."""
+    return h["unbias1"] * m / (jnp.sqrt(h["unbias2"] * v) + h["epsilon"])

@@ -1,7 +1,8 @@
-"""How old slots are, and what follows from it."""
+"""How old slots are and what follows from it; and what a step must compute before it overwrites them."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,3 +40,18 @@ def ordered_after(x: Array, first: Array) -> Array:
     is read from memory.
     """
     return jnp.where((first > 0) & (first < 0), first.astype(x.dtype), x)
+
+
+def after_parameter(p: Array, u: Array, dtype: Any, *reads: Array) -> tuple[Array, ...]:
+    """The new parameter, and what may be read once it is there: for slots that it needs as they were.
+
+    The sum is the one that `apply_updates` makes, which XLA sees and makes once.
+
+    Args:
+        p: The parameter, as the rule has it.
+        u: Its update.
+        dtype: The dtype that the parameter is kept in.
+        *reads: Arrays that are read again after it.
+    """
+    new: tuple[Array, ...] = jax.lax.optimization_barrier(((p + u).astype(dtype), *reads))
+    return new

@@ -19,7 +19,7 @@ step (numbers, arrays, schedules, held), the age of the slots, masks by path, an
 - `slots`: a number is what a slot starts from, everywhere; `Slot(...)` says more: a copy of the parameter, another
   shape or none for some leaves, a narrower dtype. What the rule leaves out of its answer stays as it is.
 - `h` holds every hyperparameter (a Python float where it is a plain number, so that 1 − 0.999 is exact), the scalar
-  slots, the flags of the leaf, `step`, `age` where aged, and whatever `prepare` and `conclude` returned.
+  slots, the flags of the leaf, its `dtype`, `step`, `age` where aged, and whatever `prepare` and `conclude` returned.
 - `prepare(h)` runs once before the leaves; what it returns joins h, and a new value of a scalar slot is returned
   under the slot's name.
 - `measure(g, p, slots, h) -> {name: scalar}` runs on each leaf that has a gradient and is summed over all of them;
@@ -38,7 +38,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, within
-from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates
+from jstep.core.types import Array, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import age_of, new_start_step
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import report, value_at, values_at
@@ -112,7 +112,7 @@ def leafwise(
         fresh: Slots = {name: _fresh(name, spec, params, global_step) for name, spec in specs_for(params).items()}
         if aged:
             fresh[START_STEP] = new_start_step(global_step)
-        fresh |= {name: jnp.array(value, dtype=jnp.float32, copy=True) for name, value in scalars.items()}
+        fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
         return fresh | held_slots(hyper)
 
     on_leaf = _shared_by_leaves_of_a_shape(rule, hyper, sparse=sparse and measure is None)
@@ -165,6 +165,11 @@ def leafwise(
     return Optimizer(Init(init, names, is_finished), update, report(hyper))
 
 
+def _scalar(name: str, value: Any, global_step: Step) -> Array:
+    first = value.value if isinstance(value, Held) else value
+    return jnp.array(value_at(f"the initial value of slot {name!r}", first, global_step), jnp.float32, copy=True)
+
+
 def _fresh(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
     """A slot for params."""
     copy = isinstance(spec.initial, str)
@@ -213,7 +218,7 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], hyper: Mapping[str, A
             return x if old is None or x is None else x.astype(old.dtype)
 
         # Python floats stay such: 1 − 0.999 is exact in double precision and off by 5e-5 in float32.
-        h = dict(static) | {name: wide(value) for name, value in arrays.items()}
+        h = dict(static) | {name: wide(value) for name, value in arrays.items()} | {"dtype": leaf.dtype}
         if isinstance(gradient, IndexedSlices) and not sparse:
             gradient = gradient.to_dense()
         if not isinstance(gradient, IndexedSlices):

@@ -1,0 +1,155 @@
+"""Adafactor: second moments of matrices as the product of a row's and a column's."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.checks import as_bool, as_int
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.var_list import VarList
+from jstep.optimizers.adam import average
+from jstep.optimizers.arguments import decay_flags, decay_hyper, decays, rate
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, Slot, leafwise
+
+HIGHEST_RELATIVE = 1e-2
+"""The rate of relative steps where no learning_rate bounds them, as in T5."""
+
+
+def adafactor(
+    learning_rate: ScalarOrSchedule | None = None,
+    decay_rate: ScalarOrSchedule = 0.8,
+    epsilon: ScalarOrSchedule = 1e-30,
+    epsilon_scale: ScalarOrSchedule = 1e-3,
+    clip_threshold: ScalarOrSchedule | None = 1.0,
+    momentum: ScalarOrSchedule | None = None,
+    scale_parameter: bool = True,
+    relative_step: bool = False,
+    min_dim_size_to_factor: int = 128,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """Adafactor: u = g/√v; u /= max(1, rms(u)/clip_threshold); p −= lr·(max(epsilon_scale, rms(p))·u + weight_decay·p).
+
+    v averages g² + ε by β = 1 − t^(−decay_rate), t the age of the slots. For a leaf whose two largest axes both have
+    min_dim_size_to_factor elements it is never made: R averages the means of its rows, C those of its columns, and
+    v = R·C/mean(R).
+
+    Args:
+        learning_rate: The step size lr ≥ 0; None for 1, or for 0.01 with relative_step.
+        decay_rate: How fast β comes near 1, ≥ 0.
+        epsilon: Added to g², > 0.
+        epsilon_scale: The smallest scale of a parameter, ≥ 0.
+        clip_threshold: The largest root mean square of a leaf's update before its scale, > 0; None for no bound.
+        momentum: The decay of an average of the scaled updates, which then move the parameters, in [0, 1); None for
+            none.
+        scale_parameter: Whether a step is measured in root mean squares of its parameter.
+        relative_step: Whether the step size is min(lr, 1/√t).
+        min_dim_size_to_factor: What both of the largest axes must have.
+        weight_decay: Decoupled, multiplied by lr, as in torch and T5; ≥ 0.
+        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+
+    Returns:
+        An `Optimizer` with the slots `v_row` (without the largest axis) and `v_col` (without the second) for factored
+        leaves, `v` for the others, `m` with momentum, and the scalar `start_step`. A leaf that stacks layers is
+        factored by its two largest axes, whichever they are.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adafactor(0.5)
+        >>> state = jstep.TrainState.create({"w": jnp.ones((256, 128))}, optimizer)
+        >>> print(state.slots["v_row"]["w"].shape, state.slots["v_col"]["w"].shape, state.slots["v"]["w"])
+        (128,) (256,) None
+
+    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018); the numbers are
+    those of `optax.adafactor`, whose weight decay is not multiplied by the rate, and whose decay_offset is start_step
+    here.
+    """
+    least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
+    hyper: dict[str, Any] = {} if learning_rate is None else {"learning_rate": rate(learning_rate)}
+    hyper |= {
+        "decay_rate": checked("decay_rate", decay_rate, low=0),
+        "epsilon": checked("epsilon", epsilon, low=0, above=True),
+        "epsilon_scale": checked("epsilon_scale", epsilon_scale, low=0),
+    }
+    if clip_threshold is not None:
+        hyper["clip_threshold"] = checked("clip_threshold", clip_threshold, low=0, above=True)
+    if momentum is not None:
+        hyper["momentum"] = checked("momentum", momentum, low=0, high=1, below=True)
+    relative, scales = as_bool(relative_step, "relative_step"), as_bool(scale_parameter, "scale_parameter")
+
+    def without(which: int) -> Any:
+        def shape(path: str, leaf: Any) -> tuple[int, ...] | None:
+            axes = factored_axes(np.shape(leaf), least)
+            return None if axes is None else tuple(np.delete(np.shape(leaf), axes[which]).tolist())
+
+        return shape
+
+    def whole(path: str, leaf: Any) -> tuple[int, ...] | None:
+        return np.shape(leaf) if factored_axes(np.shape(leaf), least) is None else None
+
+    def prepare(h: Hyper) -> Hyper:
+        lr = h.get("learning_rate", HIGHEST_RELATIVE if relative else 1.0)
+        age = h["age"].astype(jnp.result_type(float))
+        return {
+            "beta": 1 - jnp.power(age, -h["decay_rate"]),
+            "step_size": jnp.minimum(lr, 1 / jnp.sqrt(age)) if relative else lr,
+            "decay_size": lr,
+            "scales": scales,
+        }
+
+    return leafwise(
+        adafactor_rule,
+        slots={"v_row": Slot(shape=without(1)), "v_col": Slot(shape=without(0)), "v": Slot(shape=whole)}
+        | ({} if momentum is None else {"m": 0.0}),
+        hyper=hyper | decay_hyper(weight_decay),
+        flags=decay_flags(weight_decay_mask),
+        prepare=prepare,
+        aged=True,
+        sparse=False,
+        finished=True,
+    )
+
+
+def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:
+    """The second largest and the largest axis, where both have `least` elements."""
+    if len(shape) < 2:
+        return None
+    second, largest = (int(axis) for axis in np.argsort(shape, kind="stable")[-2:])
+    return (second, largest) if shape[second] >= least else None
+
+
+def adafactor_rule(g: Array, p: Array, slots: dict[str, Any], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update and moments."""
+    square, new = g * g + h["epsilon"], {}
+    if slots["v"] is None:
+        axes = factored_axes(p.shape, 1)
+        assert axes is not None
+        second, largest = axes
+        row = new["v_row"] = average(slots["v_row"], jnp.mean(square, largest), h["beta"])
+        col = new["v_col"] = average(slots["v_col"], jnp.mean(square, second), h["beta"])
+        mean = jnp.mean(row, second - 1 if second > largest else second, keepdims=True)
+        u = g * jnp.expand_dims(1 / jnp.sqrt(row / mean), largest) * jnp.expand_dims(1 / jnp.sqrt(col), second)
+    else:
+        v = new["v"] = average(slots["v"], square, h["beta"])
+        u = g / jnp.sqrt(v)
+    size = h["step_size"]
+    if "clip_threshold" in h:
+        size = size / jnp.maximum(1.0, root_mean_square(u) / h["clip_threshold"])
+    if h["scales"]:
+        size = size * jnp.maximum(h["epsilon_scale"], root_mean_square(p))
+    u = size * u
+    if "momentum" in h:
+        u = new["m"] = average(slots["m"], u, h["momentum"])
+    return -(u + h["decay_size"] * h["weight_decay"] * p if decays(h) else u), new
+
+
+def root_mean_square(x: Array) -> Array:
+    """The root of the mean of squares; 0 for no elements."""
+    return jnp.sqrt(jnp.sum(x * x) / max(1, math.prod(x.shape)))

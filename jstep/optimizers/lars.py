@@ -1,0 +1,87 @@
+"""LARS: momentum with a step as long as each layer bears."""
+
+from jstep.core.checks import as_bool
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.var_list import VarList
+from jstep.optimizers.arguments import decay_flags, decay_hyper, rate, with_decay
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, leafwise
+from jstep.optimizers.masks import mask
+from jstep.optimizers.trust_ratio import trust_ratio
+
+
+def lars(
+    learning_rate: ScalarOrSchedule,
+    momentum: ScalarOrSchedule = 0.9,
+    use_nesterov: bool = False,
+    trust_coefficient: ScalarOrSchedule = 1e-3,
+    epsilon: ScalarOrSchedule = 0.0,
+    trust_ratio_mask: VarList = None,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """LARS: g += weight_decay·p; a = momentum·a + lr·g·trust_coefficient·‖p‖/(‖g‖ + ε); p −= a, norms by leaf.
+
+    With Nesterov p −= (the last term of a) + momentum·a. Where a norm is 0 the ratio is 1. The rate is inside the
+    buffer: what was gathered at a high rate goes on at that.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        momentum: The share of the old update that is kept, in [0, 1].
+        use_nesterov: Whether to look ahead along the new update.
+        trust_coefficient: How far a leaf may move in one step of rate 1, as a share of its norm; ≥ 0.
+        epsilon: Added to ‖g‖, ≥ 0.
+        trust_ratio_mask: Which leaves have the ratio: the grammar of `var_list`, None for all.
+        weight_decay: Coupled: added to the gradient as weight_decay·p; ≥ 0.
+        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+
+    Returns:
+        An `Optimizer` with the slot `momentum` (initially 0).
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range, or a mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.lars(1.0, trust_coefficient=0.25)
+        >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        1.5
+
+    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the numbers are those of
+    `optax.lars`.
+    """
+    return leafwise(
+        nesterov_rule if as_bool(use_nesterov, "use_nesterov") else lars_rule,
+        slots={"momentum": 0.0},
+        hyper={
+            "learning_rate": rate(learning_rate),
+            "momentum": checked("momentum", momentum, low=0, high=1),
+            "trust_coefficient": checked("trust_coefficient", trust_coefficient, low=0),
+            "epsilon": checked("epsilon", epsilon, low=0),
+        }
+        | decay_hyper(weight_decay),
+        flags=decay_flags(weight_decay_mask) | {"trusts": mask("trust_ratio_mask", trust_ratio_mask)},
+        sparse=False,
+    )
+
+
+def scaled(g: Array, p: Array, h: Hyper) -> Array:
+    """The gradient with decay, ratio and rate in it."""
+    g = with_decay(g, p, h)
+    ratio = trust_ratio(p, g, h["trust_coefficient"], h["epsilon"]) if h["trusts"] else 1.0
+    return h["learning_rate"] * ratio * g
+
+
+def lars_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update and buffer."""
+    a = h["momentum"] * slots["momentum"] + scaled(g, p, h)
+    return -a, {"momentum": a}
+
+
+def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """Likewise, with a look ahead."""
+    g = scaled(g, p, h)
+    a = h["momentum"] * slots["momentum"] + g
+    return -(g + h["momentum"] * a), {"momentum": a}

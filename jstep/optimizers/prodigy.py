@@ -1,0 +1,167 @@
+"""Prodigy: Adam that finds its own rate."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from jstep.core.checks import as_bool
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.var_list import VarList
+from jstep.optimizers import age as ages
+from jstep.optimizers.arguments import adam_hyper, beta, decay_flags, decay_hyper, with_decay
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, Slot, leafwise
+
+
+def prodigy(
+    learning_rate: ScalarOrSchedule = 1.0,
+    beta1: ScalarOrSchedule = 0.9,
+    beta2: ScalarOrSchedule = 0.999,
+    beta3: ScalarOrSchedule | None = None,
+    epsilon: ScalarOrSchedule = 1e-8,
+    d0: ScalarOrSchedule = 1e-6,
+    d_coef: ScalarOrSchedule = 1.0,
+    growth_rate: ScalarOrSchedule = math.inf,
+    bias_correction: bool = False,
+    safeguard_warmup: bool = False,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """Prodigy: p −= d·lr·(m/(√v + d'·ε) + weight_decay·p), d' the new estimate of the distance to the solution.
+
+    m averages d·g, v averages (d·g)², s = β3·s + (d/d0)·d·lr·g, n = β3·n + (d/d0)·d·lr·⟨g, p0 − p⟩, both over all
+    leaves; then d' = max(d, d_coef·n/‖s‖₁), and at most d·growth_rate.
+
+    Args:
+        learning_rate: A factor lr ≥ 0 of the rate that is found: 1, or a schedule that falls from 1. At a step where
+            it is 0 nothing changes.
+        beta1: The decay of the first moment, in [0, 1).
+        beta2: The decay of the second moment, in [0, 1).
+        beta3: The decay of the sums, in [0, 1); None for √β2.
+        epsilon: Added to √v, times d; ≥ 0.
+        d0: The first estimate, > 0.
+        d_coef: A factor of the estimate, > 0.
+        growth_rate: By how much the estimate may grow in one step, ≥ 1; infinite as a rule.
+        bias_correction: Whether to multiply the rate by √(1−β2^t)/(1−β1^t), t the age of the slots.
+        safeguard_warmup: Whether lr is left out of s: for a learning rate that warms up.
+        weight_decay: Decoupled, multiplied by d·lr; ≥ 0.
+        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+
+    Returns:
+        An `Optimizer` with the slots `m`, `v`, `s` (initially 0) and `p0` (a copy of the parameters), and the scalars
+        `d`, `d_max`, `d_numerator` and `start_step`. In a `partition` each label finds a rate of its own.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.prodigy(d0=0.1)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> for _ in range(30):
+        ...     state = jstep.apply_gradients(state, {"w": 2 * state.params["w"]}, optimizer)
+        >>> print(f'{state.slots["d"]:.2f}')
+        0.25
+
+    Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (2023); the numbers are
+    those of the authors' `prodigyopt`. `optax.contrib.prodigy` always corrects the bias.
+    """
+    hyper = adam_hyper(learning_rate, beta1, beta2, epsilon) | {
+        "d0": checked("d0", d0, low=0, above=True),
+        "d_coef": checked("d_coef", d_coef, low=0, above=True),
+    }
+    if beta3 is not None:
+        hyper["beta3"] = beta("beta3", beta3)
+    if not (isinstance(growth_rate, float) and growth_rate == math.inf):
+        hyper["growth_rate"] = checked("growth_rate", growth_rate, low=1)
+    corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
+
+    def prepare(h: Hyper) -> Hyper:
+        return decayed_sizes(h, corrected, guarded)
+
+    return leafwise(
+        prodigy_rule,
+        slots={"m": 0.0, "v": 0.0, "s": 0.0, "p0": Slot("copy")},
+        scalars={"d": hyper["d0"], "d_max": hyper["d0"], "d_numerator": 0.0},
+        hyper=hyper | decay_hyper(weight_decay),
+        flags=decay_flags(weight_decay_mask),
+        prepare=prepare,
+        measure=progress,
+        conclude=estimate,
+        aged=True,
+        sparse=False,
+    )
+
+
+def decayed_sizes(h: Hyper, corrected: bool, guarded: bool) -> Hyper:
+    """What all leaves share: the rate, and the shares of old and new in each average."""
+    lr, d = h["learning_rate"], h["d"]
+    beta3 = h["beta3"] if "beta3" in h else _root(h["beta2"])
+    size = d * lr
+    if corrected:
+        age = h["age"]
+        size = size * jnp.sqrt(ages.bias_correction(h["beta2"], age)) / ages.bias_correction(h["beta1"], age)
+    moves = jnp.asarray(lr > 0)
+
+    def old(share: Any) -> Array:
+        return jnp.where(moves, share, 1.0)
+
+    def new(share: Any) -> Array:
+        return jnp.where(moves, share, 0.0)
+
+    return {
+        "size": size,
+        "moves": moves,
+        "m_old": old(h["beta1"]),
+        "m_new": new((1 - h["beta1"]) * d),
+        "v_old": old(h["beta2"]),
+        "v_new": new((1 - h["beta2"]) * d * d),
+        "s_old": old(beta3),
+        "s_new": new(d / h["d0"] * (d if guarded else size)),
+        "n_new": d / h["d0"] * size,
+        "n_old": old(beta3),
+    }
+
+
+def _root(x: Any) -> Any:
+    return math.sqrt(x) if isinstance(x, float) else jnp.sqrt(x)
+
+
+def new_s(g: Array, slots: dict[str, Array], h: Hyper) -> Array:
+    """The weighted sum of gradients."""
+    return h["s_old"] * slots["s"] + h["s_new"] * g
+
+
+def progress(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> dict[str, Array]:
+    """A leaf's part in the sums: ⟨g, p0 − p⟩ and ‖s‖₁."""
+    return {"ahead": jnp.sum(g * (slots["p0"] - p)), "length": jnp.sum(jnp.abs(new_s(g, slots, h)))}
+
+
+def estimate(h: Hyper) -> Hyper:
+    """The new estimate of the distance."""
+    d, highest, length = h["d"], h["d_max"], h["length"]
+    numerator = h["n_old"] * h["d_numerator"] + h["n_new"] * h["ahead"]
+    # Without any gradient yet, or at a rate of 0, nothing is learnt.
+    learns = h["moves"] & (length > 0)
+    found = h["d_coef"] * numerator / jnp.where(learns, length, jnp.ones_like(length))
+    first = jnp.where(d == h["d0"], jnp.maximum(d, found), d)
+    top = jnp.maximum(highest, found)
+    new = jnp.minimum(top, first * h["growth_rate"]) if "growth_rate" in h else top
+    return {
+        "d": jnp.where(learns, new, d),
+        "d_max": jnp.where(learns, top, highest),
+        "d_numerator": jnp.where(learns, numerator, h["d_numerator"]),
+        "size": jnp.where(learns, h["size"], jnp.zeros_like(h["size"])),
+    }
+
+
+def prodigy_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update, moments and weighted sum; d in h is the new one."""
+    m = h["m_old"] * slots["m"] + h["m_new"] * g
+    v = h["v_old"] * slots["v"] + h["v_new"] * (g * g)
+    denominator = jnp.sqrt(v) + h["d"] * h["epsilon"]
+    # With ε = 0 a gradient that has always been 0 moves nothing.
+    u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
+    return -h["size"] * with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, slots, h), "p0": slots["p0"]}

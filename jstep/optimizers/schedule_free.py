@@ -1,0 +1,230 @@
+"""Schedule-free learning: an average of iterates in the place of a falling rate."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.var_list import VarList
+from jstep.optimizers.adam import average
+from jstep.optimizers.age import bias_correction
+from jstep.optimizers.arguments import beta, decay_flags, decay_hyper, rate, with_decay
+from jstep.optimizers.hyper import checked, constant
+from jstep.optimizers.leafwise import Hyper, Slot, leafwise
+
+SCALARS = ("weight_sum", "lr_max", "beta1")
+
+
+def schedule_free_adamw(
+    learning_rate: ScalarOrSchedule = 2.5e-3,
+    beta1: float = 0.9,
+    beta2: ScalarOrSchedule = 0.999,
+    epsilon: ScalarOrSchedule = 1e-8,
+    weight_lr_power: ScalarOrSchedule = 2.0,
+    r: ScalarOrSchedule = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """Schedule-free AdamW: u = g/(√v̂ + ε) + weight_decay·y; z −= lr·u; x averages z; y = (1−β1)·z + β1·x.
+
+    The parameters are y, where gradients are taken; x is what to evaluate and to use: `schedule_free_params(state)`.
+    x moves towards z by c = w/Σw, w = t^r · (the highest rate so far)^weight_lr_power, t the age of the slots. The
+    rate needs no decay; warm it up by `linear_warmup(lr, steps)`.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The share of x in y, in (0, 1); fixed when the optimizer is made.
+        beta2: The decay of v, the average of g², in [0, 1). A schedule enters the correction as β2(step)^t.
+        epsilon: Added to √v̂, ≥ 0.
+        weight_lr_power: How much more a step of a higher rate weighs, ≥ 0.
+        r: How much more a later step weighs.
+        weight_decay: Decoupled, multiplied by lr, of y; ≥ 0.
+        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+
+    Returns:
+        An `Optimizer` with the slots `z` (a copy of the parameters at first) and `v` (0), and the scalars
+        `weight_sum`, `lr_max`, `beta1` and `start_step`. Statistics of BatchNorm are those of y. In bfloat16 y rounds
+        away what x needs: wrap it in `master_weights`.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.schedule_free_adamw(jstep.linear_warmup(0.5, 2))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> for _ in range(2):
+        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer)
+        >>> print(f'{state.params["w"]:.3f} {jstep.schedule_free_params(state)["w"]:.3f}')
+        0.340 0.350
+
+    Source: Defazio et al., "The Road Less Scheduled" (2024); the numbers are those of Facebook's `schedulefree`
+    (`AdamWScheduleFree`). Optax's wrapper counts for itself, and so weighs steps by another rate while it warms up.
+    """
+    return leafwise(
+        adamw_rule,
+        slots={"z": Slot("copy"), "v": 0.0},
+        scalars={"weight_sum": 0.0, "lr_max": 0.0, "beta1": _beta1(beta1)},
+        hyper=_hyper(learning_rate, beta1, weight_lr_power, r)
+        | {"beta2": beta("beta2", beta2), "epsilon": checked("epsilon", epsilon, low=0)}
+        | decay_hyper(weight_decay),
+        flags=decay_flags(weight_decay_mask),
+        prepare=adamw_weights,
+        aged=True,
+        sparse=False,
+    )
+
+
+def schedule_free_sgd(
+    learning_rate: ScalarOrSchedule = 1.0,
+    beta1: float = 0.9,
+    weight_lr_power: ScalarOrSchedule = 2.0,
+    r: ScalarOrSchedule = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """Schedule-free descent: u = g + weight_decay·y; z −= lr·u; x averages z; y = (1−β1)·z + β1·x.
+
+    The parameters are y, x is `schedule_free_params(state)`: see `schedule_free_adamw`.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The share of x in y, in (0, 1); fixed when the optimizer is made.
+        weight_lr_power: How much more a step of a higher rate weighs, ≥ 0.
+        r: How much more a later step weighs.
+        weight_decay: Decoupled, multiplied by lr, of y; ≥ 0.
+        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+
+    Returns:
+        An `Optimizer` with the slot `z` (a copy of the parameters at first), and the scalars `weight_sum`, `lr_max`,
+        `beta1` and `start_step`.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.schedule_free_sgd(0.25)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
+        >>> print(state.params["w"], jstep.schedule_free_params(state)["w"])
+        0.75 0.75
+
+    Source: Defazio et al., "The Road Less Scheduled" (2024); Facebook's `schedulefree` (`SGDScheduleFree`).
+    """
+    return leafwise(
+        sgd_rule,
+        slots={"z": Slot("copy")},
+        scalars={"weight_sum": 0.0, "lr_max": 0.0, "beta1": _beta1(beta1)},
+        hyper=_hyper(learning_rate, beta1, weight_lr_power, r) | decay_hyper(weight_decay),
+        flags=decay_flags(weight_decay_mask),
+        prepare=weights,
+        aged=True,
+        sparse=False,
+    )
+
+
+def _beta1(value: float) -> float:
+    return constant("beta1", value, low=0, high=1, above=True, below=True)
+
+
+def _hyper(learning_rate: Any, beta1: Any, weight_lr_power: Any, r: Any) -> dict[str, Any]:
+    return {
+        "learning_rate": rate(learning_rate),
+        "beta1": _beta1(beta1),
+        "weight_lr_power": checked("weight_lr_power", weight_lr_power, low=0),
+        "r": checked("r", r),
+    }
+
+
+def weights(h: Hyper) -> Hyper:
+    """How far x moves to z, and what follows for y."""
+    lr, age = h["learning_rate"], h["age"].astype(h["lr_max"].dtype)
+    highest = jnp.maximum(h["lr_max"], lr)
+    weight = jnp.power(age, h["r"]) * jnp.power(highest, h["weight_lr_power"])
+    total = h["weight_sum"] + weight
+    # At a rate of 0 there is nothing to average yet.
+    c = jnp.where(total > 0, weight / jnp.where(total > 0, total, jnp.ones_like(total)), jnp.zeros_like(total))
+    # y' = (1−c)·y + c·z + lr·(β1·(1−c) − 1)·u, written by the new z' = z − lr·u.
+    return {"lr_max": highest, "weight_sum": total, "c": c, "of_u": lr * (1 - c) * (1 - h["beta1"])}
+
+
+def adamw_weights(h: Hyper) -> Hyper:
+    """Likewise, with what takes the bias from v."""
+    return weights(h) | {"unbias2": 1 / bias_correction(h["beta2"], h["age"])}
+
+
+def sgd_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update and z."""
+    u = with_decay(g, p, h)
+    z = slots["z"] - h["learning_rate"] * u
+    return h["c"] * (z - p) - h["of_u"] * u, {"z": z}
+
+
+def adamw_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update, z and second moment."""
+    v = average(slots["v"], g * g, h["beta2"])
+    update, new = sgd_rule(g / (jnp.sqrt(h["unbias2"] * v) + h["epsilon"]), p, slots, h)
+    return update, new | {"v": v}
+
+
+def schedule_free_params(state: Any) -> Any:
+    """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free run, for evaluation: the state's own are y.
+
+    Args:
+        state: A `TrainState` whose optimizer is, or holds under a scope or a label, a schedule-free one. Where it is
+            inside `master_weights`, y is the master.
+
+    Returns:
+        A tree like params, of their dtypes; leaves of other optimizers as they are.
+
+    Raises:
+        ValueError: The state has no slot `z` of such an optimizer.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.schedule_free_sgd())
+        >>> print(jstep.schedule_free_params(state)["w"])
+        1.0
+
+    Source: Facebook's `optimizer.eval()`, which changes the parameters in place.
+    """
+    params, slots = getattr(state, "params", None), getattr(state, "slots", None)
+    if not isinstance(slots, dict):
+        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}")
+    prefixes = [
+        name.removesuffix("z")
+        for name in slots
+        if (name == "z" or name.endswith("/z")) and all(name.removesuffix("z") + other in slots for other in SCALARS)
+    ]
+    if not prefixes:
+        raise ValueError(
+            f"state: has no slots of a schedule-free optimizer, it has {sorted(slots)}; "
+            "schedule_free_adamw and schedule_free_sgd make them"
+        )
+    leaves, treedef = trees.flatten(params)
+    for prefix in prefixes:
+        beta1 = slots[prefix + "beta1"]
+        ys = leaves
+        if prefix + "master" in slots:
+            masters = treedef.flatten_up_to(slots[prefix + "master"])
+            ys = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
+        zs = treedef.flatten_up_to(slots[prefix + "z"])
+        leaves = [_x(leaf, y, z, beta1) for leaf, y, z in zip(leaves, ys, zs, strict=True)]
+    return treedef.unflatten(leaves)
+
+
+@jax.jit
+def _averaged(y: Array, z: Array, beta1: Array, like: Array) -> Array:
+    dtype = trees.compute_dtype(y.dtype)
+    y, z, beta1 = y.astype(dtype), z.astype(dtype), beta1.astype(dtype)
+    # y + (1/β1 − 1)·(y − z): where z is y, as at first, so is x.
+    return (y + (1 / beta1 - 1) * (y - z)).astype(like.dtype)
+
+
+def _x(leaf: Any, y: Any, z: Any, beta1: Array) -> Any:
+    return leaf if z is None else _averaged(y, z, beta1, leaf)

@@ -1,0 +1,108 @@
+"""Stochastic gradient descent with momentum, dampening and weight decay."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core.checks import as_bool
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.var_list import VarList
+from jstep.optimizers.arguments import decay_flags, decay_hyper, rate, with_decay
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, leafwise
+
+
+def sgd(
+    learning_rate: ScalarOrSchedule,
+    momentum: ScalarOrSchedule = 0.0,
+    dampening: ScalarOrSchedule = 0.0,
+    use_nesterov: bool = False,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """Descent: g += weight_decay·p; a = momentum·a + (1 − dampening)·g; p −= lr·a, or lr·(g + momentum·a) by Nesterov.
+
+    At the first update of a slot a = g, whatever the dampening. The decay is coupled: it is part of the gradient.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        momentum: The share of the old direction that is kept, in [0, 1].
+        dampening: The share of the gradient that stays out of the direction, in [0, 1].
+        use_nesterov: Whether to look ahead along the new direction; takes a momentum, and no dampening.
+        weight_decay: Added to the gradient as weight_decay·p; ≥ 0.
+        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+
+    Returns:
+        An `Optimizer` with the slot `momentum` (initially 0) unless momentum is the number 0, and with dampening the
+        scalar `start_step`. Without weight decay a sparse gradient touches its rows alone.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range, the mask matches nothing, or Nesterov has no momentum or some
+            dampening.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.sgd(0.5, weight_decay=0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.25
+
+    Source: `torch.optim.SGD`, whose numbers these are. `momentum` is TF's.
+    """
+    use_nesterov = as_bool(use_nesterov, "use_nesterov")
+    hyper = {
+        "learning_rate": rate(learning_rate),
+        "momentum": checked("momentum", momentum, low=0, high=1),
+        "dampening": checked("dampening", dampening, low=0, high=1),
+    } | decay_hyper(weight_decay)
+    keeps, damped, decays = (not _is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
+    if use_nesterov and (damped or not keeps):
+        raise ValueError(
+            f"use_nesterov=True: must go with a momentum > 0 and a dampening of 0, got momentum={momentum} and "
+            f"dampening={dampening}; leave dampening out and give a momentum such as 0.9"
+        )
+    rule = nesterov_rule if use_nesterov else heavy_rule if keeps else plain_rule
+    return leafwise(
+        rule,
+        slots={"momentum": 0.0} if keeps else {},
+        hyper=hyper,
+        flags=decay_flags(weight_decay_mask),
+        prepare=share_of_gradient if keeps and damped else None,
+        aged=keeps and damped,
+        sparse=not decays,
+    )
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, float) and value == 0.0
+
+
+def share_of_gradient(h: Hyper) -> Hyper:
+    """What of the gradient enters the buffer: all of it at first, 1 − dampening later."""
+    return {"share": jnp.where(h["age"] == 1, 1.0, 1 - h["dampening"])}
+
+
+def plain_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update without momentum."""
+    return -h["learning_rate"] * with_decay(g, p, h), {}
+
+
+def heavy_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update along the buffer."""
+    a = buffer(with_decay(g, p, h), slots, h)
+    return -h["learning_rate"] * a, {"momentum": a}
+
+
+def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update along the gradient and the new buffer."""
+    a = buffer(with_decay(g, p, h), slots, h)
+    # The buffer is there before the parameter, which would else be computed from the old one, and that copied.
+    a, g, p = jax.lax.optimization_barrier((a, g, p))
+    return -h["learning_rate"] * (with_decay(g, p, h) + h["momentum"] * a), {"momentum": a}
+
+
+def buffer(g: Array, slots: dict[str, Array], h: Hyper) -> Array:
+    """The new buffer of momentum."""
+    return h["momentum"] * slots["momentum"] + (h["share"] * g if "share" in h else g)

@@ -1,0 +1,209 @@
+"""The equations of optimizers in NumPy float64, one leaf at a time: what golden tests compare with.
+
+`rule(g, p, s, h) -> p'`: s is the leaf's own memory, h the values at the step with t, the age of the slots, and wd,
+which is 0 for a leaf that does not decay.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Rule = Callable[[Any, Any, dict[str, Any], Any], Any]
+
+
+def ema(s: dict[str, Any], name: str, new: Any, beta: float, first: float = 0.0) -> Any:
+    s[name] = beta * s.get(name, first) + (1 - beta) * new
+    return s[name]
+
+
+def sgd(g, p, s, h, nesterov=False):
+    g = g + h.wd * p
+    s["a"] = g if h.t == 1 else h.momentum * s["a"] + (1 - h.dampening) * g
+    return p - h.lr * (g + h.momentum * s["a"] if nesterov else s["a"])
+
+
+def adam_direction(g, s, h):
+    m, v = ema(s, "m", g, h.beta1), ema(s, "v", g * g, h.beta2)
+    return m / (1 - h.beta1**h.t) / (np.sqrt(v / (1 - h.beta2**h.t)) + h.epsilon)
+
+
+def adamw(g, p, s, h):
+    return p - h.lr * (adam_direction(g, s, h) + h.wd * p)
+
+
+def amsgrad(g, p, s, h):
+    m, v = ema(s, "m", g, h.beta1), ema(s, "v", g * g, h.beta2)
+    s["top"] = np.maximum(s.get("top", 0.0), v)
+    u = m / (1 - h.beta1**h.t) / (np.sqrt(s["top"]) / math.sqrt(1 - h.beta2**h.t) + h.epsilon)
+    return p - h.lr * (u + h.wd * p)
+
+
+def lion(g, p, s, h):
+    u = np.sign(h.beta1 * s.get("m", 0.0) + (1 - h.beta1) * g)
+    ema(s, "m", g, h.beta2)
+    return p - h.lr * (u + h.wd * p)
+
+
+def nadam(g, p, s, h):
+    m, v = ema(s, "m", g, h.beta1), ema(s, "v", g * g, h.beta2)
+    u = h.beta1 * m / (1 - h.beta1 ** (h.t + 1)) + (1 - h.beta1) * g / (1 - h.beta1**h.t)
+    return p - h.lr * (u / (np.sqrt(v / (1 - h.beta2**h.t)) + h.epsilon) + h.wd * p)
+
+
+def growing_nadam(g, p, s, h):
+    m, v = ema(s, "m", g, h.beta1), ema(s, "v", g * g, h.beta2)
+    now, later = (h.beta1 * (1 - 0.5 * 0.96 ** (t * h.momentum_decay)) for t in (h.t, h.t + 1))
+    s["P"] = s.get("P", 1.0) * now
+    u = later * m / (1 - s["P"] * later) + (1 - now) * g / (1 - s["P"])
+    return p - h.lr * (u / (np.sqrt(v / (1 - h.beta2**h.t)) + h.epsilon) + h.wd * p)
+
+
+def radam(g, p, s, h):
+    m, v = ema(s, "m", g, h.beta1) / (1 - h.beta1**h.t), ema(s, "v", g * g, h.beta2) / (1 - h.beta2**h.t)
+    top = 2 / (1 - h.beta2) - 1
+    rho = top - 2 * h.t * h.beta2**h.t / (1 - h.beta2**h.t)
+    u = m
+    if rho >= h.threshold:
+        r = math.sqrt((rho - 4) * (rho - 2) * top / ((top - 4) * (top - 2) * rho))
+        u = r * m / (np.sqrt(v) + h.epsilon)
+    return p - h.lr * (u + h.wd * p)
+
+
+def ratio(p, u, coefficient=1.0, epsilon=0.0):
+    norms = np.sqrt(np.sum(np.square(p))), np.sqrt(np.sum(np.square(u)))
+    return coefficient * norms[0] / (norms[1] + epsilon) if min(norms) > 0 else 1.0
+
+
+def lamb(g, p, s, h):
+    r = adam_direction(g, s, h) + h.wd * p
+    return p - h.lr * ratio(p, r) * r
+
+
+def lars(g, p, s, h, nesterov=False):
+    g = g + h.wd * p
+    g = h.lr * (ratio(p, g, h.trust_coefficient, h.epsilon) if h.trusts else 1.0) * g
+    s["a"] = h.momentum * s.get("a", 0.0) + g
+    return p - (g + h.momentum * s["a"] if nesterov else s["a"])
+
+
+def ademamix(g, p, s, h):
+    m1, m2 = ema(s, "m1", g, h.beta1) / (1 - h.beta1**h.t), ema(s, "m2", g, h.beta3)
+    v = ema(s, "v", g * g, h.beta2) / (1 - h.beta2**h.t)
+    return p - h.lr * ((m1 + h.alpha * m2) / (np.sqrt(v) + h.epsilon) + h.wd * p)
+
+
+def rms(x):
+    return math.sqrt(np.mean(np.square(x)))
+
+
+def adafactor(g, p, s, h):
+    beta, square = 1 - h.t**-h.decay_rate, np.square(g) + h.epsilon
+    order = np.argsort(np.shape(p), kind="stable")
+    if np.ndim(p) >= 2 and np.shape(p)[order[-2]] >= h.factor:
+        d1, d0 = int(order[-2]), int(order[-1])
+        row, col = (
+            ema(s, "row", square.mean(d0, keepdims=True), beta),
+            ema(s, "col", square.mean(d1, keepdims=True), beta),
+        )
+        u = g / np.sqrt(row / row.mean(d1, keepdims=True) * col)
+    else:
+        u = g / np.sqrt(ema(s, "v", square, beta))
+    u = u / max(1.0, rms(u) / h.clip_threshold)
+    u = u * (min(h.lr, 1 / math.sqrt(h.t)) if h.relative else h.lr)
+    u = u * (max(h.epsilon_scale, rms(p)) if h.scales else 1.0)
+    u = u if h.momentum is None else ema(s, "m", u, h.momentum)
+    return p - u - h.lr * h.wd * p
+
+
+def newton_schulz(x, coefficients, steps, epsilon):
+    a, b, c = coefficients
+    turned = x.shape[0] > x.shape[1]
+    x = x.T if turned else x
+    x = x / max(np.linalg.norm(x), epsilon)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if turned else x
+
+
+def muon(g, p, s, h):
+    m = ema(s, "m", g, h.momentum)
+    u = newton_schulz((1 - h.momentum) * g + h.momentum * m if h.nesterov else m, h.coefficients, h.steps, h.epsilon)
+    return p - h.lr * (h.scale(*p.shape) * u + h.wd * p)
+
+
+def schedule_free(g, p, s, h, adam=True):
+    """Facebook's, p being y."""
+    z, weight = s.setdefault("z", p), h.t**h.r * h.lr_max**h.weight_lr_power
+    c = weight / h.weight_sum if h.weight_sum else 0.0
+    if adam:
+        g = g / (np.sqrt(ema(s, "v", g * g, h.beta2) / (1 - h.beta2**h.t)) + h.epsilon)
+    g = g + h.wd * p
+    y = (1 - c) * p + c * z + h.lr * (h.beta1 * (1 - c) - 1) * g
+    s["z"] = z - h.lr * g
+    return y
+
+
+def adadelta(g, p, s, h):
+    e = ema(s, "e", g * g, h.rho)
+    d = g * np.sqrt(s.get("x", 0.0) + h.epsilon) / np.sqrt(e + h.epsilon)
+    ema(s, "x", d * d, h.rho)
+    return p - h.lr * d
+
+
+def adamax(g, p, s, h):
+    m = ema(s, "m", g, h.beta1)
+    s["u"] = np.maximum(h.beta2 * s.get("u", 0.0), np.abs(g) + h.epsilon)
+    return p - h.lr * m / (1 - h.beta1**h.t) / s["u"]
+
+
+def adabelief(g, p, s, h):
+    m = ema(s, "m", g, h.beta1)
+    s["v"] = ema(s, "v", np.square(g - m), h.beta2) + h.epsilon_root
+    return p - h.lr * m / (1 - h.beta1**h.t) / (np.sqrt(s["v"] / (1 - h.beta2**h.t)) + h.epsilon)
+
+
+def yogi(g, p, s, h):
+    m, v = ema(s, "m", g, h.beta1, 1e-6), s.get("v", 1e-6)
+    s["v"] = v - (1 - h.beta2) * np.sign(v - g * g) * g * g
+    return p - h.lr * m / (1 - h.beta1**h.t) / (np.sqrt(s["v"] / (1 - h.beta2**h.t)) + h.epsilon)
+
+
+def novograd(g, p, s, h):
+    square = np.sum(g * g)
+    s["v"] = square if h.t == 1 else h.beta2 * s["v"] + (1 - h.beta2) * square
+    u = g / (np.sqrt(s["v"]) + h.epsilon) + h.wd * p
+    s["m"] = h.beta1 * s.get("m", 0.0) + u
+    return p - h.lr * s["m"]
+
+
+def rprop(g, p, s, h):
+    same = np.sign(g * s.get("g", 0.0 * g))
+    eta = s.get("eta", h.lr + 0.0 * g) * np.where(same > 0, 1.2, np.where(same < 0, 0.5, 1.0))
+    s["eta"], s["g"] = np.clip(eta, 1e-6, 50.0), np.where(same < 0, 0.0, g)
+    return p - s["eta"] * np.sign(s["g"])
+
+
+def signum(g, p, s, h):
+    return p - h.lr * np.sign(ema(s, "m", g, h.beta))
+
+
+def adan(g, p, s, h):
+    change = g - s.get("g", g)
+    s["g"] = g
+    m, d = ema(s, "m", g, h.beta1), ema(s, "d", change, h.beta2)
+    n = ema(s, "n", np.square(g + h.beta2 * change), h.beta3)
+    u = m / (1 - h.beta1**h.t) + h.beta2 * d / (1 - h.beta2**h.t)
+    return (p - h.lr * u / (np.sqrt(n / (1 - h.beta3**h.t)) + h.epsilon)) / (1 + h.lr * h.wd)
+
+
+def adopt(g, p, s, h):
+    if h.t == 1:
+        s["v"] = g * g
+        return p
+    bound = (h.t - 1) ** 0.25
+    m = ema(s, "m", np.clip(g / np.maximum(np.sqrt(s["v"]), h.epsilon), -bound, bound), h.beta1)
+    ema(s, "v", g * g, h.beta2)
+    return p - h.lr * m

@@ -1,0 +1,127 @@
+"""One trajectory by jstep, one by a reference: a dozen steps of changing rate and decay, on leaves of all shapes."""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jstep
+
+STEPS = 12
+RATE = np.linspace(0.3, 0.05, STEPS)
+DECAY = np.linspace(0.05, 0.2, STEPS)
+RISING = np.linspace(0.5, 0.95, STEPS)
+SHAPES = {"a": (3,), "b": (4, 3), "c": ()}
+DECAYED = ("a", "b")
+"""What weight decay is for; `c` is left out by the mask."""
+
+
+def written(values: Any) -> Any:
+    """A schedule from a list, so that both sides read the same numbers."""
+    return lambda step: jnp.asarray(values, jnp.float32)[step]
+
+
+def start(shapes: Mapping[str, tuple[int, ...]] = SHAPES, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: np.float64(np.float32(rng.normal(size=shape))) for name, shape in shapes.items()}
+
+
+def gradients(step: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
+    """Noise of a changing size, with some exact zeros."""
+    rng = np.random.default_rng(100 + step)
+    drawn = {name: rng.normal(size=shape) * 1.5 ** (step % 5) for name, shape in shapes.items()}
+    return {name: np.float64(np.float32(np.where(np.abs(x) < 0.1, 0.0, x))) for name, x in drawn.items()}
+
+
+def ours(
+    optimizer: jstep.Optimizer, shapes: Mapping[str, tuple[int, ...]] = SHAPES, steps: int = STEPS, first: int = 0
+) -> tuple[list[dict[str, np.ndarray]], jstep.TrainState]:
+    """The parameters after each step, and the last state."""
+    params = jax.tree.map(jnp.float32, start(shapes))
+    state = jstep.TrainState.create(params, optimizer, global_step=first)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    trajectory = []
+    for n in range(steps):
+        state = step(state, jax.tree.map(jnp.float32, gradients(n, shapes)))
+        trajectory.append(jax.tree.map(np.asarray, state.params))
+    return trajectory, state
+
+
+def by_equation(
+    rule: Callable[..., Any],
+    hyper: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    steps: int = STEPS,
+    **static: Any,
+) -> list[dict[str, np.ndarray]]:
+    """The same by a rule of equations.py; arrays in hyper are schedules, wd is for DECAYED alone."""
+    params, memory = start(shapes), {name: {} for name in shapes}
+    trajectory, shared = [], {}
+    for n in range(steps):
+        grads = gradients(n, shapes)
+        at = {name: value[n] if isinstance(value, np.ndarray) else value for name, value in hyper.items()}
+        if "weight_lr_power" in at:
+            shared["lr_max"] = max(shared.get("lr_max", 0.0), at["lr"])
+            weight = (n + 1) ** at["r"] * shared["lr_max"] ** at["weight_lr_power"]
+            shared["weight_sum"] = shared.get("weight_sum", 0.0) + weight
+        for name in shapes:
+            h = types.SimpleNamespace(**{"wd": 0.0, "t": n + 1, **at, **shared})
+            h.wd = h.wd if name in DECAYED else 0.0
+            h.trusts = name in DECAYED
+            params[name] = rule(grads[name], params[name], memory[name], h, **static)
+        trajectory.append(dict(params))
+    return trajectory
+
+
+def by_optax(
+    transformation: Any, shapes: Mapping[str, tuple[int, ...]] = SHAPES, steps: int = STEPS
+) -> list[dict[str, np.ndarray]]:
+    """The same by an Optax transformation."""
+    import optax
+
+    trajectory = []
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        params = jax.tree.map(jnp.float32, start(shapes))
+        state = transformation.init(params)
+        update = jax.jit(transformation.update)
+        for n in range(steps):
+            updates, state = update(jax.tree.map(jnp.float32, gradients(n, shapes)), state, params)
+            params = optax.apply_updates(params, updates)
+            trajectory.append(jax.tree.map(np.asarray, params))
+    return trajectory
+
+
+def by_torch(
+    make: Callable[[list[dict[str, Any]]], Any],
+    hyper: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    steps: int = STEPS,
+    decay: str = "weight_decay",
+) -> list[dict[str, np.ndarray]]:
+    """The same by a torch optimizer; arrays in hyper are set in its groups before each step."""
+    import torch
+
+    tensors = {n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32)) for n, x in start(shapes).items()}
+    groups = [{"params": [tensor], **({} if name in DECAYED else {decay: 0.0})} for name, tensor in tensors.items()]
+    optimizer = make(groups)
+    trajectory = []
+    for n in range(steps):
+        for group, name in zip(optimizer.param_groups, tensors, strict=True):
+            for key, values in hyper.items():
+                if key != decay or name in DECAYED:
+                    group[key] = float(values[n])
+        for name, grad in gradients(n, shapes).items():
+            tensors[name].grad = torch.tensor(grad, dtype=torch.float32)
+        optimizer.step()
+        trajectory.append({name: tensor.detach().numpy().copy() for name, tensor in tensors.items()})
+    return trajectory
+
+
+def same(found: Any, expected: Any, rtol: float = 2e-5, atol: float = 2e-6) -> None:
+    """Both trajectories agree, leaf by leaf and step by step."""
+    for n, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for name in one:
+            np.testing.assert_allclose(one[name], other[name], rtol=rtol, atol=atol, err_msg=f"{name} after {n + 1}")

@@ -1,0 +1,109 @@
+"""Trajectories of the optimizers of today against their equations in float64 (equations.py)."""
+
+import functools
+import types
+from typing import Any
+
+import equations
+import numpy as np
+import pytest
+from golden import DECAY, DECAYED, RATE, RISING, by_equation, ours, same, written
+
+import jstep
+
+MASK = list(DECAYED)
+ADAM = {"beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8}
+MOVING = {"beta1": RISING, "beta2": RISING, "epsilon": 1e-3}
+FREE = {"beta1": 0.9, "weight_lr_power": 2.0, "r": 0.0}
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    # name: jstep's, the equation, hyperparameters of both (arrays are schedules), jstep's own arguments
+    "sgd": (jstep.sgd, equations.sgd, {"momentum": 0.0, "dampening": 0.0}, {}),
+    "sgd-momentum": (jstep.sgd, equations.sgd, {"momentum": 0.9, "dampening": 0.0}, {}),
+    "sgd-dampening": (jstep.sgd, equations.sgd, {"momentum": RISING, "dampening": 0.3}, {}),
+    "sgd-nesterov": (
+        jstep.sgd,
+        functools.partial(equations.sgd, nesterov=True),
+        {"momentum": RISING, "dampening": 0.0},
+        {"use_nesterov": True},
+    ),
+    "adamw": (jstep.adamw, equations.adamw, ADAM, {}),
+    "adamw-scheduled": (jstep.adamw, equations.adamw, MOVING, {}),
+    "adamw-amsgrad": (jstep.adamw, equations.amsgrad, ADAM, {"amsgrad": True}),
+    "lion": (jstep.lion, equations.lion, {"beta1": 0.9, "beta2": 0.99}, {}),
+    "lion-scheduled": (jstep.lion, equations.lion, {"beta1": RISING, "beta2": RISING}, {}),
+    "nadam": (jstep.nadam, equations.nadam, ADAM, {}),
+    "nadam-growing": (jstep.nadam, equations.growing_nadam, ADAM | {"momentum_decay": 0.1}, {}),
+    "radam": (jstep.radam, equations.radam, ADAM | {"threshold": 5.0}, {}),
+    "radam-early": (jstep.radam, equations.radam, MOVING | {"threshold": 4.2, "beta2": 0.9}, {}),
+    "lamb": (jstep.lamb, equations.lamb, ADAM, {}),
+    "lamb-scheduled": (jstep.lamb, equations.lamb, MOVING, {}),
+    "lars": (
+        jstep.lars,
+        equations.lars,
+        {"momentum": 0.9, "trust_coefficient": 0.1, "epsilon": 0.01},
+        {"trust_ratio_mask": MASK},
+    ),
+    "lars-nesterov": (
+        jstep.lars,
+        functools.partial(equations.lars, nesterov=True),
+        {"momentum": RISING, "trust_coefficient": RISING, "epsilon": 0.0},
+        {"trust_ratio_mask": MASK, "use_nesterov": True},
+    ),
+    "ademamix": (jstep.ademamix, equations.ademamix, ADAM | {"beta3": 0.999, "alpha": 5.0}, {}),
+    "ademamix-scheduled": (jstep.ademamix, equations.ademamix, MOVING | {"beta3": RISING, "alpha": RISING}, {}),
+    "schedule_free_adamw": (
+        jstep.schedule_free_adamw,
+        equations.schedule_free,
+        FREE | {"beta2": 0.99, "epsilon": 1e-8},
+        {},
+    ),
+    "schedule_free_adamw-weights": (
+        jstep.schedule_free_adamw,
+        equations.schedule_free,
+        {"beta1": 0.8, "weight_lr_power": 1.5, "r": 0.5, "beta2": RISING, "epsilon": 0.1},
+        {},
+    ),
+    "schedule_free_sgd": (
+        jstep.schedule_free_sgd,
+        functools.partial(equations.schedule_free, adam=False),
+        FREE,
+        {},
+    ),
+}
+
+
+def adafactor_like(static: dict[str, Any]) -> Any:
+    """The equation, told what jstep is told by keywords."""
+    told = {"factor": 3, "relative": "relative_step" in static, "scales": "scale_parameter" not in static}
+    return lambda g, p, s, h: equations.adafactor(g, p, s, types.SimpleNamespace(**vars(h), **told))
+
+
+FACTORS = {"decay_rate": 0.8, "epsilon": 1e-30, "epsilon_scale": 1e-3, "clip_threshold": 1.0, "momentum": None}
+for _name, _hyper, _static in (
+    ("adafactor", FACTORS, {}),
+    ("adafactor-momentum", FACTORS | {"momentum": RISING, "clip_threshold": 0.3}, {}),
+    ("adafactor-plain", FACTORS | {"decay_rate": 0.5}, {"scale_parameter": False}),
+    ("adafactor-relative", FACTORS, {"relative_step": True}),
+):
+    CASES[_name] = (jstep.adafactor, adafactor_like(_static), _hyper, _static | {"min_dim_size_to_factor": 3})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_decay_and_mask(name: str) -> None:
+    """Rate and weight decay are schedules; `c` does not decay."""
+    make, rule, hyper, static = CASES[name]
+    given = {key: written(value) if isinstance(value, np.ndarray) else value for key, value in hyper.items()}
+    optimizer = make(written(RATE), weight_decay=written(DECAY), weight_decay_mask=MASK, **given, **static)
+    same(ours(optimizer)[0], by_equation(rule, {"lr": RATE, "wd": DECAY, **hyper}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_defaults_without_decay(name: str) -> None:
+    """Plain numbers all along, slots created at step 10 000 000: their age counts, not the step."""
+    make, rule, hyper, static = CASES[name]
+    if any(isinstance(value, np.ndarray) for value in hyper.values()):
+        pytest.skip("the case above says it")
+    optimizer = make(0.05, weight_decay=0.0, **hyper, **static)
+    found, _ = ours(optimizer, first=10_000_000)
+    same(found, by_equation(rule, {"lr": 0.05, **hyper}))
