@@ -61,7 +61,7 @@ def decays(h: Hyper) -> bool:
 
 
 def with_decay(u: Array, p: Array, h: Hyper) -> Array:
-    """U + weight_decay · p where this leaf decays."""
+    """The direction u + weight_decay · p where this leaf decays."""
     return u + h["weight_decay"] * p if decays(h) else u
 
 
