@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
@@ -218,13 +217,10 @@ def schedule_free_params(state: Any) -> Any:
     return treedef.unflatten(leaves)
 
 
-@jax.jit
-def _averaged(y: Array, z: Array, beta1: Array, like: Array) -> Array:
+def _x(leaf: Any, y: Any, z: Any, beta1: Array) -> Any:
+    if z is None:
+        return leaf
     dtype = trees.compute_dtype(y.dtype)
     y, z, beta1 = y.astype(dtype), z.astype(dtype), beta1.astype(dtype)
-    # y + (1/β1 − 1)·(y − z): where z is y, as at first, so is x.
-    return (y + (1 / beta1 - 1) * (y - z)).astype(like.dtype)
-
-
-def _x(leaf: Any, y: Any, z: Any, beta1: Array) -> Any:
-    return leaf if z is None else _averaged(y, z, beta1, leaf)
+    # Where z is y, as at first, so is x. No number of Python enters: transfers may be guarded.
+    return (z + (y - z) / beta1).astype(leaf.dtype)
