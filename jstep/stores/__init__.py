@@ -5,6 +5,8 @@ tensorstore is loaded when the first URL is used.
 
 from jstep.stores.directory import Directory
 from jstep.stores.errors import StoreError, TruncatedError
+from jstep.stores.files import is_directory, names_in, opened, walked
+from jstep.stores.growing import Growing
 from jstep.stores.objects import ABSENT, Found, Objects, Pending
 from jstep.stores.urls import absolute, is_url, join, location, split
 
@@ -12,13 +14,18 @@ __all__ = [
     "ABSENT",
     "Directory",
     "Found",
+    "Growing",
     "Objects",
     "Pending",
     "StoreError",
     "TruncatedError",
     "absolute",
+    "is_directory",
     "is_url",
     "join",
     "location",
+    "names_in",
+    "opened",
     "split",
+    "walked",
 ]

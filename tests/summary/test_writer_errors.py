@@ -49,10 +49,10 @@ def test_a_logdir_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
         SummaryWriter(file)
     with pytest.raises(NotADirectoryError, match=f"cannot write to its logdir.*'{file}/below'"):
         SummaryWriter(file / "below")
-    with pytest.raises(TypeError, match="logdir must be a path, not int 3"):
+    with pytest.raises(TypeError, match="logdir=3: must be a path or a URL, got int"):
         SummaryWriter(3)
-    with pytest.raises(ValueError, match=r"logdir 'gs://bucket/logs' is no path"):
-        SummaryWriter("gs://bucket/logs")
+    with pytest.raises(ValueError, match=r"logdir='az://bucket/logs': must be a path, gs://bucket/… or s3://"):
+        SummaryWriter("az://bucket/logs")
 
 
 def test_a_step_beyond_64_bits_is_told(tmp_path):

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from jstep.stores import is_directory, location, names_in, opened
 from jstep.summary.proto import decode_error, proto
 from jstep.summary.records import DataLossError, read_records
 
@@ -22,7 +23,7 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
     was killed leaves, ends the iteration; the events before it are all there.
 
     Args:
-        path: An event file.
+        path: An event file, or the URL of one in an object store.
 
     Returns:
         An iterator over `Event` protos (of `tensorboard.compat.proto.event_pb2`).
@@ -44,18 +45,18 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
 
     Source: TensorFlow's `tf.train.summary_iterator`.
     """
-    path = os.fspath(path)
+    path = location(path, "path")
     event = proto("Event")
-    if os.path.isdir(path):
-        files = sorted(filter(is_event_file, os.listdir(path)))
+    if is_directory(path):
+        files = list(filter(is_event_file, names_in(path)))
         found = f"; it holds {', '.join(files[:5])}" if files else "; it holds no event files"
         raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory{found}")
-    with open(path, "rb"):
+    with opened(path):
         pass  # a missing file is an error here, not at the first event
 
     def events() -> Iterator[Any]:
         offset = 0
-        with open(path, "rb") as file:
+        with opened(path) as file:
             for data in read_records(file, path):
                 try:
                     decoded = event.FromString(data)

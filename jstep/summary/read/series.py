@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jstep.stores import is_directory, join, location, names_in, walked
 from jstep.summary.proto import proto
 from jstep.summary.read.iterator import is_event_file, summary_iterator
 
@@ -19,17 +20,16 @@ class Point(NamedTuple):
 
 
 def event_files(path: str | os.PathLike[str]) -> list[str]:
-    """The event files of a directory in the order they were written, or the file itself."""
-    path = os.fspath(path)
-    if not os.path.isdir(path):
+    """The event files of a directory in the order they were written, or the file itself; URLs likewise."""
+    path = location(path, "path")
+    if not is_directory(path):
         return [path]
-    return [os.path.join(path, name) for name in sorted(filter(is_event_file, os.listdir(path)))]
+    return [join(path, name) for name in filter(is_event_file, names_in(path))]
 
 
 def find_runs(logdir: str | os.PathLike[str]) -> list[str]:
     """The directories at and below `logdir` that hold event files, sorted."""
-    found = [path for path, _, names in os.walk(logdir) if any(map(is_event_file, names))]
-    return sorted(found)
+    return [path for path, names in walked(location(logdir, "logdir")) if any(map(is_event_file, names))]
 
 
 def read_scalars(path: str | os.PathLike[str]) -> dict[str, list[Point]]:

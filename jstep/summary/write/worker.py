@@ -1,7 +1,8 @@
-"""The thread that waits for arrays, makes events of them and writes them to the file."""
+"""The thread that waits for arrays, makes events of them and writes them to the file, or the object."""
 
 import atexit
 import logging
+import math
 import os
 import queue
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from jstep.summary.records import frame
+from jstep.summary.write.sinks import Sink
 
 Encode: TypeAlias = Callable[[Any, Any, float], tuple[list[bytes], list[Exception]]]
 """From what was put, a step and a time: the serialized events, and what kept others from being made."""
@@ -35,10 +37,10 @@ class Worker:
     passed since the first of them.
     """
 
-    def __init__(self, path: str, encode: Encode, max_queue: int, flush_secs: float) -> None:
-        self.path = path
+    def __init__(self, sink: Sink, encode: Encode, max_queue: int, flush_secs: float) -> None:
+        self.path = path = sink.path
         self._encode = encode
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._sink = sink
         self._max_queue = max_queue
         self._flush_secs = flush_secs
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -52,17 +54,17 @@ class Worker:
         self._due = 0.0
         self._thread = threading.Thread(target=self._run, name=f"jstep-summary-{os.path.basename(path)}", daemon=True)
 
-    def start(self, first: bytes) -> None:
-        """Writes the first event, here, so that a full disk shows at once, and starts the thread."""
+    def start(self, first: bytes | None) -> None:
+        """Writes the first event, if any, here, so that a full disk shows at once, and starts the thread."""
         try:
-            self._buffer.append(frame(first))
+            if first is not None:
+                self._buffer.append(frame(first))
             self._flush()
             if self._broken is not None:
                 raise self._broken
             self._thread.start()
         except BaseException:
-            self._file.close()
-            os.unlink(self.path)
+            self._sink.remove()
             raise
         _running.add(self)
 
@@ -121,16 +123,20 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            wait = min(max(0.0, self._due - time.monotonic()), threading.TIMEOUT_MAX) if self._buffer else None
+            due = min(self._due if self._buffer else math.inf, self._sink.due())
+            wait = None if due == math.inf else min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX)
             try:
                 item = self._jobs.get(timeout=wait)
             except queue.Empty:
-                self._flush()
+                if self._buffer and self._due <= time.monotonic():
+                    self._flush()
+                self._sync_when_due()
                 continue
             self._hurry.wait(NAP)
             while item is not None:
                 if not self._do(*item):
                     return
+                self._sync_when_due()
                 item = self._next()
 
     def _next(self) -> Any:
@@ -143,11 +149,15 @@ class Worker:
         """Does one job; whether the thread goes on."""
         if what is None:
             self._flush()
-            self._file.close()
+            try:
+                self._sink.close()
+            except Exception as error:
+                self._keep(error)
             return False
         if isinstance(what, threading.Event):
             self._hurry.clear()
             self._flush()
+            self._sink.sync()
             what.set()
             return True
         if self._broken is None:
@@ -185,20 +195,15 @@ class Worker:
         buffer, self._buffer = self._buffer, []
         if self._broken is not None:
             return
-        start = self._file.tell()
         try:
-            data = memoryview(b"".join(buffer))
-            while data:
-                data = data[self._file.write(data) :]
+            self._sink.write(b"".join(buffer))
         except Exception as error:
-            if isinstance(error, OSError):
-                error = type(error)(error.errno, error.strerror, self.path)
             self._broken = error
             self._keep(error)
-            try:
-                self._file.truncate(start)  # no half of a record
-            except OSError:
-                _logger.warning("%s: its last record may be incomplete", self.path)
+
+    def _sync_when_due(self) -> None:
+        if self._sink.due() <= time.monotonic():
+            self._sink.sync()
 
 
 @atexit.register

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jstep.core.types import Step
+from jstep.stores import location
 from jstep.summary.graph.write_graph import graph_def
 from jstep.summary.proto import crc32c, is_message, proto
 from jstep.summary.values import Scalars, Summary, has_tracers
@@ -31,7 +32,11 @@ class SummaryWriter:
     In a run of several processes process 0 alone writes; the methods of the others do nothing.
 
     Args:
-        logdir: The directory; it is made where it does not exist. TensorBoard takes each directory for a run.
+        logdir: The directory; it is made where it does not exist. TensorBoard takes each directory for a run. The URL
+            of an object store will do, `gs://bucket/run` or `s3://bucket/run`: events are kept in memory and uploaded
+            at most every 10 seconds or `flush_secs`, whichever is longer, by `flush` and by `close`; past a megabyte
+            the next object begins. An upload that fails is tried again, and `close` raises where it stays so. A
+            process that is killed loses what it has not uploaded.
         graph: What `add_graph` takes, to be written at once.
         max_queue: How many events wait in memory before they are written to the file. (TensorFlow made the
             caller wait at that number.)
@@ -39,10 +44,10 @@ class SummaryWriter:
 
     Attributes:
         logdir: The directory.
-        path: The event file, or None in a process that does not write.
+        path: The event file, the first of them in an object store; None in a process that does not write.
 
     Raises:
-        ValueError: max_queue or flush_secs is not positive; logdir is the address of a remote store.
+        ValueError: max_queue or flush_secs is not positive; logdir is a URL of another kind.
         OSError: The directory or the file cannot be written; names the path.
         ImportError: tensorboard or google-crc32c is not installed.
 
@@ -72,14 +77,7 @@ class SummaryWriter:
             raise ValueError(f"SummaryWriter: max_queue must be positive, not {max_queue}")
         if not flush_secs > 0:
             raise ValueError(f"SummaryWriter: flush_secs must be positive, not {flush_secs!r}")
-        if not isinstance(logdir, str | os.PathLike):
-            raise TypeError(f"SummaryWriter: logdir must be a path, not {type(logdir).__name__} {logdir!r}")
-        self.logdir = os.fspath(logdir)
-        if "://" in self.logdir:
-            raise ValueError(
-                f"SummaryWriter: logdir {self.logdir!r} is no path of this machine's file system; write to a "
-                "local or mounted directory and copy it"
-            )
+        self.logdir = location(logdir, "logdir")
         self.path: str | None = None
         self._worker: Worker | None = None
         self._closed = False

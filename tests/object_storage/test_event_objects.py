@@ -1,0 +1,155 @@
+"""Event files in object stores: objects that grow, in segments, and readers of them."""
+
+import subprocess
+import sys
+
+import pytest
+
+import jstep
+from jstep import stores
+from jstep.stores import growing, objects
+from jstep.summary import SummaryWriter, scalar, summary_iterator
+from jstep.summary.read.series import event_files, find_runs, read_scalars
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 2, "initial_delay": "1ms", "max_delay": "2ms"})
+
+
+def points(path):
+    return {step: value for step, _, value in read_scalars(path).get("loss", [])}
+
+
+def uploads(store):
+    return [line for line in store.seen if line.startswith(("PUT", "POST")) and "tfevents" in line]
+
+
+def test_points_come_back(store):
+    logdir = f"{store.run}/logs"
+    with SummaryWriter(logdir + "/") as writer:
+        assert writer.logdir == logdir
+        assert writer.path.startswith(f"{logdir}/events.out.tfevents.")
+        for step in range(50):
+            writer.add_summary(scalar("loss", step / 2), step)
+    assert len(uploads(store)) == 2, "the first when it is opened, the last at close"
+    assert points(logdir) == {step: step / 2 for step in range(50)}
+    assert [event.step for event in summary_iterator(writer.path)][1:] == list(range(50))
+    assert find_runs(store.run) == [logdir]
+    assert event_files(logdir) == [writer.path]
+    with pytest.raises(IsADirectoryError, match="it holds events"):
+        summary_iterator(logdir)
+    with pytest.raises(FileNotFoundError, match="no such object"):
+        summary_iterator(logdir + "/none")
+
+
+def test_a_flush_uploads(store):
+    with SummaryWriter(store.run) as writer:
+        writer.add_summary(scalar("loss", 1.0), 1)
+        writer.flush()
+        assert points(writer.path) == {1: 1.0}
+        writer.flush()
+        assert len(uploads(store)) == 2, "nothing new"
+
+
+def test_uploads_are_seconds_apart(store, monkeypatch):
+    monkeypatch.setattr(growing, "PERIOD", 0.2)
+    with SummaryWriter(store.run, max_queue=1, flush_secs=0.01) as writer:
+        before = len(uploads(store))
+        for step in range(100):
+            writer.add_summary(scalar("loss", 1.0), step)
+        assert writer._worker._sink._growing._period == 0.2
+        assert len(uploads(store)) - before <= 2
+    assert len(points(writer.path)) == 100
+
+
+def test_it_is_uploaded_in_time(store, monkeypatch):
+    monkeypatch.setattr(growing, "PERIOD", 0.05)
+    with SummaryWriter(store.run, flush_secs=0.01) as writer:
+        writer.add_summary(scalar("loss", 1.0), 1)
+        seen = stores.Objects(store.run)
+        for _ in range(200):
+            if points(writer.path):
+                break
+            writer._worker._thread.join(0.05)
+        assert points(writer.path) == {1: 1.0}
+        assert seen.list("events")
+
+
+def test_past_a_megabyte_comes_the_next(store, monkeypatch):
+    monkeypatch.setattr(growing, "SEGMENT", 2000)
+    with SummaryWriter(store.run) as writer:
+        for step in range(200):
+            writer.add_summary(scalar("loss", float(step)), step)
+            if step % 50 == 0:
+                writer.flush()
+    files = event_files(store.run)
+    assert len(files) > 3
+    assert files[0] == writer.path
+    assert points(store.run) == {step: float(step) for step in range(200)}
+    for file in files:
+        assert next(iter(summary_iterator(file))).file_version == "brain.Event:2"
+        assert len(store.data(file.removeprefix(f"{store.run.split('bkt')[0]}bkt/"))) < 2200
+
+
+def test_a_failed_upload_loses_nothing(store, caplog):
+    with SummaryWriter(store.run) as writer:
+        writer.add_summary(scalar("loss", 1.0), 1)
+        store.fail = [("PUT|POST", "", 503, 7)]
+        writer.flush()
+        writer.add_summary(scalar("loss", 2.0), 2)
+        writer.flush()
+        assert points(writer.path) == {}
+        assert sum("is kept, and tried again" in record.message for record in caplog.records) == 1
+    assert points(writer.path) == {1: 1.0, 2: 2.0}
+
+
+def test_close_raises_where_it_stays_so(store):
+    writer = SummaryWriter(store.run)
+    writer.add_summary(scalar("loss", 1.0), 1)
+    store.fail = [("PUT|POST", "", 403, 99)]
+    with pytest.raises(PermissionError, match="cannot write"):
+        writer.close()
+    writer.close()
+
+
+def test_what_cannot_be_written_is_said_at_once(store):
+    store.fail = [("PUT|POST", "", 403, 99)]
+    with pytest.raises(PermissionError, match="cannot write"):
+        SummaryWriter(store.run)
+    store.fail = []
+    with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
+        SummaryWriter(store.run.replace("bkt", "nope"))
+    with pytest.raises(ValueError, match="gs://bucket/… or s3://bucket/…"):
+        SummaryWriter("az://bkt/run")
+
+
+def test_a_later_writer_sorts_later(store):
+    paths = []
+    for step in range(3):
+        with SummaryWriter(store.run) as writer:
+            writer.add_session_log("START", step)
+            writer.add_summary(scalar("loss", float(step)), step)
+            paths.append(writer.path)
+    assert paths == sorted(paths) == event_files(store.run)
+    assert points(store.run) == {0: 0.0, 1: 1.0, 2: 2.0}
+
+
+def test_a_writer_that_is_not_closed_loses_nothing_at_exit(gcs):
+    code = (
+        "from jstep.summary import *; w = SummaryWriter('gs://bkt/run'); w.add_summary(scalar('loss', 1.0), 1)\n"
+        "print(w.path)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert points(done.stdout.strip()) == {1: 1.0}
+
+
+def test_the_command_line_reads_them(store, capsys):
+    with SummaryWriter(store.run) as writer:
+        writer.add_summary(scalar("loss", 0.5), 3)
+    from jstep.cli import main
+
+    for path in (store.run, writer.path):
+        assert main(["events", path]) in (0, None)
+        assert "loss = 0.5" in capsys.readouterr().out
+    assert jstep.latest_checkpoint(store.run) is None
