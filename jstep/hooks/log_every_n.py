@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 from typing import Any
 
+from jstep.core.checks import as_int
+
 _logger = logging.getLogger("jstep")
 _counts: Counter[tuple[str, int]] = Counter()
 _lock = threading.Lock()
@@ -31,13 +33,8 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
 
     Source: `tf.logging.log_every_n`.
     """
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"n={n!r}: must be an integer, got {type(n).__name__}")
-    if n < 1:
-        raise ValueError(f"n={n}: must be ≥ 1")
-    number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
-    if not isinstance(number, int):
-        raise ValueError(f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'")
+    n = as_int(n, "n", 1)
+    number = as_level(level)
     frame = sys._getframe(1)
     place = (frame.f_code.co_filename, frame.f_lineno)
     with _lock:
@@ -45,3 +42,15 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
         _counts[place] += 1
     if count % n == 0:
         _logger.log(number, msg, *args, stacklevel=2)
+
+
+def as_level(level: Any) -> int:
+    """A level of `logging`, from its number or its name.
+
+    Raises:
+        ValueError: There is no such level.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'")
+    return number

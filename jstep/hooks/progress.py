@@ -5,13 +5,17 @@ import sys
 import time
 from typing import Any
 
-from jstep.hooks.hook import Clock, Hook, Metrics
+from jstep.core.checks import as_int, as_number
+from jstep.core.contexts import own_transfers
+from jstep.hooks.hook import Clock, Hook, Metrics, RunInfo
+from jstep.hooks.results import NewResults
 from jstep.hooks.values import is_ready, scalars, start_transfer, text
+from jstep.optimizers import held_values
 from jstep.state import TrainState, global_step
 
 
 class ProgressHook(Hook):
-    """A progress bar of tqdm (extra `progress`).
+    """A progress bar of tqdm (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
 
     Args:
         last_step: Where the run ends.
@@ -21,6 +25,8 @@ class ProgressHook(Hook):
 
     Raises:
         ImportError: tqdm is not installed.
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is negative.
     """
 
     def __init__(
@@ -30,19 +36,33 @@ class ProgressHook(Hook):
             import tqdm
         except ImportError as error:
             raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
-        self._tqdm, self._last_step, self._file = tqdm.tqdm, last_step, file
-        self._secs, self._clock = every_n_secs, clock
+        self._tqdm, self._last_step, self._file = tqdm.tqdm, as_int(last_step, "last_step", 0), file
+        self._secs, self._clock = as_number(every_n_secs, "every_n_secs", low=0), clock
         self._then = clock()
         self._bar: Any = None
         self._held: dict[str, Any] = {}
         self._last: Metrics = {}
+        self._names: frozenset[str] = frozenset({"loss"})
+        self._results, self._counter = NewResults(), None
+
+    def use_run(self, run: RunInfo) -> None:
+        """Takes the counter of the run, and the evaluations."""
+        self._results, self._counter = NewResults(run.evaluations), run.counter
 
     def begin(self, state: TrainState) -> None:
         """Draws the line at the step the run begins from."""
         self._then, self._held, self._last = self._clock(), {}, {}
+        self._names = frozenset({"loss", *held_values(state.slots)})
         unknown = _is_of_no_size(self._file or sys.stderr)
         size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
-        self._bar = self._tqdm(total=self._last_step, initial=global_step(state), unit="step", file=self._file, **size)
+        with own_transfers():
+            start = global_step(state)
+        self._bar = self._tqdm(total=self._last_step, initial=start, unit="step", file=self._file, **size)
+
+    def after_first_call(self, step: int) -> None:
+        """Time counts from here: the time left is that of steps, not of compiling them."""
+        if self._bar is not None:
+            self._bar.unpause()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Draws it again now and then, with the last numbers that the device has finished."""
@@ -52,19 +72,33 @@ class ProgressHook(Hook):
             return
         self._then = now
         if self._held and is_ready(self._held):
-            self._bar.set_postfix_str(text(self._held), refresh=False)
-        self._held = self._loss()
+            self._show(self._held)
+        self._held = self._numbers()
         start_transfer(self._held)
         self._bar.update(step - self._bar.n)
 
+    def after_last(self, step: int, metrics: Metrics) -> None:
+        """Draws the line of the last step."""
+        self._last = metrics
+        if self._bar is not None:
+            self._draw_last(step)
+
     def end(self, step: int, state: TrainState) -> None:
         """Draws the last line."""
-        self._bar.set_postfix_str(text(self._loss()), refresh=False)
+        self._draw_last(step)
+
+    def _draw_last(self, step: int) -> None:
+        self._show(self._numbers())
         self._bar.update(step - self._bar.n)
         self._bar.refresh()
 
-    def _loss(self) -> dict[str, Any]:
-        return {name: value for name, value in scalars(self._last).items() if name == "loss"}
+    def _numbers(self) -> dict[str, Any]:
+        return {name: value for name, value in scalars(self._last).items() if name in self._names}
+
+    def _show(self, numbers: dict[str, Any]) -> None:
+        words = text({**numbers, **self._results.all()})
+        examples = getattr(self._counter, "examples_per_sec", None)
+        self._bar.set_postfix_str(words + (f"  {examples:.4g} examples/s" if examples else ""), refresh=False)
 
     def close(self) -> None:
         """Leaves the line as it is and goes to the next."""

@@ -1,7 +1,7 @@
 """From metrics and states to summaries; `jstep.summary` is imported when first needed."""
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jstep.core import trees
@@ -19,15 +19,27 @@ def scalar(tag: str, value: Any) -> Any:
     return summary.scalar(tag, value, collections=())
 
 
+def scalars_summary(values: Mapping[str, Any]) -> Any:
+    """One summary of some numbers."""
+    from jstep import summary
+
+    return summary.merge([scalar(name, value) for name, value in values.items()], collections=())
+
+
 def of_metrics(metrics: Metrics, leave_out: Collection[str]) -> list[Any]:
     """One summary of the numbers among the metrics and of the summaries they hold; none where there is nothing."""
     from jstep import summary
 
-    parts = [scalar(name, value) for name, value in scalars(metrics, leave_out).items()]
-    made = summary.summaries_in(dict(metrics))
-    if made is not None:
-        parts.append(made)
+    parts = [scalar(name, value) for name, value in scalars(metrics, leave_out).items()] + made_in(metrics)
     return [summary.merge(parts, collections=())] if parts else []
+
+
+def made_in(metrics: Metrics) -> list[Any]:
+    """The summaries among the metrics, as one; none where there are none."""
+    from jstep import summary
+
+    made = summary.summaries_in(dict(metrics))
+    return [] if made is None else [made]
 
 
 def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:

@@ -3,9 +3,14 @@
 import time
 from typing import Any
 
-from jstep.hooks.hook import CadencedHook, Clock, Metrics, every
-from jstep.hooks.summaries import Selection, histograms_of, of_metrics
-from jstep.hooks.values import LeaveOut, nothing
+from jstep.core.checks import as_bool, as_function, kind, shown
+from jstep.hooks.cadence import UNSAID, CadencedHook, cadence
+from jstep.hooks.deferred import Deferred
+from jstep.hooks.hook import Clock, Metrics
+from jstep.hooks.interval import Interval
+from jstep.hooks.summaries import Selection, histograms_of, made_in, of_metrics, scalars_summary
+from jstep.hooks.values import LeaveOut, means, nothing
+from jstep.hooks.writers import check_writer
 from jstep.state import TrainState
 
 
@@ -16,10 +21,12 @@ class SummarySaverHook(CadencedHook):
         summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in
             its `logdir`; the hook then takes the place of the stock one, so that no number is written twice.
         save_steps: How often, in steps: at their multiples.
-        save_secs: How often, in seconds, instead.
+        save_secs: How often, in seconds, instead; or as well, whichever comes first.
         histograms: Globs of what to draw histograms of: parameters by their paths (`"params/*"`, `"params/dense/*"`),
             slots (`"slots/m/*"`); a string or several.
         leave_out: A function that returns names of metrics to leave out, such as hyperparameters that never change.
+        mean: Whether to write means over the steps since the last time, in place of the step's own numbers; they are
+            written as soon as the device has them, a little later. Summaries are those of the step.
         clock: Seconds; for tests.
 
     Attributes:
@@ -35,20 +42,24 @@ class SummarySaverHook(CadencedHook):
     def __init__(
         self,
         summary_writer: Any = None,
-        save_steps: int | None = 100,
+        save_steps: int | None = UNSAID,
         save_secs: float | None = None,
         *,
         histograms: Selection = (),
         leave_out: LeaveOut = nothing,
+        mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        if summary_writer is not None and not callable(getattr(summary_writer, "add_summary", None)):
-            raise TypeError(f"summary_writer={summary_writer!r}: must have a method add_summary(summary, global_step)")
-        steps = None if save_secs is not None and save_steps == 100 else save_steps
-        super().__init__(every(steps=("save_steps", steps), secs=("save_secs", save_secs), clock=clock))
-        self._writer, self._leave_out, self._told = summary_writer, leave_out, nothing
+        super().__init__(
+            cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock),
+            together=True,  # the state lies over all processes, so all of them count its values
+        )
+        self._writer, self._told = check_writer(summary_writer), nothing
+        self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self.takes_writer = summary_writer is None
-        self._histograms = (histograms,) if isinstance(histograms, str) else tuple(histograms)
+        self._histograms = _globs(histograms)
+        self._interval = Interval() if as_bool(mean, "mean") else None
+        self._means = Deferred(self._write_means)
 
     def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
         """Takes the writer of `train`, where the hook was made without one."""
@@ -63,14 +74,60 @@ class SummarySaverHook(CadencedHook):
         """
         if self._writer is None:
             raise ValueError("SummarySaverHook has nowhere to write: give it a summary_writer, or give train a logdir")
+        self._means.clear()
+        if self._interval is not None:
+            self._interval.clear()
         super().begin(state)
+
+    def next_due(self, step: int) -> int | None:
+        """The next multiple; None where it has to see every step."""
+        return None if self._interval is not None else super().next_due(step)
+
+    def after_call(self, steps: range, metrics: Metrics) -> None:
+        """Keeps the metrics of several steps that were one call, where means are wanted."""
+        if self._interval is not None:
+            self._interval.add_call(steps, metrics)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """When due, hands the values over; whoever writes them waits for them."""
-        if not self._every.due(step):
+        if self._interval is not None:
+            self._interval.add(step, metrics)
+        if not self.is_due(step):
             return
-        self._every.done()
-        for summary in of_metrics(metrics, {*self._leave_out(), *self._told()}):
+        self.has_happened()
+        leave_out = {*self._leave_out(), *self._told()}
+        if self._interval is None:
+            found = of_metrics(metrics, leave_out)
+        else:
+            self._means.add(step, means(self._interval.take(step), leave_out))
+            self._means.hand_over_ready()
+            found = made_in(metrics)
+        for summary in found:
             self._writer.add_summary(summary, step)
         if self._histograms:
             self._writer.add_summary(histograms_of(state, self._histograms), step)
+
+    def before_save(self, step: int) -> None:
+        """Means of steps before a checkpoint are written before it."""
+        self._means.hand_over_all()
+
+    def after_last(self, step: int, metrics: Metrics) -> None:
+        """Writes the means that are left."""
+        self._means.hand_over_all()
+
+    def _write_means(self, step: int, values: dict[str, Any]) -> None:
+        if values:
+            self._writer.add_summary(scalars_summary(values), step)
+
+
+def _globs(histograms: Any) -> tuple[str, ...]:
+    try:
+        globs = (histograms,) if isinstance(histograms, str) else tuple(histograms)
+    except TypeError:
+        globs = (histograms,)
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise TypeError(
+                f"histograms={shown(histograms)}: must be globs of paths, such as 'params/*', got {kind(glob)}"
+            )
+    return globs

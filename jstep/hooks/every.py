@@ -1,0 +1,55 @@
+"""A function of one's own as a hook."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jstep.core.checks import as_function, as_int
+from jstep.hooks.hook import Hook, Metrics
+from jstep.state import TrainState
+
+
+def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | None"]) -> Hook:
+    """A hook that calls a function at the multiples of n steps.
+
+    Args:
+        n: How often, in steps, ≥ 1.
+        fn: `fn(step, state, metrics)`. What it returns counts as `Hook.after_step`'s answer: None goes on, True stops
+            the run after this step, a `TrainState` is the one to go on with.
+
+    Returns:
+        A hook for `train`.
+
+    Raises:
+        TypeError: `n` is no integer, or `fn` no function.
+        ValueError: `n` is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.1)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> tell = jstep.every(2, lambda step, state, metrics: print("after update", step))
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[tell], progress=False)
+        after update 2
+        after update 4
+    """
+    return _Every(as_int(n, "n", 1, "a number of steps"), as_function(fn, "fn", "(step, state, metrics)"))
+
+
+class _Every(Hook):
+    def __init__(self, n: int, fn: Callable[..., Any]) -> None:
+        self._n, self._fn = n, fn
+        self.name = f"every({n}, {getattr(fn, '__qualname__', type(fn).__name__)})"
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """When due, calls the function; returns what it returns."""
+        if step % self._n == 0:
+            return self._fn(step, state, metrics)
+        return None
+
+    def next_due(self, step: int) -> int:
+        """The next multiple."""
+        return (step // self._n + 1) * self._n
+
+    def __repr__(self) -> str:
+        return f"<jstep.{self.name}>"

@@ -1,0 +1,21 @@
+"""What a hook may write summaries to."""
+
+from typing import Any
+
+from jstep.core.checks import shown
+
+
+def check_writer(summary_writer: Any) -> Any:
+    """The writer, or None.
+
+    Raises:
+        TypeError: It has no `add_summary`.
+    """
+    if summary_writer is not None and (
+        isinstance(summary_writer, type) or not callable(getattr(summary_writer, "add_summary", None))
+    ):
+        raise TypeError(
+            f"summary_writer={shown(summary_writer)}: must have a method add_summary(summary, global_step), such as a "
+            "jstep.summary.SummaryWriter"
+        )
+    return summary_writer
