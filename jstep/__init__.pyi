@@ -47,6 +47,7 @@ from jstep.hooks import (
     FingerprintHook,
     Hook,
     LoggingHook,
+    MetricsHook,
     NanLossDuringTrainingError,
     NanLossHook,
     ProfilerHook,
@@ -54,6 +55,7 @@ from jstep.hooks import (
     StepCounterHook,
     StopAtStepHook,
     SummarySaverHook,
+    every,
     log_every_n,
 )
 from jstep.loop import (
@@ -172,6 +174,7 @@ __all__ = [
     "Hook",
     "IndexedSlices",
     "LoggingHook",
+    "MetricsHook",
     "NanLossDuringTrainingError",
     "NanLossHook",
     "Optimizer",
@@ -216,6 +219,7 @@ __all__ = [
     "create_global_step",
     "cyclical",
     "distributed",
+    "every",
     "exponential_decay",
     "fingerprint",
     "fsdp_specs",

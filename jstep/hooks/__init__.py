@@ -3,10 +3,12 @@
 from jstep.core.public import publish as _publish
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.evaluation import EvaluationHook
+from jstep.hooks.every import every
 from jstep.hooks.fingerprint import DivergenceError, FingerprintHook
 from jstep.hooks.hook import Hook
 from jstep.hooks.log_every_n import log_every_n
 from jstep.hooks.logging_hook import LoggingHook
+from jstep.hooks.metrics_hook import MetricsHook
 from jstep.hooks.nan_loss import NanLossDuringTrainingError, NanLossHook
 from jstep.hooks.profiler import ProfilerHook
 from jstep.hooks.progress import ProgressHook
@@ -21,6 +23,7 @@ __all__ = [
     "FingerprintHook",
     "Hook",
     "LoggingHook",
+    "MetricsHook",
     "NanLossDuringTrainingError",
     "NanLossHook",
     "ProfilerHook",
@@ -28,6 +31,7 @@ __all__ = [
     "StepCounterHook",
     "StopAtStepHook",
     "SummarySaverHook",
+    "every",
     "log_every_n",
 ]
 

@@ -69,11 +69,12 @@ class CadencedHook(Hook):
         self._agreed: agreement.AgreedClock | None = None
         self.asks_clock = cadence.secs is not None
 
-    def begin(self, state: TrainState) -> None:
+    def begin(self, state: TrainState) -> bool | None:
         """Seconds count from here."""
         self._every.start()
         if self._together and self._every.secs is not None and not agreement.is_alone():
             self._agreed = agreement.AgreedClock(self._every.secs, self._every.clock)
+        return None
 
     def is_due(self, step: int) -> bool:
         """Whether it is due; to be asked after every call by all processes."""

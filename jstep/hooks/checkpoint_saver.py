@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.checkpoint import Saver
-from jstep.hooks.hook import CadencedHook, Clock, Metrics, check_step, every
+from jstep.core.checks import as_function, kind
+from jstep.core.contexts import own_transfers
+from jstep.hooks.cadence import CadencedHook, cadence
+from jstep.hooks.hook import Clock, Metrics, check_step
 from jstep.state import TrainState
 
 
@@ -41,12 +44,13 @@ class CheckpointSaverHook(CadencedHook):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            every(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, at_least_one=False),
+            cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, at_least_one=False),
             together=True,
         )
+        self._extra = as_function(extra, "extra", "() -> values", optional=True)
+        self._before_save = _functions(before_save)
         self._directory = None if isinstance(saver, Saver) else saver
         self._saver: Saver | None = saver if isinstance(saver, Saver) else Saver(saver)
-        self._extra, self._before_save = extra, before_save
         self._saved: int | None = None
 
     def begin(self, state: TrainState) -> None:
@@ -73,6 +77,10 @@ class CheckpointSaverHook(CadencedHook):
         """Says that there is a checkpoint of this step: the one that was restored."""
         self._saved = step
 
+    def has_saved(self, step: int, state: TrainState) -> bool:
+        """Whether there is a checkpoint of this step already."""
+        return self._saved == step
+
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Saves, unless this step is saved already.
 
@@ -88,16 +96,24 @@ class CheckpointSaverHook(CadencedHook):
             CheckpointError: It could not be written.
             ValueError: The state is at another step.
         """
-        if self._saved != step:
+        if not self.has_saved(step, state):
             prevented = [bool(check(step)) for check in self._before_save]  # each of them is asked
             if any(prevented):
                 return False
             check_step(step, state)
             if self._saver is None:  # it was closed with the run before
                 self._saver = Saver(self._directory or "")
-            self._saver.save(state, extra=self._extra() if self._extra else None)
-            self._saved = step
+            extra = self._extra() if self._extra else None
+            with own_transfers():
+                self._saver.save(state, extra=extra)
+            self.is_saved(step)
             self.has_happened()
         if wait and self._saver is not None:
             self._saver.wait()
         return True
+
+
+def _functions(before_save: Any) -> tuple[Any, ...]:
+    if callable(before_save) or not isinstance(before_save, tuple | list):
+        raise TypeError(f"before_save: must be a tuple of functions of the step, got {kind(before_save)}")
+    return tuple(as_function(check, f"before_save[{i}]", "of the step") for i, check in enumerate(before_save))

@@ -114,8 +114,9 @@ class Hook:
 
 
 def name_of(hook: Any) -> str:
-    """What to call a hook in an error: its class."""
-    return str(getattr(hook, "name", None) or type(hook).__qualname__)
+    """What to call a hook or a function in an error: its own name, or that of its class."""
+    name = getattr(hook, "name", None)
+    return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def check_step(step: int, state: TrainState) -> None:

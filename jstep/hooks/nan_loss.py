@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jstep.hooks.hook import Hook, Metrics, positive
+from jstep.core.checks import as_bool, as_int
+from jstep.core.contexts import own_transfers
+from jstep.hooks.hook import Hook, Metrics
+from jstep.hooks.values import host
 from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")
@@ -18,6 +21,9 @@ class NanLossDuringTrainingError(RuntimeError):
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
         self.step = step
+
+    def __reduce__(self) -> Any:
+        return type(self), (*self.args, self.step)
 
 
 class NanLossHook(Hook):
@@ -32,15 +38,15 @@ class NanLossHook(Hook):
             checkpoint.
 
     Raises:
-        TypeError: `every_n_steps` is not an integer.
+        TypeError: An argument is of the wrong type.
         ValueError: `every_n_steps` is not positive.
 
     Source: `tf.train.NanTensorHook`.
     """
 
     def __init__(self, every_n_steps: int = 10, fail_on_nan_loss: bool = True) -> None:
-        self._n = positive("every_n_steps", every_n_steps)
-        self._fail = fail_on_nan_loss
+        self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
+        self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
         self._held: deque[tuple[int, Any]] = deque()
         self._looked = 0
         self._bad = False
@@ -48,7 +54,8 @@ class NanLossHook(Hook):
     def begin(self, state: TrainState) -> None:
         """Forgets earlier runs."""
         self._held.clear()
-        self._looked, self._bad = global_step(state), False
+        with own_transfers():
+            self._looked, self._bad = global_step(state), False
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         """Keeps the loss; when due, looks at those of the interval before.
@@ -92,17 +99,21 @@ class NanLossHook(Hook):
     def _found(self, up_to: int) -> bool:
         while not self._bad and self._held and self._held[0][0] <= up_to:
             last, losses = self._held.popleft()
-            values = np.asarray(losses).reshape(-1)
+            with own_transfers():
+                values = host(losses).reshape(-1)
             bad = np.flatnonzero(~np.isfinite(values))
             if bad.size:
                 step = last - values.size + 1 + int(bad[0])
                 message = (
                     f"the loss is {values[bad[0]]} at step {step} (the update {step - 1} → {step}). Look at batch "
-                    f"{step - 1}, lower the learning rate, clip gradients, or guard with jstep.skip_nonfinite."
+                    f"{step - 1}, lower the learning rate, clip gradients, or guard with jstep.skip_nonfinite. To find "
+                    f"the operation: replay = jstep.replay(train_step, state, batches, checkpoint_dir, {step - 1}), "
+                    "then jstep.find_nonfinite(train_step, replay.state, *replay.args)."
                 )
+                # Also where it raises: the state is not saved on the way out either.
+                self._held.clear()
+                self._bad = True
                 if self._fail:
                     raise NanLossDuringTrainingError(message, step)
                 _logger.warning("%s Stopping.", message)
-                self._held.clear()
-                self._bad = True
         return self._bad

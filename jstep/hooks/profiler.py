@@ -4,6 +4,8 @@ import os
 
 import jax
 
+from jstep.core.checks import as_int, kind, shown
+from jstep.core.contexts import own_transfers
 from jstep.hooks.hook import NEVER, Hook, Metrics
 from jstep.state import TrainState, global_step
 
@@ -24,9 +26,9 @@ class ProfilerHook(Hook):
     """
 
     def __init__(self, logdir: str | os.PathLike[str], start_step: int, stop_step: int) -> None:
-        for name, value in (("start_step", start_step), ("stop_step", stop_step)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r}: must be an integer, got {type(value).__name__}")
+        if not isinstance(logdir, str | os.PathLike):
+            raise TypeError(f"logdir={shown(logdir)}: must be a string or a path, got {kind(logdir)}")
+        start_step, stop_step = as_int(start_step, "start_step"), as_int(stop_step, "stop_step")
         if not 0 <= start_step < stop_step:
             raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
         self._logdir, self._start, self._stop = os.fspath(logdir), start_step, stop_step
@@ -34,7 +36,10 @@ class ProfilerHook(Hook):
 
     def begin(self, state: TrainState) -> None:
         """Starts at once where the run begins within the steps."""
-        if self._start <= global_step(state) < self._stop:
+        self._running = False
+        with own_transfers():
+            begins_within = self._start <= global_step(state) < self._stop
+        if begins_within:
             self._begin_trace()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:

@@ -10,7 +10,7 @@ from jstep.core.contexts import own_transfers
 from jstep.hooks.hook import Clock, Hook, Metrics, RunInfo
 from jstep.hooks.results import NewResults
 from jstep.hooks.values import is_ready, scalars, start_transfer, text
-from jstep.optimizers import held_values
+from jstep.optimizers.held import held_values
 from jstep.state import TrainState, global_step
 
 

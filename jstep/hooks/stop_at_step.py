@@ -1,6 +1,8 @@
 """Stopping at a step."""
 
-from jstep.hooks.hook import Hook, Metrics, positive
+from jstep.core.contexts import own_transfers
+from jstep.hooks.cadence import positive
+from jstep.hooks.hook import Hook, Metrics
 from jstep.state import TrainState, global_step
 
 
@@ -26,9 +28,11 @@ class StopAtStepHook(Hook):
 
     def begin(self, state: TrainState) -> bool:
         """Counts num_steps from here; true where a run that was restored is at last_step already."""
+        with own_transfers():
+            step = global_step(state)
         if self._num_steps is not None:
-            self._last_step = global_step(state) + self._num_steps
-        return global_step(state) >= (self._last_step or 0)
+            self._last_step = step + self._num_steps
+        return step >= (self._last_step or 0)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         """True at the step, or past it."""

@@ -1,15 +1,21 @@
 """What `train` is given, looked at before anything is opened."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.core import trees
-from jstep.hooks.hook import every
-from jstep.hooks.step_counter import StepCounterHook
-from jstep.state import TrainState, get_global_step
+import numpy as np
 
-_METHODS = ("begin", "after_step", "after_call", "end", "close")
+from jstep.checkpoint import Saver, checkpoint_name
+from jstep.core import trees
+from jstep.core.checks import as_function, kind, shown
+from jstep.data.placement import placement
+from jstep.hooks.cadence import cadence
+from jstep.hooks.step_counter import StepCounterHook
+from jstep.state import TrainState, get_global_step, require_state
+
+_METHODS = ("begin", "after_step", "after_call", "after_last", "end", "close")
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
@@ -27,12 +33,19 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     for i, hook in enumerate(found):
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
+        for method in (*_METHODS, "after_first_call", "before_save", "next_due", "get_state", "set_state"):
+            if hasattr(hook, method) and not callable(getattr(hook, method)):
+                raise TypeError(f"hooks[{i}].{method}: must be a function, got {kind(getattr(hook, method))}")
         if not any(hasattr(hook, method) for method in _METHODS):
-            raise TypeError(f"hooks[{i}]={hook!r}: has none of {', '.join(_METHODS)}; see jstep.Hook")
+            way = ""
+            if callable(hook):
+                name = getattr(hook, "__name__", "fn")
+                way = f". A function becomes a hook by jstep.every(100, {name}), which calls it every 100 steps"
+            raise TypeError(f"hooks[{i}]={shown(hook)}: has none of {', '.join(_METHODS)}; see jstep.Hook{way}")
     return found
 
 
-def check(train_step: Any, state: Any, **cadences: Any) -> None:
+def check(train_step: Any, state: Any, last_step: int, **cadences: Any) -> None:
     """Looks at the arguments of `train`; cadences are numbers of steps or seconds, or None.
 
     Raises:
@@ -40,16 +53,54 @@ def check(train_step: Any, state: Any, **cadences: Any) -> None:
         TypeError: One is of the wrong type.
         ValueError: One is not positive.
     """
-    if not callable(train_step):
-        raise TypeError(f"train_step={train_step!r}: must be a function (state, *args) -> (state, metrics)")
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}; make one with TrainState.create")
+    as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
+    require_state(state)
     for name, value in cadences.items():
         steps, secs = (("", None), (name, value)) if name.endswith("_secs") else ((name, value), ("", None))
-        every(steps=steps, secs=secs, clock=time.monotonic, at_least_one=False)
-    if get_global_step(state) is None:
+        cadence(steps=steps, secs=secs, clock=time.monotonic, at_least_one=False)
+    step = get_global_step(state)
+    if step is None:
         # The words of StepCounterHook, which every run has.
         StepCounterHook().begin(state)
+        return
+    if np.ndim(step):
+        raise ValueError(
+            f"state: its global_step has shape {np.shape(step)}, must be a scalar: a population of states, as vmap "
+            "makes it, is stepped by jax.vmap(train_step) in a loop of one's own, and saved by a Saver"
+        )
+    last = np.iinfo(step.dtype).max
+    if last_step > last:
+        raise ValueError(
+            f"last_step={last_step}: must be at most {last}, the last step that {step.dtype} counts; under "
+            "jax_enable_x64 steps are int64"
+        )
+
+
+def check_kept(checkpoint_dir: Any, checkpoint_prefix: str, batch_sharding: Any) -> None:
+    """Looks at where `train` is to keep checkpoints and to lay batches.
+
+    Raises:
+        TypeError: One is of the wrong type.
+        ValueError: The prefix cannot be the beginning of a file name, or is not that of the Saver given.
+    """
+    if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
+        raise TypeError(
+            f"checkpoint_dir={shown(checkpoint_dir)}: must be a directory, a URL or a Saver, got {kind(checkpoint_dir)}"
+        )
+    try:
+        checkpoint_name(checkpoint_prefix, 0)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"checkpoint_{error}") from None
+    if isinstance(checkpoint_dir, Saver) and checkpoint_prefix not in ("model", checkpoint_dir.prefix):
+        raise ValueError(
+            f"checkpoint_prefix={checkpoint_prefix!r}: checkpoint_dir is a Saver, whose own prefix is "
+            f"{checkpoint_dir.prefix!r}; make the Saver with the prefix"
+        )
+    if batch_sharding is not None:
+        try:
+            placement(batch_sharding)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"batch_{error}") from None
 
 
 def check_alive(state: TrainState) -> None:

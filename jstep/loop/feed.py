@@ -1,14 +1,11 @@
-"""What the loop takes its batches from, made one: indexed, called, iterated; alone or K at a time; ahead or not."""
+"""The batches as arguments of calls: alone or K at a time, placed or not, made ahead or not."""
 
-import base64
-import copy
 import dataclasses
 import itertools
-import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +16,8 @@ from jstep.core import trees
 from jstep.data.placement import placement
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 from jstep.loop.signals import StopWaiting
+from jstep.loop.sources import Source
 from jstep.sharding.layout import auto_mesh
-
-_logger = logging.getLogger("jstep")
 
 # Handing an item from thread to thread costs some 20 µs: making a cheaper one ahead would only slow the loop.
 _WORTH_A_THREAD_SECS = 50e-6
@@ -35,124 +31,6 @@ class Call:
 
     args: tuple[Any, ...]
     steps: int = dataclasses.field(metadata={"static": True})
-
-
-@runtime_checkable
-class HasState(Protocol):
-    """An iterator that knows its position and can be set back to one."""
-
-    def __next__(self) -> Any:
-        """The next batch."""
-        ...
-
-    def get_state(self) -> Any:
-        """The position, as bytes or as JSON can hold it."""
-        ...
-
-    def set_state(self, state: Any, /) -> Any:
-        """Goes to a position."""
-        ...
-
-
-class Source(NamedTuple):
-    """An iterator over batches, and where it is: None where nobody can tell."""
-
-    items: Iterator[Any]
-    position: Callable[[], Any] | None
-
-
-def source_of(batches: Any, start: int, last_step: int, position: Any) -> Source:
-    """The batches from step `start` on.
-
-    Args:
-        batches: An object with `batches[N]`, a function of the step, an iterator with `get_state` and
-            `set_state`, or any iterable.
-        start: The first step number.
-        last_step: Where to end.
-        position: What `encoded` made of an iterator's position in an earlier run; None in a fresh one.
-
-    Raises:
-        TypeError: `batches` is none of these.
-    """
-    if isinstance(batches, Mapping | str | bytes):
-        raise TypeError(
-            f"batches is a {type(batches).__name__}, which may be one batch, not a source of them. Give an object "
-            "with batches[N], a function of the step, or an iterable; for the same batch again and again, "
-            "itertools.repeat(batch)."
-        )
-    if isinstance(batches, HasState):
-        return _stateful(batches, position, start)
-    if hasattr(batches, "__getitem__"):
-        return Source(_indexed(batches, start, last_step), None)
-    if not hasattr(batches, "__iter__") and callable(batches):
-        return Source(map(batches, range(start, last_step)), None)
-    try:
-        iterator = iter(batches)
-    except TypeError:
-        raise TypeError(
-            f"batches={batches!r}: must have batches[N], be a function of the step, or be iterable"
-        ) from None
-    if isinstance(iterator, HasState):
-        return _stateful(iterator, position, start)
-    if start:
-        _logger.warning(
-            "The run goes on at step %d, but a %s has no position to go on from: its batches start where it is. Use "
-            "jstep.batches, a function of the step, or an iterator with get_state and set_state.",
-            start,
-            type(batches).__name__,
-        )
-    return Source(iterator, None)
-
-
-def is_seekable(batches: Any) -> bool:
-    """Whether batches can go on from any step after a restart."""
-    if hasattr(batches, "__getitem__") or isinstance(batches, HasState):
-        return True
-    return isinstance(iter(batches), HasState) if hasattr(batches, "__iter__") else callable(batches)
-
-
-def _stateful(iterator: Any, position: Any, start: int) -> Source:
-    if position is not None:
-        iterator.set_state(decoded(position))
-    elif start:
-        _logger.warning(
-            "The run goes on at step %d, but there is no position for the %s with what was restored: its batches start "
-            "where it is.",
-            start,
-            type(iterator).__name__,
-        )
-    # Some of them can be asked for the next item, but not be iterated over.
-    items = iterator if hasattr(iterator, "__iter__") else map(next, itertools.repeat(iterator))
-    return Source(items, lambda: encoded(iterator.get_state()))
-
-
-def encoded(position: Any) -> Any:
-    """A position as JSON can hold it; bytes become text. A copy: some iterators give the one they go on changing."""
-    if isinstance(position, bytes):
-        return {"base64": base64.b64encode(position).decode()}
-    return {"value": copy.deepcopy(position)}
-
-
-def decoded(kept: Any) -> Any:
-    """The position that `encoded` was given."""
-    return base64.b64decode(kept["base64"]) if "base64" in kept else kept["value"]
-
-
-def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:
-    try:
-        size = len(batches)
-    except TypeError:  # it has no end, or does not know it
-        size = None
-    stop = last_step if size is None else min(size, last_step)
-    for step in range(start, stop):
-        try:
-            item = batches[step]
-        except IndexError:
-            # Without a length this is how an object says that it is at its end; with one it is a defect.
-            if size is not None:
-                raise
-            return
-        yield item
 
 
 def calls(
@@ -235,6 +113,7 @@ class Feed:
 
     Attributes:
         waiting: Whether the loop waits for a batch right now and may be interrupted without losing one.
+        steps: How many steps the call handed out last makes.
         position: Where the source is after the calls handed out, as JSON can hold it; None where nobody can tell.
     """
 
@@ -248,6 +127,8 @@ class Feed:
         self._at, self._made, self._stopping, self._clock = source.position, made, stopping, clock
         self._ahead: PrefetchIterator | None = None
         self.waiting = False
+        self.steps, self._taken = 1, 0
+        self._before: Any = None
         self.position = self._at() if self._at else None
 
     def __iter__(self) -> Iterator[Call]:
@@ -277,9 +158,16 @@ class Feed:
         call = next(items, None)
         self.waiting = False
         # Where the wait is interrupted, the position stays that before the batch, whatever was read of it.
-        if at is not None and call is not None:
-            self.position = at()
+        if call is not None:
+            self.steps = call.steps
+            self._taken += call.steps
+            if at is not None:
+                self._before, self.position = self.position, at()
         return call
+
+    def position_after(self, steps: int) -> Any:
+        """Where the source was when so many steps had been made: all handed out, or all but those of the last call."""
+        return self.position if steps >= self._taken else self._before
 
     def close(self) -> None:
         """Ends the thread."""

@@ -1,5 +1,6 @@
 """SIGTERM and SIGINT as a wish to stop, which the loop grants after the step in flight."""
 
+import logging
 import signal
 import threading
 from collections.abc import Callable
@@ -8,13 +9,20 @@ from typing import Any
 
 from jstep.distributed import agreement
 
+_logger = logging.getLogger("jstep")
+
 
 class Preempted(SystemExit):
-    """SIGTERM arrived: the step in flight was finished and saved. A SystemExit with code 143."""
+    """SIGTERM arrived: the step in flight was finished and saved. A SystemExit with code 143.
+
+    Attributes:
+        state: The state after that step.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(143)
         self.message = message
+        self.state: Any = None
 
     def __str__(self) -> str:
         return self.message
@@ -27,19 +35,24 @@ class StopWaiting(BaseException):
 class StopSignals:
     """Notes SIGTERM and SIGINT while it is entered; a second SIGINT raises KeyboardInterrupt at once.
 
-    Signals reach the main thread only; in another one it notes nothing.
+    Signals reach the main thread only; in another one it notes nothing. A SIGINT that is ignored, as in what runs
+    under `nohup` or in the background of a script, stays ignored.
 
     On several processes SIGTERM is left to JAX's preemption service, which makes all of them stop after the same
     call, and SIGINT is passed on to it.
 
+    Args:
+        on_first: Called by the handler at the first signal.
+
     Attributes:
+        on_first: That.
         received: The first signal, None as long as there is none.
         at_once: Whether a second SIGINT came.
         interrupts: Whether no batch is to be waited for: a signal came, and no other process has to stop with this one.
     """
 
     def __init__(self, on_first: Callable[[], None]) -> None:
-        self._on_first = on_first
+        self.on_first = on_first
         self._alone = agreement.is_alone()
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
@@ -48,6 +61,8 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
+                if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -65,7 +80,7 @@ class StopSignals:
         self.received = signal.Signals(number)
         if self._alone:
             self.interrupts = True
-            self._on_first()
+            self.on_first()
         else:
             agreement.tell_all_to_stop()
 
@@ -77,3 +92,10 @@ class StopSignals:
             return False
         self.received = self.received or signal.SIGTERM
         return True
+
+    def stopped(self, when: str) -> BaseException:
+        """What leaves `train`."""
+        received = self.received or signal.SIGTERM
+        message = f"{received.name} stopped the run {when}"
+        _logger.info(message)
+        return Preempted(message) if received == signal.SIGTERM else KeyboardInterrupt(message)

@@ -12,9 +12,12 @@ import numpy as np
 
 from jstep.checkpoint import Saver
 from jstep.core import trees
-from jstep.core.checks import as_int
-from jstep.loop import feed as _feed
+from jstep.core.checks import as_function, as_int, kind
+from jstep.core.contexts import own_transfers
 from jstep.loop.checks import check_alive
+from jstep.loop.drive import drive
+from jstep.loop.feed import calls
+from jstep.loop.sources import HasState, Source, encoded, source_of
 from jstep.state import TrainState, global_step
 
 
@@ -86,32 +89,31 @@ def verify_resume(
     at, steps = as_int(at, "at"), as_int(steps, "steps")
     if not 0 < at < steps:
         raise ValueError(f"at={at}, steps={steps}: must be 0 < at < steps")
-    for name, function in (("make_state", make_state), ("train_step", train_step)):
-        if not callable(function):
-            raise TypeError(f"{name}={function!r}: must be a function")
+    as_function(make_state, "make_state", "() -> TrainState")
+    as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
 
     position, kept = None, False
-    if isinstance(batches, _feed.HasState):
-        position = _feed.encoded(batches.get_state())
+    if isinstance(batches, HasState):
+        position = encoded(batches.get_state())
     elif hasattr(batches, "__next__"):
         # Read once: where it stands is lost with the process, which the report has to say.
         batches, kept = list(itertools.islice(batches, steps)), True
 
-    def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Any]:
-        first = global_step(state)
-        source = _feed.source_of(batches, first, first + count, position)
-        made = 0
-        for call in itertools.islice(_feed.calls(source, None), count):
-            state, _ = train_step(state, *call.args)
-            made += 1
-        if made < count:
-            raise ValueError(f"batches ended after {first + made} steps; steps={steps} of them are needed")
-        return state, source.position() if source.position else None
+    def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Source]:
+        with own_transfers():
+            first = global_step(state)
+        source = source_of(batches, first, first + count, position)
+        # No batch more than there are steps: its position counts.
+        made = itertools.islice(calls(source, None), count)
+        at = drive(train_step, state, made, first, first + count)
+        if at.step < first + count:
+            raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
+        return at.state, source
 
     def fresh() -> TrainState:
         state = make_state()
         if not isinstance(state, TrainState):
-            raise TypeError(f"make_state returned {type(state).__name__}; it must return a TrainState")
+            raise TypeError(f"make_state returned {kind(state)}; it must return a TrainState")
         check_alive(state)
         return state
 
@@ -120,7 +122,8 @@ def verify_resume(
 
     reference = _on_host(whole())
     with tempfile.TemporaryDirectory() as directory:
-        half, there = run(fresh(), at, position)
+        half, source = run(fresh(), at, position)
+        there = source.position() if source.position else None
         before = _on_host(half)
         with Saver(directory, async_save=False) as saver:
             saver.save(half, extra={"batches": there})
@@ -138,7 +141,7 @@ def verify_resume(
             )
             return ResumeReport(False, None, cause)
         return ResumeReport(True)
-    cause = _cause(before, after, reference, whole, differing, starts_anew=not kept and not _feed.is_seekable(batches))
+    cause = _cause(before, after, reference, whole, differing, starts_anew=not kept and not source.seekable)
     return ResumeReport(False, differing[0], cause, tuple(differing))
 
 

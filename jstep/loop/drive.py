@@ -1,0 +1,115 @@
+"""The driver: step after step, and nothing else."""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jstep.loop.checks import check_result
+from jstep.loop.feed import Call
+from jstep.state import TrainState
+from jstep.training import TrainStep, scan_steps
+
+
+@dataclasses.dataclass(slots=True)
+class At:
+    """Where a run is.
+
+    Attributes:
+        step: The step of the last whole state.
+        state: That state.
+        metrics: Those of the call that made it; stacked where it made several steps. None before the first.
+        rows: The number of examples of a step, where it is known.
+    """
+
+    step: int
+    state: TrainState
+    metrics: Any = None
+    rows: int | None = None
+
+
+def drive(
+    step: Callable[..., Any],
+    state: TrainState,
+    source: Iterable[Call],
+    start: int,
+    stop: int,
+    after: Callable[[int, At], bool] | None = None,
+    at: At | None = None,
+) -> At:
+    """Makes steps up to `stop`, or until the source ends; nothing in it waits for the device.
+
+    `train`, `verify_resume` and `replay` all drive so. To go from a state at step 3 to step 7, two steps a call:
+
+        source = source_of(batches, 3, 7)                   # jstep.loop.sources
+        made = calls(source, lengths(3, 7, 2), sharding)    # jstep.loop.feed; calls(source, None, …) for one a call
+        at = drive(scanned(train_step), state, made, 3, 7)  # drive(train_step, …) for one a call
+        at.step, at.state                                   # 7, or less where the batches ended
+
+    Args:
+        step: What makes the steps of a call: the step itself, or `scanned(step)` where calls have several.
+        state: The state to start from; a compiled step takes over its memory.
+        source: The calls, as `jstep.loop.feed.calls` makes them of batches.
+        start: The step of the state.
+        stop: Where to end.
+        after: `after(first, at)`, called after each call with the step before it; it may change `at.state`. True ends
+            the drive.
+        at: Where to keep track; one's own is up to date where a step or the source raises.
+
+    Returns:
+        Where it ended.
+
+    Raises:
+        TypeError: The step returned something else than a state and metrics.
+    """
+    if at is None:
+        at = At(start, state)
+    at.step, at.state = start, state
+    for one in source:
+        first = at.step
+        result = step(at.state, *one.args)
+        if first == start:
+            check_result(result)
+            at.rows = _rows(one)
+        at.state, at.metrics = result
+        at.step = first + one.steps
+        if (after is not None and after(first, at)) or at.step >= stop:
+            break
+    return at
+
+
+def lengths(start: int, stop: int, steps_per_call: int) -> Iterable[int]:
+    """How many steps each call makes, where nothing else has a say in it."""
+    for step in range(start, stop, steps_per_call):
+        yield min(steps_per_call, stop - step)
+
+
+def _rows(call: Call) -> int | None:
+    """The size of the leading axis of all arguments of a step; None where they differ, or have none."""
+    axis = 0 if call.steps == 1 else 1
+    shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(call.args)]
+    sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def scanned(train_step: Any, unroll: Any = None) -> Any:
+    """Several steps in one call, compiled; the same function for the same step, so that it is compiled once."""
+    kept = getattr(train_step, "_jstep_scanned", None)
+    # A decorator copies what hangs on a function, as functools.wraps does: then it is that of another step.
+    if kept is not None and kept[0]() is train_step and kept[1] == unroll:
+        return kept[2]
+    found = scan_steps(train_step, **({} if unroll is None else {"unroll": unroll}))
+    if not isinstance(found, TrainStep):
+        # Not donated: of a plain function nobody expects that it takes over the memory of the state.
+        found = TrainStep(found, donate=False)
+    with contextlib.suppress(AttributeError, TypeError):
+        train_step._jstep_scanned = (weakref.ref(train_step), unroll, found)
+    return found
+
+
+def is_compiled(step: Any) -> bool:
+    """Whether a step is compiled, and so sees JAX's arrays whatever it is given."""
+    return isinstance(step, TrainStep) or hasattr(step, "lower")

@@ -1,0 +1,96 @@
+"""What surrounds the steps of a run: the user's hooks, and the stock ones behind them."""
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jstep.hooks import Hook, LoggingHook, ProgressHook, StepCounterHook, SummarySaverHook
+from jstep.hooks.hook import RunInfo
+from jstep.loop.beginning import Beginning
+from jstep.loop.options import Options
+from jstep.loop.saving import RunSaverHook
+
+
+class Equipment(NamedTuple):
+    """What surrounds the steps of a run.
+
+    Attributes:
+        hooks: All hooks, the user's before the stock ones.
+        saving: The one that saves, or None.
+    """
+
+    hooks: list[Any]
+    saving: RunSaverHook | None
+
+
+def equipment(
+    options: Options, begin: Beginning, call: Any, position: Callable[[], Any], stack: contextlib.ExitStack
+) -> Equipment:
+    """Opens the event file, and puts the stock hooks behind the user's."""
+    writer = _open_writer(stack, options.logdir, begin.step)
+    own = list(options.hooks)
+    given = next((hook for hook in own if isinstance(hook, StepCounterHook)), None)
+    counter = given or StepCounterHook(options.log_steps or options.save_summaries_steps or 100)
+
+    def constants() -> Any:
+        return getattr(call, "constant_metrics", ())
+
+    hooks = [*own, *([] if given else [counter]), *_reporting(options, counter, constants)]
+    summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
+    if writer is not None and options.save_summaries_steps is not None and not summed:
+        hooks.append(SummarySaverHook(writer, options.save_summaries_steps, leave_out=constants))
+    saving = None
+    if begin.saver is not None:
+        saving = RunSaverHook(
+            begin.saver,
+            options.save_checkpoint_secs,
+            options.save_checkpoint_steps,
+            list(hooks),
+            position,
+            # A run that goes on from a checkpoint does not write the points before it again.
+            None if writer is None else lambda step: writer.flush(),
+        )
+        hooks.append(saving)
+    run = RunInfo(
+        last_step=options.last_step,
+        steps_per_call=options.steps_per_call,
+        logdir=options.logdir,
+        writer=writer,
+        saver=begin.saver,
+        constant_metrics=constants,
+        counter=counter,
+        evaluations=tuple(hook for hook in own if hasattr(hook, "newest")),
+    )
+    for hook in hooks:
+        if hasattr(hook, "use_writer"):
+            hook.use_writer(writer, constants)
+        if hasattr(hook, "use_run"):
+            hook.use_run(run)
+        if hasattr(hook, "close"):
+            stack.callback(hook.close)
+    return Equipment(hooks, saving)
+
+
+def _reporting(options: Options, counter: StepCounterHook, constants: Any) -> list[Hook]:
+    """The line on a terminal, or log lines, or nothing."""
+    if options.progress is False or jax.process_index() != 0:
+        return []
+    terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
+    if options.progress or terminal:
+        return [ProgressHook(options.last_step)]
+    return [LoggingHook(options.log_steps, counter=counter, leave_out=constants)] if options.log_steps else []
+
+
+def _open_writer(stack: contextlib.ExitStack, logdir: Any, start: int) -> Any:
+    if logdir is None:
+        return None
+    from jstep.summary import SummaryWriter
+
+    writer = stack.enter_context(SummaryWriter(logdir))
+    # TensorBoard drops what earlier runs wrote at this step and later ones, so nothing is shown twice.
+    writer.add_session_log("START", start + 1)
+    return writer

@@ -1,0 +1,85 @@
+"""What ends a run early loses no state: it is saved, and it is in the exception."""
+
+import contextlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from jstep.checkpoint import checkpoint_name
+from jstep.core import trees
+from jstep.core.contexts import own_transfers
+from jstep.distributed import agreement
+from jstep.hooks import NanLossDuringTrainingError
+from jstep.hooks.values import host
+from jstep.loop.drive import At
+from jstep.loop.saving import RunSaverHook
+
+
+def rescue(
+    error: BaseException,
+    at: At,
+    start: int | None,
+    *,
+    during: str,
+    saving: RunSaverHook | None,
+    prefix: str,
+) -> None:
+    """Puts the last whole state into the exception's `state`, saves it where it can, and notes what happened where.
+
+    Args:
+        error: What ends the run.
+        at: Where the run is.
+        start: The step it began from; None where it had not begun.
+        during: What was under way, in words.
+        saving: What saves; None where nothing is to be saved.
+        prefix: Of the checkpoints' names.
+    """
+    lost = trees.donated_leaf(at.state) is not None
+    with contextlib.suppress(AttributeError, TypeError):
+        error.state = None if lost else at.state  # type: ignore[attr-defined]
+    if start is None:
+        return
+    where = f"jstep: {during}"
+    if lost:
+        error.add_note(f"{where}. The state was donated to the step that failed: it is lost.")
+        return
+    kept = f"the state after step {at.step} is in the exception's `state`"
+    if saving is None or at.step == start:
+        error.add_note(f"{where}; {kept}.")
+        return
+    error.add_note(f"{where}; {kept}{_saved(error, at, saving, prefix)}.")
+
+
+def _saved(error: BaseException, at: At, saving: RunSaverHook, prefix: str) -> str:
+    """Saves it, and says what came of it."""
+    if not agreement.is_alone():
+        return ", and is not saved: the other processes may be elsewhere"
+    if isinstance(error, NanLossDuringTrainingError) or _is_past_a_nan(at):
+        return ", and is not saved: its loss is not finite"
+    try:
+        if not saving.save(at.step, at.state, wait=True):
+            return ", and is not saved, as a hook demands"
+    except Exception as failure:
+        if failure is error or str(failure) == str(error):
+            return ", and is not saved"
+        return f", and could not be saved: {type(failure).__name__}: {failure}"
+    return f", and is saved as {checkpoint_name(prefix, at.step)}; start the run again to go on"
+
+
+def _is_past_a_nan(at: At) -> bool:
+    """Whether the loss of the last call was not finite; a hook that looks for it may not have looked yet."""
+    loss = at.metrics.get("loss") if isinstance(at.metrics, Mapping) else None
+    if loss is None:
+        return False
+    try:
+        with own_transfers():
+            return not bool(np.isfinite(host(loss).astype(np.float64)).all())
+    except (TypeError, ValueError):
+        return False
+    except Exception:  # the device failed: what it was to compute is not there
+        return True
+
+
+def batches_named(first: int, steps: int) -> str:
+    """`batch 7`, or `batches 7 to 9`."""
+    return f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"

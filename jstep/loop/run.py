@@ -1,0 +1,191 @@
+"""A run: it begins somewhere, hooks surround its steps, batches feed them; and whatever ends it loses no state."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jstep.hooks import memory
+from jstep.hooks.hook import check_step
+from jstep.loop.around import Around
+from jstep.loop.beginning import Beginning, beginning
+from jstep.loop.drive import At, drive, is_compiled, scanned
+from jstep.loop.equipment import Equipment, equipment
+from jstep.loop.feed import Feed, calls
+from jstep.loop.options import Options
+from jstep.loop.rescue import batches_named, rescue
+from jstep.loop.saving import HOOKS, POSITION
+from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.loop.sources import source_of
+from jstep.state import TrainState
+
+_logger = logging.getLogger("jstep")
+
+
+class Run:
+    """One run of `train`.
+
+    Args:
+        options: What `train` was given.
+        train_step: The step.
+        state: Where to start.
+    """
+
+    def __init__(self, options: Options, train_step: Callable[..., Any], state: TrainState) -> None:
+        self._options, self._step = options, train_step
+        self._call = train_step if options.steps_per_call == 1 else scanned(train_step, options.unroll)
+        self._signals = StopSignals(self._before_the_first_step)
+        self._at = At(0, state)
+        self._begun: Beginning | None = None
+        self._equipped: Equipment | None = None
+        self._around: Around | None = None
+        self._feed: Feed | None = None
+
+    def go(self, batches: Any) -> TrainState:
+        """Runs to its end; returns the last state."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._signals)
+            try:
+                begun = self._begun = beginning(self._options, self._at.state, stack, self._signals)
+                self._at.step, self._at.state = begun.step, begun.state
+                equipped = self._equipped = equipment(self._options, begun, self._call, self._position, stack)
+                around = self._around = Around(
+                    equipped.hooks, begun.step, stacked=self._options.steps_per_call > 1, to_stop=self._signals.to_stop
+                )
+                self._feed = self._fed(batches, begun, equipped, around, stack)
+                return self._run(begun, around)
+            except BaseException as error:
+                self._rescue(error)
+                if self._signals.at_once and isinstance(error, KeyboardInterrupt):
+                    again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {self._at.step}")
+                    again.state = getattr(error, "state", None)  # type: ignore[attr-defined]
+                    # From inside of whatever was at work, a traceback of many pages would come.
+                    raise again.with_traceback(None) from None
+                raise
+
+    def _fed(
+        self, batches: Any, begun: Beginning, equipped: Equipment, around: Around, stack: contextlib.ExitStack
+    ) -> Feed | None:
+        """The batches as calls, once the hooks have begun; None where no step is to be made."""
+        options = self._options
+        source = source_of(batches, begun.step, options.last_step, begun.kept.get(POSITION))
+        done = around.begin(begun.state)
+        if begun.restored is not None:
+            done = memory.set_states(equipped.hooks, begun.kept.get(HOOKS)) or done
+            if equipped.saving is not None:
+                equipped.saving.restored(begun.restored, begun.state)
+        if done or begun.step >= options.last_step:
+            _logger.info("the run is at step %d already: no step is made", begun.step)
+            return None
+        if begun.saver is None:
+            source = source._replace(position=None)  # nobody asks
+        stacked = options.steps_per_call > 1
+        lengths = around.lengths(options.last_step, options.steps_per_call) if stacked else None
+        on_device = not stacked and not is_compiled(self._step)
+        made = calls(source, lengths, options.batch_sharding, on_device=on_device)
+        feed = Feed(source, made, stopping=lambda: self._signals.interrupts)
+        stack.callback(feed.close)
+        self._signals.on_first = self._while_it_runs
+        return feed
+
+    def _run(self, begun: Beginning, around: Around) -> TrainState:
+        at, last_step = self._at, self._options.last_step
+        called_off = False
+        if self._feed is not None:
+            try:
+                drive(self._call, at.state, self._feed, begun.step, last_step, around.after, at)
+            except StopWaiting:
+                called_off = True
+            called_off = called_off or around.called_off
+            self._signals.on_first = _no_haste
+            if at.step < last_step and not (called_off or around.stopped):
+                self._ended_early(begun.step)
+        else:
+            self._signals.on_first = _no_haste
+        around.last(at)
+        check_step(at.step, at.state)
+        if not called_off:
+            around.end(at)
+        if self._signals.received is not None:  # also where it came meanwhile
+            self._leave()
+        return at.state
+
+    def _ended_early(self, start: int) -> None:
+        at, last_step = self._at, self._options.last_step
+        if at.step == start:
+            raise ValueError(
+                f"batches: there is none for step {start}, the first of this run, and last_step={last_step}; give "
+                "batches that go up to there, such as jstep.batches(…), or a list of them all (a list counts from "
+                "step 0), or a lower last_step"
+            )
+        _logger.warning(
+            "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
+            "give jstep.batches(…, num_epochs=None), or an iterable that goes on.",
+            at.step,
+            last_step,
+        )
+
+    def _position(self) -> Any:
+        if self._feed is None or self._begun is None:
+            return None
+        # A batch that was handed out and made no step is to come again.
+        return self._feed.position_after(self._at.step - self._begun.step)
+
+    # Signals.
+
+    def _before_the_first_step(self) -> None:
+        raise self._signals.stopped("before its first step")
+
+    def _while_it_runs(self) -> None:
+        if self._feed is not None and self._feed.waiting:
+            raise StopWaiting
+
+    def _leave(self) -> NoReturn:
+        at = self._at
+        saving = None if self._equipped is None else self._equipped.saving
+        when = f"after step {at.step}"
+        if saving is not None:
+            saved = saving.save(at.step, at.state, wait=True)
+            outcome = "is saved; start the run again to go on" if saved else "is not saved, as a hook demands"
+            when = f"{when}, which {outcome}"
+        raise self._signals.stopped(when)
+
+    # Errors.
+
+    def _rescue(self, error: BaseException) -> None:
+        self._signals.on_first = _no_haste
+        at, around = self._at, self._around
+        saving = self._equipped.saving if self._equipped is not None and self._feed is not None else None
+        if self._begun is None or around is None:
+            rescue(error, at, None, during="", saving=None, prefix="")
+            return
+        during = self._during()
+        if self._signals.at_once or (self._signals.received is not None and not isinstance(error, Exception)):
+            saving = None  # it is saved, or is not to be
+        if not self._signals.at_once:
+            around.last(at, failed=lambda other: None if other is error else error.add_note(f"Besides, {other}"))
+        prefix = self._options.checkpoint_prefix if self._begun.saver is None else self._begun.saver.prefix
+        rescue(error, at, self._begun.step, during=during, saving=saving, prefix=prefix)
+
+    def _during(self) -> str:
+        """What was under way, in words that name step and batch."""
+        at, around, feed = self._at, self._around, self._feed
+        assert around is not None
+        at_step = f"at step {at.step}"
+        last = f", which batch {at.step - 1} made" if self._begun is not None and at.step > self._begun.step else ""
+        if around.acting is not None:
+            return f"{at_step}{last}, in {around.acting}"
+        if feed is None:
+            return at_step
+        if feed.waiting:
+            return f"{at_step}{last}, while batch {at.step} was fetched"
+        if self._signals.received is not None or at.step >= self._options.last_step or around.stopped:
+            return f"{at_step}{last}"
+        return f"{at_step}{last}, in the step that takes {batches_named(at.step, self._steps())}"
+
+    def _steps(self) -> int:
+        return 1 if self._feed is None else self._feed.steps
+
+
+def _no_haste() -> None:
+    """The first signal where nothing is waited for: it is looked for when there is time."""

@@ -1,0 +1,78 @@
+"""The checkpoints of a run: what it goes on from is all in them."""
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jstep.checkpoint import Saver
+from jstep.hooks import CheckpointSaverHook, memory
+from jstep.state import TrainState
+
+POSITION, HOOKS = "batches", "hooks"
+"""What `extra` of a checkpoint holds: where the batches are, and what the hooks remember."""
+
+
+class RunSaverHook(CheckpointSaverHook):
+    """Saves the state, the position of the batches and what hooks remember.
+
+    A step is saved again where a hook changed the state, or remembers something else, after it was saved.
+
+    Args:
+        saver: Where to.
+        save_secs: How often, in seconds.
+        save_steps: How often, in steps.
+        hooks: Those who remember, and those who are asked before a save.
+        position: Where the batches are, as JSON can hold it; None where nobody can tell.
+        flush: Called before each save, when it is certain.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        save_secs: float | None,
+        save_steps: int | None,
+        hooks: Sequence[Any],
+        position: Callable[[], Any],
+        flush: Callable[[int], None] | None,
+    ) -> None:
+        checks = [hook.before_save for hook in hooks if hasattr(hook, "before_save")]
+        if flush is not None:
+            checks.append(flush)
+        super().__init__(saver, save_secs, save_steps, extra=self._made_extra, before_save=tuple(checks))
+        self._hooks, self._position = hooks, position
+        self._state: Callable[[], Any] = lambda: None
+        self._memory = ""
+        self._of_this_save: tuple[TrainState | None, dict[str, Any]] = (None, {})
+
+    def restored(self, step: int, state: TrainState) -> None:
+        """Says that there is a checkpoint of this step, of this state, with what hooks remember now."""
+        self._of_this_save = state, memory.states_of(self._hooks)
+        self.is_saved(step)
+
+    def is_saved(self, step: int) -> None:
+        """Says that there is a checkpoint of this step."""
+        super().is_saved(step)
+        state, states = self._of_this_save
+        if state is not None:
+            self._state, self._memory = weakref.ref(state), json.dumps(states, sort_keys=True)
+        self._of_this_save = (None, {})
+
+    def has_saved(self, step: int, state: TrainState) -> bool:
+        """Whether there is a checkpoint of this step that holds this state and what hooks remember now."""
+        if not super().has_saved(step, state) or self._state() is not state:
+            return False
+        return json.dumps(memory.states_of(self._hooks), sort_keys=True) == self._memory
+
+    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
+        """As a `CheckpointSaverHook` does."""
+        self._of_this_save = (state, {})
+        try:
+            return super().save(step, state, wait=wait)
+        finally:
+            self._of_this_save = (None, {})
+
+    def _made_extra(self) -> dict[str, Any]:
+        states, position = memory.states_of(self._hooks), self._position()
+        self._of_this_save = (self._of_this_save[0], states)
+        return ({} if position is None else {POSITION: position}) | ({HOOKS: states} if states else {})

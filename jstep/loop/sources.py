@@ -1,0 +1,160 @@
+"""What batches are taken from, made one: indexed, called, or iterated; with a position or without."""
+
+import base64
+import collections.abc
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jstep.core.checks import shown
+from jstep.data import Batches
+
+_logger = logging.getLogger("jstep")
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """An iterator that knows its position and can be set back to one."""
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        ...
+
+    def get_state(self) -> Any:
+        """The position, as bytes or as JSON can hold it."""
+        ...
+
+    def set_state(self, state: Any, /) -> Any:
+        """Goes to a position."""
+        ...
+
+
+class Source(NamedTuple):
+    """An iterator over batches.
+
+    Attributes:
+        items: The batches.
+        position: Where it is; None where nobody can tell.
+        seekable: Whether it can go on from any step after a restart.
+    """
+
+    items: Iterator[Any]
+    position: Callable[[], Any] | None = None
+    seekable: bool = True
+
+
+def source_of(batches: Any, start: int, last_step: int, position: Any = None) -> Source:
+    """The batches from step `start` on.
+
+    Args:
+        batches: An object with `batches[N]`, a function of the step, an iterator with `get_state` and
+            `set_state`, or any iterable. Where one can be indexed and iterated over and is no sequence, it is indexed
+            if it has an item for the first step.
+        start: The first step number.
+        last_step: Where to end.
+        position: What `encoded` made of an iterator's position in an earlier run; None in a fresh one.
+
+    Raises:
+        TypeError: `batches` is none of these.
+    """
+    if isinstance(batches, Mapping | str | bytes):
+        raise TypeError(
+            f"batches is a {type(batches).__name__}, which may be one batch, not a source of them. Give an object "
+            "with batches[N], a function of the step, or an iterable; for the same batch again and again, "
+            "itertools.repeat(batch)."
+        )
+    if isinstance(batches, HasState):
+        return _stateful(batches, position, start)
+    if hasattr(batches, "__getitem__"):
+        if _is_sequence(batches) or not hasattr(batches, "__iter__"):
+            return Source(_indexed(batches, start, last_step))
+        first = _first(batches, start, last_step)
+        if first is not None:
+            return Source(itertools.chain(first, _indexed(batches, start + len(first), last_step)))
+    if not hasattr(batches, "__iter__") and callable(batches):
+        return Source(map(batches, range(start, last_step)))
+    try:
+        iterator = iter(batches)
+    except TypeError:
+        raise TypeError(
+            f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable"
+        ) from None
+    if isinstance(iterator, HasState):
+        return _stateful(iterator, position, start)
+    if start:
+        _logger.warning(
+            "The run goes on at step %d, but a %s has no position to go on from: its batches start where it is. Use "
+            "jstep.batches, a function of the step, or an iterator with get_state and set_state.",
+            start,
+            type(batches).__name__,
+        )
+    return Source(iterator, None, seekable=False)
+
+
+def _is_sequence(batches: Any) -> bool:
+    return isinstance(batches, collections.abc.Sequence | Batches | np.ndarray | jax.Array)
+
+
+def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
+    """The first batch where it can be indexed by steps; none where no step is to be made; None where it cannot.
+
+    Much has `__getitem__` for something else, and iterates over its batches: frames by columns, PyTorch's iterable
+    datasets by inheritance alone.
+    """
+    if start >= last_step:
+        return []
+    try:
+        return [batches[start]]
+    except IndexError:
+        return []
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
+        return None
+
+
+def _stateful(iterator: Any, position: Any, start: int) -> Source:
+    if position is not None:
+        iterator.set_state(decoded(position))
+    elif start:
+        _logger.warning(
+            "The run goes on at step %d, but there is no position for the %s with what was restored: its batches start "
+            "where it is.",
+            start,
+            type(iterator).__name__,
+        )
+    # Some of them can be asked for the next item, but not be iterated over.
+    items = iterator if hasattr(iterator, "__iter__") else map(next, itertools.repeat(iterator))
+    return Source(items, lambda: encoded(iterator.get_state()))
+
+
+def encoded(position: Any) -> Any:
+    """A position as JSON can hold it; bytes become text. A copy: some iterators give the one they go on changing."""
+    if isinstance(position, bytes):
+        return {"base64": base64.b64encode(position).decode()}
+    return {"value": copy.deepcopy(position)}
+
+
+def decoded(kept: Any) -> Any:
+    """The position that `encoded` was given."""
+    return base64.b64decode(kept["base64"]) if "base64" in kept else kept["value"]
+
+
+def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:
+    try:
+        size = len(batches)
+    except (TypeError, NotImplementedError):  # it has no end, or does not know it
+        size = None
+    stop = last_step if size is None else min(size, last_step)
+    for step in range(start, stop):
+        try:
+            item = batches[step]
+        except IndexError:
+            # Without a length this is how an object says that it is at its end; with one it is a defect.
+            if size is not None:
+                raise
+            return
+        yield item
