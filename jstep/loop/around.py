@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jstep.hooks import CheckpointSaverHook
 from jstep.hooks.answers import taken_answer
 from jstep.hooks.cadence import CadencedHook
 from jstep.hooks.hook import NEVER, name_of
@@ -21,7 +22,7 @@ class Around:
         to_stop: Asked after each call: whether a signal ends the run.
 
     Attributes:
-        acting: Whose method is being called, None where none is: for the note of an error.
+        acting: The hook and the method that is being called, or that raised; None where none is.
         stopped: Whether a hook ended the run.
         called_off: Whether a signal did.
     """
@@ -32,7 +33,7 @@ class Around:
         self._due_of = [_due_of(hook) for hook in self._acting]
         self._dues: list[int] = []
         self._next_due = NEVER
-        self.acting: str | None = None
+        self.acting: tuple[Any, str] | None = None
         self.stopped = self.called_off = self._is_over = False
 
     def begin(self, state: TrainState) -> bool:
@@ -65,16 +66,37 @@ class Around:
     def _act(self, at: At) -> None:
         step = at.step
         metrics = last_of(at.metrics) if self._stacked else at.metrics
+        error: Exception | None = None
         for i, hook in enumerate(self._acting):
             if self._dues[i] <= step:
-                self.acting = f"{name_of(hook)}.after_step"
-                answer = hook.after_step(step, at.state, metrics)
-                if answer is not None:
-                    stop, at.state = taken_answer(answer, at.state, step, self.acting)
-                    self.stopped = self.stopped or stop
-                self._dues[i] = self._due_of[i](step)
+                if error is not None:
+                    self._besides(error, hook, at, metrics)
+                    continue
+                self.acting = (hook, "after_step")
+                try:
+                    answer = hook.after_step(step, at.state, metrics)
+                    if answer is not None:
+                        stop, at.state = taken_answer(answer, at.state, step, f"{name_of(hook)}.after_step")
+                        self.stopped = self.stopped or stop
+                    self._dues[i] = self._due_of[i](step)
+                except Exception as raised:
+                    error = raised
+        if error is not None:
+            raise error
         self.acting = None
         self._next_due = min(self._dues)
+
+    def _besides(self, error: Exception, hook: Any, at: At, metrics: Any) -> None:
+        """The hooks after one that raised see the step, too: what they write of it is not missing after a restart.
+
+        But for what saves, which is left to who handles the error.
+        """
+        try:
+            if not isinstance(hook, CheckpointSaverHook):
+                answer = hook.after_step(at.step, at.state, metrics)
+                _, at.state = taken_answer(answer, at.state, at.step, f"{name_of(hook)}.after_step")
+        except Exception as other:
+            error.add_note(f"Besides, {other}")
 
     def last(self, at: At, failed: Callable[[Exception], None] | None = None) -> None:
         """What follows the last call, once; `failed` takes what hooks raise where another error is under way."""
@@ -107,7 +129,7 @@ class Around:
         return [bool(self._call(hook, method, *args)) for hook in self._hooks if hasattr(hook, method)]
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        self.acting = f"{name_of(hook)}.{method}"
+        self.acting = (hook, method)
         answer = getattr(hook, method)(*args)
         self.acting = None
         return answer

@@ -76,8 +76,8 @@ def check(train_step: Any, state: Any, last_step: int, **cadences: Any) -> None:
         )
 
 
-def check_kept(checkpoint_dir: Any, checkpoint_prefix: str, batch_sharding: Any) -> None:
-    """Looks at where `train` is to keep checkpoints and to lay batches.
+def check_places(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:
+    """Looks at where `train` is to keep checkpoints and event files, and to lay batches.
 
     Raises:
         TypeError: One is of the wrong type.
@@ -87,6 +87,8 @@ def check_kept(checkpoint_dir: Any, checkpoint_prefix: str, batch_sharding: Any)
         raise TypeError(
             f"checkpoint_dir={shown(checkpoint_dir)}: must be a directory, a URL or a Saver, got {kind(checkpoint_dir)}"
         )
+    if not isinstance(logdir, str | os.PathLike | None):
+        raise TypeError(f"logdir={shown(logdir)}: must be a directory or a URL, got {kind(logdir)}")
     try:
         checkpoint_name(checkpoint_prefix, 0)
     except (TypeError, ValueError) as error:

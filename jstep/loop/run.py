@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jstep.hooks import memory
-from jstep.hooks.hook import check_step
+from jstep.hooks.hook import check_step, name_of
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning
 from jstep.loop.drive import At, drive, is_compiled, scanned
@@ -174,7 +174,8 @@ class Run:
         at_step = f"at step {at.step}"
         last = f", which batch {at.step - 1} made" if self._begun is not None and at.step > self._begun.step else ""
         if around.acting is not None:
-            return f"{at_step}{last}, in {around.acting}"
+            hook, method = around.acting
+            return f"{at_step}{last}, in {name_of(hook)}.{method}"
         if feed is None:
             return at_step
         if feed.waiting:

@@ -62,12 +62,7 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None) ->
     Raises:
         TypeError: `batches` is none of these.
     """
-    if isinstance(batches, Mapping | str | bytes):
-        raise TypeError(
-            f"batches is a {type(batches).__name__}, which may be one batch, not a source of them. Give an object "
-            "with batches[N], a function of the step, or an iterable; for the same batch again and again, "
-            "itertools.repeat(batch)."
-        )
+    check_batches(batches)
     if isinstance(batches, HasState):
         return _stateful(batches, position, start)
     if hasattr(batches, "__getitem__"):
@@ -78,12 +73,7 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None) ->
             return Source(itertools.chain(first, _indexed(batches, start + len(first), last_step)))
     if not hasattr(batches, "__iter__") and callable(batches):
         return Source(map(batches, range(start, last_step)))
-    try:
-        iterator = iter(batches)
-    except TypeError:
-        raise TypeError(
-            f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable"
-        ) from None
+    iterator = iter(batches)
     if isinstance(iterator, HasState):
         return _stateful(iterator, position, start)
     if start:
@@ -94,6 +84,26 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None) ->
             type(batches).__name__,
         )
     return Source(iterator, None, seekable=False)
+
+
+def check_batches(batches: Any) -> None:
+    """That there may be batches in it.
+
+    Raises:
+        TypeError: There cannot.
+    """
+    if isinstance(batches, Mapping | str | bytes):
+        raise TypeError(
+            f"batches is a {type(batches).__name__}, which may be one batch, not a source of them. Give an object "
+            "with batches[N], a function of the step, or an iterable; for the same batch again and again, "
+            "itertools.repeat(batch)."
+        )
+    if isinstance(batches, type) or not (
+        callable(batches)
+        or isinstance(batches, HasState)
+        or any(hasattr(batches, n) for n in ("__getitem__", "__iter__"))
+    ):
+        raise TypeError(f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable")
 
 
 def _is_sequence(batches: Any) -> bool:

@@ -10,9 +10,10 @@ import jax
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_bool, as_int
 from jstep.hooks.visible import visible_logging
-from jstep.loop.checks import check, check_kept, list_of_hooks
+from jstep.loop.checks import check, check_places, list_of_hooks
 from jstep.loop.options import Options
 from jstep.loop.run import Run
+from jstep.loop.sources import check_batches
 from jstep.state import TrainState
 
 
@@ -109,7 +110,8 @@ def train(
         save_summaries_steps=save_summaries_steps,
         log_steps=log_steps,
     )
-    check_kept(checkpoint_dir, checkpoint_prefix, batch_sharding)
+    check_batches(batches)
+    check_places(checkpoint_dir, checkpoint_prefix, logdir, batch_sharding)
     options = Options(
         last_step=last_step,
         hooks=hooks,

@@ -182,7 +182,7 @@ def test_bits_count_not_values():
         ({"at": 7}, ValueError, "at=7, steps=7: must be 0 < at < steps"),
         ({"at": 2.0}, TypeError, "at=2.0: must be an integer, got float"),
         ({"steps": True}, TypeError, "steps=True: must be an integer"),
-        ({"make_state": dict}, TypeError, "make_state returned dict; it must return a TrainState"),
+        ({"make_state": dict}, TypeError, "make_state returned a dict; it must return a TrainState"),
         ({"make_state": make_state()}, TypeError, "make_state=.*: must be a function"),
         ({"step": None}, TypeError, "train_step=None: must be a function"),
         ({"batches": 3}, TypeError, "batches=3: must have"),

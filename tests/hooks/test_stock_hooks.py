@@ -231,11 +231,12 @@ class Late:
 @pytest.fixture
 def late(monkeypatch):
     """Arrays that are ready when told, and say whether they were read."""
-    from jstep.hooks import logging_hook
+    from jstep.hooks import deferred, logging_hook
 
     monkeypatch.setattr(logging_hook, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(logging_hook, "start_transfer", lambda values: None)
-    monkeypatch.setattr(logging_hook, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(deferred, "start_transfer", lambda values: None)
+    monkeypatch.setattr(deferred, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(deferred, "read", lambda values: values)
     monkeypatch.setattr(
         logging_hook, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
     )
@@ -582,7 +583,7 @@ def test_log_every_n_counts_by_line(caplog):
         jstep.log_every_n(logging.INFO, "here %d", 3, i)
         jstep.log_every_n("warning", "there %d", 5, i)
     assert lines(caplog) == ["here 0", "there 0", "here 3", "there 5", "here 6"]
-    assert {record.filename for record in caplog.records} == {"test_hooks.py"}
+    assert {record.filename for record in caplog.records} == {"test_stock_hooks.py"}
     assert [record.levelno for record in caplog.records][:2] == [logging.INFO, logging.WARNING]
 
 

@@ -13,7 +13,15 @@ def run(logdir, hooks, last_step=4, **kwargs):
     state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
     train_step = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), optimizer)
     return jstep.train(
-        train_step, state, lambda n: jnp.ones(3), last_step, hooks, logdir=logdir, log_steps=2, progress=False, **kwargs
+        train_step,
+        state,
+        lambda n: jnp.ones(3),
+        last_step,
+        hooks=hooks,
+        logdir=logdir,
+        log_steps=2,
+        progress=False,
+        **kwargs,
     )
 
 

@@ -1,0 +1,199 @@
+"""Batches as arguments of calls: what the loop is handed, ahead or not."""
+
+import itertools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sources import Positioned, handed_out
+
+import jstep
+from jstep.loop.feed import Feed, calls
+from jstep.loop.signals import StopWaiting
+from jstep.loop.sources import Source, source_of
+
+# From batches to the arguments of calls
+
+
+def test_a_tuple_is_the_arguments_and_anything_else_one():
+    def args(*batches):
+        return [call.args for call in handed_out(Source(iter(batches), None))]
+
+    assert args((1, 2), {"x": 1}, [1, 2], ()) == [(1, 2), ({"x": 1},), ([1, 2],), ()]
+    pair = jstep.GATE_OP, 5
+    assert args(pair) == [pair]
+
+
+def test_stacks_end_with_the_lengths_and_with_the_source():
+    source = source_of(list(range(8)), 0, 100, None)
+    made = handed_out(source, [3, 1, 2, 5])
+    assert [(call.args[0].tolist(), call.steps) for call in made] == [
+        ([0, 1, 2], 3),
+        ([3], 1),
+        ([4, 5], 2),
+        ([6, 7], 2),
+    ]
+
+
+def test_a_source_that_ends_between_calls_makes_no_empty_one():
+    assert [call.steps for call in handed_out(source_of([1, 2, 3, 4], 0, 9, None), [2] * 4)] == [2, 2]
+    assert handed_out(source_of([], 0, 9, None), [2] * 4) == []
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_trees_are_stacked_leaf_by_leaf(array):
+    batches = [({"x": array([i, i])}, array(float(i)), None) for i in range(3)]
+    (call,) = handed_out(source_of(batches, 0, 9, None), [3])
+    x, y, nothing = call.args
+    assert nothing is None
+    assert x["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert y.tolist() == [0, 1, 2]
+    assert isinstance(y, type(array(0.0)) if array is np.asarray else jax.Array)
+
+
+def test_ragged_batches_are_named():
+    batches = [{"x": np.zeros((4, 2))}, {"x": np.zeros((3, 2))}]
+    with pytest.raises(ValueError, match=r"steps_per_call: .*\[\(3, 2\), \(4, 2\)\] at 'x'.*steps_per_call=1"):
+        handed_out(source_of(batches, 0, 9, None), [2])
+    with pytest.raises(ValueError, match=r"steps_per_call: batches of different structures"):
+        handed_out(source_of([{"x": 1}, {"y": 1}], 0, 9, None), [2])
+
+
+def test_sharding_has_no_part_in_the_step_axis():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    for sharding in (jax.sharding.NamedSharding(mesh, spec), {"x": jax.sharding.NamedSharding(mesh, spec)}):
+        batches = [{"x": np.zeros((4, 2))}] * 2
+        (single, _) = handed_out(source_of(batches, 0, 9, None), None, sharding=sharding)
+        (stacked,) = handed_out(source_of(batches, 0, 9, None), [2], sharding=sharding)
+        assert single.args[0]["x"].sharding.spec == spec
+        assert stacked.args[0]["x"].sharding.spec == jax.sharding.PartitionSpec(None, "data")
+
+
+# The feed: ahead or not
+
+
+class Clock:
+    """Each look at it is `secs` later."""
+
+    def __init__(self, secs):
+        self.secs, self.now = secs, 0.0
+
+    def __call__(self):
+        self.now += self.secs
+        return self.now
+
+
+def feed(batches, secs, start=0, position=None, lengths=None, **kwargs):
+    source = source_of(batches, start, 100, position)
+    return Feed(source, calls(source, lengths), clock=Clock(secs), **kwargs)
+
+
+@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
+@pytest.mark.parametrize("lengths", [None, [3, 1, 4, 1, 5, 9]])
+@pytest.mark.parametrize("end", [0, 1, 3, 4, 5, 20])
+def test_ahead_and_direct_hand_out_the_same(secs, lengths, end):
+    one = feed(Positioned(end), secs, lengths=lengths and iter(lengths))
+    got, steps = [], 0
+    assert one.position == {"value": 0}
+    for call in one:
+        got += np.ravel(call.args[0]).tolist()
+        steps += call.steps
+        assert one.position == {"value": steps}  # of what was handed out, not of what was read
+    assert (one._ahead is not None) == (secs == 1.0 and len(got) >= (4 if lengths is None else 9))
+    assert got == [10 * i for i in range(end)]
+    one.close()
+
+
+@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
+def test_errors_of_the_source_come_out(secs):
+    def batches(step):
+        if step == 6:
+            raise OSError("no such shard")
+        return step
+
+    one, got = feed(batches, secs), []
+    with pytest.raises(OSError, match="no such shard"):
+        got.extend(np.asarray(call.args[0]).item() for call in one)
+    assert got == [0, 1, 2, 3, 4, 5]
+    one.close()
+
+
+def test_only_the_slow_are_made_ahead():
+    quick = feed(lambda step: step, 1e-6)
+    list(quick)
+    assert quick._ahead is None
+
+    def slow(step):
+        time.sleep(0.001)
+        return step
+
+    source = source_of(slow, 0, 10, None)
+    real = Feed(source, calls(source, None))
+    assert len(list(real)) == 10
+    assert real._ahead is not None
+    real.close()
+
+
+@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
+def test_waiting_only_while_it_waits(secs):
+    seen = []
+
+    def batches(step):
+        seen.append(one.waiting)
+        return step
+
+    one = feed(batches, secs)
+    assert not one.waiting
+    for _ in itertools.islice(one, 10):
+        assert not one.waiting
+    assert all(seen[:4])  # by its own thread later
+    one.close()
+
+
+@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
+@pytest.mark.parametrize("at", [0, 2, 7])
+def test_who_is_to_stop_does_not_wait(secs, at):
+    """A signal may arrive between two looks at it: before a wait it is looked for again."""
+    stop = [] if at else [True]
+    one, got = feed(Positioned(), secs, stopping=lambda: bool(stop)), 0
+    with pytest.raises(StopWaiting):  # noqa: PT012
+        for _ in one:
+            got += 1
+            if got == at:
+                stop.append(True)
+    assert got == at
+    assert one.position == {"value": got}
+    one.close()
+
+
+@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
+def test_an_interrupted_wait_loses_no_batch(secs):
+    """The signal's exception may come after the source has moved and before the batch is handed out."""
+
+    class Interrupted(Positioned):
+        def __next__(self):
+            value = super().__next__()
+            if self.at == 3:
+                raise StopWaiting
+            return value
+
+    one, got = feed(Interrupted(), secs), []
+    with pytest.raises(StopWaiting):
+        got.extend(np.asarray(call.args[0]).item() for call in one)
+    assert got == [0, 10]
+    assert one.position == {"value": 2}
+    one.close()
+
+
+def test_close_ends_the_thread():
+    one = feed(lambda step: step, 1.0)
+    for _ in itertools.islice(one, 6):
+        pass
+    assert any(thread.name == "jstep-prefetch" for thread in threading.enumerate())
+    one.close()
+    assert not any(thread.name == "jstep-prefetch" and thread.is_alive() for thread in threading.enumerate())
+    one.close()

@@ -1,0 +1,188 @@
+"""Batches of every kind, made one: in which order they come, and where the source then is."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from sources import Indexed, Positioned, PositionedLoader, numbers
+
+import jstep
+from jstep.loop.sources import source_of
+
+
+def test_indexed_starts_at_the_step():
+    batches = Indexed()
+    assert numbers(batches, 3, 6) == [30, 40, 50]
+    assert batches.asked == [3, 4, 5]  # nothing before, nothing past the last step
+
+
+@pytest.mark.parametrize("end", [4, 0])
+def test_indexed_without_a_length_ends_with_index_error(end):
+    assert numbers(Indexed(end)) == [10 * i for i in range(end)]
+
+
+def test_sequences_end_at_their_length():
+    assert numbers([0, 10, 20]) == [0, 10, 20]
+    assert numbers((0, 10, 20), start=2) == [20]
+    assert numbers([0, 10], start=5) == []
+    assert numbers(np.arange(6).reshape(3, 2), start=1) == [[2, 3], [4, 5]]
+
+
+def test_an_index_error_inside_of_a_known_length_is_no_end():
+    class Broken:
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, step):
+            return [0, 1][step]
+
+    with pytest.raises(IndexError):
+        numbers(Broken())
+
+
+def test_jstep_batches_are_indexed():
+    batches = jstep.batches(np.arange(12), batch_size=3, seed=1)
+    expected = [batches[n].tolist() for n in (2, 3, 4, 5)]
+    assert numbers(batches, 2, 6) == expected
+
+
+def test_functions_of_the_step():
+    assert numbers(lambda step: step + 1, 4, 7) == [5, 6, 7]
+    assert numbers(jstep.constant(0.5), 0, 2) == [0.5, 0.5]
+
+
+def test_generators_and_iterables_go_on_from_where_they_are():
+    made = iter(range(10))
+    next(made)
+    assert numbers((x for x in made), start=0)[:3] == [1, 2, 3]
+    assert numbers({5: None}.keys()) == [5]
+
+
+@pytest.mark.parametrize("kind", ["int", "bytes", "shared"])
+def test_a_position_survives_json(kind):
+    source = source_of(Positioned(state=kind), 0, 100, None)
+    assert [next(source.items) for _ in range(3)] == [0, 10, 20]
+    kept = json.loads(json.dumps(source.position()))
+    next(source.items)
+    again = source_of(Positioned(state=kind), 3, 100, kept)
+    assert next(again.items) == 30
+    assert kept == json.loads(json.dumps(kept))
+
+
+def test_a_position_is_a_copy():
+    """An iterator may give the very dict that it goes on changing."""
+    source = source_of(Positioned(state="shared"), 0, 100, None)
+    next(source.items)
+    kept = source.position()
+    next(source.items)
+    assert kept == {"value": {"at": 1}}
+
+
+def test_an_iterable_whose_iterator_has_a_position():
+    source = source_of(PositionedLoader(), 0, 100, None)
+    next(source.items)
+    assert source.position() == {"value": 1}
+    assert next(source_of(PositionedLoader(), 7, 100, {"value": 7}).items) == 70
+
+
+@pytest.mark.parametrize("kind", ["bytes", "dict"])
+def test_grain(kind):
+    grain = pytest.importorskip("grain")
+    pytest.importorskip("grain.python")
+
+    def make():
+        if kind == "dict":
+            return grain.MapDataset.range(50).shuffle(seed=3).batch(4).to_iter_dataset()
+        sampler = grain.python.IndexSampler(50, shard_options=grain.python.NoSharding(), shuffle=True, seed=3)
+        source = grain.python.RangeDataSource(0, 50, 1)
+        return grain.python.DataLoader(
+            data_source=source, sampler=sampler, operations=[grain.python.Batch(4)], worker_count=0
+        )
+
+    expected = [np.asarray(x).tolist() for x in itertools.islice(make(), 6)]
+    source = source_of(make(), 0, 100, None)
+    assert [next(source.items).tolist() for _ in range(3)] == expected[:3]
+    kept = json.loads(json.dumps(source.position()))
+    assert ("base64" in kept) == (kind == "bytes")
+    next(source.items)
+    again = source_of(make(), 3, 100, kept)
+    assert [next(again.items).tolist() for _ in range(3)] == expected[3:]
+
+
+@pytest.mark.parametrize("batches", [{"x": 1}, "text", b"bytes"])
+def test_one_batch_is_no_source(batches):
+    with pytest.raises(TypeError, match=r"batches is a \w+, which may be one batch.*itertools.repeat"):
+        source_of(batches, 0, 1, None)
+
+
+@pytest.mark.parametrize("batches", [None, 3, 0.5, object()])
+def test_no_source_at_all(batches):
+    with pytest.raises(TypeError, match=r"must have batches\[N\], be a function of the step, or be iterable"):
+        source_of(batches, 0, 1, None)
+
+
+def test_going_on_without_a_position_is_said(caplog):
+    source_of((x for x in [1]), 0, 10, None)
+    source_of([1], 5, 10, None)
+    source_of(Positioned(), 5, 10, {"value": 5})
+    assert not caplog.records
+    source_of((x for x in [1]), 5, 10, None)
+    assert "a generator has no position to go on from" in caplog.text
+    caplog.clear()
+    source_of(Positioned(), 5, 10, None)
+    assert "no position for the Positioned" in caplog.text
+
+
+def test_what_can_go_on_from_any_step():
+    def seekable(batches):
+        return source_of(batches, 0, 1).seekable
+
+    assert all(map(seekable, ([1], Indexed(), lambda step: step, Positioned(), PositionedLoader())))
+    assert not any(map(seekable, (iter([1]), {1}, (x for x in []))))
+
+
+class IterableDataset:
+    """As PyTorch's: it has `__getitem__` by inheritance, and no use for it."""
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+    def __iter__(self):
+        return iter([0, 10, 20])
+
+
+class Frame:
+    """Columns by name, batches by iteration, and a length that counts something else."""
+
+    def __getitem__(self, name):
+        return {"x": 1}[name]
+
+    def __iter__(self):
+        return iter([0, 10, 20])
+
+    def __len__(self):
+        return 2
+
+
+class Both(Indexed):
+    """Indexed by steps; iterating would give something else."""
+
+    def __iter__(self):
+        raise AssertionError("it is indexed")
+
+
+@pytest.mark.parametrize("batches", [IterableDataset(), Frame()])
+def test_what_has_getitem_for_something_else_is_iterated_over(batches):
+    assert numbers(batches) == [0, 10, 20]
+
+
+def test_what_has_an_item_for_the_first_step_is_indexed_and_asked_once_for_each():
+    batches = Both()
+    assert numbers(batches, 3, 6) == [30, 40, 50]
+    assert batches.asked == [3, 4, 5]
+    assert numbers(Both(end=2)) == [0, 10]
+    assert numbers(Both(end=2), start=2) == []
+    batches = Both()
+    assert numbers(batches, 6, 6) == []
+    assert batches.asked == []

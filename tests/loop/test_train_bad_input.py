@@ -1,0 +1,86 @@
+"""`train`: what it refuses."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import OPTIMIZER, Calls, loss_fn, make_state, train
+
+import jstep
+
+
+def no_step():
+    return make_state().replace(global_step=None)
+
+
+WRONG = [
+    ({"step": 3}, TypeError, r"train_step=3: must be a function \(state, \*args\) -> \(state, metrics\)"),
+    ({"state": {"w": 1}}, TypeError, "state: must be a TrainState, got a dict; make one with TrainState.create"),
+    ({"last_step": 1e4}, TypeError, "last_step=10000.0: must be an integer, got float"),
+    ({"last_step": True}, TypeError, "last_step=True: must be an integer"),
+    ({"last_step": -1}, ValueError, "last_step=-1: must be at least 0"),
+    ({"steps_per_call": 0}, ValueError, "steps_per_call=0: must be at least 1"),
+    ({"steps_per_call": 2.0}, TypeError, "steps_per_call=2.0: must be an integer"),
+    ({"batches": None}, TypeError, r"batches=None: must have batches\[N\], be a function of the step, or be iterable"),
+    ({"batches": {"x": np.ones(3)}}, TypeError, "batches is a dict, which may be one batch"),
+    ({"hooks": [jstep.LoggingHook]}, TypeError, r"hooks\[0\]=LoggingHook is a class; give an instance: LoggingHook\("),
+    ({"hooks": [print]}, TypeError, r"hooks\[0\]=<built-in function print>: has none of begin, after_step"),
+    ({"hooks": jstep.LoggingHook(1)}, TypeError, r"hooks=<.*LoggingHook.*: must be a sequence of hooks, hooks=\[...\]"),
+    ({"hooks": 3}, TypeError, "hooks=3: must be a sequence of hooks, got int"),
+    ({"save_checkpoint_steps": 0}, ValueError, "save_checkpoint_steps=0: must be at least 1"),
+    ({"save_checkpoint_secs": -5}, ValueError, "save_checkpoint_secs=-5: must be > 0"),
+    ({"save_checkpoint_secs": "600"}, TypeError, "save_checkpoint_secs='600': must be a number of seconds"),
+    ({"save_summaries_steps": 0}, ValueError, "save_summaries_steps=0: must be at least 1"),
+    ({"log_steps": -5}, ValueError, "log_steps=-5: must be at least 1"),
+    ({"log_steps": 2.5}, TypeError, "log_steps=2.5: must be an integer"),
+    ({"checkpoint_prefix": "a/b"}, ValueError, "prefix"),
+    ({"checkpoint_dir": 3}, TypeError, "directory"),
+    ({"logdir": 3}, TypeError, "logdir=3: must be a directory or a URL, got an int"),
+    ({"batch_sharding": "data"}, TypeError, "sharding: 'data'"),
+    ({"state": no_step()}, RuntimeError, r"^Global step should be created to use StepCounterHook\.$"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "words"), WRONG)
+def test_bad_input_is_named_and_leaves_nothing(wrong, error, words, tmp_path):
+    arguments = {"last_step": 3, "checkpoint_dir": tmp_path / "c"} | wrong
+    with pytest.raises(error, match=words):
+        train(**arguments)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda state: state, "it returned TrainState"),
+        (lambda state: (state, {}, 3), "it returned tuple of 3"),
+        (lambda state: (state, jnp.float32(1)), r"it returned \(TrainState, ArrayImpl\)"),
+        (lambda state: ({}, {}), r"it returned \(dict, dict\)"),
+    ],
+)
+def test_a_step_that_returns_something_else(result, words):
+    with pytest.raises(TypeError, match=r"train_step must return \(state, metrics\).*" + words):
+        train(3, step=lambda state, batch: result(state))
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_a_step_that_does_not_advance(steps_per_call, tmp_path):
+    step = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7), increment_global_step=False)
+    calls = Calls(every_n=100)
+    words = "global_step is 0 after the update that makes step 2: train_step must advance it by one"
+    with pytest.raises(ValueError, match=words):
+        train(2, step=step, hooks=[calls], checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
+    assert calls.steps("end") == []  # success only
+    assert os.listdir(tmp_path) == []
+
+
+def test_numpy_integers_will_do():
+    assert jstep.global_step(train(np.int64(3), steps_per_call=np.int32(2))) == 3
+
+
+def test_hooks_may_be_any_iterable():
+    calls = Calls()
+    train(2, hooks=(hook for hook in [calls]))
+    assert calls.steps() == [1, 2]

@@ -1,0 +1,167 @@
+"""`train`: what it takes its batches from."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import DATA, Calls, Counted, by_hand, same, train
+
+import jstep
+
+SOURCES = {
+    "indexed": lambda: DATA,
+    "list": lambda: [DATA[n] for n in range(30)],
+    "function": lambda: DATA.__getitem__,
+    "generator": lambda: (DATA[n] for n in range(30)),
+    "iterator of batches": lambda: iter(DATA),
+    "position": Counted,
+    "bytes position": lambda: Counted(bytes),
+    "slow": lambda: Counted(slow=0.0005),
+    "arguments": lambda: lambda step: (DATA[step],),
+    "jax arrays": lambda: lambda step: {"x": jnp.asarray(DATA[step]["x"])},
+    "prefetched": lambda: jstep.prefetch_to_device(DATA.from_step(0)),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("steps_per_call", [1, 5])
+def test_all_sources_give_the_same_run(name, steps_per_call):
+    batches = SOURCES[name]()
+    state = train(12, batches, steps_per_call=steps_per_call)
+    if steps_per_call == 1:
+        assert same(state, by_hand(12))
+    else:
+        np.testing.assert_allclose(state.params["w"], by_hand(12).params["w"], rtol=1e-5)
+    if hasattr(batches, "close"):
+        batches.close()
+
+
+@pytest.mark.parametrize("name", ["indexed", "list", "function", "position", "bytes position", "slow"])
+@pytest.mark.parametrize("steps_per_call", [1, 5])
+def test_all_sources_with_a_position_resume(name, steps_per_call, tmp_path):
+    kwargs = {"checkpoint_dir": tmp_path, "steps_per_call": steps_per_call}
+    train(7, SOURCES[name](), **kwargs)
+    state = train(14, SOURCES[name](), **kwargs)
+    whole = train(14, SOURCES[name](), steps_per_call=steps_per_call, hooks=[Calls(every_n=7)])
+    assert same(state, whole)
+
+
+def test_a_position_of_a_dict_that_lives_on(tmp_path):
+    class Shared(Counted):
+        def __init__(self):
+            super().__init__(dict, slow=0.0005)  # made ahead
+            self.state = {"at": 0}
+
+        def __next__(self):
+            batch = super().__next__()
+            self.state["at"] = self.at
+            return batch
+
+        def get_state(self):
+            return self.state
+
+    train(7, Shared(), checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": {"at": 7}}}
+
+
+def test_a_grain_loader_resumes(tmp_path):
+    grain = pytest.importorskip("grain")
+
+    def loader():
+        rows = grain.MapDataset.range(100).shuffle(seed=1).map(lambda i: {"x": np.float32([i, 1]) / 100})
+        return rows.repeat().batch(4).to_iter_dataset()
+
+    train(7, loader(), checkpoint_dir=tmp_path)
+    assert same(train(14, loader(), checkpoint_dir=tmp_path), train(14, loader()))
+
+
+def test_a_source_that_changed_says_so(tmp_path, caplog):
+    train(3, DATA, checkpoint_dir=tmp_path)
+    train(6, Counted(), checkpoint_dir=tmp_path)
+    assert "no position for the Counted" in caplog.text
+    train(9, (DATA[n] for n in range(20)), checkpoint_dir=tmp_path)
+    assert "a generator has no position" in caplog.text
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("slow", [0, 0.0005])
+def test_where_the_batches_end_the_run_ends(steps_per_call, slow, tmp_path):
+    def six():
+        for n in range(6):
+            time.sleep(slow)
+            yield DATA[n]
+
+    calls = Calls()
+    state = train(100, six(), hooks=[calls], steps_per_call=steps_per_call, checkpoint_dir=tmp_path)
+    assert jstep.global_step(state) == 6
+    assert calls.seen[-3:] == [("end", 6), ("save", 6), ("close",)]
+    assert jstep.Saver(tmp_path).all_steps() == [6]
+
+
+def test_no_batches_at_all():
+    calls = Calls()
+    with pytest.raises(ValueError, match="batches: there is none for step 0, the first of this run, and last_step=5"):
+        train(5, [], hooks=[calls])
+    assert calls.seen == [("begin", 0), ("close",)]
+
+
+def test_a_list_that_counts_from_zero_has_none_for_a_later_state():
+    with pytest.raises(ValueError, match="none for step 5, the first of this run"):
+        train(10, [DATA[n] for n in range(5)], state=by_hand(5))
+
+
+def test_epochs_end_the_run():
+    data = jstep.batches({"x": np.ones((20, 2), np.float32)}, batch_size=4, num_epochs=2)
+    assert jstep.global_step(train(1000, data)) == 10
+
+
+def test_an_error_of_the_batches_comes_out():
+    def broken(step):
+        if step == 6:
+            raise OSError("no such shard")
+        time.sleep(0.001)
+        return DATA[step]
+
+    calls = Calls()
+    with pytest.raises(OSError, match="no such shard"):
+        train(10, broken, hooks=[calls])
+    assert calls.steps() == [1, 2, 3, 4, 5, 6]
+    assert calls.seen[-1] == ("close",)
+
+
+def test_tuples_are_arguments():
+    seen = []
+
+    def step(state, *args):
+        seen.append(args)
+        return jstep.increment_global_step(state), {}
+
+    train(3, [(1, 2), {"x": 3}, [4, 5]], step=step)
+    assert jax.tree.map(int, seen) == [(1, 2), ({"x": 3},), ([4, 5],)]
+
+
+@pytest.mark.parametrize("slow", [0, 0.001])
+def test_a_plain_step_sees_the_same_arrays_ahead_or_not(slow):
+    """Whether batches are made ahead depends on time; what comes of them must not."""
+    kinds = set()
+
+    def step(state, x):
+        kinds.add((type(x).__name__, str(x.dtype)))
+        return jstep.increment_global_step(state), {}
+
+    def batches(n):
+        time.sleep(slow)
+        return np.full(2, n / 3)
+
+    train(8, batches, step=step)
+    assert kinds == {("ArrayImpl", "float32")}
+
+
+def test_batch_sharding():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    for steps_per_call in (1, 3):
+        state = train(6, batch_sharding=sharding, steps_per_call=steps_per_call)
+        np.testing.assert_allclose(state.params["w"], by_hand(6).params["w"], rtol=1e-5)

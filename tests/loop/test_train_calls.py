@@ -1,0 +1,122 @@
+"""`train`: several steps a call, and no waiting."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, loss_fn, make_state, train
+
+import jstep
+
+# Several steps a call
+
+
+def test_calls_end_where_hooks_are_due():
+    calls = Calls(every_n=7)
+    train(25, hooks=[calls], steps_per_call=5)
+    made = [event[1:] for event in calls.seen if event[0] == "call"]
+    assert made == [(1, 5), (6, 7), (8, 12), (13, 14), (15, 19), (20, 21), (22, 25)]
+    assert calls.steps() == [7, 14, 21]
+    assert ("first", 5) in calls.seen
+
+
+def test_a_hook_without_due_steps_is_called_after_every_call():
+    calls = Calls()
+    train(10, hooks=[calls], steps_per_call=4)
+    assert calls.steps() == [4, 8, 10]
+
+
+@pytest.mark.parametrize("start", [0, 2, 6])
+def test_saves_land_on_their_steps_though_seconds_are_given_too(start, tmp_path):
+    train(20, state=make_state(start), checkpoint_dir=tmp_path, save_checkpoint_steps=6, steps_per_call=10)
+    assert jstep.Saver(tmp_path).all_steps() == [n for n in (6, 12, 18, 20) if n > start]
+
+
+def test_metrics_are_those_of_the_last_step_of_the_call():
+    single, several = Calls(every_n=3), Calls(every_n=3)
+    train(7, hooks=[single])
+    train(7, hooks=[several], steps_per_call=3)
+    for step in (3, 6):
+        assert set(single.metrics[step]) == set(several.metrics[step])
+        for name, value in single.metrics[step].items():
+            assert several.metrics[step][name].shape == ()
+            np.testing.assert_allclose(several.metrics[step][name], value, rtol=1e-4)
+
+
+def test_more_steps_a_call_than_there_are():
+    np.testing.assert_allclose(train(3, steps_per_call=100).params["w"], by_hand(3).params["w"], rtol=1e-5)
+
+
+def test_ragged_batches_cannot_be_stacked():
+    with pytest.raises(ValueError, match=r"steps_per_call: batches of different shapes .* at 'x'"):
+        train(4, lambda n: {"x": np.ones((4 - n % 2, 2), np.float32)}, steps_per_call=2)
+
+
+def test_a_plain_function_is_compiled_once_for_several_steps(compilations):
+    @jax.jit
+    def step(state, x):
+        return state.replace(params={"w": state.params["w"] + x}, global_step=state.global_step + 1), {"x": x}
+
+    train(4, lambda n: np.ones(2, np.float32), step=step, steps_per_call=2)
+    state = make_state()
+    with compilations() as seen:
+        result = train(20, lambda n: np.ones(2, np.float32), step=step, steps_per_call=2, state=state)
+    assert seen == []
+    assert result.params["w"].tolist() == [21, 21]
+    assert state.params["w"].tolist() == [1, 1]  # of a plain function nobody expects that it takes it over
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_several_runs_compile_once(compilations, steps_per_call):
+    step = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7))
+    train(8, step=step, steps_per_call=steps_per_call, hooks=[Calls(every_n=4)])
+    state = make_state()
+    with compilations() as seen:
+        train(16, step=step, steps_per_call=steps_per_call, hooks=[Calls(every_n=4)], state=state)
+    assert seen == []
+
+
+def test_ahead_and_direct_batches_share_what_is_compiled(compilations):
+    state = make_state()
+    train(3, lambda n: DATA[n])
+    with compilations() as seen:
+        train(20, Counted(slow=0.0005), state=state)
+    assert seen == []
+
+
+# No waiting
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
+    """The device has a second of work in its first step; the loop goes on to hand out steps, log and summarize."""
+
+    def work(w):
+        w = jax.lax.fori_loop(0, 4000, lambda i, w: jnp.tanh(w @ w), jnp.full((256, 256), w[0]))
+        return jnp.full(2, w[0, 0])
+
+    @jax.jit
+    def device_step(state, x):
+        w = jax.lax.cond(state.global_step == 0, work, lambda w: w + x, state.params["w"])
+        return state.replace(params={"w": w}, global_step=state.global_step + 1), {"loss": jnp.sum(w)}
+
+    class Look(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            first.setdefault("loss", metrics["loss"])
+            busy[step] = not first["loss"].is_ready()
+
+        def next_due(self, step):
+            return step // 2 * 2 + 2
+
+    def run(last_step):
+        train(
+            last_step, lambda n: np.float32(1), step=device_step, hooks=[jstep.NanLossHook(20), Look()], log_steps=2,
+            logdir=tmp_path, save_summaries_steps=2, progress=None, steps_per_call=steps_per_call,
+        )  # fmt: skip
+
+    first, busy = {}, {}
+    run(4)  # compiles
+    first.clear()
+    run(20)
+    assert list(busy) == list(range(2, 21, 2))
+    assert all(busy[step] for step in range(2, 17, 2))

@@ -1,0 +1,153 @@
+"""`train`: what it saves and goes on from, and what it does not save."""
+
+import os
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, make_state, same, train
+
+import jstep
+
+# Checkpoints
+
+
+def test_resuming_changes_nothing(tmp_path):
+    for last_step in (1, 5, 6, 12):
+        state = train(last_step, checkpoint_dir=tmp_path)
+    assert same(state, by_hand(12))
+
+
+def test_saves_on_the_way_and_at_the_end(tmp_path):
+    train(11, checkpoint_dir=tmp_path, checkpoint_prefix="net", save_checkpoint_steps=4)
+    assert sorted(os.listdir(tmp_path)) == ["net-11", "net-4", "net-8"]
+    train(11, checkpoint_dir=tmp_path, checkpoint_prefix="other")
+    assert jstep.Saver(tmp_path, prefix="other").all_steps() == [11]
+
+
+def test_saves_by_the_clock(tmp_path):
+    def batches(step):
+        time.sleep(0.02)
+        return DATA[step]
+
+    train(8, batches, checkpoint_dir=tmp_path, save_checkpoint_secs=1e-6)
+    assert jstep.Saver(tmp_path).all_steps() == [4, 5, 6, 7, 8]  # five are kept
+    train(20, batches, checkpoint_dir=tmp_path, save_checkpoint_secs=None)
+    assert jstep.Saver(tmp_path).all_steps() == [5, 6, 7, 8, 20]
+
+
+def test_a_finished_run_writes_nothing_again(tmp_path):
+    train(5, Counted(), checkpoint_dir=tmp_path)
+    before = os.stat(tmp_path / "model-5").st_mtime_ns, os.stat(tmp_path / "model-5").st_ino
+    state = train(5, DATA, checkpoint_dir=tmp_path)
+    assert same(state, by_hand(5))
+    assert (os.stat(tmp_path / "model-5").st_mtime_ns, os.stat(tmp_path / "model-5").st_ino) == before
+    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": 5}}
+
+
+def test_extra_of_another_kind_is_no_position(tmp_path):
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(by_hand(3), extra=["not", "a", "dict"])
+    assert same(train(6, checkpoint_dir=tmp_path), by_hand(6))
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path):
+    train(3, checkpoint_dir=tmp_path)
+    other = jstep.TrainState.create({"v": jnp.ones(2)}, OPTIMIZER)
+    with pytest.raises(ValueError, match="params/v"):
+        train(6, state=other, checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).all_steps() == [3]
+
+
+def test_a_saver_hook_of_ones_own(tmp_path):
+    train(7, hooks=[jstep.CheckpointSaverHook(tmp_path, save_steps=3)])
+    assert jstep.Saver(tmp_path).all_steps() == [3, 6, 7]
+
+
+# Hooks that fail
+
+
+@pytest.mark.parametrize(
+    "event", [("begin", 0), ("first", 1), ("step", 1), ("step", 5), ("step", 6), ("save", 6), ("end", 8), ("close",)]
+)
+@pytest.mark.parametrize("slow", [0, 0.0005])
+def test_a_hook_that_raises_leaves_the_last_checkpoint(event, slow, tmp_path):
+    calls, other = Calls(fail=event), Calls()
+    with pytest.raises(RuntimeError, match="failed at"):
+        train(
+            8, Counted(slow=slow), hooks=[other, calls], checkpoint_dir=tmp_path / "c", save_checkpoint_steps=3,
+            logdir=tmp_path / "l", save_summaries_steps=2,
+        )  # fmt: skip
+    assert other.seen[-1] == calls.seen[-1] == ("close",)
+    assert other.steps("end") == ([8] if event[0] in ("end", "close") else [])
+    saver = jstep.Saver(tmp_path / "c")
+    # The state of the step at which it failed, which was whole; but where the hook prevents that save itself.
+    last = {"begin": None, "first": 1, "step": event[-1], "save": 3, "end": 8, "close": 8}[event[0]]
+    assert saver.latest_step() == last
+    if last is not None:
+        assert same(saver.restore(make_state()), by_hand(last))
+        assert same(train(8, Counted(), checkpoint_dir=tmp_path / "c"), by_hand(8))
+
+
+def test_a_step_that_raises():
+    def step(state, batch):
+        raise FloatingPointError("in the step")
+
+    calls = Calls()
+    with pytest.raises(FloatingPointError):
+        train(3, hooks=[calls], step=step)
+    assert calls.seen == [("begin", 0), ("close",)]
+
+
+def test_the_error_under_way_is_the_one_to_see(tmp_path, monkeypatch):
+    """A save that fails in the background while another error leaves."""
+    from jstep.checkpoint import CheckpointError
+
+    def close(self):
+        raise CheckpointError("the disk is full")
+
+    calls = Calls(fail=("step", 2))
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="failed at") as caught:  # noqa: PT012
+        patched.setattr(jstep.Saver, "close", close)
+        train(3, hooks=[calls], checkpoint_dir=tmp_path)
+    assert "Besides, the disk is full" in caught.value.__notes__
+
+
+def test_a_failed_save_at_the_end_is_an_error(tmp_path):
+    (tmp_path / "c").write_text("a file")
+    with pytest.raises(NotADirectoryError):
+        train(3, checkpoint_dir=tmp_path / "c")
+
+
+# NaN
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_a_nan_is_named_and_never_saved(steps_per_call, tmp_path):
+    def batches(n):
+        return {"x": np.full((4, 2), np.nan if n == 8 else 1.0, np.float32)}
+
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"loss is nan at step 9 \(the update 8 → 9\)") as caught:
+        train(
+            100, batches, hooks=[jstep.NanLossHook(50)], checkpoint_dir=tmp_path, save_checkpoint_steps=4,
+            steps_per_call=steps_per_call,
+        )  # fmt: skip
+    assert caught.value.step == 9
+    saver = jstep.Saver(tmp_path)
+    assert saver.all_steps() == [4, 8]
+    assert np.isfinite(saver.restore(make_state()).params["w"]).all()
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3, 50])
+def test_a_nan_without_an_error_ends_the_run_unsaved(every_n_steps, tmp_path, caplog):
+    def batches(n):
+        return {"x": np.full((4, 2), np.nan if n == 8 else 1.0, np.float32)}
+
+    calls = Calls()
+    hook = jstep.NanLossHook(every_n_steps, fail_on_nan_loss=False)
+    state = train(100, batches, hooks=[hook, calls], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    assert 9 <= jstep.global_step(state) <= 15
+    assert calls.steps("end") == [jstep.global_step(state)]
+    assert jstep.Saver(tmp_path).all_steps() == [4, 8]
+    assert "nan at step 9" in caplog.text

@@ -1,0 +1,177 @@
+"""`train`: lines, the progress bar and event files."""
+
+import logging
+import os
+import time
+
+import jax.numpy as jnp
+import pytest
+from loop_runs import DATA, OPTIMIZER, Calls, train
+
+import jstep
+from jstep.hooks.hook import NEVER
+
+# Logging and progress
+
+
+def test_lines_are_seen_without_setting_up_logging(capsys, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    train(6, log_steps=2, progress=None)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4", "step 6"]
+    assert "loss " in lines[0]
+    assert "learning_rate 0.0" in lines[1]
+    assert "beta1" not in err
+    assert "steps/s)" in lines[1]
+
+
+def test_what_the_program_set_up_is_left_alone(capsys, caplog):
+    caplog.set_level(logging.INFO)
+    train(4, log_steps=2, progress=None)
+    assert capsys.readouterr().err == ""
+    assert [record.getMessage()[:6] for record in caplog.records if record.name == "jstep"] == ["step 2", "step 4"]
+
+
+def test_a_file_for_warnings_still_gets_them(tmp_path, monkeypatch):
+    """The root logger writes warnings to a file: lines go to the terminal, warnings to both."""
+    file = logging.FileHandler(tmp_path / "log")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [file])
+    train(3, checkpoint_dir=tmp_path / "c", progress=None)
+    train(6, (DATA[n] for n in range(9)), checkpoint_dir=tmp_path / "c", progress=None, log_steps=1)
+    file.close()
+    text = (tmp_path / "log").read_text()
+    assert "has no position to go on from" in text
+    assert "step 5" not in text
+
+
+@pytest.mark.parametrize("kwargs", [{"progress": False, "log_steps": 1}, {"progress": None, "log_steps": None}])
+def test_silence(capsys, kwargs, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    train(4, **kwargs)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_line_on_request(capsys):
+    pytest.importorskip("tqdm")
+    train(6, progress=True, log_steps=1)
+    err = capsys.readouterr().err
+    assert "6/6" in err
+    assert "loss " in err
+    assert "step 2" not in err
+
+
+class Terminal:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def isatty(self):
+        return True
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def test_a_terminal_gets_the_line(capsys, monkeypatch):
+    import sys
+
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", Terminal(sys.stderr))
+    train(6, progress=None, log_steps=1)
+    err = capsys.readouterr().err
+    assert "6/6" in err
+    assert "step 2" not in err
+
+
+def test_a_terminal_without_tqdm_gets_lines(capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(sys, "stderr", Terminal(sys.stderr))
+    train(2, progress=None, log_steps=1)
+    assert capsys.readouterr().err.count("step ") == 2
+
+
+# Summaries
+
+
+def points(logdir, purge=True):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(logdir), purge_orphaned_data=purge, size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_event_files(tmp_path):
+    pytest.importorskip("tensorboard")
+    calls = Calls(every_n=4)
+    train(20, logdir=tmp_path, save_summaries_steps=4, log_steps=5, hooks=[calls])
+    found = points(tmp_path)
+    assert set(found) == {"loss", "learning_rate", "global_step/sec"}
+    assert [step for step, _ in found["loss"]] == [4, 8, 12, 16, 20]
+    assert [value for _, value in found["loss"]] == [float(calls.metrics[n]["loss"]) for n in (4, 8, 12, 16, 20)]
+    assert [step for step, _ in found["global_step/sec"]] == [5, 10, 15, 20]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("steps_per_call", [1, 10])
+def test_event_files_after_an_error_and_a_resume(tmp_path, steps_per_call):
+    """Points past the checkpoint are written again; TensorBoard is told to drop the first ones."""
+    pytest.importorskip("tensorboard")
+    kwargs = {
+        "checkpoint_dir": tmp_path / "c", "logdir": tmp_path / "l", "save_checkpoint_steps": 10,
+        "save_summaries_steps": 2, "log_steps": None, "steps_per_call": steps_per_call,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError):
+        train(30, hooks=[Calls(every_n=16, fail=("step", 16))], **kwargs)
+    time.sleep(1.1)  # event files are ordered by the second
+    train(30, hooks=[Calls(every_n=16)], **kwargs)
+    assert [step for step, _ in points(tmp_path / "l")["loss"]] == list(range(2, 31, 2))
+
+
+def test_points_before_a_checkpoint_are_on_disk_with_it(tmp_path):
+    """A run killed after the checkpoint does not write them again."""
+    pytest.importorskip("tensorboard")
+    from jstep.summary import summary_iterator
+
+    seen = {}
+
+    class Look(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            for name in os.listdir(tmp_path / "l"):
+                events = summary_iterator(str(tmp_path / "l" / name))
+                seen[step] = [e.step for e in events if any(v.tag == "loss" for v in e.summary.value)]
+
+    train(
+        7, hooks=[Look()], checkpoint_dir=tmp_path / "c", save_checkpoint_steps=3, logdir=tmp_path / "l",
+        save_summaries_steps=1, log_steps=None,
+    )  # fmt: skip
+    assert seen[4][:3] == [1, 2, 3]
+    assert seen[7][:6] == [1, 2, 3, 4, 5, 6]
+
+
+def test_summaries_made_in_the_step(tmp_path):
+    pytest.importorskip("tensorboard")
+    from jstep.summary import summary_iterator
+
+    def loss(params, batch):
+        value = jnp.mean((batch["x"] @ params["w"]) ** 2)
+        return value, {"weights": jstep.summary.histogram("weights", params["w"], collections=())}
+
+    step = jstep.minimize(loss, OPTIMIZER, has_aux=True)
+    for steps_per_call in (1, 3):
+        logdir = tmp_path / str(steps_per_call)
+        train(6, step=step, logdir=logdir, save_summaries_steps=3, log_steps=None, steps_per_call=steps_per_call)
+        (name,) = os.listdir(logdir)
+        events = [(e.step, v.tag) for e in summary_iterator(str(logdir / name)) for v in e.summary.value]
+        assert [step for step, tag in events if tag == "weights"] == [3, 6]
+        assert [step for step, tag in events if tag == "loss"] == [3, 6]
+
+
+def test_never_is_past_all_steps():
+    assert jnp.iinfo(jnp.int64).max < NEVER
