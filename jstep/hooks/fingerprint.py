@@ -23,6 +23,8 @@ _logger = logging.getLogger("jstep")
 class DivergenceError(RuntimeError):
     """A step was made again with other bits; `step` is its number, `leaves` the paths, None where they are unknown."""
 
+    prevents_saving = True
+
     def __init__(self, message: str, step: int, leaves: tuple[str, ...] | None) -> None:
         super().__init__(message)
         self.step, self.leaves = step, leaves

@@ -16,7 +16,14 @@ _logger = logging.getLogger("jstep")
 
 
 class NanLossDuringTrainingError(RuntimeError):
-    """The loss was NaN or infinite; `step` is the number of the update that it belongs to."""
+    """The loss was NaN or infinite; `step` is the number of the update that it belongs to.
+
+    Attributes:
+        step: That number.
+        prevents_saving: True, of any exception: the state that the run ends with is not saved on the way out.
+    """
+
+    prevents_saving = True
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)

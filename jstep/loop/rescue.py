@@ -9,7 +9,6 @@ from jstep.checkpoint import checkpoint_name
 from jstep.core import trees
 from jstep.core.contexts import own_transfers
 from jstep.distributed import agreement
-from jstep.hooks import NanLossDuringTrainingError
 from jstep.hooks.values import host
 from jstep.loop.drive import At
 from jstep.loop.saving import RunSaverHook
@@ -54,7 +53,9 @@ def _saved(error: BaseException, at: At, saving: RunSaverHook, prefix: str) -> s
     """Saves it, and says what came of it."""
     if not agreement.is_alone():
         return ", and is not saved: the other processes may be elsewhere"
-    if isinstance(error, NanLossDuringTrainingError) or _is_past_a_nan(at):
+    if getattr(error, "prevents_saving", False):
+        return ", and is not saved"
+    if _is_past_a_nan(at):
         return ", and is not saved: its loss is not finite"
     try:
         if not saving.save(at.step, at.state, wait=True):
