@@ -46,7 +46,7 @@ BUILDERS = {"sharding.layout"}
 """A state too large for one device is made under jit, once; nothing there steps or donates."""
 STAGES = {"checkpoint.stage"}
 """Copies a state into memory that a Saver keeps for it: donates its own arrays, never a state."""
-LOADED_WHEN_USED = {"checkpoint.store.orbax_arrays": {"orbax"}}
+LOADED_WHEN_USED = {"checkpoint.store.orbax_arrays": {"orbax"}, "checkpoint.store.tensors": {"tensorstore"}}
 """Modules that a bare `import jstep` does not load, and what they may import at their top."""
 SHARED_TRACES = {"optimizers.leafwise", "optimizers.apply_updates", "optimizers.wrappers.exponential_moving_average"}
 """A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself."""

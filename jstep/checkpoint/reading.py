@@ -1,5 +1,6 @@
 """Reading checkpoints: which one, whether it is whole, and into what."""
 
+import concurrent.futures
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,13 +9,18 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import processes
-from jstep.checkpoint.format import leaves as _leaves
-from jstep.checkpoint.format import placed
+from jstep.checkpoint.format import ages, placed
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.format.match import Match, Names, check_averages, listing, match
 from jstep.checkpoint.store.protocol import DamagedError, Store
 from jstep.core import trees
 
+_TRIES = 10  # a writer beside us evicts a checkpoint at each of its saves, and a read takes no longer than a few
 _logger = logging.getLogger("jstep")
+
+
+class _GoneError(Exception):
+    """A checkpoint that was there is not there any more, or is another one."""
 
 
 class Reader:
@@ -23,101 +29,183 @@ class Reader:
     def __init__(self, store: Store, prefix: str, verify: bool) -> None:
         self._store, self._prefix, self._verify = store, prefix, verify
 
-    def find(self, step: int | None) -> tuple[str, Manifest]:
+    def extra(self, step: int | None) -> Any:
+        """As `Saver.extra`."""
+        return self._again(step, lambda path, manifest: manifest.extra)
+
+    def restore(self, target: Any, step: int | None, partial: bool, averages: str | None, names: Names | None) -> Any:
+        """As `Saver.restore`."""
+
+        def read(path: str, manifest: Manifest) -> Any:
+            if averages is not None:
+                check_averages(averages, manifest.leaves, path)
+            if target is None:
+                return self._looked_at(path, manifest, averages)
+            found = match(target, manifest.leaves, averages, partial, names, path)
+            values = self._filled(path, manifest, found)
+            self._mention(path, target, found, values)
+            return jax.tree.unflatten(trees.structure(target), values)
+
+        return self._again(step, read)
+
+    def _again(self, step: int | None, read: Any) -> Any:
+        """Reads one checkpoint; where it was evicted meanwhile, looks again which one to read."""
+        for _ in range(_TRIES):
+            try:
+                return read(*self._find(step))
+            except _GoneError as gone:
+                path = gone.args[0]
+        raise CheckpointError(f"{path} was deleted while it was read, and so were {_TRIES - 1} others before it")
+
+    def _find(self, step: int | None) -> tuple[str, Manifest]:
         """The path and manifest of a checkpoint, the same on every process."""
-        where = self._store.directory
-        if step is None:
-            newest = next(self._store.newest_first(self._prefix), None)
-            step = processes.of_the_first(-1 if newest is None else newest[0])
-            if step < 0:
-                raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {where}")
+        step = self._newest() if step is None else step
         path = self._store.at(self._prefix, step)
-        if path is None:
+        if processes.on_any(path is None):
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
             raise FileNotFoundError(
-                f"step={step}: there is no whole checkpoint {self._prefix}-{step} in {where}; "
+                f"step={step}: there is no whole checkpoint {self._prefix}-{step} in {self._store.directory}; "
                 f"there are those of steps {steps}"
             )
+        assert path is not None
+        manifest, problem = None, ""
         try:
-            return path, self._store.manifest(path)
+            manifest = self._store.manifest(path)
+        except FileNotFoundError:
+            pass
         except CheckpointError as error:
-            raise self._damaged(path, [str(error)]) from None
+            problem = str(error)
+        if processes.on_any(manifest is None and not problem):
+            raise _GoneError(path)
+        if manifest is not None and manifest.step != step:
+            problem = (
+                f"its name says step {step}, and it holds step {manifest.step}: a copy, or renamed; "
+                f"give it its name {self._prefix}-{manifest.step}, or delete it"
+            )
+        if processes.on_any(bool(problem)):
+            raise self._damaged(path, [problem or "another process says why"])
+        assert manifest is not None
+        return path, manifest
 
-    def restore(self, target: Any, step: int | None, partial: bool, averages: str | None) -> Any:
-        """As `Saver.restore`."""
-        path, manifest = self.find(step)
-        if averages is not None:
-            _leaves.check_averages(averages, manifest.leaves, path)
-        if target is None:
-            return self._looked_at(path, manifest, averages)
-        wanted = _leaves.match(target, manifest.leaves, averages, partial, path)
-        values = self._filled(path, manifest, wanted)
-        return jax.tree.unflatten(trees.structure(target), values)
+    def _newest(self) -> int:
+        """The highest step, of which there has to be a whole checkpoint: older ones are not taken in silence."""
+        newest = next(self._store.newest_first(self._prefix), None)
+        broken = self._store.broken(self._prefix, -1 if newest is None else newest[0])
+        step = processes.of_the_first(-2 if broken else -1 if newest is None else newest[0])
+        if step == -2:
+            path, _, problem = (broken or [f"{self._prefix}-*: another process says why"])[0].partition(": ")
+            raise self._damaged(path, [problem])
+        if step == -1:
+            raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
+        return step
 
     def _looked_at(self, path: str, manifest: Manifest, averages: str | None) -> dict[str, Any]:
         arrays = self._read(path, manifest, {leaf.array: None for leaf in manifest.leaves if leaf.array is not None})
         return placed.looked_at(manifest.leaves, arrays, averages)
 
-    def _filled(self, path: str, manifest: Manifest, wanted: Sequence[_leaves.Wanted]) -> list[Any]:
-        left = {i: placed.left_as_is(want) for i, want in enumerate(wanted) if want.source is None}
-        if left:
-            paths = ", ".join(wanted[i].path for i in left)
-            _logger.info("%s was restored in part; left as they were: %s", path, paths)
-        uses = Counter(want.source.array for want in wanted if want.source is not None)
+    def _filled(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
+        left = {i: placed.left_as_is(want) for i, want in enumerate(found.wanted) if want.source is None}
+        sources = [want.source for want in found.wanted if want.source is not None]
+        uses = Counter(source.array for source in sources)
         shardings: dict[str, Any] = {}
-        for want in wanted:
+        for want in found.wanted:
             if want.source is not None and want.source.array is not None:
                 shardings.setdefault(want.source.array, placed.stored_sharding(want))
         arrays = self._read(path, manifest, shardings)
 
-        def value(i: int, want: _leaves.Wanted) -> Any:
+        def value(i: int) -> Any:
+            want = found.wanted[i]
             if want.source is None:
                 return left[i]
             array: Any = arrays.get(want.source.array or "")
             shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
             return placed.placed(want, array.copy() if shared else array)
 
-        return [value(i, want) for i, want in enumerate(wanted)]
+        return [value(i) for i in range(len(found.wanted))]
+
+    def _mention(self, path: str, target: Any, found: Match, values: Sequence[Any]) -> None:
+        """Says what a restore in part has left out: a misspelt path is seen here or nowhere."""
+        if not found.differences():
+            return
+        left = [i for i, want in enumerate(found.wanted) if want.source is None]
+        _logger.warning(
+            "%s was restored in part%s%s",
+            path,
+            listing("left as they were in target", [repr(found.wanted[i].path) for i in left]),
+            listing("not used of the checkpoint", [repr(one) for one in found.extra]),
+        )
+        if stale := ages.warning(target, values, left):
+            _logger.warning(stale)
 
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """The stored arrays of these names. Files are verified first: what is damaged is not decoded."""
+        """The stored arrays of these names, verified while they are read: nothing is returned that differs."""
         share = jax.process_index(), jax.process_count()
-        verify = self._verify and not self._store.checks_what_it_reads
-        try:
-            problems = self._store.damage(path, manifest, share) if verify else []
-        except OSError as error:
-            problems = [str(error)]
-        if processes.on_any(bool(problems)):
-            raise self._damaged(path, problems or ["another process names the file"])
-        arrays: dict[str, Any] = {}
         failure: Exception | None = None
-        try:
-            arrays = self._store.restore(path, manifest, shardings)
-        except DamagedError as error:
-            problems, failure = error.problems, error
-        except Exception as error:
-            failure = error
-        if not processes.on_any(failure is not None):
-            return arrays
-        if failure is None or problems:
+        arrays: dict[str, Any] = {}
+        problems: list[str] = []
+        with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
+            verify = self._verify and not self._store.checks_what_it_reads
+            verdict = pool.submit(self._problems, path, manifest, share) if verify else None
+            try:
+                arrays = self._store.restore(path, manifest, shardings)
+            except DamagedError as error:
+                problems = error.problems
+            except Exception as error:
+                failure = error
+            if verdict is not None:
+                problems = verdict.result() or problems
+        if processes.on_any(bool(problems) or failure is not None):
+            if processes.on_any(self._is_gone(path, manifest)):
+                raise _GoneError(path)
+            if failure is not None and not problems:
+                raise CheckpointError(f"{path} could not be read: {short(failure)}") from failure
             raise self._damaged(path, problems or ["another process names the file"])
-        raise CheckpointError(f"{path} could not be read: {short(failure)}") from failure
+        return arrays
+
+    def _problems(self, path: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
+        try:
+            return self._store.damage(path, manifest, share)
+        except OSError as error:
+            return [str(error)]
+
+    def _is_gone(self, path: str, manifest: Manifest) -> bool:
+        try:
+            return self._store.manifest(path).files != manifest.files
+        except FileNotFoundError:
+            return True
+        except (CheckpointError, OSError):
+            return False
 
     def _damaged(self, path: str, problems: Sequence[str]) -> CheckpointError:
-        """The error for a damaged checkpoint: says what is wrong, and which one to take instead."""
+        """The error for a damaged checkpoint: what is wrong, which one is whole, and what to delete to go on."""
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         rest = f"No other checkpoint {self._prefix}-* in {self._store.directory} is whole."
+        later = []
         for step, other in self._store.newest_first(self._prefix):
-            if other != path and is_intact(self._store, other):
-                rest = f"The newest step that is whole is {step} ({other}); restore it with step={step}."
-                break
+            if other == path or not is_intact(self._store, other, step):
+                later.append(other)
+                continue
+            later += [line.partition(": ")[0] for line in self._store.broken(self._prefix, step)]
+            rest = f"The newest step that is whole is {step} ({other}): Saver.restore(target, step={step}) restores it"
+            rest += f"; to go on from it, delete {' and '.join(later)}." if later else "."
+            break
         return CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}{more}. {rest}")
 
 
-def is_intact(store: Store, path: str) -> bool:
-    """Whether every byte of a checkpoint is as it was written."""
+def newest_in_words(store: Store, prefix: str) -> str:
+    """Which checkpoint is the newest, for the end of an error."""
     try:
-        return not store.damage(path, store.manifest(path))
+        newest = next(store.newest_first(prefix), None)
+    except OSError as error:
+        return f"which ones there are cannot be listed now ({error})."
+    return f"the newest is {newest[1]}." if newest else "there are none yet."
+
+
+def is_intact(store: Store, path: str, step: int | None = None) -> bool:
+    """Whether every byte of a checkpoint is as it was written, and its step that of its name where one is given."""
+    try:
+        manifest = store.manifest(path)
+        return (step is None or manifest.step == step) and not store.damage(path, manifest)
     except (CheckpointError, OSError):
         return False
 

@@ -7,6 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
+from jstep.checkpoint import processes
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.store.listing import name
 from jstep.checkpoint.store.protocol import Files, Store
@@ -99,11 +102,28 @@ class Keeper:
         self._mention_later(manifest.step, max(times))
         return [found[step] for step in victims], kept
 
-    def done(self, kept: Kept, victims: list[str]) -> None:
+    def done(self, manifest: Manifest, kept: Kept, victims: list[str]) -> None:
         """The checkpoint is there."""
         self._kept = kept
+        self._times[manifest.step] = manifest.saved_at
         for path in victims:
             self._store.evict(path)
+
+    def delete(self, step: int) -> None:
+        """Deletes one checkpoint by its step, on the first process; the others return when it is gone.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        path = self._store.at(self._prefix, step)
+        if processes.on_any(path is None):
+            raise FileNotFoundError(
+                f"step={step}: there is no checkpoint {name(self._prefix, step)} in {self._store.directory}"
+            )
+        if jax.process_index() == 0 and path is not None:
+            self._store.evict(path)
+        self._times.pop(step, None)
+        processes.on_any(False)
 
     def passing(self) -> list[str]:
         """The paths of the checkpoints that are not kept for good, lowest step first."""
@@ -154,4 +174,4 @@ class Saving:
     def committed(self) -> None:
         """As `Commit.committed`."""
         assert self._kept is not None
-        self._keeper.done(self._kept, self._victims)
+        self._keeper.done(self._manifest, self._kept, self._victims)

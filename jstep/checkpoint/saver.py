@@ -5,21 +5,16 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
-
-import jax
+from typing import Any
 
 from jstep.checkpoint import arguments as checked
-from jstep.checkpoint import processes
-from jstep.checkpoint.format import compression
-from jstep.checkpoint.format import leaves as _leaves
-from jstep.checkpoint.format.manifest import CheckpointError, Manifest
-from jstep.checkpoint.names import checkpoint_name
-from jstep.checkpoint.reading import Reader, short
+from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.format.match import Names
+from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.retention import Keeper
-from jstep.checkpoint.stage import Stage
 from jstep.checkpoint.step_of import step_of
 from jstep.checkpoint.store.open import open_store
+from jstep.core.checks import as_bool
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
 
 
@@ -93,11 +88,11 @@ class Saver:
             checked.hours(keep_checkpoint_every_n_hours),
             since=self._now(),
         )
-        self._async_save, self._compress = async_save, compress
-        self._stage = Stage() if stage else None
-        self._reader = Reader(self._store, self.prefix, verify)
+        self._async_save = as_bool(async_save, "async_save")
+        compress = None if compress is None else as_bool(compress, "compress")
+        self._writer = Writer(self._store, self.prefix, self._keeper, compress, as_bool(stage, "stage"))
+        self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
-        self._saving: str | None = None
         self._closed = False
 
     def claim(self) -> None:
@@ -114,7 +109,7 @@ class Saver:
         with self._lock:
             self._check_open()
             self.wait()
-            self._claim()
+            self._writer.claim()
 
     def save(self, state: Any, extra: Any = None, *, step: int | None = None) -> str:
         """Saves a state under the name of its global_step.
@@ -140,26 +135,18 @@ class Saver:
             self._check_open()
             self.wait()
             extra = checked.json_copy(extra, "extra")
-            leaves = _leaves.named(state)
-            step = step_of(state, step)
-            manifest = Manifest(step, self._now(), tuple(leaf for leaf, _ in leaves), extra)
-            arrays = {leaf.array: _leaves.to_stored(leaf, value) for leaf, value in leaves if leaf.array is not None}
-            path = self._store.path(checkpoint_name(self.prefix, step))
-            self._claim()
-            self._saving = path
-            try:
-                if self._stage is not None:
-                    arrays = self._stage.copy(arrays)
-                compress = compression.pays(arrays.values()) if self._compress is None else self._compress
-                self._store.save(path, arrays, compress, self._keeper.commit_of(manifest))
-            except Exception as error:
-                self._give_up(error)
+            path = self._writer.save(state, step_of(state, step), self._now(), extra)
             if not self._async_save:
                 self.wait()
             return path
 
     def restore(
-        self, target: Any = None, step: int | None = None, partial: bool = False, use_averages: bool | str = False
+        self,
+        target: Any = None,
+        step: int | None = None,
+        partial: bool = False,
+        use_averages: bool | str = False,
+        names: Names | None = None,
     ) -> Any:
         """Restores a checkpoint.
 
@@ -169,29 +156,37 @@ class Saver:
                 JAX puts new arrays, and a NumPy array as one. None for a nested dict of NumPy arrays, for
                 looking (PRNG keys as their data).
             step: Which; the newest where None.
-            partial: Whether to restore what fits: the rest of the target, which then has to have values, stays.
+            partial: Whether to restore what fits: the rest of the target, which then has to have values, stays. What
+                was left and what was not used is logged as a warning.
             use_averages: Whether params are to be their moving averages, for evaluation, in the dtype of params. A
                 string names their slot.
+            names: What has another path in the checkpoint: a mapping from paths of target
+                (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function from the
+                one to the other; what is not mentioned, or for which it returns None, has the same path.
 
         Returns:
             A tree like target. Its arrays share no memory with anything and may be donated.
 
         Raises:
-            CheckpointError: The checkpoint is damaged (names the file, and the newest step that is whole), or a save
-                failed in the background.
+            CheckpointError: The checkpoint is damaged: names the file, the newest step that is whole, and what to
+                delete to go on from that. Or its name and content differ in step, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
-            TypeError: A leaf of target has no shape and dtype.
-            ValueError: target does not fit. Lists the paths missing, extra and differing.
+            TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
+            ValueError: target does not fit. Lists the paths missing, extra and differing. Or names has a path that is
+                not there.
         """
         if not isinstance(use_averages, bool | str):
             raise TypeError(f"use_averages={use_averages!r}: must be True, False or the name of the slot of averages")
+        partial, step = as_bool(partial, "partial"), _step_or_none(step)
+        if names is not None and target is None:
+            raise ValueError("names: must come with a target, whose paths it names")
         averages = AVERAGES if use_averages is True else use_averages or None
         with self._lock:
             self.wait()
-            return self._reader.restore(target, _step_or_none(step), partial, averages)
+            return self._reader.restore(target, step, partial, averages, names)
 
     def extra(self, step: int | None = None) -> Any:
-        """The values that were saved with a checkpoint, the newest where step is None; None where there were none.
+        """The values that were saved with a checkpoint, the newest where step is None; None where save was given none.
 
         Raises:
             CheckpointError: The manifest is damaged, or a save failed in the background.
@@ -199,7 +194,19 @@ class Saver:
         """
         with self._lock:
             self.wait()
-            return self._reader.find(_step_or_none(step))[1].extra
+            return self._reader.extra(_step_or_none(step))
+
+    def delete(self, step: int) -> None:
+        """Deletes the checkpoint of a step, whole: at no moment is half of it there.
+
+        Raises:
+            CheckpointError: Another Saver writes this prefix, or a save failed in the background.
+            FileNotFoundError: There is none of that step.
+            ValueError: The Saver is closed.
+        """
+        with self._lock:
+            self.claim()
+            self._keeper.delete(checked.step(step))
 
     def all_steps(self) -> list[int]:
         """The steps of all whole checkpoints, in order."""
@@ -227,26 +234,25 @@ class Saver:
             CheckpointError: It failed.
         """
         with self._lock:
-            try:
-                self._store.wait()
-            except Exception as error:
-                self._give_up(error)
-            self._saving = None
+            self._writer.wait()
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Waits until what was saved is on disk, and ends the Saver; it can still restore. A second call does nothing.
+
+        Args:
+            wait: Whether to wait. Without it a save under way may be lost with the process.
 
         Raises:
             CheckpointError: The last save failed.
         """
         with self._lock:
             try:
-                self.wait()
+                if as_bool(wait, "wait"):
+                    self.wait()
             finally:
                 if not self._closed:
                     self._closed = True
-                    self._store.close()
-                    self._stage = None
+                    self._writer.close(wait)
 
     def __enter__(self) -> "Saver":
         return self
@@ -270,33 +276,6 @@ class Saver:
 
     def _now(self) -> float:
         return float((self._clock or time.time)())
-
-    def _claim(self) -> None:
-        """On all processes, whatever the first one finds: one that went on alone would wait for the others for ever."""
-        error = None
-        if jax.process_index() == 0:
-            try:
-                self._store.claim(self.prefix)
-            except (OSError, CheckpointError) as failure:
-                error = failure
-        if processes.on_any(error is not None):
-            raise error or CheckpointError(
-                f"{self.prefix}-* in {self.directory} cannot be written, as the first process says"
-            )
-
-    def _give_up(self, error: Exception) -> NoReturn:
-        """Clears away what a failed save left, and says what happened."""
-        path, self._saving = self._saving, None
-        if path is not None and jax.process_index() == 0:
-            self._store.abandon(path)
-        try:
-            newest = next(self._store.newest_first(self.prefix), None)
-            rest = f"the newest is {newest[1]}." if newest else "there are none yet."
-        except OSError:
-            rest = "which there are cannot be seen now."
-        raise CheckpointError(
-            f"{path} was not saved: {short(error)}. Checkpoints saved before are as they were; {rest}"
-        ) from error
 
 
 def _step_or_none(step: Any) -> int | None:

@@ -1,6 +1,7 @@
 """Any damage is found."""
 
 import os
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from checkpoint_states import NO_SLOTS, files_of, flip, save_all, state_at
 
 import jstep
-from jstep.checkpoint import CheckpointError, Saver
+from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
 from jstep.checkpoint.format import manifest as _manifest
 
 
@@ -96,12 +97,52 @@ class TestDamage:
             with pytest.raises(CheckpointError, match=f"{path} could not be read"):
                 saver.restore(made)
 
-    def test_a_missing_file_is_a_half_deleted_step(self, saved, caplog):
+    def test_a_missing_file_is_not_passed_over(self, saved, caplog):
+        """No crash leaves a checkpoint without one of its files: somebody deleted it."""
         saver, path = saved
         for file in files_of(path):
             os.rename(file, file + ".gone")
+            for target in (state_at(0), None):
+                with pytest.raises(CheckpointError, match="newest step that is whole is 2") as error:
+                    saver.restore(target)
+                assert f"{path} is damaged: {os.path.relpath(file, path)} is missing" in str(error.value)
+                assert f"delete {path}." in str(error.value)
+            with pytest.raises(CheckpointError):
+                saver.extra()
             assert saver.latest_step() == 2
-            assert int(saver.restore(state_at(0)).global_step) == 2
+            assert latest_checkpoint(os.path.dirname(path)) == path[:-1] + "2"
+            assert int(saver.restore(state_at(0), step=2).global_step) == 2
             os.rename(file + ".gone", file)
         assert "model-3 is ignored: it is incomplete" in caplog.text
         assert saver.latest_step() == 3
+
+    def test_what_to_delete(self, saved):
+        """All that is newer than the newest whole one; doing so is enough."""
+        saver, path = saved
+        save_all(saver, [4, 5])
+        directory = os.path.dirname(path)
+        flip(f"{directory}/model-5/_METADATA", 3)
+        os.remove(f"{directory}/model-4/manifest.ocdbt")
+        flip(f"{path}/manifest.json", 9)
+        with pytest.raises(CheckpointError) as error:
+            saver.restore(state_at(0))
+        said = str(error.value)
+        for step in (3, 4, 5):
+            assert f"{directory}/model-{step}" in said.split("delete ")[1]
+            shutil.rmtree(f"{directory}/model-{step}")
+        assert "model-2)" in said
+        assert int(saver.restore(state_at(0)).global_step) == 2
+        with pytest.raises(FileNotFoundError):
+            saver.restore(state_at(0), step=5)
+
+    def test_a_name_and_a_content_that_disagree(self, saved):
+        saver, path = saved
+        directory = os.path.dirname(path)
+        shutil.copytree(path, f"{directory}/model-90")
+        for step in (None, 90):
+            with pytest.raises(CheckpointError, match=r"model-90 is damaged: its name says step 90, .* step 3"):
+                saver.restore(state_at(0), step=step)
+            with pytest.raises(CheckpointError, match=r"newest step that is whole is 3 .*delete .*model-90\."):
+                saver.extra(step)
+        shutil.rmtree(f"{directory}/model-90")
+        assert int(saver.restore(state_at(0)).global_step) == 3

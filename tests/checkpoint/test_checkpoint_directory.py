@@ -28,7 +28,6 @@ class TestDirectory:
             shutil.copytree(tmp_path / "model-5", tmp_path / "model-007")
             shutil.copytree(tmp_path / "model-5", tmp_path / "model-5-old")
             shutil.copytree(tmp_path / "model-5", tmp_path / "my-model-50")
-            shutil.copytree(tmp_path / "model-5", tmp_path / "model-8", ignore=shutil.ignore_patterns("manifest.json"))
             (tmp_path / "model-12").mkdir()
             (tmp_path / "model-12" / "manifest.json").write_text('{"not": "ours"}')
             (tmp_path / "model-11").write_text("a file")

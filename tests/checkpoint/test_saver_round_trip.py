@@ -87,6 +87,8 @@ class TestRoundTrip:
             "é\n\"'\\ %2E#2": 7.0,
             "\ud800": 8.0,
             "0": {"0.0": 9.0},
+            "m": {"": {"x": 11.0, "": {"": 12.0}}},
+            "/n/": {"/": 13.0},
             "x" * 300: 10.0,
         }
         made = jstep.TrainState.create(params, NO_SLOTS)

@@ -1,9 +1,8 @@
-"""The leaves of a state as a checkpoint knows them, and how a target's leaves are found among them."""
+"""The leaves of a state as a checkpoint knows them."""
 
-import dataclasses
 import functools
 import urllib.parse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from jstep.core import trees
 
 # What tensorstore has no name for is stored as a type of the same values (integers) or the same bits (floats).
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
-_SHOWN = 20  # paths listed in an error
 
 
 def named(state: Any) -> list[tuple[Leaf, Any]]:
@@ -113,126 +111,19 @@ def _key_data(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A leaf of a target, and the saved leaf to fill it with; None where there is none that fits."""
-
-    path: str
-    leaf: Any
-    source: Leaf | None
-
-
-def match(target: Any, saved: Sequence[Leaf], averages: str | None, partial: bool, where: str) -> list[Wanted]:
-    """Finds the saved leaf of each leaf of a target, in the target's order.
-
-    Args:
-        target: A tree of arrays, numbers or `jax.ShapeDtypeStruct`.
-        saved: The leaves of the checkpoint.
-        averages: The slot of moving averages to take the place of params; None to leave params as they are.
-        partial: Whether what does not fit is passed over.
-        where: The checkpoint, for errors.
-
-    Raises:
-        TypeError: A leaf of the target has no shape and dtype.
-        ValueError: Something does not fit; lists it.
-    """
-    records = by_id(saved)
-    flat = trees.leaves_with_paths(target)
-    found: list[Wanted] = []
-    used: set[tuple[str, int]] = set()
-    missing, differing = [], []
-    for (path, leaf), key in zip(flat, _ids(path for path, _ in flat), strict=True):
-        kind = _kind(leaf, path)
-        used.add(key)
-        source, average = records.get(key), average_of(key, records, averages)
-        if average is not None and records[average].shape == kind[0]:
-            used.add(average)
-            source = records[average]
-        elif source is None:
-            missing.append(path)
-        elif (source.shape, source.dtype) != kind:
-            differing.append(f"{path!r} ({_text(source.shape, source.dtype)}, and {_text(*kind)} in target)")
-            source = None
-        found.append(Wanted(path, leaf, source))
-    extra = [key[0] for key in records if key not in used and not _is_average(key[0], averages)]
-    if not partial and (missing or extra or differing):
-        raise ValueError(
-            f"target does not fit {where}"
-            + _listing("missing in the checkpoint", [repr(path) for path in missing])
-            + _listing("extra in the checkpoint", [repr(path) for path in extra])
-            + _listing("differing", differing)
-            + ". Nothing was restored; partial=True restores what fits."
-        )
-    if found and all(wanted.source is None for wanted in found):
-        raise ValueError(
-            f"target has nothing in common with {where}"
-            + _listing("target has", [repr(path) for path, _ in flat])
-            + _listing("the checkpoint has", [repr(leaf.path) for leaf in saved])
-        )
-    return found
-
-
 def by_id(saved: Sequence[Leaf]) -> dict[tuple[str, int], Leaf]:
     """The leaves by path and, where several have one path, number."""
-    return dict(zip(_ids(leaf.path for leaf in saved), saved, strict=True))
+    return dict(zip(ids(leaf.path for leaf in saved), saved, strict=True))
 
 
-def _ids(paths: Iterable[str]) -> list[tuple[str, int]]:
+def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
+    """Each path with its number among those that are the same: leaves of {'a': {'b': x}, 'a/b': y} share one."""
     seen: dict[str, int] = {}
     ids = []
     for path in paths:
         seen[path] = seen.get(path, 0) + 1
         ids.append((path, seen[path]))
     return ids
-
-
-def average_of(key: tuple[str, int], known: Mapping[tuple[str, int], Any], slot: str | None) -> Any:
-    """The key of the moving average of a parameter, or None."""
-    path, number = key
-    if slot is None or (path != "params" and not path.startswith("params/")):
-        return None
-    average = (f"slots/{slot}{path.removeprefix('params')}", number)
-    return average if average in known else None
-
-
-def _is_average(path: str, slot: str | None) -> bool:
-    return slot is not None and (path == f"slots/{slot}" or path.startswith(f"slots/{slot}/"))
-
-
-def check_averages(slot: str, saved: Sequence[Leaf], where: str) -> None:
-    """Makes sure that there are averages.
-
-    Raises:
-        ValueError: There is no such slot; names those there are.
-    """
-    if not any(_is_average(leaf.path, slot) for leaf in saved):
-        slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == "slots" and len(leaf.keys) > 1})
-        raise ValueError(
-            f"use_averages: {where} has no slot {slot!r}{trees.nearest(slot, slots)}; it has {slots}. Averages are "
-            "kept by jstep.with_moving_average(optimizer, ema); use_averages takes the name of their slot as well."
-        )
-
-
-def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
-    if isinstance(leaf, bool | int | float | complex):
-        return (), str(jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
-    if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
-        return tuple(leaf.shape), str(leaf.dtype)
-    raise TypeError(
-        f"target: {trees.quoted(path)} is {type(leaf).__name__}; give an array or a shape for each leaf, such as "
-        "jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
-    )
-
-
-def _text(shape: Sequence[int], dtype: str) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def _listing(title: str, items: Sequence[str]) -> str:
-    if not items:
-        return ""
-    more = f", … and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"; {title} ({len(items)}): " + ", ".join(items[:_SHOWN]) + more
 
 
 def nested(leaves: Sequence[tuple[Leaf, Any]]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.format import leaves as _leaves
-from jstep.checkpoint.format.leaves import Wanted
 from jstep.checkpoint.format.manifest import Leaf
+from jstep.checkpoint.format.match import Wanted, average_of
 from jstep.core import trees
 
 
@@ -94,10 +94,8 @@ def _own(array: np.ndarray[Any, Any]) -> jax.Array:
 
 
 def _zeros(record: Leaf) -> np.ndarray[Any, Any]:
-    if record.key_impl is None:
-        return np.zeros(record.shape, jnp.dtype(record.stored_as or record.dtype))
-    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=record.key_impl)))
-    return np.zeros((*record.shape, *key.shape), key.dtype)
+    shape, dtype = _leaves.stored_kind(record)
+    return np.zeros(shape, jnp.dtype(dtype))
 
 
 def looked_at(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str | None) -> dict[str, Any]:
@@ -108,7 +106,7 @@ def looked_at(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str |
         values[key] = array if record.key_impl is not None else _leaves.from_stored(record, array)
     out = []
     for key, record in _leaves.by_id(leaves).items():
-        average = _leaves.average_of(key, values, averages)
+        average = average_of(key, values, averages)
         value = values[key] if average is None else values[average].astype(values[key].dtype)
         out.append((record, value))
     return _leaves.nested(out)

@@ -15,7 +15,7 @@ from jstep.checkpoint.store.protocol import Commit
 class Directory:
     """A `Store` in a directory: a checkpoint is a folder, which is renamed to its name when it is whole."""
 
-    checks_what_it_reads = False  # orbax checks nothing
+    checks_what_it_reads = False
 
     def __init__(self, directory: str, prefix: str | None) -> None:
         self.directory = directory
@@ -50,9 +50,9 @@ class Directory:
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """As `Store.restore`."""
-        names = [leaf.array for leaf in manifest.leaves if leaf.array is not None]
-        restored: dict[str, Any] = self._orbax().restore(path, names, shardings) if shardings else {}
-        return restored
+        from jstep.checkpoint.store import tensors  # not at the top: `import jstep` is quick, tensorstore is not
+
+        return tensors.read(path, manifest, shardings)
 
     def claim(self, prefix: str) -> None:
         """As `Store.claim`."""
@@ -119,9 +119,9 @@ class Directory:
         """As `Store.evict`."""
         place.evict(path)
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """As `Store.close`."""
-        if self._arrays is not None:
+        if self._arrays is not None and wait:
             self._arrays.close()
         if self._claim is not None:
             self._claim.release()

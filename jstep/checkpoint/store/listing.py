@@ -12,6 +12,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # orbax's name for what it has not finished
 REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one takes its place
 DELETED = ".jstep-deleted"
 
+_OF_ORBAX = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"}
 _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
 
@@ -53,7 +54,7 @@ def listed(directory: str) -> list[str]:
     """The names in a directory; none where it is missing."""
     try:
         return os.listdir(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
@@ -88,12 +89,15 @@ def missing(path: str) -> str | None:
 
 
 def broken(directory: str, prefix: str, above: int) -> list[str]:
-    """What has a checkpoint's name at a higher step, is one of ours by its files, and lacks some of them."""
+    """What has a checkpoint's name at a higher step, is one of ours by its files, and lacks some of them.
+
+    No crash leaves such a one: a folder gets that name when it is whole, and loses it before it is deleted.
+    """
     problems = []
     for step, is_final, entry in _entries(directory, prefix):
         path = os.path.join(directory, entry)
-        if step > above and is_final and is_remains(path) and os.listdir(path) and (lacks := missing(path)):
-            problems.append(f"{path} is damaged: {lacks} is missing")
+        if step > above and is_final and _OF_ORBAX & set(listed(path)) and (lacks := missing(path)):
+            problems.append(f"{path}: {lacks} is missing")
     return problems
 
 
@@ -102,4 +106,4 @@ def is_remains(path: str) -> bool:
     if os.path.islink(path) or not os.path.isdir(path):
         return False
     entries = set(listed(path))
-    return not entries or bool(entries & {NAME, "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"})
+    return not entries or bool(entries & {NAME, *_OF_ORBAX})

@@ -1,4 +1,4 @@
-"""Orbax, as far as it is needed: named arrays into a folder and out of it. The only module that imports it.
+"""Orbax, as far as it is needed: named arrays into a folder. The only module that imports it.
 
 Orbax writes into a temporary folder, all processes together, and would rename it in the end. Here the
 folder is handed to `publish` instead, which adds the manifest and renames.
@@ -68,12 +68,9 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         """Not used: `AsyncCheckpointer` calls `async_save`."""
         raise NotImplementedError
 
-    def restore(self, directory: Any, args: "RestoreArgs") -> dict[str, Any]:
-        """Reads what any of them wrote."""
-        restored: dict[str, Any] = self._handlers[False].restore(
-            directory, args=ocp.args.PyTreeRestore(item=args.item, restore_args=args.restore_args)
-        )
-        return restored
+    def restore(self, directory: Any, args: Any) -> Any:
+        """Not used: `tensors` reads."""
+        raise NotImplementedError
 
     def finalize(self, directory: Any) -> None:
         """Joins what the processes wrote, on the first."""
@@ -92,10 +89,7 @@ class SaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(Handler, for_restore=True)
 @dataclasses.dataclass
 class RestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to read, by name: a placeholder where not, and how."""
-
-    item: dict[str, Any]
-    restore_args: dict[str, Any]
+    """Nothing: orbax takes a handler only where it has both."""
 
 
 class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
@@ -116,7 +110,7 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 
 
 class Checkpointer:
-    """Orbax, as far as it is needed: named arrays into a folder and out of it, by all processes together."""
+    """Orbax, as far as it is needed: named arrays into a folder, by all processes together."""
 
     def __init__(self, prefix: str) -> None:
         registry = ocp.type_handlers.create_type_handler_registry(
@@ -164,18 +158,6 @@ class Checkpointer:
     def _forget(self) -> None:
         for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
             del IN_FLIGHT[path]
-
-    def restore(self, path: str, names: Sequence[str], shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Those arrays of a folder, of `names`, that `shardings` has: NumPy arrays where the sharding is None."""
-        item = {name: 0 if name in shardings else ocp.PLACEHOLDER for name in names}
-        args = {
-            name: ocp.RestoreArgs(restore_type=np.ndarray)
-            if shardings.get(name) is None
-            else ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=shardings[name])
-            for name in names
-        }
-        restored = self._async.restore(path, args=RestoreArgs(item, args))
-        return {name: restored[name] for name in shardings}
 
     def close(self) -> None:
         """Ends its threads."""

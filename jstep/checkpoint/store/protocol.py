@@ -46,7 +46,7 @@ class Store(Protocol):
     """An absolute path, or a URL without a slash at its end."""
 
     checks_what_it_reads: bool
-    """Whether `restore` compares checksums as it goes, so that `damage` before it would read everything twice."""
+    """Whether `restore` finds damage by itself, so that `damage` need not go over the same bytes."""
 
     def path(self, name: str) -> str:
         """Where a checkpoint of that name lies, as users see it."""
@@ -65,7 +65,7 @@ class Store(Protocol):
         """The path of the whole checkpoint of a step, or None."""
 
     def broken(self, prefix: str, above: int) -> list[str]:
-        """What lies at steps above one as if it were a checkpoint and is none, in words, the highest step first.
+        """What lies at steps above one as if it were a checkpoint and is none: `path: what is wrong`, highest first.
 
         Only what no crash of ours leaves: an object store has none of these.
         """
@@ -99,7 +99,7 @@ class Store(Protocol):
             shardings: Name → where the array goes; None for a NumPy array.
 
         Raises:
-            DamagedError: What was read is not what was written; only where `checks_what_it_reads`.
+            DamagedError: What is there is not what was written.
         """
 
     # Writing.
@@ -132,5 +132,9 @@ class Store(Protocol):
     def evict(self, path: str) -> None:
         """Deletes a checkpoint: at no moment is half of one there. What cannot be deleted is a warning."""
 
-    def close(self) -> None:
-        """Ends threads, and gives the claim up. Reading goes on."""
+    def close(self, wait: bool = True) -> None:
+        """Ends threads, and gives the claim up. Reading goes on.
+
+        Args:
+            wait: False where nothing may be waited for: the user has pressed Ctrl-C twice.
+        """

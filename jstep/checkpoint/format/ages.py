@@ -1,0 +1,61 @@
+"""Slots that are fresh beside an age that is old: what a restore in part can leave behind, and how to see it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.core import trees
+
+_AGE = "start_step"
+
+
+def warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
+    """What to say of slots that were left as they were while the state they belong to grew older; "" for nothing.
+
+    An optimizer corrects its slots by their age, global_step + 1 − start_step: fresh zeros that count as 10 000
+    steps old make its first updates several times too large.
+
+    Args:
+        target: The tree that was restored into.
+        values: Its leaves as they are now.
+        left: Which of them were left as they were.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(target)
+    keys = [tuple(trees.path_str((key,)) for key in path) for path, _ in leaves]
+    before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
+    after = dict(zip(keys, values, strict=True))
+    starts = [key[1] for key in keys if len(key) == 2 and key[0] == "slots" and key[1].split("/")[-1] == _AGE]
+    stale: dict[str, list[str]] = {}
+    for index in left:
+        key = keys[index]
+        if len(key) < 2 or key[0] != "slots" or key[1] in starts:
+            continue
+        start = max((s for s in starts if key[1].startswith(s.removesuffix(_AGE))), key=len, default=None)
+        if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):
+            stale.setdefault(start, []).append("/".join(key))
+    return " ".join(_text(start, paths, after) for start, paths in stale.items())
+
+
+def _age(values: dict[tuple[str, ...], Any], start: str) -> int | None:
+    step, born = _number(values.get(("global_step",))), _number(values.get(("slots", start)))
+    return None if step is None or born is None else step - born
+
+
+def _number(leaf: Any) -> int | None:
+    if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_deleted() and not leaf.ndim:
+        return int(np.asarray(leaf.addressable_data(0)))
+    return int(leaf) if isinstance(leaf, np.ndarray | np.generic | int) and not np.ndim(leaf) else None
+
+
+def _text(start: str, paths: Sequence[str], values: dict[tuple[str, ...], Any]) -> str:
+    age, step = _age(values, start), _number(values["global_step",])
+    shown = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+    return (
+        f"Fresh slots meet an old age: {shown} were left as they were, and slots/{start} makes them {age} steps old, "
+        "so that the bias correction does not see them as fresh and their first updates are too large. Give them an "
+        'age of their own: with the optimizer partition({"old": …, "new": …}, labels), which keeps a start_step for '
+        f"each label, and a target made by TrainState.create(params, optimizer, global_step={step}); names= finds "
+        "what was saved under other slots."
+    )

@@ -1,0 +1,184 @@
+"""How the leaves of a target are found among those of a checkpoint."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.checkpoint.format.leaves import by_id, ids
+from jstep.checkpoint.format.manifest import Leaf
+from jstep.core import trees
+from jstep.core.checks import kind, shown
+
+_SHOWN = 20  # paths listed in a message
+
+Names = Mapping[str, str] | Callable[[str], str | None]
+"""Path in the target → path in the checkpoint; what is not mentioned (None) has the same in both."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A leaf of a target, and the saved leaf to fill it with; None where there is none that fits."""
+
+    path: str
+    leaf: Any
+    source: Leaf | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """What a target finds in a checkpoint.
+
+    Attributes:
+        wanted: The target's leaves, in its order.
+        missing: Their paths that the checkpoint lacks.
+        extra: Paths of the checkpoint that nothing in the target asks for.
+        differing: What differs in shape or dtype, in words.
+    """
+
+    wanted: list[Wanted]
+    missing: list[str]
+    extra: list[str]
+    differing: list[str]
+
+    def differences(self) -> str:
+        """All that does not fit, in words; nothing where all does."""
+        return (
+            listing("missing in the checkpoint", [repr(path) for path in self.missing])
+            + listing("extra in the checkpoint", [repr(path) for path in self.extra])
+            + listing("differing", self.differing)
+        )
+
+
+def match(
+    target: Any, saved: Sequence[Leaf], averages: str | None, partial: bool, names: Names | None, where: str
+) -> Match:
+    """Finds the saved leaf of each leaf of a target.
+
+    Args:
+        target: A tree of arrays, numbers or `jax.ShapeDtypeStruct`.
+        saved: The leaves of the checkpoint.
+        averages: The slot of moving averages to take the place of params; None to leave params as they are.
+        partial: Whether what does not fit is passed over.
+        names: Paths in the checkpoint for paths of the target; None where all are the same.
+        where: The checkpoint, for errors.
+
+    Raises:
+        TypeError: A leaf of the target has no shape and dtype, or names has something else than paths.
+        ValueError: Something does not fit, or names has a path that is not there; lists it.
+    """
+    records = by_id(saved)
+    flat = trees.leaves_with_paths(target)
+    paths = [path for path, _ in flat]
+    renamed = _renamed(names, paths, {leaf.path for leaf in saved}, where)
+    found = Match([], [], [], [])
+    used: set[tuple[str, int]] = set()
+    for (path, leaf), (_, number) in zip(flat, ids(paths), strict=True):
+        wanted_kind = _kind(leaf, path)
+        key = (renamed.get(path, path), number)
+        used.add(key)
+        source, average = records.get(key), average_of(key, records, averages)
+        if average is not None and records[average].shape == wanted_kind[0]:
+            used.add(average)
+            source = records[average]
+        elif source is None:
+            found.missing.append(path)
+        elif (source.shape, source.dtype) != wanted_kind:
+            found.differing.append(
+                f"{path!r} ({_text(source.shape, source.dtype)}, and {_text(*wanted_kind)} in target)"
+            )
+            source = None
+        found.wanted.append(Wanted(path, leaf, source))
+    found.extra.extend(key[0] for key in records if key not in used and not _is_average(key[0], averages))
+    if not partial and found.differences():
+        raise ValueError(
+            f"target does not fit {where}{found.differences()}. Nothing was restored; "
+            "Saver.restore(target, partial=True) restores what fits, and names={…} finds what has another path."
+        )
+    if flat and all(wanted.source is None for wanted in found.wanted):
+        raise ValueError(
+            f"target has nothing in common with {where}"
+            + listing("target has", [repr(path) for path in paths])
+            + listing("the checkpoint has", [repr(leaf.path) for leaf in saved])
+        )
+    return found
+
+
+def _renamed(names: Names | None, paths: Sequence[str], saved: set[str], where: str) -> dict[str, str]:
+    """Path in the target → path in the checkpoint, for those that differ."""
+    if names is None:
+        return {}
+    if isinstance(names, Mapping):
+        given = dict(names)
+        for path in given:
+            if path not in paths:
+                raise ValueError(f"names: target has no leaf at {path!r}{trees.nearest(str(path), paths)}")
+    elif callable(names):
+        given = {path: other for path in paths if (other := names(path)) is not None}
+    else:
+        raise TypeError(
+            f"names={shown(names)}: must be a mapping from paths of the target to paths in the checkpoint, or a "
+            f"function (path) -> path or None, got {kind(names)}"
+        )
+    for path, other in given.items():
+        if not isinstance(other, str):
+            raise TypeError(f"names: for {path!r} it has {shown(other)}: must be a path, got {kind(other)}")
+        # A function that leaves a path as it is has not said that the checkpoint has it.
+        if other not in saved and (other != path or isinstance(names, Mapping)):
+            raise ValueError(
+                f"names: {path!r} is to be restored from {other!r}, which {where} does not have"
+                + trees.nearest(other, sorted(saved))
+            )
+    return given
+
+
+def average_of(key: tuple[str, int], known: Mapping[tuple[str, int], Any], slot: str | None) -> Any:
+    """The key of the moving average of a parameter, or None."""
+    path, number = key
+    if slot is None or (path != "params" and not path.startswith("params/")):
+        return None
+    average = (f"slots/{slot}{path.removeprefix('params')}", number)
+    return average if average in known else None
+
+
+def _is_average(path: str, slot: str | None) -> bool:
+    return slot is not None and (path == f"slots/{slot}" or path.startswith(f"slots/{slot}/"))
+
+
+def check_averages(slot: str, saved: Sequence[Leaf], where: str) -> None:
+    """Makes sure that there are averages.
+
+    Raises:
+        ValueError: There is no such slot; names those there are.
+    """
+    if not any(_is_average(leaf.path, slot) for leaf in saved):
+        slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == "slots" and len(leaf.keys) > 1})
+        raise ValueError(
+            f"use_averages: {where} has no slot {slot!r}{trees.nearest(slot, slots)}; it has {slots}. Averages are "
+            "kept by jstep.with_moving_average(optimizer, ema); use_averages takes the name of their slot as well."
+        )
+
+
+def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
+    if isinstance(leaf, bool | int | float | complex):
+        return (), str(jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+    if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
+        return tuple(leaf.shape), str(leaf.dtype)
+    raise TypeError(
+        f"target: {trees.quoted(path)} is {type(leaf).__name__}; give an array or a shape for each leaf, such as "
+        "jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
+    )
+
+
+def _text(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def listing(title: str, items: Sequence[str]) -> str:
+    """A part of a message: the title, how many, and the first of them; nothing where there are none."""
+    if not items:
+        return ""
+    more = f", … and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return f"; {title} ({len(items)}): " + ", ".join(items[:_SHOWN]) + more

@@ -1,0 +1,93 @@
+"""Writing checkpoints: one at a time, in the background, and what is said where one fails."""
+
+import logging
+from typing import Any, NoReturn
+
+import jax
+
+from jstep.checkpoint import processes
+from jstep.checkpoint.format import compression, leaves
+from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.reading import newest_in_words, short
+from jstep.checkpoint.retention import Keeper
+from jstep.checkpoint.stage import Stage
+from jstep.checkpoint.store.protocol import Store
+
+_logger = logging.getLogger("jstep")
+
+
+class Writer:
+    """Writes the checkpoints of one prefix, and deletes those whose time has passed."""
+
+    def __init__(self, store: Store, prefix: str, keeper: Keeper, compress: bool | None, stage: bool) -> None:
+        self._store, self._prefix, self._keeper = store, prefix, keeper
+        self._compress, self._stage = compress, Stage() if stage else None
+        self._saving: str | None = None
+
+    def claim(self) -> None:
+        """As `Store.claim`: on all processes, whatever the first one finds.
+
+        One that went on alone would wait for the others for ever.
+        """
+        error = None
+        if jax.process_index() == 0:
+            try:
+                self._store.claim(self._prefix)
+            except (OSError, CheckpointError) as failure:
+                error = failure
+        if processes.on_any(error is not None):
+            raise error or CheckpointError(
+                f"{self._prefix}-* in {self._store.directory} cannot be written; process 0 says why"
+            )
+
+    def save(self, state: Any, step: int, saved_at: float, extra: Any) -> str:
+        """Starts to write a state, and returns the path it will have.
+
+        Raises:
+            CheckpointError: It failed.
+            OSError: The directory cannot be written.
+            TypeError: A leaf of the state cannot be saved (names it).
+            ValueError: A leaf was donated (names it).
+        """
+        named = leaves.named(state)
+        manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra)
+        arrays = {leaf.array: leaves.to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
+        path = self._store.path(checkpoint_name(self._prefix, step))
+        self.claim()
+        self._saving = path
+        try:
+            if self._stage is not None:
+                arrays = self._stage.copy(arrays)
+            compress = compression.pays(arrays.values()) if self._compress is None else self._compress
+            self._store.save(path, arrays, compress, self._keeper.commit_of(manifest))
+        except Exception as error:
+            self._give_up(error)
+        return path
+
+    def wait(self) -> None:
+        """Waits for the write under way.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        try:
+            self._store.wait()
+        except Exception as error:
+            self._give_up(error)
+        self._saving = None
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        """Clears away what a failed save left, and says what happened."""
+        path, self._saving = self._saving, None
+        if path is not None and jax.process_index() == 0:
+            self._store.abandon(path)
+        raise CheckpointError(
+            f"{path} was not saved: {short(error)}. Checkpoints saved before are as they were; "
+            + newest_in_words(self._store, self._prefix)
+        ) from error
+
+    def close(self, wait: bool) -> None:
+        """Ends threads, gives the claim up, and lets go of the memory of the stage."""
+        self._store.close(wait)
+        self._stage = None
