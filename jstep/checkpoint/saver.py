@@ -12,8 +12,8 @@ from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.format.match import Names
 from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.retention import Keeper
-from jstep.checkpoint.step_of import step_of
 from jstep.checkpoint.store.open import open_store
+from jstep.checkpoint.writing import Writer
 from jstep.core.checks import as_bool
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
 
@@ -135,7 +135,7 @@ class Saver:
             self._check_open()
             self.wait()
             extra = checked.json_copy(extra, "extra")
-            path = self._writer.save(state, step_of(state, step), self._now(), extra)
+            path = self._writer.save(state, step, self._now(), extra)
             if not self._async_save:
                 self.wait()
             return path

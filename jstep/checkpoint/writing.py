@@ -1,6 +1,5 @@
 """Writing checkpoints: one at a time, in the background, and what is said where one fails."""
 
-import logging
 from typing import Any, NoReturn
 
 import jax
@@ -12,9 +11,8 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.reading import newest_in_words, short
 from jstep.checkpoint.retention import Keeper
 from jstep.checkpoint.stage import Stage
+from jstep.checkpoint.step_of import step_of
 from jstep.checkpoint.store.protocol import Store
-
-_logger = logging.getLogger("jstep")
 
 
 class Writer:
@@ -41,16 +39,17 @@ class Writer:
                 f"{self._prefix}-* in {self._store.directory} cannot be written; process 0 says why"
             )
 
-    def save(self, state: Any, step: int, saved_at: float, extra: Any) -> str:
+    def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
         """Starts to write a state, and returns the path it will have.
 
         Raises:
             CheckpointError: It failed.
             OSError: The directory cannot be written.
             TypeError: A leaf of the state cannot be saved (names it).
-            ValueError: A leaf was donated (names it).
+            ValueError: A leaf was donated (names it), or the state has no step.
         """
         named = leaves.named(state)
+        step = step_of(state, step)
         manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra)
         arrays = {leaf.array: leaves.to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
         path = self._store.path(checkpoint_name(self._prefix, step))

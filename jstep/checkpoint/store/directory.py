@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
-from jstep.checkpoint.store import checksums, listing, manifest_file, place
+from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, place
 from jstep.checkpoint.store.claim import Claim
 from jstep.checkpoint.store.protocol import Commit
 
@@ -23,6 +23,7 @@ class Directory:
         self._claim: Claim | None = None
         self._swept = False
         self._arrays: Any = None
+        self._bytes = 0
 
     def path(self, name: str) -> str:
         """As `Store.path`."""
@@ -99,16 +100,28 @@ class Directory:
             place.publish(temporary, final)
             commit.committed()
 
+        self._bytes = sum(int(array.nbytes) for array in arrays.values())
         try:
             self._orbax().save(path, arrays, compress, publish)
+        except Exception as error:
+            self._explain(error)
+            raise
         except BaseException:
             self._swept = False  # interrupted: the next save clears away what is left
             raise
 
     def wait(self) -> None:
         """As `Store.wait`."""
-        if self._arrays is not None:
-            self._arrays.wait()
+        try:
+            if self._arrays is not None:
+                self._arrays.wait()
+        except Exception as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: Exception) -> None:
+        if no_space.is_full(error):
+            raise no_space.full(self.directory, self._bytes) from error
 
     def abandon(self, path: str) -> None:
         """As `Store.abandon`."""

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 
 from jstep.checkpoint.store import checksums
 from jstep.checkpoint.store.listing import TEMPORARY
+from jstep.checkpoint.store.quiet import Quiet
 
 _TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
 
@@ -27,6 +28,7 @@ _logger = logging.getLogger("jstep")
 
 # What is being written, by the path of its temporary folder.
 IN_FLIGHT: dict[str, "Checkpointer"] = {}
+_quietly = Quiet(lambda: bool(IN_FLIGHT))
 
 
 class _Written:
@@ -112,6 +114,7 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 class Checkpointer:
     """Orbax, as far as it is needed: named arrays into a folder, by all processes together."""
 
+    @_quietly()
     def __init__(self, prefix: str) -> None:
         registry = ocp.type_handlers.create_type_handler_registry(
             (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)),
@@ -119,7 +122,7 @@ class Checkpointer:
         )
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
         self._pid = os.getpid()
-        self._publish: Callable[[str, str], None] = lambda temporary, final: None
+        self._publish: Callable[[str, str], None] = _nothing
         self._async = ocp.AsyncCheckpointer(
             Handler(type_handler_registry=registry, multiprocessing_options=processes),
             # Directories are made within `save`, so that it says at once what is wrong with them.
@@ -130,6 +133,7 @@ class Checkpointer:
             temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
         )
 
+    @_quietly()
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, publish: Callable[[str, str], None]) -> None:
         """Starts to write; returns when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
@@ -138,7 +142,8 @@ class Checkpointer:
         self._async.save(path, args=SaveArgs(dict(arrays), compress))
 
     def _end(self, temporary: str, final: str) -> None:
-        self._publish(temporary, final)
+        publish, self._publish = self._publish, _nothing  # held no longer than the write takes, with all it holds
+        publish(temporary, final)
 
     def is_in_use(self, temporary: str) -> bool:
         """Whether a temporary folder is being written, by any Checkpointer of this process."""
@@ -149,7 +154,8 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a fork has none of the threads
         try:
-            self._async.wait_until_finished()
+            with _quietly():
+                self._async.wait_until_finished()
         except Exception:
             self._forget()
             raise
@@ -159,9 +165,14 @@ class Checkpointer:
         for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
             del IN_FLIGHT[path]
 
+    @_quietly()
     def close(self) -> None:
         """Ends its threads."""
         self._async.close()
+
+
+def _nothing(temporary: str, final: str) -> None:
+    pass
 
 
 @functools.cache

@@ -1,0 +1,33 @@
+"""A disk that is full, found in whatever words the failure of a write comes."""
+
+import errno
+import os
+import re
+import shutil
+
+_WORDS = re.compile(r"No space left|ENOSPC|Disk quota exceeded|EDQUOT|RESOURCE_EXHAUSTED")
+_CODES = {errno.ENOSPC, errno.EDQUOT}
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it comes from, is of a full disk or a quota."""
+    seen = 0
+    while error is not None and seen < 20:
+        if (isinstance(error, OSError) and error.errno in _CODES) or _WORDS.search(str(error)):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def full(directory: str, needed: int) -> OSError:
+    """The error to raise, with what was needed in bytes, and what there is."""
+    try:
+        free = f"{shutil.disk_usage(directory).free / 1e6:.1f} MB free"
+    except OSError:
+        free = "how much is free cannot be told"
+    return OSError(
+        errno.ENOSPC,
+        f"the disk is full ({needed / 1e6:.1f} MB needed, {free}: {os.strerror(errno.ENOSPC)}); make room, or keep "
+        "fewer checkpoints by max_to_keep",
+        directory,
+    )
