@@ -263,8 +263,8 @@ class ObjectStore:
                 self._warned = True
                 _logger.warning("old checkpoints in %s stay: %s", self.directory, error)
 
-    def close(self) -> None:
-        """As `Store.close`."""
+    def close(self, wait: bool = True) -> None:
+        """As `Store.close`: nothing here waits for more than seconds."""
         if self._claimed is not None:
             self._claimed.release()
             self._claimed = None

@@ -32,6 +32,7 @@ class Quiet:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
+        """A block, or a decorated function, without them."""
         self._filter.calls += 1
         try:
             yield
