@@ -66,6 +66,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
+def is_function(x: Any) -> bool:
+    """Whether x is to be called: a model that is a tree of arrays may have a `__call__` and is no function."""
+    return callable(x) and (isinstance(x, jax.tree_util.Partial) or jax.tree_util.all_leaves([x]))
+
+
 def is_traced(x: Any) -> bool:
     """Whether x has no concrete value yet."""
     return isinstance(x, jax.core.Tracer)

@@ -76,7 +76,7 @@ def _chosen(
     if isinstance(var_list, list | tuple | set | frozenset) and all(isinstance(entry, str) for entry in var_list):
         entries = sorted(var_list) if isinstance(var_list, set | frozenset) else var_list
         return _by_globs(named, trainable, entries, argument)
-    if callable(var_list) and not trees.structure(var_list).num_nodes > 1:
+    if callable(var_list) and trees.is_function(var_list):
         return [_as_bool(var_list(path, leaf), path, argument) for path, leaf in named]
     return _by_bools(params, named, var_list, argument)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.meshes import auto_axes, on_auto_axes
 from jstep.core.types import Array, Params
 from jstep.core.var_list import VarList, selected
 from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, split
@@ -153,7 +154,9 @@ def compute_gradients(
     )
 
     def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
-        loss, _, aux, grads = compute(params, None, args, kwargs, None)
+        with auto_axes():
+            given = on_auto_axes((params, args, kwargs))
+            loss, _, aux, grads = compute(given[0], None, given[1], given[2], None)
         return ((loss, aux), grads) if has_aux else (loss, grads)
 
     return loss_and_gradients

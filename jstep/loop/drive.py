@@ -1,8 +1,6 @@
 """The driver: step after step, and nothing else."""
 
-import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +9,7 @@ import jax
 from jstep.loop.checks import check_result
 from jstep.loop.feed import Call
 from jstep.state import TrainState
-from jstep.training import TrainStep, scan_steps
+from jstep.training import TrainStep
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,11 +44,11 @@ def drive(
 
         source = source_of(batches, 3, 7)                   # jstep.loop.sources
         made = calls(source, lengths(3, 7, 2), sharding)    # jstep.loop.feed; calls(source, None, …) for one a call
-        at = drive(scanned(train_step), state, made, 3, 7)  # drive(train_step, …) for one a call
+        at = drive(scanned_step(train_step), state, made, 3, 7)  # drive(train_step, …) for one a call
         at.step, at.state                                   # 7, or less where the batches ended
 
     Args:
-        step: What makes the steps of a call: the step itself, or `scanned(step)` where calls have several.
+        step: What makes the steps of a call: the step itself, or `scanned_step(step)` where calls have several.
         state: The state to start from; a compiled step takes over its memory.
         source: The calls, as `jstep.loop.feed.calls` makes them of batches.
         start: The step of the state.
@@ -93,21 +91,6 @@ def _rows(call: Call) -> int | None:
     shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(call.args)]
     sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def scanned(train_step: Any, unroll: Any = None) -> Any:
-    """Several steps in one call, compiled; the same function for the same step, so that it is compiled once."""
-    kept = getattr(train_step, "_jstep_scanned", None)
-    # A decorator copies what hangs on a function, as functools.wraps does: then it is that of another step.
-    if kept is not None and kept[0]() is train_step and kept[1] == unroll:
-        return kept[2]
-    found = scan_steps(train_step, **({} if unroll is None else {"unroll": unroll}))
-    if not isinstance(found, TrainStep):
-        # Not donated: of a plain function nobody expects that it takes over the memory of the state.
-        found = TrainStep(found, donate=False)
-    with contextlib.suppress(AttributeError, TypeError):
-        train_step._jstep_scanned = (weakref.ref(train_step), unroll, found)
-    return found
 
 
 def is_compiled(step: Any) -> bool:

@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.meshes import auto_mesh
 from jstep.data.placement import placement
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
-from jstep.sharding.layout import auto_mesh
 
 # Handing an item from thread to thread costs some 20 µs: making a cheaper one ahead would only slow the loop.
 _WORTH_A_THREAD_SECS = 50e-6

@@ -9,7 +9,7 @@ from jstep.hooks import memory
 from jstep.hooks.hook import check_step, name_of
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning
-from jstep.loop.drive import At, drive, is_compiled, scanned
+from jstep.loop.drive import At, drive, is_compiled
 from jstep.loop.equipment import Equipment, equipment
 from jstep.loop.feed import Feed, calls
 from jstep.loop.options import Options
@@ -18,6 +18,7 @@ from jstep.loop.saving import HOOKS, POSITION
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.sources import source_of
 from jstep.state import TrainState
+from jstep.training import scanned_step
 
 _logger = logging.getLogger("jstep")
 
@@ -33,7 +34,7 @@ class Run:
 
     def __init__(self, options: Options, train_step: Callable[..., Any], state: TrainState) -> None:
         self._options, self._step = options, train_step
-        self._call = train_step if options.steps_per_call == 1 else scanned(train_step, options.unroll)
+        self._call = train_step if options.steps_per_call == 1 else scanned_step(train_step, options.unroll)
         self._signals = StopSignals(self._before_the_first_step)
         self._at = At(0, state)
         self._begun: Beginning | None = None

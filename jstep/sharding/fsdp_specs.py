@@ -6,8 +6,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jstep.core.meshes import auto_mesh
 from jstep.core.types import Params
-from jstep.sharding.layout import auto_mesh, axis_size, largest_divisible
+from jstep.sharding.layout import axis_size, largest_divisible
 
 
 def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2**16) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.types import Params, Slots
@@ -16,19 +16,6 @@ MODEL_STATE = "model_state"
 
 ParamSpecs = Any
 """None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
-
-
-def auto_mesh(mesh: Any) -> Mesh:
-    """The mesh with Auto axes: under Explicit ones a model would need annotations of its own.
-
-    Raises:
-        TypeError: It is no mesh.
-    """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
-    if all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return mesh
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def axis_size(mesh: Mesh, axis: Any, argument: str) -> int:
@@ -63,7 +50,7 @@ def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
         return [param_specs or PartitionSpec()] * len(named)
     if isinstance(param_specs, list | tuple) and all(_is_rule(rule) for rule in param_specs):
         return _by_rules(named, param_specs)
-    if callable(param_specs):
+    if trees.is_function(param_specs):
         return [_as_spec(param_specs(path, leaf), path) for path, leaf in named]
     try:
         whole = jax.tree.broadcast(param_specs, params, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))

@@ -7,7 +7,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.sharding.layout import auto_mesh, axis_size
+from jstep.core.meshes import auto_mesh
+from jstep.sharding.layout import axis_size
 
 
 def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:

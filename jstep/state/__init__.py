@@ -8,7 +8,7 @@ from jstep.state.global_step import (
     global_step,
     increment_global_step,
 )
-from jstep.state.require import require_alive, require_state, require_step
+from jstep.state.require import require_alive, require_state, require_step, step_of
 from jstep.state.shard_state import shard_state
 from jstep.state.slots import get_slot, get_slot_names, is_scalar_slot, is_start_step
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
@@ -30,6 +30,7 @@ __all__ = [
     "require_state",
     "require_step",
     "shard_state",
+    "step_of",
 ]
 
 _publish(globals())

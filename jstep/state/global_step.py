@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.meshes import own_work
 from jstep.core.types import Array, Step
 
 
+@own_work()
 def create_global_step(value: Step = 0) -> Array:
     """A global step: the integer scalar that counts the updates applied.
 
@@ -91,6 +93,7 @@ def global_step(state: Any) -> int:
     return int(step)
 
 
+@own_work()
 def increment_global_step(state: Any, amount: Step = 1) -> Any:
     """A new state whose global step is larger by `amount`.
 

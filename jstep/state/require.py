@@ -4,6 +4,7 @@ from typing import Any
 
 from jstep.core import trees
 from jstep.core.checks import kind
+from jstep.core.types import Array
 from jstep.state.train_state import TrainState
 
 NO_STEP = "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
@@ -27,9 +28,19 @@ def require_step(value: Any, argument: str = "state") -> TrainState:
         TypeError: It is no state.
         ValueError: Its global step is None.
     """
-    if require_state(value, argument).global_step is None:
-        raise ValueError(NO_STEP)
+    step_of(require_state(value, argument))
     return value
+
+
+def step_of(state: TrainState) -> Array:
+    """The global step of a state, which must have one.
+
+    Raises:
+        ValueError: Its global step is None.
+    """
+    if state.global_step is None:
+        raise ValueError(NO_STEP)
+    return state.global_step
 
 
 def require_alive(state: Any, cause: BaseException | None = None) -> None:

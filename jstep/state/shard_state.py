@@ -4,7 +4,9 @@ from typing import Any
 
 import jax
 
-from jstep.sharding.layout import ParamSpecs, auto_mesh, put, state_shardings
+from jstep.core.meshes import auto_mesh, on_auto_axes, own_work
+from jstep.sharding.layout import ParamSpecs, put, state_shardings
+from jstep.state.require import require_state
 from jstep.state.train_state import TrainState
 
 
@@ -40,8 +42,9 @@ def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, sl
 
     Source: Rajbhandari et al., "ZeRO" (2019), stage 1, for `slot_axis`.
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}")
+    require_state(state)
+    state = on_auto_axes(state)
     params, slots, everywhere = state_shardings(state.params, state.slots, auto_mesh(mesh), param_specs, slot_axis)
     step: Any = None if state.global_step is None else everywhere
-    return jax.tree.map(put, state, TrainState(params, slots, step))
+    with own_work():
+        return jax.tree.map(put, state, TrainState(params, slots, step))

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.checks import as_bool
+from jstep.core.meshes import auto_axes, auto_mesh, on_auto_axes, own_work
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.sharding import layout
 from jstep.state.global_step import create_global_step
@@ -78,17 +80,21 @@ class TrainState:
             ValueError: `global_step` is negative, or with `copy=False` two leaves share one buffer.
         """
         require_optimizer("optimizer", optimizer)
-        step = create_global_step(global_step)
+        copy = as_bool(copy, "copy")
         if mesh is None and (param_specs is not None or slot_axis is not None):
             raise ValueError("param_specs and slot_axis say how the state lies on a mesh: give mesh as well")
-        is_function = callable(params) and jax.tree_util.all_leaves([params])
+        is_function = trees.is_function(params)
 
         def make(params: Any, model_state: Any) -> TrainState:
-            return _fresh(cls, params() if is_function else params, optimizer, step, model_state, copy=copy)
+            params = params() if is_function else params
+            with own_work():
+                step = create_global_step(global_step)
+                return _fresh(cls, params, optimizer, step, model_state, copy=copy)
 
         if mesh is None:
             return make(params, model_state)
-        mesh = layout.auto_mesh(mesh)
+        create_global_step(global_step)  # refused before anything large is laid out
+        mesh = auto_mesh(mesh)
 
         def where(params: Any, slots: Slots) -> Any:
             return layout.state_shardings(params, slots, mesh, param_specs, slot_axis)
@@ -97,17 +103,30 @@ class TrainState:
             tree = jax.tree_util.tree_map_with_path(trees.host_leaf, tree)
             return jax.tree.map(layout.put, tree, shardings(tree))
 
-        given = None if is_function else placed(params, lambda tree: where(tree, {})[0])
-        others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
-        return layout.build(
-            lambda given, others: make(params if is_function else given, others),
-            lambda shapes: cls(*where(shapes.params, shapes.slots)),
-            given,
-            others,
-        )
+        with own_work():
+            given = None if is_function else placed(params, lambda tree: where(tree, {})[0])
+            others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
+        with auto_axes():
+            return layout.build(
+                lambda given, others: make(params if is_function else given, others),
+                lambda shapes: cls(*where(shapes.params, shapes.slots)),
+                given,
+                others,
+            )
 
     def replace(self, **changes: Any) -> "TrainState":
-        """A new state with some of the fields `params`, `slots` and `global_step` changed."""
+        """A new state with some of the fields `params`, `slots` and `global_step` changed.
+
+        Raises:
+            TypeError: There is no such field.
+        """
+        for name in changes:
+            if name not in _FIELDS:
+                raise TypeError(
+                    f"replace({name}=…): a TrainState has the fields {', '.join(_FIELDS)} and no more"
+                    f"{trees.nearest(name, _FIELDS)}; what an optimizer keeps is in slots, what is not trained in "
+                    "slots['model_state']"
+                )
         return dataclasses.replace(self, **changes)
 
     def __repr__(self) -> str:
@@ -121,18 +140,34 @@ class TrainState:
         )
 
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
+
+
 def _fresh(
     cls: type[TrainState], params: Any, optimizer: Optimizer, step: Array, model_state: Any, *, copy: bool
 ) -> TrainState:
-    params = _as_arrays(params, copy=copy)
-    slots = dict(optimizer.init(params, step))
+    params = on_auto_axes(_as_arrays(params, copy=copy))
+    slots = _unshared(params, dict(optimizer.init(params, step)))
     if model_state is not None:
         if MODEL_STATE in slots:
             raise ValueError(f"the optimizer has a slot named {MODEL_STATE!r}, which the state keeps for itself")
-        slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
+        slots[MODEL_STATE] = on_auto_axes(_as_arrays(model_state, copy=copy))
     if not copy:
         _refuse_shared_buffers(params, slots)
     return cls(params, slots, jnp.array(step, copy=True))
+
+
+def _unshared(params: Params, slots: Slots) -> Slots:
+    """The slots, in memory of their own: one that starts as the parameters could not be donated beside them."""
+    seen = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and id(leaf) in seen:
+            leaf = leaf.copy()
+        seen.add(id(leaf))
+        return leaf
+
+    return {name: jax.tree.map(own, tree) for name, tree in slots.items()}
 
 
 def _as_arrays(tree: Any, *, copy: bool) -> Any:

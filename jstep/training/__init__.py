@@ -3,7 +3,7 @@
 from jstep.core.public import publish as _publish
 from jstep.training.apply import apply_gradients
 from jstep.training.minimize import minimize
-from jstep.training.scan import last_of, scan_steps
+from jstep.training.scan import last_of, scan_steps, scanned_step
 from jstep.training.step import TrainStep
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "last_of",
     "minimize",
     "scan_steps",
+    "scanned_step",
 ]
 
 _publish(globals())

@@ -3,10 +3,12 @@
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.checks import as_bool
+from jstep.core.meshes import on_auto_axes, own_work
 from jstep.core.types import Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.matched import matched_gradients
-from jstep.state import MODEL_STATE, TrainState, is_start_step
+from jstep.state import MODEL_STATE, TrainState, is_start_step, require_alive, require_state, step_of
 
 
 def apply_gradients(
@@ -35,26 +37,26 @@ def apply_gradients(
 
     Source: `tf.train.Optimizer.apply_gradients`.
     """
-    return applied(state, grads, optimizer, increment_global_step)[0]
+    as_bool(increment_global_step, "increment_global_step")
+    with own_work():
+        return applied(on_auto_axes(state), on_auto_axes(grads), optimizer, increment_global_step)[0]
 
 
 def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool) -> tuple[TrainState, Updates]:
     """The next state, and the updates as they were added."""
     require_optimizer("optimizer", optimizer)
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}; see TrainState.create")
-    if state.global_step is None:
-        raise ValueError("the state has no global step: state.replace(global_step=jstep.create_global_step())")
+    require_alive(state)
+    step = step_of(require_state(state))
     matched_gradients(grads, state.params)  # also where no element of a chain looks at them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
-    updates, own = optimizer.update(grads, held, state.params, state.global_step)
+    updates, own = optimizer.update(grads, held, state.params, step)
     _check_slots(held, own)
     if not increment:
         # A skipped update moves start_step along with the step; where the step stays, so does the age.
         own = {name: held[name] if is_start_step(name) else tree for name, tree in own.items()}
     params = apply_updates(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})
-    return (new.replace(global_step=state.global_step + 1) if increment else new), updates
+    return (new.replace(global_step=step + 1) if increment else new), updates
 
 
 def _check_slots(held: Slots, own: Slots) -> None:

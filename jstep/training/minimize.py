@@ -7,13 +7,15 @@ import jax
 
 from jstep.clipping import global_norm
 from jstep.core import trees
+from jstep.core.meshes import on_auto_axes
 from jstep.core.types import Array, Optimizer, Params, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.differentiate.gradients import GATE_OP, gradient_function
 from jstep.differentiate.microbatches import AggregationMethod
-from jstep.state import MODEL_STATE, TrainState
+from jstep.state import MODEL_STATE, TrainState, require_state, step_of
 from jstep.training.apply import applied
-from jstep.training.step import Step, TrainStep
+from jstep.training.constants import Constants, split_constants
+from jstep.training.step import PureStep, TrainStep
 
 NORMS = ("grad_norm", "update_norm", "param_norm")
 
@@ -82,6 +84,7 @@ def minimize(
     norms = _checked_norms(metrics)
     if rng is not None and not trees.is_array(rng):
         raise TypeError(f"rng={rng!r}: must be a key, such as jax.random.key(0), got {type(rng).__name__}")
+    rng = on_auto_axes(rng)
     compute = gradient_function(
         loss_fn,
         var_list=var_list,
@@ -93,35 +96,26 @@ def minimize(
         aggregation_method=aggregation_method,
     )
 
-    def placed(rows: Any) -> Step:
-        """The step for batches whose leaves have these shardings."""
+    def parts(state: TrainState, args: tuple[Any, ...], rows: Any) -> tuple[TrainState, dict[str, Any], Constants]:
+        step = step_of(require_state(state))
+        if has_model_state and MODEL_STATE not in state.slots:
+            raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
+        key = None if rng is None else jax.random.fold_in(rng, step)
+        loss, model_state, aux, grads = compute(state.params, state.slots.get(MODEL_STATE), args, {}, key, rows)
+        new_state, updates = applied(state, grads, optimizer, increment_global_step)
+        if has_model_state:
+            new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: model_state})
+        sources = {"grad_norm": grads, "update_norm": updates, "param_norm": _trainable(new_state.params)}
+        named = {
+            "the loss": {"loss": loss},
+            "the optimizer's hyperparameters": optimizer.hyperparameters(step),
+            "aux": (dict(aux) if isinstance(aux, Mapping) else {"aux": aux}) if has_aux else {},
+            "the norms": {name: global_norm(sources[name]) for name in norms},
+        }
+        return (new_state, *split_constants(_joined(named)))
 
-        def train_step(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
-            if not isinstance(state, TrainState):
-                raise TypeError(
-                    f"state: must be a TrainState, got {type(state).__name__}; make one with TrainState.create"
-                )
-            if has_model_state and MODEL_STATE not in state.slots:
-                raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
-            if state.global_step is None:
-                raise ValueError("the state has no global step: state.replace(global_step=jstep.create_global_step())")
-            key = None if rng is None else jax.random.fold_in(rng, state.global_step)
-            loss, model_state, aux, grads = compute(state.params, state.slots.get(MODEL_STATE), args, {}, key, rows)
-            new_state, updates = applied(state, grads, optimizer, increment_global_step)
-            if has_model_state:
-                new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: model_state})
-            sources = {"grad_norm": grads, "update_norm": updates, "param_norm": _trainable(new_state.params)}
-            parts = {
-                "the loss": {"loss": loss},
-                "the optimizer's hyperparameters": optimizer.hyperparameters(state.global_step),
-                "aux": (dict(aux) if isinstance(aux, Mapping) else {"aux": aux}) if has_aux else {},
-                "the norms": {name: global_norm(sources[name]) for name in norms},
-            }
-            return new_state, _joined(parts)
-
-        return train_step
-
-    return TrainStep(placed(None), donate=donate, placed=placed) if jit else placed(None)
+    pure_step = PureStep(parts, looks_at_rows=num_microbatches > 1)
+    return TrainStep(pure_step, donate=donate) if jit else pure_step
 
 
 def _checked_norms(metrics: Any) -> tuple[str, ...]:

@@ -1,32 +1,39 @@
 """Several steps in one call."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.checks import as_function, as_int
+from jstep.core.loops import Unroll, as_unroll, scan
+from jstep.core.meshes import auto_axes
 from jstep.state import TrainState
-from jstep.training.step import TrainStep, split_constants
+from jstep.training.constants import Constants
+from jstep.training.step import PureStep, TrainStep, pure
 
 
-def scan_steps(train_step: Callable[..., Any], length: int | None = None) -> Callable[..., Any]:
+def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll: Unroll = None) -> Callable[..., Any]:
     """K steps in one call: `f(state, *stacked) -> (state, stacked metrics)`.
 
     Args:
         train_step: What `minimize` returned, or any function `(state, *args) -> (state, metrics)`.
         length: K, where train_step takes no args to tell it.
+        unroll: How many steps make one iteration of the compiled loop, as in `jax.lax.scan`; True for no loop at all.
+            None chooses: 1, but all K where XLA runs something by a slow path inside a loop, as it does convolutions
+            on a CPU (10 to 30 times slower; unrolled, they take as long to compile as K steps).
 
     Returns:
         A function whose args are stacked on a leading axis of size K, and whose metrics come back so. Of a compiled
         step it is a compiled one that donates likewise; of a plain function, a plain one.
 
     Raises:
-        TypeError: `train_step` is no function.
-        ValueError: The leading axes of the args differ, or there is none.
+        TypeError: `train_step` is no function, or `length` or `unroll` no integer.
+        ValueError: The leading axes of the args differ, or there is none, or it is empty.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -37,39 +44,47 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None) -> Cal
         >>> print(state.global_step, metrics["loss"])
         3 [1.     0.25   0.0625]
     """
-    if not callable(train_step):
-        raise TypeError(f"train_step={train_step!r}: must be a function (state, *args) -> (state, metrics)")
-    known: set[str] = set()
+    as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
+    length = None if length is None else as_int(length, "length", 1)
+    unroll = as_unroll(unroll)
+    step = pure(train_step)
 
-    def scanned(step: Callable[..., Any]) -> Callable[..., Any]:
-        def scanned_steps(state: TrainState, *stacked: Any) -> tuple[TrainState, Any]:
-            k = _leading_size(stacked, length)
-            constants: dict[str, Any] = {}
+    def parts(state: TrainState, stacked: tuple[Any, ...], rows: Any) -> tuple[TrainState, Any, Constants]:
+        k = _leading_size(stacked, length)
+        rows = None if rows is None else jax.tree.map(_without_step_axis, rows)
 
-            def body(state: TrainState, args: Any) -> tuple[TrainState, Any]:
-                state, metrics = step(state, *args)
-                if isinstance(metrics, dict):
-                    metrics, fixed = split_constants(metrics)
-                    constants.update(fixed)
-                return state, metrics
+        def body(state: TrainState, args: Any) -> tuple[TrainState, Any]:
+            state, computed, constants = step.parts(state, args, rows)
+            return state, (computed, constants)
 
-            state, metrics = jax.lax.scan(body, state, stacked, length=k)
-            # Computed, since their length is that of the call: the next one may make fewer steps.
-            known.update(constants)
-            if constants:
-                metrics = metrics | {name: jnp.full((k, *np.shape(v)), v, v.dtype) for name, v in constants.items()}
-            return state, metrics
+        state, (computed, constants) = scan(body, state, stacked, k, unroll)
+        return state, computed, constants.repeated(k)
 
-        return scanned_steps
+    scanned = PureStep(parts, name=f"{step.__name__}s", looks_at_rows=step.looks_at_rows)
+    return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
 
-    if not isinstance(train_step, TrainStep):
-        return scanned(train_step)
-    return TrainStep(
-        scanned(train_step.__wrapped__),
-        donate=train_step.donate,
-        known=known,
-        placed=lambda stacked: scanned(train_step.placed(jax.tree.map(_without_step_axis, stacked))),
-    )
+
+def scanned_step(train_step: Callable[..., Any], unroll: Unroll = None) -> TrainStep:
+    """The compiled version of a step that makes several in one call: of one and the same step the same one, so that it
+    is compiled once.
+
+    Args:
+        train_step: The step. A function that decorates one is another step.
+        unroll: As in `scan_steps`.
+    """  # noqa: D205
+    # Kept by the step itself, so that both are forgotten together. What decorates it has a copy of its attributes.
+    kept: dict[Any, TrainStep]
+    of, kept = getattr(train_step, "_jstep_scanned", (None, {}))
+    if of is not train_step:
+        kept = {}
+        with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
+            train_step._jstep_scanned = (train_step, kept)  # type: ignore[attr-defined]
+    key = (type(unroll), unroll)
+    if key not in kept:
+        # Not donated unless the step does: of a plain function nobody expects that it takes over the state's memory.
+        donate = isinstance(train_step, TrainStep) and train_step.donate
+        kept[key] = TrainStep(pure(scan_steps(train_step, unroll=unroll)), donate=donate)
+    return kept[key]
 
 
 def _without_step_axis(sharding: Any) -> Any:
@@ -85,7 +100,8 @@ def last_of(stacked: Any) -> Any:
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and leaf.is_fully_replicated
         return leaf.addressable_data(0) if is_global else leaf
 
-    return _last_of(jax.tree.map(here, stacked))
+    with auto_axes():
+        return _last_of(jax.tree.map(here, stacked))
 
 
 @jax.jit
@@ -95,10 +111,6 @@ def _last_of(stacked: Any) -> Any:
 
 def _leading_size(stacked: Any, length: int | None) -> int:
     sizes = {}
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
-        raise TypeError(f"length={length!r}: must be an integer, got {type(length).__name__}")
-    if length is not None and length < 1:
-        raise ValueError(f"length={length}: must be ≥ 1")
     for path, leaf in trees.leaves_with_paths(stacked):
         if np.ndim(leaf) == 0:
             raise ValueError(f"scan_steps: argument {path} is a scalar; stack the values of K steps on a leading axis")
@@ -113,4 +125,6 @@ def _leading_size(stacked: Any, length: int | None) -> int:
             raise ValueError(
                 f"scan_steps: the leading axes differ: argument {first} has {k}, argument {path} has {size}"
             )
+    if k == 0:
+        raise ValueError(f"scan_steps: the leading axis of argument {first} is empty; there is no step to make")
     return k

@@ -1,0 +1,76 @@
+"""Meshes with Explicit axes, which jstep takes with Auto ones: of the arguments, of arrays, of the caller's context."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jstep.core.contexts import own_transfers
+
+
+def auto_mesh(mesh: Any) -> Mesh:
+    """The mesh with Auto axes: under Explicit ones a model would need annotations of its own.
+
+    Raises:
+        TypeError: It is no mesh.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh
+    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def in_explicit_mesh() -> bool:
+    """Whether the caller has set a mesh with Explicit axes, as `jax.set_mesh(jax.make_mesh(...))` does."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+@contextlib.contextmanager
+def auto_axes() -> Iterator[None]:
+    """The mesh that the caller has set, with Auto axes while this lasts.
+
+    Arrays of one mesh with Explicit and with Auto axes do not mix, so whatever computes with a state that lies on a
+    mesh does it in here. Under a trace there is nothing to be changed any more.
+    """
+    if not in_explicit_mesh():
+        yield
+        return
+    try:
+        mesh = auto_mesh(jax.sharding.get_mesh())
+    except ValueError:  # traced
+        yield
+        return
+    with jax.set_mesh(mesh):
+        yield
+
+
+@contextlib.contextmanager
+def own_work() -> Iterator[None]:
+    """The context for work of jstep's own on the arrays it was given: `auto_axes`, and no transfer guard stops it.
+
+    A user's function that is called inside would not see its guard.
+    """
+    with auto_axes(), own_transfers():
+        yield
+
+
+def lies_explicitly(leaf: Any) -> bool:
+    """Whether an array lies on a mesh with Explicit axes."""
+    sharding = getattr(leaf, "sharding", None)
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def on_auto_axes(tree: Any) -> Any:
+    """The same arrays in the same memory, those on Explicit axes taken as lying on Auto ones."""
+
+    def leaf(x: Any) -> Any:
+        if not (isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and lies_explicitly(x)):
+            return x
+        sharding: Any = x.sharding
+        return jax.device_put(x, NamedSharding(auto_mesh(sharding.mesh), sharding.spec))
+
+    return jax.tree.map(leaf, tree) if any(map(lies_explicitly, jax.tree.leaves(tree))) else tree

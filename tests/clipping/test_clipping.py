@@ -1,0 +1,298 @@
+"""Clipping: equations, properties, low precision, and derivatives where a norm is zero."""
+
+from typing import Any
+
+import hypothesis.extra.numpy as hnp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import jstep
+
+SHAPES = [(), (1,), (5,), (2, 3)]
+numbers = st.floats(-1e6, 1e6, width=32).map(lambda x: 0.0 if abs(x) < 1e-6 else x)
+arrays = st.sampled_from(SHAPES).flatmap(lambda shape: hnp.arrays(np.float32, shape, elements=numbers))
+trees = st.tuples(arrays, arrays).map(lambda xy: {"a": xy[0], "none": None, "b": [xy[1]]})
+limits = st.floats(1e-3, 1e3)
+
+
+def norm(*leaves: np.ndarray) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(leaf.astype(np.float64))) for leaf in leaves)))
+
+
+def same_kind(before: Any, after: Any) -> None:
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+
+
+def parallel(before: np.ndarray, after: np.ndarray, scale: float) -> None:
+    np.testing.assert_allclose(np.asarray(after, np.float64), before.astype(np.float64) * scale, rtol=3e-6, atol=1e-30)
+
+
+@given(trees, st.floats(-100, 100), st.floats(0, 100))
+def test_clip_by_value(tree: Any, low: float, width: float) -> None:
+    low, high = np.float32(low), np.float32(low + width)
+    clipped = jstep.clip_by_value(tree, float(low), float(high))
+    same_kind(tree, clipped)
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
+        # XLA may flush denormal numbers to zero.
+        np.testing.assert_allclose(after, np.minimum(np.maximum(before, low), high), rtol=0, atol=1e-37)
+
+
+@given(trees, limits)
+@example({"a": np.zeros(3, np.float32)}, 1.0)
+@example({"a": np.array([3.0, 4.0], np.float32)}, 5.0)
+def test_clip_by_norm(tree: Any, limit: float) -> None:
+    clipped = jstep.clip_by_norm(tree, limit)
+    same_kind(tree, clipped)
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
+        size = norm(before)
+        if size < limit * (1 - 1e-6):
+            np.testing.assert_array_equal(after, before)  # within the norm: not one bit moves
+        else:
+            parallel(before, after, min(1.0, limit / size) if size else 1.0)
+            assert norm(np.asarray(after)) <= limit * (1 + 1e-5)
+
+
+@given(hnp.arrays(np.float32, (3, 4), elements=numbers), limits, st.sampled_from([0, 1, -1, (0,), (0, 1)]))
+def test_clip_by_norm_over_axes(x: np.ndarray, limit: float, axes: Any) -> None:
+    clipped = jstep.clip_by_norm(x, limit, axes=axes)
+    sizes = np.sqrt(np.sum(np.square(x.astype(np.float64)), axis=axes, keepdims=True))
+    scale = np.where(sizes > limit, limit / np.where(sizes > 0, sizes, 1), 1)
+    np.testing.assert_allclose(clipped, x * scale, rtol=3e-6)
+
+
+@given(trees, limits)
+def test_clip_by_average_norm(tree: Any, limit: float) -> None:
+    """The average norm is ‖t‖ over the number of elements."""
+    clipped = jstep.clip_by_average_norm(tree, limit)
+    same_kind(tree, clipped)
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
+        average = norm(before) / before.size
+        if average < limit * (1 - 1e-6):
+            np.testing.assert_array_equal(after, before)
+        else:
+            parallel(before, after, min(1.0, limit / average))
+
+
+@given(trees, limits)
+@example({"a": np.zeros(3, np.float32)}, 1.0)
+@example({}, 1.0)
+def test_clip_by_global_norm(tree: Any, limit: float) -> None:
+    clipped, size = jstep.clip_by_global_norm(tree, limit)
+    same_kind(tree, clipped)
+    expected = norm(*jax.tree.leaves(tree))
+    assert size.shape == ()
+    assert size.dtype == jnp.float32
+    np.testing.assert_allclose(size, expected, rtol=2e-6)
+    np.testing.assert_allclose(jstep.global_norm(tree), expected, rtol=2e-6)
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
+        if expected < limit * (1 - 1e-6):
+            np.testing.assert_array_equal(after, before)
+        else:
+            parallel(before, after, min(1.0, limit / expected) if expected else 1.0)
+    again, _ = jstep.clip_by_global_norm(clipped, limit)
+    for once, twice in zip(jax.tree.leaves(clipped), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(once, twice, rtol=3e-6)
+
+
+@given(trees, st.floats(1e-2, 1e2), st.floats(1e-2, 1e2))
+def test_clip_by_global_norm_with_a_known_norm(tree: Any, limit: float, known: float) -> None:
+    clipped, size = jstep.clip_by_global_norm(tree, limit, use_norm=jnp.float32(known))
+    assert float(size) == np.float32(known)
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
+        parallel(before, after, min(1.0, limit / known))
+
+
+def test_known_values() -> None:
+    np.testing.assert_allclose(jstep.clip_by_norm(np.array([[3.0, 4.0]], np.float32), 4.0), [[2.4, 3.2]], rtol=1e-6)
+    rows = jstep.clip_by_norm(np.array([[3.0, 4.0], [0.3, 0.4]], np.float32), 1.0, axes=1)
+    np.testing.assert_allclose(rows, [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
+    np.testing.assert_allclose(
+        jstep.clip_by_average_norm(np.array([[-3.0, 0.0, 0.0], [4.0, 0.0, 0.0]], np.float32), 0.8),
+        [[-2.88, 0.0, 0.0], [3.84, 0.0, 0.0]],
+        rtol=1e-6,
+    )  # TF's own example: the average norm is 5/6
+    clipped, size = jstep.clip_by_global_norm([np.array([-3.0], np.float32), None, np.array([4.0], np.float32)], 4.0)
+    assert float(size) == 5.0
+    assert clipped[1] is None
+    np.testing.assert_allclose([float(clipped[0][0]), float(clipped[2][0])], [-2.4, 3.2], rtol=1e-6)
+
+
+def test_infinite_bounds_clip_nothing() -> None:
+    x = np.array([3.0, -4.0], np.float32)
+    np.testing.assert_array_equal(jstep.clip_by_value(x, -np.inf, np.inf), x)
+    np.testing.assert_array_equal(jstep.clip_by_norm(x, np.inf), x)
+    np.testing.assert_array_equal(jstep.clip_by_global_norm(x, np.inf)[0], x)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_global_norm_that_is_not_finite_turns_every_leaf_to_nan(bad: float) -> None:
+    tree = {"a": jnp.array([1.0, bad]), "none": None, "b": jnp.zeros(2)}
+    clipped, size = jax.jit(lambda t: jstep.clip_by_global_norm(t, 1.0))(tree)
+    assert not np.isfinite(size)
+    assert np.isnan(clipped["a"]).all()
+    assert np.isnan(clipped["b"]).all()
+    known, _ = jstep.clip_by_global_norm({"a": jnp.ones(2)}, 1.0, use_norm=jnp.float32(bad))
+    assert np.isnan(known["a"]).all()
+
+
+# Zeros.
+
+CLIPS = {
+    "clip_by_value": lambda x: jstep.clip_by_value(x, -1.0, 1.0),
+    "clip_by_norm": lambda x: jstep.clip_by_norm(x, 1.0),
+    "clip_by_norm-axes": lambda x: jstep.clip_by_norm(x, 1.0, axes=0),
+    "clip_by_average_norm": lambda x: jstep.clip_by_average_norm(x, 1.0),
+    "clip_by_global_norm": lambda x: jstep.clip_by_global_norm(x, 1.0)[0],
+    "global_norm": lambda x: jstep.global_norm(x),
+    "global_norm of clip": lambda x: jstep.clip_by_global_norm(x, 1.0)[1],
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_zeros_stay_zeros_and_their_derivatives_finite(name: str) -> None:
+    clip, zeros = CLIPS[name], jnp.zeros(3)
+    assert not np.any(clip(zeros))
+    for jacobian in (jax.jacrev(clip)(zeros), jax.jacfwd(clip)(zeros)):
+        assert np.isfinite(jacobian).all()
+        if np.ndim(jacobian) == 2:
+            np.testing.assert_array_equal(jacobian, np.eye(3))  # nothing is clipped at zero
+    assert np.isfinite(jax.hessian(lambda x: jnp.sum(clip(x)))(zeros)).all()
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_derivatives_beyond_the_limit(name: str) -> None:
+    clip, x, h = CLIPS[name], jnp.array([30.0, -40.0, 5.0]), 1.0
+    jacobian = jnp.atleast_2d(jax.jacrev(clip)(x))
+    for i in range(3):
+        delta = jnp.zeros(3).at[i].set(h)
+        numeric = (clip(x + delta) - clip(x - delta)) / (2 * h)
+        np.testing.assert_allclose(jacobian[:, i], numeric, rtol=2e-3, atol=1e-4)
+
+
+# Precision.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_low_precision_norms_accumulate_in_float32(dtype: Any) -> None:
+    # In float16 the squares overflow; in bfloat16 a sum of ones sticks at 256.
+    many, large = jnp.ones(10_000, dtype), jnp.full(4, 30_000, dtype)
+    for x, expected in ((many, 100.0), (large, 2 * float(large[0]))):
+        size = jstep.global_norm({"x": x})
+        assert size.dtype == jnp.float32
+        np.testing.assert_allclose(size, expected, rtol=1e-5)
+        for clipped in (
+            jstep.clip_by_norm(x, 1.0),
+            jstep.clip_by_global_norm(x, 1.0)[0],
+            jstep.clip_by_average_norm(x, 1.0 / x.size),
+        ):
+            assert clipped.dtype == dtype
+            np.testing.assert_allclose(
+                clipped.astype(jnp.float32), x.astype(jnp.float32) / expected, rtol=float(jnp.finfo(dtype).eps)
+            )
+    assert jstep.clip_by_value(large, -1.0, 1.0).dtype == dtype
+
+
+def test_leaves_of_several_dtypes() -> None:
+    tree = {"a": jnp.full(1, 3.0, jnp.bfloat16), "b": jnp.full(1, 4.0), "c": jnp.full(1, 12.0, jnp.float16)}
+    clipped, size = jstep.clip_by_global_norm(tree, 1.3)
+    assert float(size) == 13.0
+    same_kind(tree, clipped)
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_leaves_are_accumulated_in_float64() -> None:
+    tree = {"a": np.array([3.0]), "b": np.array([4.0], np.float32), "tiny": np.array([1e-9])}
+    assert jstep.global_norm(tree).dtype == jnp.float64
+    clipped, size = jstep.clip_by_global_norm(tree, 1.0)
+    np.testing.assert_allclose(size, 5.0, rtol=1e-15)
+    np.testing.assert_allclose(clipped["a"], 0.6, rtol=1e-15)
+    assert clipped["b"].dtype == jnp.float32
+
+
+def test_python_numbers_and_bare_arrays() -> None:
+    assert float(jstep.clip_by_value(5.0, -1, 1)) == 1.0
+    assert float(jstep.clip_by_norm(-5.0, 2)) == -2.0
+    assert float(jstep.global_norm([3.0, 4])) == 5.0
+    assert float(jstep.global_norm(None)) == 0.0
+    assert float(jstep.global_norm({})) == 0.0
+    assert jstep.clip_by_norm(None, 1.0) is None
+    assert jstep.clip_by_value({"a": None}, 0.0, 1.0) == {"a": None}
+
+
+def test_limits_may_be_traced_and_scheduled() -> None:
+    x = jnp.array([3.0, 4.0])
+    for clip in (
+        lambda c: jstep.clip_by_norm(x, c),
+        lambda c: jstep.clip_by_global_norm(x, c)[0],
+        lambda c: jstep.clip_by_average_norm(x, c / 2),
+    ):
+        np.testing.assert_allclose(jax.vmap(clip)(jnp.array([1.0, 10.0])), [[0.6, 0.8], [3.0, 4.0]], rtol=1e-6)
+    np.testing.assert_array_equal(jax.jit(lambda c: jstep.clip_by_value(x, -c, c))(3.5), [3.0, 3.5])
+
+
+# In a chain.
+
+
+def update_of(optimizer: jstep.Optimizer, grads: Any, step: int = 0) -> Any:
+    params = jax.tree.map(jnp.zeros_like, grads)
+    state = jstep.TrainState.create(params, optimizer, step)
+    new = jstep.apply_gradients(state, grads, jstep.chain(optimizer, jstep.gradient_descent(1.0)))
+    return jax.tree.map(jnp.negative, new.params)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "reported"),
+    [
+        ({"by_value": 2.0}, ([2.0, 2.0], [-2.0]), {"clip_by_value_min": -2.0, "clip_by_value_max": 2.0}),
+        ({"by_value": (-1.0, 3.5)}, ([3.0, 3.5], [-1.0]), {"clip_by_value_min": -1.0, "clip_by_value_max": 3.5}),
+        ({"by_norm": 2.5}, ([1.5, 2.0], [-2.5]), {"clip_by_norm": 2.5}),
+        ({"by_average_norm": 1.25}, ([1.5, 2.0], [-1.25]), {"clip_by_average_norm": 1.25}),
+        ({"by_global_norm": 6.5}, ([1.5, 2.0], [-6.0]), {"clip_by_global_norm": 6.5}),
+        (
+            {"by_global_norm": lambda step: jnp.asarray([6.5, 13.0])[step]},
+            ([1.5, 2.0], [-6.0]),
+            {"clip_by_global_norm": 6.5},
+        ),
+        (
+            {"by_value": (lambda step: -1.0, lambda step: 3.5)},
+            ([3.0, 3.5], [-1.0]),
+            {"clip_by_value_min": -1.0, "clip_by_value_max": 3.5},
+        ),
+    ],
+)
+def test_clip_gradients(given: Any, expected: Any, reported: Any) -> None:
+    optimizer = jstep.clip_gradients(**given)
+    found = update_of(optimizer, {"a": jnp.array([3.0, 4.0]), "b": jnp.array([-12.0])})
+    np.testing.assert_allclose(found["a"], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found["b"], expected[1], rtol=1e-6)
+    assert optimizer.init({"a": jnp.zeros(2)}) == {}
+    assert {k: float(v) for k, v in optimizer.hyperparameters(0).items()} == reported
+
+
+def test_a_clip_that_is_scheduled_follows_the_step() -> None:
+    optimizer = jstep.clip_gradients(by_norm=lambda step: jnp.asarray([5.0, 1.0])[step])
+    np.testing.assert_allclose(update_of(optimizer, {"a": jnp.array([3.0, 4.0])}, 1)["a"], [0.6, 0.8], rtol=1e-6)
+
+
+# Sparse rows.
+
+
+def test_repeated_rows_add_up_before_a_norm_is_taken() -> None:
+    sparse = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
+    assert float(jstep.global_norm({"t": sparse})) == 5.0
+    for clip in (
+        lambda x: jstep.clip_by_norm(x, 1.0),
+        lambda x: jstep.clip_by_average_norm(x, 0.2),  # over the elements of the table
+        lambda x: jstep.clip_by_global_norm(x, 1.0)[0],
+        lambda x: jstep.clip_by_value(x, -0.9, 3.5),
+    ):
+        assert isinstance(clip(sparse), jstep.IndexedSlices)
+        clipped = jax.jit(lambda x, clip=clip: clip(x).to_dense())(sparse)
+        np.testing.assert_allclose(clipped, clip(sparse.to_dense()), rtol=1e-6)

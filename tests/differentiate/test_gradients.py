@@ -1,0 +1,265 @@
+"""Gradients: of any function, and of a loss with everything training asks of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {
+    "encoder": {"kernel": jnp.array([1.0, 2.0]), "bias": jnp.float32(0.5)},
+    "decoder": {"kernel": jnp.array([3.0, -1.0]), "bias": jnp.float32(-0.5)},
+    "steps": jnp.arange(2),
+    "none": None,
+}
+PATHS = ["decoder/bias", "decoder/kernel", "encoder/bias", "encoder/kernel"]
+X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 2)), jnp.float32)
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    h = jnp.tanh(x * params["encoder"]["kernel"][None] + params["encoder"]["bias"])
+    return jnp.mean((h @ params["decoder"]["kernel"] + params["decoder"]["bias"]) ** 2)
+
+
+def leaf(tree: Any, path: str) -> Any:
+    for key in path.split("/"):
+        tree = tree[key]
+    return tree
+
+
+def close(a: Any, b: Any, **kwargs: float) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, **({"rtol": 2e-5, "atol": 1e-6} | kwargs))
+
+
+# gradients() and stop_gradient().
+
+
+def test_gradients_of_scalars_vectors_and_trees() -> None:
+    np.testing.assert_array_equal(jstep.gradients(lambda x: x**2, jnp.array([1.0, 2.0])), [2.0, 4.0])
+    found = jstep.gradients(
+        lambda xs: {"p": xs["a"] * xs["b"], "q": [3 * xs["a"]]}, {"a": jnp.array([1.0, 2.0]), "b": jnp.float32(5)}
+    )
+    np.testing.assert_array_equal(found["a"], [8.0, 8.0])
+    assert float(found["b"]) == 3.0
+    np.testing.assert_array_equal(jax.jit(lambda x: jstep.gradients(jnp.sin, x))(jnp.zeros(2)), [1.0, 1.0])
+
+
+def test_gradients_weighs_the_ys() -> None:
+    def fn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x**2, 3 * x
+
+    x = jnp.array([1.0, 2.0])
+    found = jstep.gradients(fn, x, grad_ys=(jnp.array([1.0, 10.0]), jnp.array([0.0, 1.0])))
+    np.testing.assert_array_equal(found, [2.0, 43.0])
+    np.testing.assert_array_equal(jstep.gradients(fn, x, grad_ys=(None, jnp.zeros(2))), [2.0, 4.0])
+
+
+def test_gradients_leaves_integers_out() -> None:
+    found = jstep.gradients(lambda xs: xs["a"] * xs["n"].astype(jnp.float32), {"a": 2.0, "n": jnp.int32(3)})
+    assert found["n"] is None
+    assert float(found["a"]) == 3.0
+    # What x does not enter has derivative zero, not None.
+    assert float(jstep.gradients(lambda xs: xs["a"] * 2, {"a": 1.0, "b": 1.0})["b"]) == 0.0
+
+
+def test_second_derivatives() -> None:
+    np.testing.assert_allclose(
+        jstep.gradients(lambda x: jstep.gradients(lambda y: y**3, x), jnp.array([1.0, 2.0])), [6.0, 12.0]
+    )
+
+
+def test_stop_gradient() -> None:
+    assert float(jax.grad(lambda x: x * jstep.stop_gradient(x))(3.0)) == 3.0
+    tree = jstep.stop_gradient({"a": jnp.ones(2), "n": None, "i": 3})
+    assert tree["n"] is None
+    np.testing.assert_array_equal(tree["a"], 1.0)
+
+
+# compute_gradients().
+
+
+def test_loss_and_gradients_are_those_of_jax() -> None:
+    loss, grads = jstep.compute_gradients(loss_fn)(PARAMS, X)
+    want, expected = jax.value_and_grad(loss_fn, allow_int=True)(PARAMS, X)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    assert grads["steps"] is None
+    assert grads["none"] is None
+    for path in PATHS:
+        np.testing.assert_allclose(leaf(grads, path), leaf(expected, path), rtol=1e-5, atol=1e-7)
+
+
+def test_aux_and_keyword_arguments() -> None:
+    def with_aux(params: Any, x: jax.Array, *, scale: float) -> Any:
+        return loss_fn(params, x) * scale, {"count": x.shape[0], "name": jnp.float32(1)}
+
+    (loss, aux), grads = jstep.compute_gradients(with_aux, has_aux=True)(PARAMS, X, scale=2.0)
+    plain, expected = jstep.compute_gradients(loss_fn)(PARAMS, X)
+    np.testing.assert_allclose(loss, 2 * plain, rtol=1e-6)
+    close(grads, jax.tree.map(lambda g: 2 * g, expected))
+    assert int(aux["count"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("var_list", "chosen"),
+    [
+        (None, PATHS),
+        (lambda path, leaf: path.endswith("kernel"), ["decoder/kernel", "encoder/kernel"]),
+        (lambda path, leaf: leaf.ndim == 0, ["decoder/bias", "encoder/bias"]),
+        (["decoder/*"], ["decoder/bias", "decoder/kernel"]),
+        (("decoder/bias", "encoder/k*"), ["decoder/bias", "encoder/kernel"]),
+        (["*"], PATHS),
+        ("decoder/*", ["decoder/bias", "decoder/kernel"]),
+        (
+            {
+                "encoder": {"kernel": True, "bias": False},
+                "decoder": {"kernel": False, "bias": True},
+                "steps": False,
+                "none": None,
+            },
+            ["encoder/kernel", "decoder/bias"],
+        ),
+    ],
+)
+def test_var_list(var_list: Any, chosen: list[str]) -> None:
+    _, grads = jstep.compute_gradients(loss_fn, var_list=var_list)(PARAMS, X)
+    _, all_grads = jstep.compute_gradients(loss_fn)(PARAMS, X)
+    for path in PATHS:
+        if path in chosen:
+            np.testing.assert_allclose(leaf(grads, path), leaf(all_grads, path), rtol=1e-6)
+        else:
+            assert leaf(grads, path) is None
+
+
+def test_what_is_left_out_is_not_differentiated_at_all() -> None:
+    @jax.custom_vjp
+    def explodes(x: jax.Array) -> jax.Array:
+        return x
+
+    def backward(residual: Any, g: jax.Array) -> Any:
+        raise AssertionError("differentiated")
+
+    explodes.defvjp(lambda x: (x, None), backward)
+
+    def loss(params: Any) -> jax.Array:
+        return params["a"] * explodes(params["b"])
+
+    _, grads = jstep.compute_gradients(loss, var_list=["a"])({"a": jnp.float32(2), "b": jnp.float32(3)})
+    assert float(grads["a"]) == 3.0
+    assert grads["b"] is None
+
+
+def barriers(gate: int) -> list[int]:
+    jaxpr = jax.make_jaxpr(jstep.compute_gradients(loss_fn, gate_gradients=gate))(PARAMS, X)
+    return [len(e.invars) for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+
+
+def test_gates_are_barriers() -> None:
+    assert barriers(jstep.GATE_NONE) == []
+    assert barriers(jstep.GATE_OP) == [1] * len(PATHS)
+    assert barriers(jstep.GATE_GRAPH) == [len(PATHS)]
+
+
+def test_gates_never_change_values() -> None:
+    results = [
+        jax.jit(jstep.compute_gradients(loss_fn, gate_gradients=gate))(PARAMS, X)
+        for gate in (jstep.GATE_NONE, jstep.GATE_OP, jstep.GATE_GRAPH)
+    ]
+    for other in results[1:]:
+        close(results[0], other, rtol=1e-6)
+
+
+# Microbatches.
+
+
+@pytest.mark.parametrize("method", jstep.AggregationMethod)
+@pytest.mark.parametrize("n", [1, 2, 3, 12])
+def test_microbatches_give_the_gradient_of_the_batch(n: int, method: Any) -> None:
+    whole = jstep.compute_gradients(loss_fn)(PARAMS, X)
+    parts = jax.jit(jstep.compute_gradients(loss_fn, num_microbatches=n, aggregation_method=method))(PARAMS, X)
+    close(parts, whole)
+
+
+@pytest.mark.parametrize("method", jstep.AggregationMethod)
+def test_microbatches_weighted(method: Any) -> None:
+    """A mean over tokens, of which every microbatch has another number; one has none and a NaN for a loss."""
+    mask = jnp.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 0], jnp.float32)
+
+    def masked(params: Any, x: jax.Array, mask: jax.Array) -> jax.Array:
+        h = x @ params["w"]
+        return jnp.sum(mask * h**2) / jnp.sum(mask)
+
+    params = {"w": jnp.array([1.0, -2.0])}
+    whole = jstep.compute_gradients(masked)(params, X, mask)
+    parts = jstep.compute_gradients(
+        masked, num_microbatches=4, weight_fn=lambda x, mask: jnp.sum(mask), aggregation_method=method
+    )(params, X, mask)
+    close(parts, whole)
+
+
+def test_microbatches_are_contiguous_blocks_and_take_trees() -> None:
+    rows = {"x": jnp.arange(6.0), "y": (jnp.arange(12).reshape(6, 2),)}
+
+    def loss(params: Any, batch: Any, other: jax.Array) -> Any:
+        assert batch["x"].shape == (2,)
+        assert batch["y"][0].shape == (2, 2)
+        seen = {"first": batch["x"][0], "rows": batch["y"][0].shape[0] * jnp.int32(1), "total": jnp.sum(batch["y"][0])}
+        return params["w"] * jnp.mean(batch["x"]) + 0.0 * jnp.sum(other), seen
+
+    (value, aux), grads = jstep.compute_gradients(loss, has_aux=True, num_microbatches=3)(
+        {"w": jnp.float32(2)}, rows, jnp.zeros((6, 0))
+    )
+    assert float(grads["w"]) == 2.5
+    assert float(value) == 5.0
+    assert float(aux["first"]) == 2.0  # the mean of 0, 2, 4: blocks of neighbours
+    assert int(aux["rows"]) == 6  # integers are summed
+    assert int(aux["total"]) == 66
+
+
+def test_weights_may_be_integers() -> None:
+    f = jstep.compute_gradients(
+        lambda p, x: p * jnp.mean(x), num_microbatches=2, weight_fn=lambda x: jnp.sum(x > 1, dtype=jnp.int32) + 1
+    )
+    _, grads = f(jnp.float32(1), jnp.array([1.0, 1.0, 5.0, 5.0]))
+    np.testing.assert_allclose(grads, (1 * 1.0 + 3 * 5.0) / 4, rtol=1e-6)
+
+
+def test_weighted_aux_is_the_same_weighted_mean() -> None:
+    def loss(params: Any, x: jax.Array) -> Any:
+        return params["w"] * jnp.mean(x), {"mean": jnp.mean(x), "n": jnp.int32(1)}
+
+    x = jnp.array([1.0, 1.0, 5.0, 5.0])
+    (value, aux), grads = jstep.compute_gradients(
+        loss, has_aux=True, num_microbatches=2, weight_fn=lambda x: jnp.where(x[0] > 2, 3.0, 1.0)
+    )({"w": jnp.float32(1)}, x)
+    assert float(value) == float(grads["w"]) == float(aux["mean"]) == 4.0
+    assert int(aux["n"]) == 2
+
+
+@pytest.mark.parametrize("method", jstep.AggregationMethod)
+def test_low_precision_gradients_are_summed_in_float32(method: Any) -> None:
+    """256 ones and more: a bfloat16 sum sticks at 256, a mean of 512 must not be a half."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(params["w"].astype(jnp.float32) * jnp.mean(x))
+
+    _, grads = jstep.compute_gradients(loss, num_microbatches=512, aggregation_method=method)(
+        {"w": jnp.ones(1, jnp.bfloat16)}, jnp.ones(512)
+    )
+    np.testing.assert_allclose(grads["w"].astype(jnp.float32), [1.0])
+
+
+def test_add_n_keeps_every_part_and_default_a_running_sum() -> None:
+    def scans(method: Any) -> Any:
+        f = jstep.compute_gradients(lambda p, x: jnp.mean(x @ p["w"]), num_microbatches=4, aggregation_method=method)
+        jaxpr = jax.make_jaxpr(f)({"w": jnp.ones((2, 7))}, X)
+        (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
+        return [v.aval.shape for v in scan.outvars]
+
+    assert (4, 2, 7) in scans(jstep.AggregationMethod.ADD_N)
+    assert (4, 2, 7) not in scans(jstep.AggregationMethod.DEFAULT)
+    assert (2, 7) in scans(jstep.AggregationMethod.DEFAULT)

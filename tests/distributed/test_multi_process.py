@@ -1,0 +1,279 @@
+"""Several processes on this machine: one run. Whatever one of them meets, all of them end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+from processes import end, free_address, run, start
+
+import jstep
+
+TRAIN = """
+mode = sys.argv[5]
+how = dict(param_specs=P("data")) if "fsdp" in sys.argv else dict(slot_axis="data")
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, **how)
+step = jstep.minimize(loss_fn, optimizer)
+saved = []
+
+class Watch(jstep.Hook):
+    def after_step(self, step, state, metrics):
+        if mode in ("term", "int", "die"):
+            time.sleep(0.01 if step < 30 or mode == "die" else 0.15)  # JAX looks for signals once a second
+        if mode in ("term", "int") and step == 30 and process == count - 1:
+            os.kill(os.getpid(), signal.SIGTERM if mode == "term" else signal.SIGINT)
+        if mode == "die" and step == 30 and process == count - 1:
+            print("dies", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "raise" and step == 30 and process == count - 1:
+            raise OSError("the disk of process 1 is gone")
+    def before_save(self, step):
+        saved.append(step)
+
+try:
+    state = jstep.train(
+        step, state, batches, 60, hooks=[Watch()], checkpoint_dir=directory, logdir=directory + "/log", log_steps=10,
+        save_checkpoint_steps=20, save_checkpoint_secs=None, batch_sharding=rows,
+        steps_per_call=7 if mode == "scan" else 1, save_summaries_steps=20,
+    )
+    print("step", int(state.global_step))
+    print("weights", weights(state))
+except BaseException as error:
+    print("raised", type(error).__name__, error)
+    raise
+finally:
+    print("saved", *saved, flush=True)
+"""
+
+
+def value(lines, name):
+    return next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Weights after 60 steps on 2 processes, where nothing happened."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    ended = end(start(TRAIN, 2, directory, "none"))
+    assert [one.code for one in ended] == [0, 0], ended[0].err[-3000:] + ended[1].err[-3000:]
+    return directory, ended
+
+
+def test_process_0_alone_logs_and_writes_and_all_save(undisturbed):
+    directory, ended = undisturbed
+    first, second = ended
+    assert re.search(r"^step 60  loss", first.err, re.MULTILINE)
+    assert "loss" not in second.err
+    assert len(list((directory / "log").iterdir())) == 1
+    assert value(first.out.split("\n"), "saved") == value(second.out.split("\n"), "saved") == "20 40 60"
+    assert value(first.out.split("\n"), "weights") == value(second.out.split("\n"), "weights")
+    assert jstep.Saver(directory).all_steps() == [20, 40, 60]
+
+
+@pytest.mark.parametrize("mode", ["term", "int"])
+def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, undisturbed, mode):
+    """All save that step and leave; the run goes on bitwise."""
+    ended = end(start(TRAIN, 2, tmp_path, mode))
+    lines = [one.out.split("\n") for one in ended]
+    raised = [value(one, "raised") for one in lines]
+    assert value(lines[0], "saved") == value(lines[1], "saved")
+    last = int(value(lines[0], "saved").split()[-1])
+    assert 30 <= last < 60
+    assert jstep.Saver(tmp_path).latest_step() == last
+    assert all(f"stopped the run after step {last}, which is saved" in one for one in raised)
+    if mode == "term":
+        assert [one.code for one in ended] == [143, 143]
+        assert all(one.startswith("Preempted SIGTERM") for one in raised)
+    resumed = run(TRAIN, 2, tmp_path, "none")
+    assert value(resumed[0], "weights") == value(undisturbed[1][0].out.split("\n"), "weights")
+
+
+def test_the_others_end_when_one_is_killed_and_a_restart_goes_on(tmp_path, undisturbed):
+    processes = start(TRAIN, 2, tmp_path, "die")
+    assert processes[1].wait(60) == -signal.SIGKILL
+    died = time.monotonic()
+    survivor, _ = end(processes, timeout=60)
+    assert survivor.code not in (0, 143)
+    assert survivor.at - died < 40  # heartbeats are missed after 10 s
+    assert jstep.Saver(tmp_path).latest_step() == 20
+    resumed = run(TRAIN, 2, tmp_path, "scan")  # several steps in a call give the same
+    assert value(resumed[0], "saved") == "40 60"
+    assert value(resumed[0], "weights") == value(undisturbed[1][0].out.split("\n"), "weights")
+
+
+def test_the_others_end_when_one_raises(tmp_path):
+    ended = end(start(TRAIN, 2, tmp_path, "raise"), timeout=60)
+    assert ended[1].code not in (0, 143)
+    assert "OSError: the disk of process 1 is gone" in ended[1].err
+    assert ended[0].code not in (0, 143)
+
+
+def test_a_run_goes_on_on_another_number_of_processes(tmp_path, undisturbed):
+    """2, then 1, then 4 processes: the same batches, and within rounding the same weights."""
+    script = TRAIN.replace("batches, 60", "batches, int(sys.argv[6])")
+    for count, last_step in ((2, 20), (1, 40), (4, 60)):
+        lines = run(script, count, tmp_path, "none", last_step, *(["fsdp"] if count == 1 else []))
+        assert {value(one, "step") for one in lines} == {str(last_step)}
+    got, want = (
+        np.frombuffer(bytes.fromhex("".join(value(one, "weights").split())), np.float32)
+        for one in (lines[0], undisturbed[1][0].out.split("\n"))
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_saving_by_the_clock_happens_on_all_at_the_same_steps(tmp_path):
+    """Each process has a clock of its own, one of them wrong; the first one's counts."""
+    script = """
+    state = jstep.TrainState.create(init, optimizer, mesh=mesh)
+    saved = []
+    class Watch(jstep.Hook):
+        def before_save(self, step):
+            saved.append(step)
+        def after_step(self, step, state, metrics):
+            time.sleep(0.005 * (1 + 3 * process))
+    hooks = [Watch(), jstep.EvaluationHook(lambda s: {"norm": jstep.global_norm(s.params)}, every_n_secs=0.2)]
+    state = jstep.train(
+        jstep.minimize(loss_fn, optimizer), state, batches, 80, hooks=hooks, checkpoint_dir=directory,
+        save_checkpoint_secs=0.3, batch_sharding=rows, progress=False,
+    )
+    print("saved", *saved)
+    print("evaluated", *hooks[1].results)
+    """
+    first, second = run(script, 2, tmp_path)
+    assert value(first, "saved") == value(second, "saved")
+    assert value(first, "evaluated") == value(second, "evaluated")
+    assert 2 <= len(value(first, "saved").split()) < 40
+    assert len(value(first, "evaluated").split()) >= 2
+
+
+def test_states_and_batches_over_processes(tmp_path):
+    """What one process does with arrays that lie on several."""
+    script = """
+    from jstep.core.meshes import auto_mesh
+    # A state made here and laid out, from arrays with keys, equals one that is made there.
+    extra = {"key": jax.random.key(7), "n": np.arange(3)}
+    local = jstep.TrainState.create(init(), optimizer, model_state=extra)
+    moved = jstep.shard_state(local, mesh, P("data"))
+    made = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P("data"), model_state=extra)
+    given = jstep.TrainState.create(init(), optimizer, mesh=mesh, param_specs=P("data"), model_state=extra)
+    again = jstep.TrainState.create(made.params, optimizer, mesh=mesh, param_specs=P("data"), model_state=extra)
+    other = jstep.shard_state(made, mesh)
+    for state in (moved, given, again):
+        assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, made)
+    assert weights(moved) == weights(given)
+    assert weights(made) == weights(again) == weights(other)  # compiled, which may round otherwise
+    assert jax.random.key_data(moved.slots["model_state"]["key"]).tolist() == [0, 7]
+
+    # Batches from each one's rows: of NumPy or JAX, by shard_batch, by the loop, by prefetch_to_device.
+    mine = batches[3]
+    assert mine.shape == (8, 8)
+    step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
+    results = []
+    for batch in (
+        jstep.shard_batch(mine, mesh),
+        jstep.shard_batch(jnp.asarray(mine), mesh),
+        *jstep.prefetch_to_device([mine, jnp.asarray(mine)], sharding=NamedSharding(auto_mesh(mesh), P("data"))),
+    ):
+        assert batch.shape == (16, 8) and batch.sharding.spec == P("data")
+        state = jstep.TrainState.create(init, optimizer, mesh=mesh)
+        results.append(float(step(state, batch)[1]["loss"]))
+    print("losses", *results)
+
+    def message(f):
+        try:
+            f()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".replace(chr(10), " ")
+    print("rows", message(lambda: jstep.shard_batch(np.ones((7, 2)), mesh)))
+    print("split", message(lambda: jstep.batches(data, 15)[0]))
+    print("loop", message(lambda: jstep.train(
+        step, made, [np.ones((7, 8), np.float32)] * 3, 3, batch_sharding=rows, progress=False)))
+    with jstep.Saver(directory) as saver:
+        print("alone", message(lambda: saver.save(local)))
+        saver.save(made)
+    """
+    first, second = run(script, 2, tmp_path)
+    losses = value(first, "losses").split()
+    assert len(losses) == 4
+    assert set(losses) == set(value(second, "losses").split())
+    assert len(set(losses)) == 1
+    assert "7 rows on this process" in value(first, "rows")
+    assert "multiple of 2" in value(first, "rows")
+    assert "batch_size=15" in value(first, "split")
+    assert "2, the number of processes" in value(first, "split")
+    assert "has shape (7, 8) on this process" in value(first, "loop")
+    assert "jstep.shard_state" in value(first, "alone")
+    # Saved by two, looked at and restored by one.
+    assert jstep.Saver(tmp_path).restore()["params"]["w"].shape == (8, 8)
+
+
+# --- joining --------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_needs_nothing():
+    jstep.distributed.initialize()
+    jstep.distributed.initialize(num_processes=1)
+    jstep.distributed.initialize("localhost:1", 1, 0)
+
+
+def alone(code):
+    """What a fresh process prints."""
+    command = [sys.executable, "-c", "import jstep\n" + textwrap.dedent(code)]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_coordinator_that_cannot_be_reached():
+    """A time-out that names it."""
+    address = free_address()
+    code = f"""
+    try:
+        jstep.distributed.initialize({address!r}, 2, 1, initialization_timeout_secs=2)
+    except TimeoutError as error:
+        print("TimeoutError", error)
+    for arguments in (({address!r}, 2), (None, 2, 0)):
+        try:
+            jstep.distributed.initialize(*arguments)
+        except ValueError as error:
+            print("ValueError", error)
+    jstep.distributed.initialize()
+    print("alone")
+    """
+    first, second, third, fourth = alone(code).splitlines()
+    assert first.startswith(f"TimeoutError coordinator_address={address!r} could not be reached within 2 s")
+    assert "process_id=None" in second
+    assert "all three" in second
+    assert "coordinator_address=None" in third
+    assert fourth == "alone"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        (("localhost", 2, 0), ValueError, "coordinator_address='localhost': must be 'host:port'"),
+        (("localhost:99999", 2, 0), ValueError, "coordinator_address='localhost:99999'"),
+        ((1234, 2, 0), TypeError, "coordinator_address=1234"),
+        (("localhost:1234", 0, 0), ValueError, "num_processes=0: must be ≥ 1"),
+        (("localhost:1234", 2, 2), ValueError, "process_id=2: must be < num_processes=2"),
+        (("localhost:1234", 2, -1), ValueError, "process_id=-1"),
+        (("localhost:1234", 2.0, 0), TypeError, r"num_processes=2\.0: must be an integer"),
+        (("localhost:1234", 2, True), TypeError, "process_id=True: must be an integer"),
+    ],
+)
+def test_bad_arguments(arguments, kind, words, monkeypatch):
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    with pytest.raises(kind, match=words):
+        jstep.distributed.initialize(*arguments)
+
+
+def test_too_late_is_said():
+    """This process has used JAX for long."""
+    np.asarray(jstep.create_global_step())
+    with pytest.raises(RuntimeError, match="before"):
+        jstep.distributed.initialize(free_address(), 2, 0, initialization_timeout_secs=2)

@@ -1,0 +1,68 @@
+"""A model and its layouts over 8 devices that the tests of sharding share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jstep
+from jstep.core.meshes import auto_mesh
+
+DATA = jax.make_mesh((8,), ("data",))
+BOTH = jax.make_mesh((4, 2), ("data", "model"))
+AUTO = auto_mesh(DATA)
+
+
+def init():
+    """What `label` of the optimizer table splits into two groups: paths that end in a or x, and others."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "a": jax.random.normal(keys[0], (16, 32)) / 4,
+        "bias": jnp.zeros(32),
+        "deep": {"x": jax.random.normal(keys[1], (32, 16)) / 6, "y": jnp.zeros((16, 3))},
+        "scale": jnp.ones(()),
+    }
+
+
+def predict(params, x):
+    hidden = jnp.tanh(x @ params["a"] + params["bias"][None])
+    return params["scale"] * (jnp.tanh(hidden @ params["deep"]["x"]) @ params["deep"]["y"])
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((predict(params, x) - y) ** 2)
+
+
+def data(rows=64):
+    random = np.random.default_rng(1)
+    x = random.normal(size=(rows, 16)).astype(np.float32)
+    return x, np.tanh(x[:, :3] * 2)
+
+
+COLUMNS_AND_ROWS = [("a", P(None, "model")), ("bias", P("model")), ("deep/x", P("model"))]
+LAYOUTS = {
+    "data": (DATA, {}),
+    "zero1": (DATA, {"slot_axis": "data"}),
+    "fsdp": (DATA, {"param_specs": jstep.fsdp_specs(jax.eval_shape(init), DATA, min_size=64)}),
+    "model": (BOTH, {"param_specs": COLUMNS_AND_ROWS, "slot_axis": "data"}),
+}
+
+
+def create(layout, optimizer, **kwargs):
+    mesh, how = LAYOUTS[layout]
+    return jstep.TrainState.create(init, optimizer, mesh=mesh, **how, **kwargs)
+
+
+def shardings(tree):
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def run(step, state, place=lambda batch: batch, steps=50):
+    batches = jstep.batches(data(), 32, seed=2)
+    for n in range(steps):
+        state, metrics = step(state, *place(batches[n]))
+    return state, metrics
+
+
+def assert_close(got, want, rtol=2e-4, atol=2e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol, atol), got, want)

@@ -1,0 +1,86 @@
+"""What a laid out state costs in communication, and its way through checkpoints."""
+
+import math
+import re
+
+import jax
+import numpy as np
+from layouts import (
+    BOTH,
+    COLUMNS_AND_ROWS,
+    DATA,
+    LAYOUTS,
+    create,
+    data,
+    init,
+    loss_fn,
+    run,
+    shardings,
+)
+from optimizer_table import TABLE
+
+import jstep
+
+
+def test_checkpoints_go_from_one_layout_to_every_other(tmp_path):
+    """Saved under each, restored under each, bitwise."""
+    optimizer = jstep.adam(0.01)
+    makers = {
+        "one device": lambda: jstep.TrainState.create(init(), optimizer),
+        "fsdp": lambda: create("fsdp", optimizer),
+        "model": lambda: create("model", optimizer),
+    }
+    step = jstep.minimize(loss_fn, optimizer)
+    for source, make in makers.items():
+        state, _ = run(step, make(), steps=1)
+        with jstep.Saver(tmp_path / source) as saver:
+            saver.save(state)
+            for target, other in makers.items():
+                if target == source:
+                    continue
+                wanted = other()
+                restored = saver.restore(wanted)
+                jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
+                if target != "one device":
+                    assert shardings(restored) == shardings(wanted)
+                shapes = jax.eval_shape(lambda: jstep.TrainState.create(init(), optimizer))
+                if target == "fsdp":
+                    laid = jstep.shard_state(shapes, *[LAYOUTS["fsdp"][0]], **LAYOUTS["fsdp"][1])
+                    assert shardings(saver.restore(laid)) == shardings(wanted)
+
+
+def collectives(step, state, batch):
+    """(kind, shapes) of every collective in the compiled program."""
+    text = step.lower(state, *batch).compile().as_text()
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", text)
+    return [(kind, re.findall(r"\w+\[[\d,]*\]", shapes)) for shapes, kind in found]
+
+
+def test_data_parallel_has_one_reduction_and_nothing_else():
+    """All gradients and the loss in one message; clipping and averages add none."""
+    optimizer = TABLE["everything"].make(0.1)
+    state = jstep.TrainState.create(init, optimizer, mesh=DATA)
+    step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm", "param_norm"))
+    (kind, shapes), *rest = collectives(step, state, jstep.shard_batch(data(), DATA))
+    assert not rest
+    assert kind == "all-reduce"
+    sizes = sorted(math.prod(map(int, re.findall(r"\d+", shape.removeprefix("f32")))) for shape in shapes)
+    assert sizes == sorted([*(leaf.size for leaf in jax.tree.leaves(state.params)), 1])
+
+
+def test_zero1_gathers_each_parameter_once():
+    state = create("zero1", jstep.adam(0.1))
+    found = collectives(jstep.minimize(loss_fn, jstep.adam(0.1)), state, jstep.shard_batch(data(), DATA))
+    kinds = [kind for kind, _ in found]
+    assert kinds.count("all-reduce") == 1
+    assert kinds.count("all-gather") == 4  # every parameter but the scalar, whose slots are not split
+    assert set(kinds) == {"all-reduce", "all-gather"}
+
+
+def test_tensor_parallel_reduces_activations_and_gathers_nothing():
+    optimizer = jstep.adam(0.1)
+    state = jstep.TrainState.create(init, optimizer, mesh=BOTH, param_specs=COLUMNS_AND_ROWS)
+    found = collectives(jstep.minimize(loss_fn, optimizer), state, jstep.shard_batch(data(), BOTH))
+    assert [kind for kind, _ in found] == ["all-reduce"] * 2
+    assert sorted(len(shapes) for _, shapes in found) == [1, 6]  # rows of h @ x; the gradients and the loss

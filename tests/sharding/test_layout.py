@@ -1,0 +1,231 @@
+"""Where the leaves of a state and the rows of a batch lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import (
+    BOTH,
+    COLUMNS_AND_ROWS,
+    DATA,
+    assert_close,
+    create,
+    data,
+    init,
+    loss_fn,
+    predict,
+    shardings,
+)
+
+import jstep
+from jstep.core.meshes import auto_mesh
+
+
+def bytes_on(device, tree):
+    shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def test_bytes_on_each_device():
+    """Adam of 2048 + 256 numbers, all of which divide by 8."""
+    params = lambda: {"w": jnp.ones((64, 32)), "v": jnp.ones((32, 8))}  # noqa: E731
+    whole, step_bytes = 4 * (64 * 32 + 32 * 8), 4
+    layouts = {
+        "data": ({}, whole, 2 * whole),
+        "zero1": ({"slot_axis": "data"}, whole, 2 * whole // 8),
+        "fsdp": ({"param_specs": P("data")}, whole // 8, 2 * whole // 8),
+    }
+    for how, of_params, of_slots in layouts.values():
+        state = jstep.TrainState.create(params, jstep.adam(), mesh=DATA, **how)
+        step = jstep.minimize(lambda p, x: jnp.mean((x @ p["w"] @ p["v"]) ** 2), jstep.adam())
+        for _ in range(2):
+            for device in DATA.devices.flat:
+                assert bytes_on(device, state.params) == of_params
+                assert bytes_on(device, state.slots) == of_slots + step_bytes
+            state, _ = step(state, jstep.shard_batch(np.ones((8, 64), np.float32), DATA))
+
+
+def test_no_device_holds_a_whole_that_is_made_under_a_mesh():
+    """The program that makes it: results and everything between fit an eighth of the whole, and a bit."""
+    made = []
+
+    def big():
+        made.append(True)
+        keys = jax.random.split(jax.random.key(0), 4)
+        return [jax.random.normal(key, (1024, 512)) for key in keys]
+
+    held = {}
+
+    def watch(make, place, *given):
+        compiled = jax.jit(make, out_shardings=place(jax.eval_shape(make, *given))).lower(*given).compile()
+        held.update(memory=compiled.memory_analysis(), text=compiled.as_text())
+        return original(make, place, *given)
+
+    original, jstep.sharding.layout.build = jstep.sharding.layout.build, watch
+    try:
+        state = jstep.TrainState.create(big, jstep.adam(), mesh=DATA, param_specs=P("data"))
+    finally:
+        jstep.sharding.layout.build = original
+    whole = 3 * 4 * 4 * 1024 * 512  # parameters and two slots
+    memory = held["memory"]
+    assert memory.output_size_in_bytes < whole / 8 + 4096
+    assert memory.temp_size_in_bytes < whole / 8
+    assert "f32[1024,512]" not in held["text"]
+    assert bytes_on(DATA.devices.flat[0], state) < whole / 8 + 4096
+    # The numbers do not depend on how many devices make them.
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), jax.device_get(big()))
+
+
+def test_slots_lie_as_their_parameters_do():
+    def by_name(path, leaf):
+        return "one" if path == "a" else "other"
+
+    optimizer = jstep.with_moving_average(
+        jstep.partition({"one": jstep.adagrad(0.1), "other": jstep.scope("s", jstep.adam(0.1))}, by_name),
+        jstep.ExponentialMovingAverage(0.9),
+    )
+    state = create("model", optimizer, model_state={"deep": jnp.ones((8, 8)), "n": jnp.zeros((), jnp.int32)})
+    spec = lambda slot, path: jstep.get_slot(state, slot, path).sharding.spec  # noqa: E731
+    average = "ExponentialMovingAverage"
+    assert spec("one/accumulator", "a") == spec(average, "a") == state.params["a"].sharding.spec == P(None, "model")
+    assert spec("other/s/m", "bias") == P("model")
+    assert spec("other/s/m", "deep/x") == P("model")
+    assert spec("other/s/v", "deep/y") == P("data")  # replicated parameter: ZeRO-1, its largest dimension
+    assert state.params["deep"]["y"].sharding.spec == P()
+    assert spec("other/s/m", "scale") == P()
+    assert jstep.get_slot(state, "one/accumulator", "bias") is None
+    assert state.slots["model_state"]["deep"].sharding.spec == P()
+    assert state.slots["other/s/start_step"].sharding.spec == P()
+    assert state.global_step.sharding.spec == P()
+
+
+def test_model_state_that_looks_like_the_parameters_is_on_every_device():
+    state = jstep.TrainState.create({"w": jnp.ones(8)}, jstep.adam(), model_state={"w": jnp.ones(8)})
+    state = jstep.shard_state(state, DATA, P("data"))
+    assert state.slots["m"]["w"].sharding.spec == P("data")
+    assert state.slots["model_state"]["w"].sharding.spec == P()
+
+
+FORMS = {
+    "one for all": P("data"),
+    "a tree": {"w": P("data"), "v": {"k": P("data")}},
+    "a prefix": {"w": P("data"), "v": P("data")},
+    "None within": {"w": None, "v": {"k": P("data")}},
+    "rules": [("v/*", P("data")), ("*", P())],
+    "a tuple of rules": (("v/*", P("data")), ("v/k", P())),
+    "a function": lambda path, leaf: P("data") if path == "v/k" and leaf.shape == (8, 2) else None,
+}
+
+
+@pytest.mark.parametrize("specs", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("how", ["shard_state", "create", "create from a function", "shapes"])
+def test_every_form_of_param_specs(specs, how):
+    params = {"w": jnp.ones((16, 2)), "v": {"k": jnp.ones((8, 2))}}
+    if how == "shard_state":
+        state = jstep.shard_state(jstep.TrainState.create(params, jstep.adam()), DATA, specs)
+    elif how == "shapes":
+        state = jstep.shard_state(jax.eval_shape(lambda: jstep.TrainState.create(params, jstep.adam())), DATA, specs)
+    else:
+        given = params if how == "create" else lambda: params
+        state = jstep.TrainState.create(given, jstep.adam(), mesh=DATA, param_specs=specs)
+    all_of_them = isinstance(specs, P) or (isinstance(specs, dict) and specs["w"] is not None)
+    assert state.params["v"]["k"].sharding.spec == state.slots["m"]["v"]["k"].sharding.spec == P("data")
+    assert state.params["w"].sharding.spec == (P("data") if all_of_them else P())
+    assert set(state.params["w"].sharding.mesh.axis_types) == {AxisType.Auto}
+
+
+def test_fsdp_specs():
+    shapes = {"w": (64, 128), "tall": (256, 100), "odd": (63, 129), "square": (64, 64), "b": (8,), "s": ()}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    both = P(("data", "model"))
+    assert jstep.fsdp_specs(params, BOTH, axis=("data", "model"), min_size=1) == {
+        "w": P(None, *both),
+        "tall": both,
+        "odd": P(),
+        "square": both,
+        "b": both,
+        "s": P(),
+    }
+    by_default = jstep.fsdp_specs(params | {"big": jnp.ones((256, 256))}, DATA)
+    assert {name for name, spec in by_default.items() if spec != P()} == {"big"}
+    assert jstep.fsdp_specs(params, DATA, min_size=64 * 64)["square"] == P("data")
+    assert jstep.fsdp_specs(params, DATA, min_size=64 * 64 + 1)["square"] == P()
+
+
+def test_what_was_laid_out_survives_its_source_and_the_other_way():
+    """Donation takes the new state alone, whatever memory it might have shared."""
+    optimizer = jstep.adam(0.1)
+    step = jstep.minimize(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optimizer)
+    batch = jstep.shard_batch(np.ones((8, 16), np.float32), DATA)
+    array, zeros = np.ones((16, 4), np.float32), {"w": np.zeros((16, 4), np.float32)}
+    sources = [
+        jstep.TrainState.create({"w": jnp.ones((16, 4))}, optimizer),
+        jstep.TrainState.create({"w": jnp.ones((16, 4))}, optimizer, mesh=DATA),
+        jstep.TrainState({"w": array}, {"m": zeros, "v": zeros, "start_step": np.int32(0)}, np.int32(0)),
+    ]
+    for source in sources:
+        for laid in (
+            jstep.shard_state(source, DATA),
+            jstep.TrainState.create(source.params, optimizer, mesh=DATA),
+            jstep.TrainState.create(source.params, optimizer, mesh=DATA, copy=False),
+        ):
+            step(laid, batch)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(laid))
+            jax.tree.map(lambda leaf: np.asarray(leaf) + 1, source)  # none is deleted
+    laid = jstep.TrainState.create({"w": array}, optimizer, mesh=DATA)
+    array[:] = 7
+    assert float(laid.params["w"].max()) == 1
+
+
+def test_explicit_axes_are_taken_as_auto_axes():
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    optimizer = jstep.momentum(0.05, 0.9)
+    batches = jstep.batches(data(), 32, seed=2)
+    step = jstep.minimize(loss_fn, optimizer)
+    results = []
+    for mesh in (explicit, auto_mesh(explicit)):
+        made = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=COLUMNS_AND_ROWS, slot_axis="data")
+        moved = jstep.shard_state(jstep.TrainState.create(init(), optimizer), mesh, COLUMNS_AND_ROWS, slot_axis="data")
+        assert shardings(made) == shardings(moved)
+        where = NamedSharding(mesh, P("data"))
+        state = jstep.train(step, made, batches, 3, batch_sharding=where, progress=False)
+        state = jstep.train(step, state, batches, 6, batch_sharding=where, progress=False, steps_per_call=3)
+        with jax.set_mesh(auto_mesh(mesh)):
+            state = jstep.train(step, state, batches, 7, batch_sharding=P("data"), progress=False)
+        results.append(jax.device_get(state.params))
+    assert_close(results[0], results[1])
+
+
+def test_shard_batch():
+    batch = jstep.shard_batch({"x": np.arange(16.0).reshape(8, 2), "y": [1] * 8}["x"], BOTH, axis=("data", "model"))
+    assert batch.sharding.spec == P(("data", "model"))
+    assert [shard.data.shape for shard in batch.addressable_shards] == [(1, 2)] * 8
+    batch = jstep.shard_batch((np.arange(8), jnp.ones((8, 3))), BOTH, axis="model")
+    assert batch[0].sharding == batch[1].sharding == NamedSharding(auto_mesh(BOTH), P("model"))
+    np.testing.assert_array_equal(batch[0], np.arange(8))
+    again = jstep.shard_batch(batch, BOTH, axis="data")
+    assert again[1].sharding.spec == P("data")
+
+
+def test_batches_of_another_kind_need_no_other_step():
+    """The shardings of the first batch decide how microbatches are split; others still go through."""
+    optimizer = jstep.gradient_descent(0.1)
+
+    def loss(params, batch):
+        return jnp.mean((predict(params, batch["x"])) ** 2) + (jnp.mean(batch["y"]) if "y" in batch else 0.0)
+
+    step = jstep.minimize(loss, optimizer, num_microbatches=4)
+    state = jstep.TrainState.create(init, optimizer, mesh=DATA)
+    x = data()[0]
+    for batch in (
+        jstep.shard_batch({"x": x}, DATA),
+        jstep.shard_batch({"x": x, "y": x}, DATA),
+        {"x": x},
+        jstep.shard_batch({"x": x[:16]}, DATA),  # 4 rows in a microbatch, on 8 devices
+    ):
+        state, metrics = step(state, batch)
+        assert np.isfinite(float(metrics["loss"]))
+    few, _ = step(jstep.shard_state(state, DATA), jstep.shard_batch({"x": x[:16]}, DATA))
+    assert int(few.global_step) == 5

@@ -1,0 +1,110 @@
+"""States and batches over a mesh of 8 devices: the same training, laid out otherwise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import AUTO, DATA, LAYOUTS, assert_close, create, data, init, loss_fn, run, shardings
+from optimizer_table import TABLE
+
+import jstep
+from jstep.core.meshes import auto_mesh
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_training_equals_that_of_one_device(name, compilations):
+    """50 steps of every optimizer; one compilation, every leaf where it lay, the memory taken over."""
+    optimizer = TABLE[name].make(TABLE[name].rate)
+    alone = jstep.TrainState.create(init(), optimizer)
+    want, metrics = run(jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm")), alone)
+    # Each optimizer under one layout, in turn; the one with all there is under every one.
+    for layout in LAYOUTS if name == "everything" else [list(LAYOUTS)[list(TABLE).index(name) % 4]]:
+        mesh = LAYOUTS[layout][0]
+        step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm"))
+        state = create(layout, optimizer)
+        before, first = shardings(state), state
+        with compilations() as seen:
+            state, got = run(step, state, lambda batch, mesh=mesh: jstep.shard_batch(batch, mesh))
+        assert len(seen) == 1
+        assert step._cache_size() == 1
+        assert shardings(state) == before
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+        assert_close((state.params, state.slots), (want.params, want.slots))
+        assert_close((got["grad_norm"], got["param_norm"]), (metrics["grad_norm"], metrics["param_norm"]), rtol=1e-3)
+        assert int(state.global_step) == 50
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_microbatches_scans_and_random_numbers(layout):
+    mesh = LAYOUTS[layout][0]
+    optimizer = jstep.with_moving_average(
+        jstep.chain(jstep.clip_gradients(by_global_norm=0.05), jstep.adam(0.01)), jstep.ExponentialMovingAverage(0.9)
+    )
+
+    def noisy(params, x, y, rng):
+        return loss_fn(params, x + 0.1 * jax.random.normal(rng, x.shape), y), {"rows": x.shape[0] * jnp.ones(())}
+
+    step = jstep.minimize(noisy, optimizer, has_aux=True, num_microbatches=4, rng=jax.random.key(3))
+    want, metrics = run(step, jstep.TrainState.create(init(), optimizer), steps=12)
+    scanned = jstep.scan_steps(step)
+    state = create(layout, optimizer)
+    before = shardings(state)
+    batches = jstep.batches(data(), 32, seed=2)
+    for first in (0, 4, 8):
+        some = jax.tree.map(lambda *leaves: np.stack(leaves), *batches[first : first + 4])
+        rows = NamedSharding(auto_mesh(mesh), P(None, "data"))
+        state, got = scanned(state, *jax.device_put(some, rows))
+    assert shardings(state) == before
+    assert scanned._cache_size() == 1
+    assert_close((state.params, state.slots), (want.params, want.slots))
+    assert_close(got["loss"][-1], metrics["loss"])
+    assert float(got["rows"][-1]) == 8
+
+
+@pytest.mark.parametrize("specs", [None, P("data"), P(None, "data")])
+def test_sparse_rows_of_a_table(specs):
+    """Repeated rows, rows on every device, clipped by the norm of all."""
+    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=0.5), jstep.adagrad(0.1))
+
+    def looked_up(state, indices, targets):
+        grads = jax.grad(lambda rows: jnp.mean((rows - targets) ** 2))(state.params["table"][indices])
+        slices = jstep.IndexedSlices(grads, indices, (64, 8))
+        return jstep.apply_gradients(state, {"table": slices}, optimizer), {}
+
+    random = np.random.default_rng(4)
+    table = random.normal(size=(64, 8)).astype(np.float32)
+    batches = [
+        (random.integers(0, 64, 32).astype(np.int32), random.normal(size=(32, 8)).astype(np.float32)) for _ in range(50)
+    ]
+    want = jstep.TrainState.create({"table": table}, optimizer)
+    state = jstep.TrainState.create({"table": table}, optimizer, mesh=DATA, param_specs=specs, slot_axis="data")
+    before = shardings(state)
+    alone = jax.jit(looked_up)
+    step = jax.jit(looked_up, out_shardings=(before, None), donate_argnums=0)
+    for batch in batches:
+        want, _ = alone(want, *batch)
+        state, _ = step(state, *jstep.shard_batch(batch, DATA))
+    assert_close((state.params, state.slots), (want.params, want.slots))
+    assert shardings(state) == before
+
+
+def test_loop_with_several_steps_in_a_call(tmp_path):
+    """The same loop, one argument more."""
+    optimizer = jstep.momentum(0.05, 0.9)
+    batches = jstep.batches(data(), 32, seed=2)
+    want, _ = run(jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(init(), optimizer), steps=23)
+    state = jstep.train(
+        jstep.minimize(loss_fn, optimizer),
+        create("fsdp", optimizer),
+        batches,
+        23,
+        checkpoint_dir=tmp_path,
+        save_checkpoint_steps=10,
+        steps_per_call=4,
+        batch_sharding=NamedSharding(AUTO, P("data")),
+        progress=False,
+    )
+    assert_close(state.params, want.params)
+    assert jstep.Saver(tmp_path).all_steps() == [10, 20, 23]

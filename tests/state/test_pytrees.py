@@ -1,0 +1,216 @@
+"""Parameters of every kind people keep them in: containers, dataclasses, Equinox, Flax Linen and NNX."""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
+Y = jnp.sin(X[:, 0])
+EMA = jstep.ExponentialMovingAverage(0.9)
+
+
+class Layer(NamedTuple):
+    kernel: Any
+    bias: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Model:
+    layers: list[Layer]
+    scale: Any
+    name: str = dataclasses.field(default="model", metadata={"static": True})
+
+
+def layer(seed: int, n: int, m: int) -> Layer:
+    return Layer(jax.random.normal(jax.random.key(seed), (n, m)) / n**0.5, jnp.zeros(m))
+
+
+ONE, TWO = layer(0, 4, 8), layer(1, 8, 1)
+
+
+def predict(one: Layer, two: Layer, x: jax.Array) -> jax.Array:
+    h = jnp.tanh(x @ one.kernel + one.bias[None])
+    return (h @ two.kernel + two.bias[None])[:, 0]
+
+
+CONTAINERS = {
+    "dict": ({"one": dict(ONE._asdict()), "two": dict(TWO._asdict())}, "one/kernel"),
+    "list": ([ONE, [TWO]], "0/kernel"),
+    "tuple": ((ONE, (TWO, None)), "1/0/bias"),
+    "namedtuple": (Layer(ONE, TWO), "kernel/kernel"),
+    "ordered dict": (collections.OrderedDict(two=TWO, one=ONE), "one/kernel"),
+    "default dict": (collections.defaultdict(list, {"one": [ONE], "two": [TWO]}), "one/0/kernel"),
+    "dataclass": (Model([ONE, TWO], jnp.float32(1)), "layers/0/kernel"),
+    "dict of int keys": ({1: ONE, 2: TWO}, "1/kernel"),
+}
+
+
+def optimizers() -> list[jstep.Optimizer]:
+    return [
+        jstep.skip_nonfinite(
+            jstep.with_moving_average(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.01)), EMA)
+        ),
+        jstep.with_moving_average(
+            jstep.partition(
+                {"k": jstep.momentum(0.01, 0.9), "b": jstep.adagrad(0.1)},
+                lambda path, leaf: "b" if leaf.ndim < 2 else "k",
+            ),
+            EMA,
+        ),
+    ]
+
+
+def trains(params: Any, loss: Any, *args: Any, **kwargs: Any) -> jstep.TrainState:
+    """Both optimizers take steps that lower the loss and keep the tree as it is."""
+    for optimizer in optimizers():
+        state = jstep.TrainState.create(params, optimizer, **kwargs)
+        treedef = jax.tree.structure(state)
+        step = jstep.minimize(loss, optimizer, has_model_state=bool(kwargs))
+        first = None
+        for _ in range(20):
+            state, metrics = step(state, *args)
+            first = float(metrics["loss"]) if first is None else first
+        assert float(metrics["loss"]) < 0.9 * first
+        assert jax.tree.structure(state) == treedef
+        assert jax.tree.structure(jstep.averaged_params(state)) == jax.tree.structure(params)
+        assert type(state.params) is type(params)
+    return state
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers(name: str) -> None:
+    params, path = CONTAINERS[name]
+    treedef = jax.tree.structure(params)
+    places = jax.tree.leaves(jax.tree.unflatten(treedef, range(treedef.num_leaves)))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    find = {shape: i for i, shape in zip(places, shapes, strict=True)}
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        leaves = jax.tree.leaves(params)
+        one, two = (Layer(leaves[find[a.kernel.shape]], leaves[find[a.bias.shape]]) for a in (ONE, TWO))
+        return jnp.mean((predict(one, two, x) - y) ** 2)
+
+    trains(params, loss, X, Y)
+    state = jstep.TrainState.create(params, jstep.adam())
+    assert jstep.get_slot(state, "m", path) is not None
+    with pytest.raises(ValueError, match=r"nearest|paths are"):
+        jstep.compute_gradients(loss, var_list=[path + "x"])(params, X, Y)
+    _, grads = jstep.compute_gradients(loss, var_list=[path])(params, X, Y)
+    assert len(jax.tree.leaves(grads)) == 1
+
+
+def test_a_bare_array_and_a_bare_number() -> None:
+    for params in (jnp.ones(3), 2.0):
+        optimizer = jstep.with_moving_average(jstep.adam(0.1), EMA)
+        state = jstep.TrainState.create(params, optimizer)
+        state, metrics = jstep.minimize(lambda p: jnp.sum(p**2), optimizer, metrics=("grad_norm",))(state)
+        np.testing.assert_allclose(metrics["grad_norm"], 2 * np.linalg.norm(np.atleast_1d(params)), rtol=1e-6)
+        assert jstep.global_step(state) == 1
+        assert np.all(np.asarray(state.params) < np.asarray(params))
+
+
+def test_empty_trees_have_nothing_to_train() -> None:
+    state = jstep.TrainState.create({}, jstep.adam())
+    with pytest.raises(ValueError, match=r"No variables to optimize"):
+        jstep.minimize(lambda p: jnp.float32(1), jstep.adam())(state)
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        jstep.apply_gradients(state, {}, jstep.adam())
+
+
+def test_a_tree_of_bools_with_the_containers_of_params() -> None:
+    params = Model([ONE, TWO], jnp.float32(1))
+    flags = jax.tree.map(lambda leaf: leaf.ndim == 2, params)
+
+    def loss(params: Model) -> jax.Array:
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))
+
+    _, grads = jstep.compute_gradients(loss, var_list=flags)(params)
+    assert grads.scale is None
+    assert grads.layers[0].bias is None
+    assert grads.layers[0].kernel.shape == (4, 8)
+    assert grads.name == "model"
+
+
+# Equinox.
+
+
+def test_an_equinox_module() -> None:
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"params.*'activation'.*equinox\.partition"):
+        jstep.TrainState.create(model, jstep.adam())
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((jax.vmap(eqx.combine(params, static))(x)[:, 0] - y) ** 2)
+
+    state = trains(params, loss, X, Y)
+    assert jstep.get_slot(state, "k/momentum", "layers/0/weight").shape == (8, 4)
+    _, grads = jstep.compute_gradients(loss, var_list=["layers/*/bias"])(params, X, Y)
+    assert grads.layers[0].weight is None
+    assert grads.layers[0].bias is not None
+    frozen = jax.tree.map(lambda leaf: leaf.ndim == 2, params)
+    _, grads = jstep.compute_gradients(loss, var_list=frozen)(params, X, Y)
+    assert grads.layers[0].bias is None
+
+
+# Flax.
+
+
+def test_flax_linen_with_batch_norm() -> None:
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+            x = nn.Dense(8)(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+            return nn.Dense(1)(jnp.tanh(x))[:, 0]
+
+    net = Net()
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        variables = net.init(jax.random.key(0), X, train=False)
+
+        def loss(params: Any, model_state: Any, x: jax.Array, y: jax.Array) -> Any:
+            out, new = net.apply({"params": params, "batch_stats": model_state}, x, train=True, mutable=["batch_stats"])
+            return jnp.mean((out - y) ** 2), new["batch_stats"]
+
+        state = trains(variables["params"], loss, X, Y, model_state=variables["batch_stats"])
+    stats = state.slots["model_state"]["BatchNorm_0"]["mean"]
+    assert not np.allclose(stats, variables["batch_stats"]["BatchNorm_0"]["mean"])
+
+
+def test_flax_nnx() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    with jax.numpy_rank_promotion("allow"):
+
+        class Net(nnx.Module):
+            def __init__(self, rngs: Any) -> None:
+                self.one = nnx.Linear(4, 8, rngs=rngs)
+                self.two = nnx.Linear(8, 1, rngs=rngs)
+
+            def __call__(self, x: jax.Array) -> jax.Array:
+                return self.two(jnp.tanh(self.one(x)))[:, 0]
+
+        graph, params = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
+
+        def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            return jnp.mean((nnx.merge(graph, params)(x) - y) ** 2)
+
+        state = trains(params, loss, X, Y)
+        assert any(path.startswith("one/kernel") for path in _paths(state.params))
+        nnx.merge(graph, jstep.averaged_params(state))(X)
+
+
+def _paths(tree: Any) -> list[str]:
+    return [
+        jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]

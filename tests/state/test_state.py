@@ -1,0 +1,214 @@
+"""The state, and the one clock it carries."""
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+LAST = 2**31 - 1
+
+
+def plain(optimizer: Any = None, **kwargs: Any) -> jstep.TrainState:
+    return jstep.TrainState.create({"dense": {"kernel": jnp.ones((2, 3))}}, optimizer or jstep.adam(), **kwargs)
+
+
+def test_three_fields_no_more() -> None:
+    state = plain()
+    leaves, treedef = jax.tree.flatten(state)
+    assert [str(key[0]) for key, _ in jax.tree_util.tree_leaves_with_path(state)] == [
+        ".params",
+        ".slots",
+        ".slots",
+        ".slots",
+        ".global_step",
+    ]
+    assert isinstance(jax.tree.unflatten(treedef, leaves), jstep.TrainState)
+    assert {"params", "slots", "global_step"} == set(state.__dataclass_fields__)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+def test_paths_of_slots_are_those_of_params() -> None:
+    paths = [
+        jax.tree_util.keystr(k, simple=True, separator="/") for k, _ in jax.tree_util.tree_leaves_with_path(plain())
+    ]
+    assert "slots/m/dense/kernel" in paths
+    assert "slots/start_step" in paths
+
+
+def test_immutable_and_replace() -> None:
+    state = plain()
+    with pytest.raises(AttributeError):
+        state.global_step = 3
+    other = state.replace(global_step=jstep.create_global_step(3))
+    assert jstep.global_step(state) == 0
+    assert jstep.global_step(other) == 3
+    assert other.params is state.params
+    with pytest.raises(TypeError):
+        state.replace(step=3)
+
+
+def test_goes_through_jit_scan_pickle_and_copy() -> None:
+    state = plain(global_step=5)
+    doubled = jax.jit(lambda s: s.replace(params=jax.tree.map(lambda p: 2 * p, s.params)))(state)
+    np.testing.assert_array_equal(doubled.params["dense"]["kernel"], 2 * np.ones((2, 3)))
+    for again in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        assert jax.tree.structure(again) == jax.tree.structure(state)
+        assert jstep.global_step(again) == 5
+    host = jax.device_get(state)
+    assert isinstance(host.params["dense"]["kernel"], np.ndarray)
+    assert jstep.global_step(host) == 5
+
+
+def test_create_copies_so_that_params_survive_donation() -> None:
+    params = {"w": jnp.ones(3), "v": np.ones(3, np.float32)}
+    model_state = {"mean": jnp.zeros(3)}
+    state = jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), model_state=model_state)
+    params["v"][:] = 7  # NumPy's memory is the caller's
+    step = jstep.minimize(
+        lambda p, m, x: (jnp.sum(p["w"] * p["v"] * x), m), jstep.momentum(0.1, 0.9), has_model_state=True
+    )
+    step(state, jnp.ones(3))
+    np.testing.assert_array_equal(params["w"], 1.0)
+    np.testing.assert_array_equal(model_state["mean"], 0.0)
+    fresh = jstep.TrainState.create({"w": params["w"]}, jstep.adam())
+    assert fresh.params["w"] is not params["w"]
+
+
+def test_the_step_given_survives_donation() -> None:
+    given = jnp.int32(3)
+    state = plain(global_step=given)
+    jstep.minimize(lambda p: jnp.sum(p["dense"]["kernel"]), jstep.adam())(state)
+    assert int(given) == 3
+
+
+def test_one_array_in_two_places_can_be_donated() -> None:
+    shared = jnp.ones(3)
+    optimizer = jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.9))
+    state = jstep.TrainState.create({"a": shared, "b": shared}, optimizer)
+    step = jstep.minimize(lambda p: jnp.sum(p["a"] * p["b"]), optimizer)
+    state, _ = step(state)
+    state, _ = step(state)
+    assert jstep.global_step(state) == 2
+
+
+def test_copy_false_keeps_the_arrays() -> None:
+    params = {"w": jnp.ones(3)}
+    assert jstep.TrainState.create(params, jstep.adam(), copy=False).params["w"] is params["w"]
+    shared = jnp.ones(3)
+    with pytest.raises(ValueError, match=r"copy=False.*'params/a'.*'params/b'.*copy=True"):
+        jstep.TrainState.create({"a": shared, "b": shared}, jstep.adam(), copy=False)
+
+
+def test_numbers_become_arrays_of_a_strong_dtype() -> None:
+    state = jstep.TrainState.create({"a": 1.0, "b": 2, "c": True, "d": np.float32(3), "e": None}, jstep.adam())
+    dtypes = {k: (v.dtype, v.weak_type) for k, v in state.params.items() if v is not None}
+    assert dtypes == {
+        "a": (jnp.float32, False),
+        "b": (jnp.int32, False),
+        "c": (jnp.bool_, False),
+        "d": (jnp.float32, False),
+    }
+    assert state.params["e"] is None
+
+
+def test_model_state_is_a_slot_of_the_state_and_not_per_parameter() -> None:
+    state = plain(model_state={"mean": np.zeros(2, np.float32), "count": 0})
+    assert state.slots["model_state"]["count"].dtype == jnp.int32
+    assert jstep.get_slot_names(state) == ["m", "v"]
+    assert "model_state" not in plain().slots
+
+
+@pytest.mark.parametrize("step", [0, 5, np.int64(5), np.uint8(5), jnp.int32(5), LAST])
+def test_create_global_step(step: Any) -> None:
+    made = jstep.create_global_step(step)
+    assert isinstance(made, jax.Array)
+    assert made.shape == ()
+    assert made.dtype == jnp.int32
+    assert not made.weak_type
+    assert int(made) == int(step)
+    assert jstep.global_step(plain(global_step=step)) == int(step)
+    assert int(plain(global_step=step).slots["start_step"]) == int(step)
+
+
+def test_create_global_step_defaults_to_zero_and_may_be_traced() -> None:
+    assert int(jstep.create_global_step()) == 0
+    assert int(jax.jit(jstep.create_global_step)(3)) == 3
+    states = jax.vmap(lambda n: plain(global_step=n))(jnp.arange(3))
+    np.testing.assert_array_equal(states.global_step, [0, 1, 2])
+
+
+@pytest.mark.usefixtures("x64")
+def test_steps_are_int64_under_x64() -> None:
+    assert jstep.create_global_step(2**40).dtype == jnp.int64
+    assert jstep.global_step(jstep.increment_global_step(plain(global_step=2**40))) == 2**40 + 1
+
+
+def test_getters() -> None:
+    state = plain(global_step=4)
+    assert jstep.get_global_step(state) is state.global_step
+    assert jstep.get_or_create_global_step(state) is state.global_step
+    none = state.replace(global_step=None)
+    assert jstep.get_global_step(none) is None
+    made = jstep.get_or_create_global_step(none)
+    assert (int(made), made.dtype) == (0, jnp.int32)
+    assert type(jstep.global_step(state)) is int
+
+
+def test_increment() -> None:
+    state = plain(global_step=4)
+    assert jstep.global_step(jstep.increment_global_step(state)) == 5
+    assert jstep.global_step(jstep.increment_global_step(state, 10)) == 14
+    assert jstep.global_step(jstep.increment_global_step(state, np.int64(0))) == 4
+    assert jstep.global_step(state) == 4
+    assert jstep.global_step(jax.jit(jstep.increment_global_step)(state, 2)) == 6
+    assert jstep.increment_global_step(state).global_step.dtype == jnp.int32
+    assert jstep.increment_global_step(state).params is state.params
+
+
+def test_slots_by_name_and_path() -> None:
+    state = plain()
+    assert jstep.get_slot(state, "m") is state.slots["m"]
+    assert jstep.get_slot(state, "m", "dense/kernel") is state.slots["m"]["dense"]["kernel"]
+    assert jstep.get_slot(state, "nothing") is None
+    assert jstep.get_slot(state, "nothing", "dense/kernel") is None
+    assert jstep.get_slot(state, "m", "dense") is None
+    assert jstep.get_slot(state, "m", "dense/bias") is None
+    lists = jstep.TrainState.create({"layers": [{"w": 1.0}, {"w": 2.0}]}, jstep.adagrad(0.1, 0.5))
+    assert float(jstep.get_slot(lists, "accumulator", "layers/1/w")) == 0.5
+    bare = jstep.TrainState.create(jnp.ones(2), jstep.adam())
+    assert jstep.get_slot_names(bare) == ["m", "v"]
+    scalar = jstep.TrainState.create(1.0, jstep.adam())
+    assert jstep.get_slot_names(scalar) == ["m", "v"]
+    assert jstep.get_slot_names(plain(jstep.gradient_descent(0.1))) == []
+
+
+def test_repr_is_a_short_summary() -> None:
+    state = plain(global_step=12)
+    text = repr(state)
+    assert len(text.splitlines()) == 1
+    assert "12" in text  # the step
+    assert "6" in text  # numbers
+    assert "24 B" in text  # bytes
+    for name in ("m", "v"):
+        assert f"{name} (" in text
+    assert "Array(" not in text
+    big = jstep.TrainState.create({"w": jnp.ones((1000, 1000))}, jstep.adam())
+    assert "1,000,000" in repr(big)
+    assert "4 MB" in repr(big)
+
+
+def test_repr_survives_tracing_and_donation() -> None:
+    assert "TrainState" in repr(jax.eval_shape(plain))
+    seen = []
+    jax.jit(lambda s: seen.append(repr(s)))(plain())
+    assert "TrainState" in seen[0]
+    state = plain()
+    jstep.minimize(lambda p: jnp.sum(p["dense"]["kernel"]), jstep.adam())(state)
+    assert "TrainState" in repr(state)
+    assert "TrainState" in repr(plain().replace(global_step=None))

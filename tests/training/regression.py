@@ -1,0 +1,26 @@
+"""A small linear regression that the tests of training share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jstep
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+Y = X @ jnp.array([1.0, -2.0, 0.5])
+
+
+def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def fresh(optimizer: jstep.Optimizer, **kwargs: Any) -> jstep.TrainState:
+    return jstep.TrainState.create({"w": jnp.ones(3), "b": 0.5}, optimizer, **kwargs)
+
+
+def close(a: Any, b: Any, rtol: float = 1e-6) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-7)

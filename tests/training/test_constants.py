@@ -1,0 +1,105 @@
+"""Metrics that no step computes belong to the program that was traced with them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from regression import X, Y, fresh, loss_fn
+
+import jstep
+from jstep.training import scanned_step
+
+
+def by_shape(state: Any, x: jax.Array) -> Any:
+    """A step whose constant is another for each shape of its batch."""
+    return state, {"rows": np.float32(x.shape[0]), "mean": jnp.mean(x)}
+
+
+def test_constants_are_those_of_the_program_that_ran() -> None:
+    step = jstep.TrainStep(by_shape, donate=False)
+    state = fresh(jstep.gradient_descent(0.1))
+    seen = [float(step(state, jnp.ones(n))[1]["rows"]) for n in (2, 3, 2, 3)]
+    assert seen == [2, 3, 2, 3]
+    assert step.constant_metrics == {"rows"}
+    assert float(jstep.scan_steps(step)(state, jnp.ones((4, 5)))[1]["rows"][3]) == 5
+
+
+def test_plain_numbers_of_ones_own_are_constants() -> None:
+    base = jstep.gradient_descent(0.5)
+    mine = base._replace(hyperparameters=lambda step: {"a": 0.25, "b": np.float32(3), "c": 7, "d": True})
+    step = jstep.minimize(loss_fn, mine)
+    state, metrics = step(fresh(mine), X, Y)
+    assert step.constant_metrics == {"a", "b", "c", "d"}
+    assert {name: metrics[name].item() for name in "abcd"} == {"a": 0.25, "b": 3.0, "c": 7, "d": True}
+    assert all(isinstance(value, jax.Array) for value in metrics.values())
+    text = step.trace(state, X, Y)
+    assert jax.tree.structure(text.out_info[1]) == jax.tree.structure(metrics)
+
+
+def test_what_a_program_lowered_by_hand_returns_is_whole() -> None:
+    optimizer = jstep.adam(0.1)
+    step = jstep.minimize(loss_fn, optimizer)
+    state = fresh(optimizer)
+    _, metrics = step.lower(state, X, Y).compile()(fresh(optimizer), X, Y)
+    assert sorted(metrics) == sorted(step(state, X, Y)[1])
+
+
+def test_a_state_of_ones_own() -> None:
+    step = jstep.TrainStep(lambda state, x: ({"n": state["n"] + x}, {"k": 2}))
+    state = {"n": jnp.int32(0)}
+    for _ in range(2):
+        state, metrics = step(state, jnp.int32(3))
+    assert int(state["n"]) == 6
+    assert int(metrics["k"]) == 2
+
+
+# Several steps in a call, of the very step.
+
+
+def test_a_decorated_step_is_another_step() -> None:
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(loss_fn, optimizer)
+    scanned_step(step)
+
+    @functools.wraps(step)
+    def frozen(state: Any, *args: Any) -> Any:
+        new, metrics = step(state, *args)
+        return new.replace(params=state.params), metrics
+
+    state, _ = scanned_step(frozen)(fresh(optimizer), jnp.stack([X, X]), jnp.stack([Y, Y]))
+    np.testing.assert_array_equal(state.params["w"], 1.0)
+    assert jstep.global_step(state) == 2
+    assert scanned_step(frozen) is scanned_step(frozen) is not scanned_step(step)
+    batches = [(X, Y)] * 4
+    kept = jstep.train(frozen, fresh(optimizer), batches, 4, steps_per_call=2, progress=False)
+    np.testing.assert_array_equal(kept.params["w"], 1.0)
+
+
+def test_partial_and_bound_steps() -> None:
+    optimizer = jstep.gradient_descent(0.1)
+    pure = jstep.minimize(loss_fn, optimizer, jit=False)
+
+    class Trainer:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+        def step(self, state: Any, *args: Any) -> Any:
+            state, metrics = pure(state, *args)
+            return state, metrics | {"loss": metrics["loss"] * self.scale}
+
+    a, b = Trainer(1.0), Trainer(2.0)
+    stacked = jnp.stack([X, X]), jnp.stack([Y, Y])
+    losses = [scanned_step(of.step)(fresh(optimizer), *stacked)[1]["loss"] for of in (a, b)]
+    np.testing.assert_allclose(losses[1], 2 * losses[0])
+    partial = functools.partial(lambda k, state, *args: b.step(state, *args), 3)
+    np.testing.assert_allclose(scanned_step(partial)(fresh(optimizer), *stacked)[1]["loss"], losses[1])
+    assert scanned_step(partial) is scanned_step(partial)
+
+
+@pytest.mark.parametrize("donate", ["yes", 1, None])
+def test_donate_is_a_bool(donate: Any) -> None:
+    with pytest.raises(TypeError, match=r"donate=.*: must be True or False"):
+        jstep.TrainStep(by_shape, donate=donate)

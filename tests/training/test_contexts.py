@@ -1,0 +1,137 @@
+"""Steps inside the contexts that callers set: meshes, guards, keys, checks."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+ROWS = np.linspace(0.1, 1, 32, dtype=np.float32).reshape(8, 4)
+FIRST = np.ones((4, 2), np.float32)
+KEY = jax.random.key(0)
+EXPLICIT = jax.make_mesh((8,), ("data",))
+AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+OPTIMIZER = jstep.adam(jstep.exponential_decay(0.1, 10, 0.5))
+CONSTANT = jstep.momentum(0.1, 0.9)
+HOW = {"mesh": EXPLICIT, "slot_axis": "data"}
+
+
+def loss_fn(params: Any, x: Any) -> jax.Array:
+    return jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+
+
+def make(optimizer: jstep.Optimizer = OPTIMIZER, **how: Any) -> jstep.TrainState:
+    return jstep.TrainState.create({"w": FIRST, "b": np.zeros(2, np.float32)}, optimizer, **how)
+
+
+def trained(
+    state: jstep.TrainState, optimizer: jstep.Optimizer = OPTIMIZER, *, by_hand: bool = True, **kwargs: Any
+) -> Any:
+    """Steps: one alone, two in a call, and one by hand."""
+    step = jstep.minimize(loss_fn, optimizer, metrics="grad_norm", **kwargs)
+    state, metrics = step(state, ROWS)
+    state, metrics = jstep.scan_steps(step)(state, np.stack([ROWS, ROWS]))
+    if not by_hand:
+        return jax.device_get((state, metrics))
+    _, grads = jstep.compute_gradients(loss_fn)(state.params, ROWS)
+    grads, _ = jstep.clip_by_global_norm(grads, 100.0)
+    return jax.device_get(jstep.apply_gradients(state, grads, optimizer)), jax.device_get(metrics)
+
+
+WANT = trained(make())
+
+
+@pytest.mark.parametrize("mesh", [EXPLICIT, AUTO], ids=["explicit", "auto"])
+@pytest.mark.parametrize("how", [{}, HOW], ids=["one device", "a mesh"])
+def test_a_mesh_that_is_set(mesh: Any, how: Any) -> None:
+    with jax.set_mesh(mesh):
+        got = trained(make(**how))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, WANT)
+
+
+def test_an_explicit_mesh_that_is_set_and_left(compilations: Any) -> None:
+    step = jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, donate=False)
+    batch = jstep.shard_batch(np.concatenate([ROWS, ROWS]), EXPLICIT)
+    state, _ = step(make(**HOW), batch)
+    with jax.set_mesh(EXPLICIT):
+        state, _ = step(state, batch)
+        laid = jstep.shard_state(make(), EXPLICIT, [("w", P())], slot_axis="data")
+        made = jstep.TrainState.create(lambda: {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}, OPTIMIZER, **HOW)
+        for other in (laid, made):
+            assert jax.tree.leaves(step(other, batch)[0].params)[0].sharding.mesh == AUTO
+        jstep.increment_global_step(state)
+    assert jstep.global_step(step(state, batch)[0]) == 3
+    with compilations() as seen:
+        step(state, batch)
+    assert not seen
+
+
+def test_arrays_on_explicit_axes_are_taken_as_on_auto_ones() -> None:
+    batch = jax.device_put(ROWS, NamedSharding(EXPLICIT, P("data")))
+    params = jax.device_put({"w": FIRST, "b": np.zeros(2, np.float32)}, NamedSharding(EXPLICIT, P()))
+    step = jstep.minimize(loss_fn, OPTIMIZER)
+    state, _ = step(make(**HOW), batch)
+    state, _ = step(state, batch)
+    other = jstep.TrainState.create(params, OPTIMIZER)
+    with jax.set_mesh(EXPLICIT):
+        for _ in range(2):
+            other, _ = step(other, batch)
+        keyed = jstep.minimize(lambda p, x, rng: loss_fn(p, x), OPTIMIZER, rng=jax.random.key(1))
+        keyed(other, batch)
+    np.testing.assert_allclose(np.asarray(state.params["w"]), np.asarray(params["w"]) - 0.2, atol=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, CONSTANT], ids=["a schedule", "constants"])
+@pytest.mark.parametrize("how", [{}, HOW], ids=["one device", "a mesh"])
+def test_a_transfer_guard_lets_states_and_numpy_batches_pass(optimizer: jstep.Optimizer, how: Any) -> None:
+    with jax.transfer_guard("disallow"):
+        state = make(optimizer, **how)
+        state, metrics = trained(jstep.shard_state(state, EXPLICIT) if how else state, optimizer, by_hand=False)
+        keyed = jstep.minimize(lambda p, x, rng: loss_fn(p, x), optimizer, rng=KEY)
+        keyed(make(optimizer, **how), ROWS)
+    assert int(state.global_step) == 3
+    assert float(metrics["learning_rate"][0]) > 0
+
+
+def test_the_users_functions_see_the_guard() -> None:
+    def transferring(params: Any, x: Any) -> jax.Array:
+        with jax.ensure_compile_time_eval():
+            return loss_fn(params, x) * jnp.asarray(np.float32(2)).item()
+
+    step = jstep.minimize(transferring, OPTIMIZER)
+    state = make()
+    with jax.transfer_guard("disallow"), pytest.raises(RuntimeError, match="Disallowed"):
+        step(state, ROWS)
+    with jax.transfer_guard("disallow"), pytest.raises(RuntimeError, match="Disallowed"):
+        jstep.TrainState.create(lambda: {"w": jnp.asarray(np.float32(2)) + 1}, OPTIMIZER)
+    step(state, ROWS)
+
+
+CONTEXTS = {
+    "rbg": lambda: jax.default_prng_impl("rbg"),
+    "x64": lambda: jax.enable_x64(True),
+    "nans": lambda: jax.debug_nans(True),
+    "leaks": lambda: jax.checking_leaks(),
+    "no jit": lambda: jax.disable_jit(),
+    "precision": lambda: jax.default_matmul_precision("float32"),
+    "device": lambda: jax.default_device(jax.devices()[1]),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("how", [{}, HOW], ids=["one device", "a mesh"])
+def test_other_contexts(name: str, how: Any) -> None:
+    context: contextlib.AbstractContextManager[Any] = CONTEXTS[name]()
+    with context:
+        keyed = jstep.minimize(
+            lambda p, x, rng: loss_fn(p, x + 0 * jax.random.normal(rng, x.shape, x.dtype)), OPTIMIZER, rng=KEY
+        )
+        keyed(make(**how), ROWS)
+        got = trained(make(**how), num_microbatches=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), got, WANT)

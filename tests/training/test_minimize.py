@@ -1,0 +1,254 @@
+"""The step's meaning: one clock, metrics, variables, model state, keys, microbatches."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from regression import X, Y, close, fresh, loss_fn
+
+import jstep
+
+
+def test_minimize_is_compute_then_apply() -> None:
+    optimizer = jstep.adam(0.1)
+    state, metrics = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
+    loss, grads = jstep.compute_gradients(loss_fn)(fresh(optimizer).params, X, Y)
+    close(state, jstep.apply_gradients(fresh(optimizer), grads, optimizer), 1e-5)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    pure, again = jstep.minimize(loss_fn, optimizer, jit=False)(fresh(optimizer), X, Y)
+    close(pure, state, 1e-5)
+    assert again.keys() == metrics.keys()
+
+
+def test_the_first_minute() -> None:
+    """What a newcomer types."""
+    optimizer = jstep.adam(jstep.exponential_decay(0.1, 100, 0.9, staircase=True))
+    state = fresh(optimizer)
+    train_step = jstep.minimize(loss_fn, optimizer)
+    first = None
+    for _ in range(200):
+        state, metrics = train_step(state, X, Y)
+        first = metrics["loss"] if first is None else first
+    assert jstep.global_step(state) == 200
+    assert float(metrics["loss"]) < 1e-3 * float(first)
+
+
+def test_apply_gradients_is_pure() -> None:
+    optimizer = jstep.momentum(0.1, 0.9)
+    state = fresh(optimizer)
+    grads = {"w": jnp.ones(3), "b": jnp.float32(1)}
+    one, two = (jstep.apply_gradients(state, grads, optimizer) for _ in range(2))
+    close(one, two)
+    np.testing.assert_array_equal(state.params["w"], 1.0)
+    assert jstep.global_step(state) == 0
+
+
+# One clock.
+
+
+def test_everything_reads_the_step_before_the_update() -> None:
+    """At N → N+1: the schedule sees N, the metrics report that value, the state counts N + 1."""
+    schedule = jstep.piecewise_constant([6], [1.0, 0.25])
+    optimizer = jstep.gradient_descent(schedule)
+    step = jstep.minimize(lambda p: jnp.sum(p["w"]) + p["b"], optimizer)
+    state = fresh(optimizer, global_step=6)
+    state, metrics = step(state)
+    assert float(metrics["learning_rate"]) == 1.0
+    np.testing.assert_array_equal(state.params["w"], 0.0)
+    assert jstep.global_step(state) == 7
+    state, metrics = step(state)
+    assert float(metrics["learning_rate"]) == 0.25
+    np.testing.assert_array_equal(state.params["w"], -0.25)
+
+
+def test_a_step_that_is_not_counted_leaves_the_clock() -> None:
+    optimizer = jstep.gradient_descent(jstep.exponential_decay(0.1, 1, 0.5))
+    step = jstep.minimize(loss_fn, optimizer, increment_global_step=False)
+    state = fresh(optimizer)
+    for _ in range(3):
+        state, metrics = step(state, X, Y)
+        np.testing.assert_allclose(metrics["learning_rate"], 0.1, rtol=1e-6)
+    assert jstep.global_step(state) == 0
+    grads = {"w": jnp.ones(3), "b": jnp.float32(1)}
+    assert jstep.global_step(jstep.apply_gradients(state, grads, optimizer, increment_global_step=False)) == 0
+
+
+def test_skipped_updates_advance_the_step_but_not_the_age() -> None:
+    optimizer = jstep.skip_nonfinite(jstep.adam(0.1))
+    good, bad = ({"w": jnp.full(3, g), "b": jnp.float32(1)} for g in (0.5, np.nan))
+
+    def run(grads: Any) -> jstep.TrainState:
+        state = fresh(optimizer)
+        for g in grads:
+            state = jstep.apply_gradients(state, g, optimizer)
+        return state
+
+    skipped, plain = run([bad, good, bad, bad, good]), run([good, good])
+    close(skipped.params, plain.params)
+    close([skipped.slots[k] for k in "mv"], [plain.slots[k] for k in "mv"])
+    assert jstep.global_step(skipped) == 5
+    assert int(skipped.slots["start_step"]) == 3
+    inf = jstep.apply_gradients(plain, {"w": jnp.array([0.0, jnp.inf, 0.0]), "b": None}, optimizer)
+    close(inf.params, plain.params)
+
+
+def test_interrupted_runs_continue_bit_for_bit() -> None:
+    optimizer = jstep.with_moving_average(
+        jstep.adam(jstep.cosine_decay(0.1, 50)), jstep.ExponentialMovingAverage(0.9, True, True)
+    )
+
+    def noisy(params: Any, x: jax.Array, y: jax.Array, *, rng: jax.Array) -> jax.Array:
+        return loss_fn(params, x + 0.1 * jax.random.normal(rng, x.shape), y)
+
+    step = jstep.minimize(noisy, optimizer, rng=jax.random.key(0))
+    straight = fresh(optimizer)
+    for _ in range(6):
+        straight, _ = step(straight, X, Y)
+    broken = fresh(optimizer)
+    for _ in range(3):
+        broken, _ = step(broken, X, Y)
+    broken = jax.tree.map(jnp.asarray, jax.device_get(broken))
+    for _ in range(3):
+        broken, _ = step(broken, X, Y)
+    for a, b in zip(jax.tree.leaves(straight), jax.tree.leaves(broken), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# Metrics.
+
+
+def test_metrics_hold_the_loss_and_every_hyperparameter() -> None:
+    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=0.5), jstep.adam(0.1))
+    for jit in (True, False):
+        _, metrics = jstep.minimize(loss_fn, optimizer, jit=jit)(fresh(optimizer), X, Y)
+        assert sorted(metrics) == ["beta1", "beta2", "clip_by_global_norm", "epsilon", "learning_rate", "loss"]
+        assert all(isinstance(value, jax.Array) and value.shape == () for value in metrics.values())
+        np.testing.assert_allclose([metrics[k] for k in ("beta1", "clip_by_global_norm")], [0.9, 0.5], rtol=1e-6)
+
+
+def test_norms_on_request() -> None:
+    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=0.5), jstep.gradient_descent(2.0))
+    step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm", "param_norm"))
+    _, grads = jstep.compute_gradients(loss_fn)(fresh(optimizer).params, X, Y)
+    state, metrics = step(fresh(optimizer), X, Y)
+    np.testing.assert_allclose(metrics["grad_norm"], jstep.global_norm(grads), rtol=1e-5)  # raw: before the clip
+    np.testing.assert_allclose(metrics["update_norm"], 1.0, rtol=1e-5)  # as added
+    np.testing.assert_allclose(metrics["param_norm"], jstep.global_norm(state.params), rtol=1e-5)  # the new ones
+
+
+def test_norms_leave_integers_and_missing_gradients_out() -> None:
+    optimizer = jstep.gradient_descent(1.0)
+    params = {"w": jnp.array([3.0]), "n": jnp.array([100]), "k": jax.random.key(0), "f": jnp.array([4.0])}
+    state = jstep.TrainState.create(params, optimizer)
+    step = jstep.minimize(
+        lambda p: jnp.sum(p["w"] * p["f"]), optimizer, var_list=["w"], metrics=("grad_norm", "param_norm")
+    )
+    state, metrics = step(state)
+    assert float(metrics["grad_norm"]) == 4.0
+    np.testing.assert_allclose(metrics["param_norm"], np.hypot(-1.0, 4.0), rtol=1e-6)
+
+
+def test_aux_joins_the_metrics() -> None:
+    optimizer = jstep.gradient_descent(0.1)
+
+    def mapping(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        return loss_fn(params, x, y), {"accuracy": jnp.float32(0.5), "logits": x}
+
+    def other(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        return loss_fn(params, x, y), (x, 3)
+
+    _, metrics = jstep.minimize(mapping, optimizer, has_aux=True)(fresh(optimizer), X, Y)
+    assert sorted(metrics) == ["accuracy", "learning_rate", "logits", "loss"]
+    assert metrics["logits"].shape == X.shape
+    _, metrics = jstep.minimize(other, optimizer, has_aux=True)(fresh(optimizer), X, Y)
+    assert sorted(metrics) == ["aux", "learning_rate", "loss"]
+    assert int(metrics["aux"][1]) == 3
+
+
+# Variables and model state.
+
+
+def test_var_list_leaves_the_rest_as_it_is() -> None:
+    optimizer = jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9))
+    state, _ = jstep.minimize(loss_fn, optimizer, var_list=["w"])(fresh(optimizer), X, Y)
+    assert float(state.params["b"]) == 0.5
+    assert float(state.slots["m"]["b"]) == 0.0
+    assert np.all(np.asarray(state.params["w"]) != 1.0)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+def test_model_state_passes_through(has_aux: bool, n: int) -> None:
+    optimizer = jstep.gradient_descent(0.1)
+
+    def loss(params: Any, model_state: Any, x: jax.Array, y: jax.Array) -> Any:
+        new = {"mean": 0.5 * model_state["mean"] + 0.5 * jnp.mean(x), "batches": model_state["batches"] + 1}
+        value = loss_fn(params, x, y) + 0.0 * model_state["mean"]
+        return value, ((new, {"seen": jnp.int32(x.shape[0])}) if has_aux else new)
+
+    state = fresh(optimizer, model_state={"mean": 0.0, "batches": 0})
+    step = jstep.minimize(loss, optimizer, has_model_state=True, has_aux=has_aux, num_microbatches=n)
+    plain = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)[0]
+    state, metrics = step(state, X, Y)
+    close(state.params, plain.params, 1e-5)
+    mean = 0.0
+    for part in np.split(np.asarray(X), n):
+        mean = 0.5 * mean + 0.5 * part.mean()
+    np.testing.assert_allclose(state.slots["model_state"]["mean"], mean, rtol=1e-5)
+    assert int(state.slots["model_state"]["batches"]) == n
+    if has_aux:
+        assert int(metrics["seen"]) == 8
+    state, _ = step(state, X, Y)
+    assert int(state.slots["model_state"]["batches"]) == 2 * n
+
+
+def test_model_state_keeps_its_dtypes() -> None:
+    def loss(params: Any, model_state: Any, x: jax.Array) -> Any:
+        return jnp.sum(params["w"]) + 0.0 * params["b"], model_state.astype(jnp.float32) + 0.5
+
+    optimizer = jstep.gradient_descent(0.1)
+    state = fresh(optimizer, model_state=jnp.zeros(2, jnp.bfloat16))
+    state, _ = jstep.minimize(loss, optimizer, has_model_state=True)(state, X)
+    assert state.slots["model_state"].dtype == jnp.bfloat16
+
+
+# Keys.
+
+
+def test_rng_is_a_function_of_the_step() -> None:
+    key, optimizer = jax.random.key(7), jstep.gradient_descent(0.0)
+
+    def loss(params: Any, *, rng: jax.Array) -> Any:
+        return jnp.sum(params["w"]) + params["b"], {"draw": jax.random.uniform(rng)}
+
+    step = jstep.minimize(loss, optimizer, has_aux=True, rng=key)
+    state = fresh(optimizer, global_step=3)
+    for n in (3, 4):
+        state, metrics = step(state)
+        assert float(metrics["draw"]) == float(jax.random.uniform(jax.random.fold_in(key, n)))
+
+
+def test_rng_of_a_microbatch() -> None:
+    key, optimizer = jax.random.key(7), jstep.gradient_descent(0.0)
+
+    def loss(params: Any, x: jax.Array, *, rng: jax.Array) -> Any:
+        return jnp.sum(params["w"]) * jnp.mean(x), {"draw": jax.random.uniform(rng)}
+
+    step = jstep.minimize(loss, optimizer, has_aux=True, rng=key, num_microbatches=2)
+    _, metrics = step(fresh(optimizer, global_step=3), X)
+    draws = [jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 3), i)) for i in range(2)]
+    np.testing.assert_allclose(metrics["draw"], np.mean(draws), rtol=1e-6)
+
+
+# Microbatches.
+
+
+def test_microbatches_are_one_update() -> None:
+    optimizer = jstep.adam(0.1)
+    whole, one = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
+    parts, many = jstep.minimize(loss_fn, optimizer, num_microbatches=4)(fresh(optimizer), X, Y)
+    close(parts.params, whole.params, 1e-4)
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
+    assert jstep.global_step(parts) == 1

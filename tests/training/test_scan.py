@@ -1,0 +1,59 @@
+"""Several steps in one call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from regression import close, fresh, loss_fn
+
+import jstep
+
+
+def stacked(k: int) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(k, 8, 3)), jnp.float32)
+    return x, x @ jnp.array([1.0, -2.0, 0.5])
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_scan_steps_is_k_steps(jit: bool) -> None:
+    optimizer = jstep.adam(jstep.exponential_decay(0.1, 3, 0.5))
+    step = jstep.minimize(loss_fn, optimizer, jit=jit)
+    xs, ys = stacked(4)
+    state, rates = fresh(optimizer), []
+    for x, y in zip(xs, ys, strict=True):
+        state, metrics = step(state, x, y)
+        rates.append(float(metrics["learning_rate"]))
+    scanned, all_metrics = jstep.scan_steps(step)(fresh(optimizer), xs, ys)
+    close(scanned, state, 1e-4)
+    np.testing.assert_allclose(all_metrics["learning_rate"], rates, rtol=1e-6)
+    assert all(value.shape == (4,) for value in all_metrics.values())
+    assert sorted(all_metrics) == sorted(metrics)
+
+
+def test_scan_steps_donates_and_takes_trees() -> None:
+    optimizer = jstep.adam(0.1)
+    step = jstep.minimize(lambda p, batch: loss_fn(p, *batch), optimizer)
+    state = fresh(optimizer)
+    new, _ = jstep.scan_steps(step)(state, stacked(3))
+    assert jstep.global_step(new) == 3
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_scan_steps_without_args() -> None:
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2) + p["b"] ** 2, optimizer)
+    state, metrics = jstep.scan_steps(step, length=5)(fresh(optimizer))
+    assert jstep.global_step(state) == 5
+    assert metrics["loss"].shape == (5,)
+
+
+def test_scanned_calls_of_different_lengths_have_metrics_of_their_own_length() -> None:
+    optimizer = jstep.adam(0.1)
+    step = jstep.minimize(lambda p, x: jnp.sum((p["w"] - x) ** 2), optimizer)
+    many = jstep.scan_steps(step)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+    for k in (3, 5, 3):
+        state, metrics = many(state, jnp.ones((k, 2)))
+        assert {value.shape for value in metrics.values()} == {(k,)}
+    assert many.constant_metrics == {"learning_rate", "beta1", "beta2", "epsilon"}

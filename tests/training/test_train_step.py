@@ -1,0 +1,78 @@
+"""The compiled step: compiled once, donated, inside other transformations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from regression import X, Y, close, fresh, loss_fn
+
+import jstep
+
+
+def test_a_second_call_compiles_nothing(compilations: Any) -> None:
+    optimizer = jstep.chain(jstep.clip_gradients(by_norm=1.0), jstep.rmsprop(jstep.linear_warmup(0.1, 10)))
+    traces = []
+
+    def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> Any:
+        traces.append(1)
+        return loss_fn(params, *batch) + 0 * jax.random.uniform(rng), (model_state, {"n": 1})
+
+    step = jstep.minimize(
+        loss, optimizer, has_aux=True, has_model_state=True, rng=jax.random.key(0), metrics=("grad_norm",)
+    )
+    many = jstep.scan_steps(step)
+    state = fresh(optimizer, model_state={"mean": 0.0, "count": 0, "list": [1.0]})
+    batch, stack = (X, Y), (jnp.stack([X, X]), jnp.stack([Y, Y]))
+    state, _ = step(state, batch)
+    state, _ = many(state, stack)
+    before = len(traces)
+    with compilations() as seen:
+        for _ in range(2):
+            state, _ = step(state, batch)
+            state, _ = many(state, stack)
+    assert seen == []
+    assert len(traces) == before
+    assert jstep.global_step(state) == 9
+
+
+def test_the_state_is_donated_unless_told() -> None:
+    optimizer = jstep.adam(0.1)
+    state = fresh(optimizer)
+    new, _ = jstep.minimize(loss_fn, optimizer)(state, X, Y)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
+    kept = fresh(optimizer)
+    jstep.minimize(loss_fn, optimizer, donate=False)(kept, X, Y)
+    jstep.minimize(loss_fn, optimizer, jit=False)(kept, X, Y)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
+
+
+def test_a_donated_state_used_again_is_explained() -> None:
+    optimizer = jstep.adam(0.1)
+    state, step = fresh(optimizer), jstep.minimize(loss_fn, optimizer)
+    step(state, X, Y)
+    with pytest.raises(RuntimeError, match=r"donated.*donate=False"):
+        step(state, X, Y)
+
+
+def test_lowering_and_tracing() -> None:
+    optimizer = jstep.adam(0.1)
+    step = jstep.minimize(loss_fn, optimizer)
+    shapes = jax.eval_shape(lambda: fresh(optimizer))
+    compiled = step.lower(shapes, X, Y).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes > 0
+    assert step.eval_shape(shapes, X, Y)[0].params["w"].shape == (3,)
+    assert "minimize" not in repr(step) or "TrainStep" in repr(step)
+
+
+def test_a_step_inside_other_transformations() -> None:
+    optimizer = jstep.adam(0.1)
+    step = jstep.minimize(loss_fn, optimizer)
+    state, _ = jax.jit(step)(fresh(optimizer), X, Y)
+    close(state.params, step(fresh(optimizer), X, Y)[0].params, 1e-5)
+    several = jax.vmap(lambda w: jstep.TrainState.create({"w": w, "b": 0.5}, optimizer))(jnp.eye(3))
+    states, metrics = jax.vmap(step, in_axes=(0, None, None))(several, X, Y)
+    np.testing.assert_array_equal(states.global_step, [1, 1, 1])
+    assert metrics["loss"].shape == (3,)

@@ -1,0 +1,67 @@
+"""Steps of composed optimizers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from regression import X, Y, fresh, loss_fn
+
+import jstep
+
+
+def test_partition_gives_each_label_its_own_optimizer() -> None:
+    optimizer = jstep.partition(
+        {"fast": jstep.gradient_descent(1.0), "slow": jstep.momentum(0.1, 0.9)},
+        lambda path, leaf: "fast" if leaf.ndim else "slow",
+    )
+    state = fresh(optimizer)
+    state = jstep.apply_gradients(state, {"w": jnp.ones(3), "b": jnp.float32(1)}, optimizer)
+    np.testing.assert_allclose(state.params["w"], 0.0)
+    np.testing.assert_allclose(state.params["b"], 0.4, rtol=1e-6)
+    assert jstep.get_slot_names(state) == ["slow/momentum"]
+    assert jstep.get_slot(state, "slow/momentum", "w") is None
+    only = jstep.apply_gradients(state, {"w": jnp.ones(3), "b": None}, optimizer)
+    assert float(only.params["b"]) == float(state.params["b"])
+
+
+def test_a_chain_passes_updates_on() -> None:
+    """Momentum, then a clip of what momentum made: the elements act in order."""
+    first = jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.gradient_descent(2.0))
+    last = jstep.chain(jstep.gradient_descent(2.0), jstep.clip_gradients(by_value=1.0))
+    grads = {"w": jnp.full(3, 5.0), "b": jnp.float32(0.25)}
+    a, b = (jstep.apply_gradients(fresh(o), grads, o).params for o in (first, last))
+    np.testing.assert_allclose(a["w"], 1 - 2.0)
+    np.testing.assert_allclose(b["w"], 1 - 1.0)
+    np.testing.assert_allclose([a["b"], b["b"]], [0.0, 0.0])
+
+
+def test_nested_names() -> None:
+    optimizer = jstep.chain(
+        jstep.scope("outer", jstep.chain(jstep.scope("inner", jstep.adam(0.1)))),
+        jstep.scope("second", jstep.momentum(1.0, 0.5)),
+    )
+    state = fresh(optimizer)
+    assert jstep.get_slot_names(state) == ["outer/inner/m", "outer/inner/v", "second/momentum"]
+    assert "outer/inner/start_step" in state.slots
+    assert "outer/inner/beta1" in optimizer.hyperparameters(0)
+    jstep.minimize(loss_fn, optimizer)(state, X, Y)
+
+
+def test_an_optimizer_of_ones_own() -> None:
+    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+        count = jax.tree.map(lambda c: c + 1, slots["count"])
+        return jax.tree.map(lambda g: -jnp.sign(g), updates), {"count": count}
+
+    mine = jstep.Optimizer(
+        lambda params, global_step=0: {"count": jax.tree.map(jnp.zeros_like, params)},
+        update,
+        lambda step: {"mine": 1.0},
+    )
+    optimizer = jstep.with_moving_average(
+        jstep.chain(jstep.clip_gradients(by_norm=1.0), mine), jstep.ExponentialMovingAverage(0.5)
+    )
+    state, metrics = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
+    assert float(state.slots["count"]["b"]) == 1.0
+    assert float(metrics["mine"]) == 1.0
+    assert set(np.abs(np.asarray(state.params["w"]) - 1)) == {1.0}
