@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.clipping.parts import check_clip_norm, map_leaves, number, root, scale, sum_of_squares
+from jstep.clipping.norms import norm_of, scaled
+from jstep.clipping.parts import check_clip_norm, map_leaves, number
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
+from jstep.core.meshes import own_work
 from jstep.core.types import Array, Number
 
 
+@own_work()
 def global_norm(tree: Any) -> Array:
     """√(Σ ‖leaf‖²) over all leaves.
 
@@ -19,7 +22,8 @@ def global_norm(tree: Any) -> Array:
         tree: An array or a tree of arrays. Repeated rows of an `IndexedSlices` add up first.
 
     Returns:
-        A float32 scalar (float64 where a leaf is); 0 for a tree without leaves.
+        A float32 scalar (float64 where a leaf is); 0 for a tree without leaves. What the dtype can hold never
+        overflows on the way. A complex leaf counts by its absolute values.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -28,20 +32,19 @@ def global_norm(tree: Any) -> Array:
 
     Source: `tf.global_norm`.
     """
-    total = jnp.zeros((), jnp.float32)
+    arrays = []
     for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
         if trees.is_none(x):
             continue
         path = trees.path_str(keys)
         array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, "global_norm")
-        array = array if trees.is_floating(array.dtype) else array.astype(jnp.float32)
+        array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
         # Behind a barrier, or an optimizer's own g² would be taken for the same array and kept in memory for both.
-        square = sum_of_squares(jax.lax.optimization_barrier(array))
-        dtype = max(total.dtype, square.dtype, key=lambda dtype: dtype.itemsize)
-        total = total.astype(dtype) + square.astype(dtype)
-    return root(total)
+        arrays.append(jax.lax.optimization_barrier(array))
+    return norm_of(arrays)
 
 
+@own_work()
 def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
     """All leaves · clip_norm / norm where norm > clip_norm, norm = `global_norm(tree)`.
 
@@ -69,13 +72,7 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
     """
     check_clip_norm("clip_norm", clip_norm)
     norm = global_norm(tree) if use_norm is None else _known_norm(use_norm)
-    factor = jnp.where(jnp.isfinite(norm), scale(norm, clip_norm), jnp.full_like(norm, jnp.nan))
-
-    def clip(x: Array) -> Array:
-        dtype = trees.compute_dtype(x.dtype)
-        return (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
-
-    return map_leaves(clip, tree, "clip_by_global_norm"), norm
+    return map_leaves(lambda x: scaled(x, norm, clip_norm), tree, "clip_by_global_norm"), norm
 
 
 def _known_norm(norm: Any) -> Array:

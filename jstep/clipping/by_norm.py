@@ -5,12 +5,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.clipping.parts import check_clip_norm, map_leaves, root, scaled, sum_of_squares
+from jstep.clipping.norms import norm_of, scaled
+from jstep.clipping.parts import check_clip_norm, map_leaves, refuse_numbers_in_a_row
 from jstep.core import trees
+from jstep.core.checks import as_int
 from jstep.core.indexed_slices import IndexedSlices, is_slices
+from jstep.core.meshes import own_work
 from jstep.core.types import Array, Number
 
 
+@own_work()
 def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
     """Clipping by norm: t · clip_norm / ‖t‖ where ‖t‖ > clip_norm, for each leaf by its own L2 norm.
 
@@ -34,17 +38,21 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
     Source: `tf.clip_by_norm`.
     """
     check_clip_norm("clip_norm", clip_norm)
-    listed = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
+    listed = None if axes is None else _axes_of(axes)
     for path, x in trees.leaves_with_paths(t):
-        for axis in listed:
-            if not -np.ndim(x) <= axis < np.ndim(x):
+        rank = np.ndim(x)
+        for axis in listed or ():
+            if not -rank <= axis < rank:
                 raise ValueError(
                     f"axes={axes}: the leaf at {trees.quoted(path)} has shape {np.shape(x)}, which has no axis "
                     f"{axis}; map over the leaves that have it"
                 )
-    return map_leaves(lambda x: scaled(x, root(sum_of_squares(x, axes)), clip_norm), t, "clip_by_norm")
+        if listed is not None and len({axis % rank for axis in listed}) < len(listed):
+            raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quoted(path)}")
+    return map_leaves(lambda x: scaled(x, norm_of([x], listed), clip_norm), t, "clip_by_norm")
 
 
+@own_work()
 def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
     """Clipping by average norm: t · clip_norm / a where a = ‖t‖ / size(t) > clip_norm, for each leaf by itself.
 
@@ -67,13 +75,18 @@ def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
     Source: `tf.clip_by_average_norm`.
     """
     check_clip_norm("clip_norm", clip_norm)
+    refuse_numbers_in_a_row(t, "clip_by_average_norm")
 
     def leaf(keys: Any, x: Any) -> Any:
         size = max(1, int(np.prod(x.dense_shape if isinstance(x, IndexedSlices) else np.shape(x))))
 
         def clip(a: Array) -> Array:
-            return scaled(a, root(sum_of_squares(a)) / size, clip_norm)
+            return scaled(a, norm_of([a]) / size, clip_norm)
 
         return map_leaves(clip, x, f"clip_by_average_norm at {trees.quoted(trees.path_str(keys))}")
 
     return jax.tree_util.tree_map_with_path(leaf, t, is_leaf=is_slices)
+
+
+def _axes_of(axes: Any) -> tuple[int, ...]:
+    return tuple(as_int(axis, "axes") for axis in (axes if isinstance(axes, tuple | list) else (axes,)))

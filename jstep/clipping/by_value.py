@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.clipping.parts import number
+from jstep.clipping.parts import number, refuse_numbers_in_a_row
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
+from jstep.core.meshes import own_work
 from jstep.core.types import Array, Number
 
 
+@own_work()
 def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
     """min(max(t, min), max) for each element.
 
@@ -34,10 +36,25 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
     Source: `tf.clip_by_value`.
     """
     low, high = _bound("min", min), _bound("max", max)
+    fit = low is None or high is None or _broadcasts(low.shape, high.shape) or _broadcasts(high.shape, low.shape)
+    if not fit:
+        raise ValueError(f"min and max have shapes {np.shape(min)} and {np.shape(max)}, which do not fit together")
     if low is not None and high is not None and np.any(low > high):
         raise ValueError(f"min={min!r} is larger than max={max!r}")
 
-    def clip(x: Array) -> Array:
+    refuse_numbers_in_a_row(t, "clip_by_value")
+
+    def clip(x: Array, path: str) -> Array:
+        for name, bound in (("min", min), ("max", max)):
+            if not _broadcasts(np.shape(bound), x.shape):
+                raise ValueError(
+                    f"{name}: has shape {np.shape(bound)}, which does not broadcast to the leaf at "
+                    f"{trees.quoted(path)} of shape {x.shape}"
+                )
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"clip_by_value: the leaf at {trees.quoted(path)} is {x.dtype}, and complex numbers have no order"
+            )
         return jnp.clip(x, jnp.asarray(min).astype(x.dtype), jnp.asarray(max).astype(x.dtype))
 
     def leaf(keys: Any, x: Any) -> Any:
@@ -46,11 +63,18 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
             return x
         if isinstance(x, IndexedSlices):
             rows = combined(x, path)
-            values = clip(rows.values.astype(jnp.result_type(x.values)))
+            values = clip(rows.values.astype(jnp.result_type(x.values)), path)
             return within(IndexedSlices(values, rows.indices, x.dense_shape))
-        return clip(number(x, path, "clip_by_value"))
+        return clip(number(x, path, "clip_by_value"), path)
 
     return jax.tree_util.tree_map_with_path(leaf, t, is_leaf=is_slices)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False
 
 
 def _bound(name: str, value: Any) -> Any:

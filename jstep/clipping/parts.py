@@ -1,4 +1,4 @@
-"""What the ways of clipping share: walking a tree, norms, checks."""
+"""What the ways of clipping share: walking a tree, and checks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +14,7 @@ from jstep.core.types import Array
 
 def map_leaves(function: Callable[[Array], Array], tree: Any, name: str) -> Any:
     """Maps over the floating leaves of a tree; of an `IndexedSlices` over its combined rows."""
+    refuse_numbers_in_a_row(tree, name)
 
     def leaf(keys: Any, x: Any) -> Any:
         path = trees.path_str(keys)
@@ -27,9 +28,9 @@ def map_leaves(function: Callable[[Array], Array], tree: Any, name: str) -> Any:
 
 
 def floating(x: Any, path: str, name: str) -> Array:
-    """A leaf as a floating-point array; anything else is refused by its path."""
+    """A leaf as an array of floating or complex dtype; anything else is refused by its path."""
     array = number(float(x) if isinstance(x, int) and not isinstance(x, bool) else x, path, name)
-    if not trees.is_floating(array.dtype):
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
             f"{name}: the leaf at {trees.quoted(path)} has dtype {array.dtype}; only floating-point arrays can be "
             "scaled. Put None in its place, or cast it."
@@ -61,26 +62,16 @@ def number(x: Any, path: str, name: str) -> Array:
     return jnp.asarray(x)
 
 
-def sum_of_squares(x: Array, axes: Any = None) -> Array:
-    """The sum of squares, in float32 at least."""
-    x = x.astype(trees.compute_dtype(x.dtype))
-    return jnp.sum(jnp.square(x), axis=axes, keepdims=axes is not None)
+def refuse_numbers_in_a_row(tree: Any, name: str) -> None:
+    """Refuses a list or tuple of numbers, which is no tree of arrays but an array that nobody made one.
 
-
-def root(square: Array) -> Array:
-    """The square root, whose derivative at 0 is 0."""
-    # √ has an infinite derivative at 0, which would turn the derivative of a zero gradient into NaN.
-    positive = square > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, jnp.ones_like(square))), square)
-
-
-def scaled(x: Array, norm: Array, clip_norm: Any) -> Array:
-    """The product x · clip_norm / norm where norm > clip_norm, exactly x elsewhere."""
-    return (x.astype(norm.dtype) * scale(norm, clip_norm)).astype(x.dtype)
-
-
-def scale(norm: Array, clip_norm: Any) -> Array:
-    """The factor clip_norm / norm where norm > clip_norm, else 1."""
-    limit = jnp.asarray(clip_norm).astype(norm.dtype)
-    over = norm > limit
-    return jnp.where(over, limit / jnp.where(over, norm, jnp.ones_like(norm)), jnp.ones_like(norm))
+    Raises:
+        TypeError: There is one.
+    """
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree):
+        row = bool(keys) and isinstance(keys[-1], jax.tree_util.SequenceKey)
+        if row and isinstance(x, bool | int | float | complex | np.generic):
+            where = f" at {trees.path_str(keys[:-1])!r}" if keys[:-1] else ""
+            raise TypeError(
+                f"{name}: a list or tuple of numbers{where}, each an array of its own; give an array: jnp.array([...])"
+            )
