@@ -123,7 +123,12 @@ TABLE = {
         rate=0.01,
     ),
     "skip_nonfinite": Entry(
-        lambda lr: jstep.skip_nonfinite(jstep.adam(lr)), ("m", "v"), ZEROS, ADAM, ("start_step",), rate=0.02
+        lambda lr: jstep.skip_nonfinite(jstep.adam(lr)),
+        ("m", "v"),
+        ZEROS,
+        ADAM,
+        ("last_finite_step", "start_step"),
+        rate=0.02,
     ),
     "everything": Entry(
         lambda lr: jstep.skip_nonfinite(
@@ -147,6 +152,7 @@ TABLE = {
                 )
             )
         ),
+        ("last_finite_step",),
         rate=0.002,
         steps=4000,
     ),

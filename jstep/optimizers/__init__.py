@@ -8,12 +8,15 @@ from jstep.optimizers.adam import adam
 from jstep.optimizers.adamw import adamw
 from jstep.optimizers.ademamix import ademamix
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.blocks import clip_gradients
+from jstep.optimizers.blocks import add_noise, centralize_gradients, clip_gradients, normalize_gradients
+from jstep.optimizers.element import stateless
 from jstep.optimizers.ftrl import ftrl
 from jstep.optimizers.gradient_descent import gradient_descent
 from jstep.optimizers.held import get_hyperparameter, held, set_hyperparameter
+from jstep.optimizers.hyper import as_schedule
 from jstep.optimizers.lamb import lamb
 from jstep.optimizers.lars import lars
+from jstep.optimizers.leafwise import Slot, leafwise
 from jstep.optimizers.lion import lion
 from jstep.optimizers.momentum import momentum
 from jstep.optimizers.nadam import nadam
@@ -25,10 +28,19 @@ from jstep.optimizers.sgd import sgd
 from jstep.optimizers.wrappers import (
     ExponentialMovingAverage,
     averaged_params,
+    cautious,
     chain,
+    decay_weights,
+    dynamic_loss_scale,
+    from_optax,
+    lookahead,
+    master_weights,
     partition,
+    scale_updates,
     scope,
     skip_nonfinite,
+    slow_params,
+    stochastic_rounding,
     with_moving_average,
 )
 
@@ -36,28 +48,41 @@ __all__ = [
     "ExponentialMovingAverage",
     "Optimizer",
     "Schedule",
+    "Slot",
     "adafactor",
     "adagrad",
     "adam",
     "adamw",
+    "add_noise",
     "ademamix",
     "apply_updates",
+    "as_schedule",
     "averaged_params",
+    "cautious",
+    "centralize_gradients",
     "chain",
     "clip_gradients",
+    "decay_weights",
+    "dynamic_loss_scale",
+    "from_optax",
     "ftrl",
     "get_hyperparameter",
     "gradient_descent",
     "held",
     "lamb",
     "lars",
+    "leafwise",
     "lion",
+    "lookahead",
+    "master_weights",
     "momentum",
     "nadam",
+    "normalize_gradients",
     "partition",
     "prodigy",
     "radam",
     "rmsprop",
+    "scale_updates",
     "schedule_free_adamw",
     "schedule_free_params",
     "schedule_free_sgd",
@@ -65,6 +90,9 @@ __all__ = [
     "set_hyperparameter",
     "sgd",
     "skip_nonfinite",
+    "slow_params",
+    "stateless",
+    "stochastic_rounding",
     "with_moving_average",
 ]
 

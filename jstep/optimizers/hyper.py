@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,9 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.held import HELD
+
+Hyper: TypeAlias = dict[str, Any]
+"""The values in force at a step, by name."""
 
 
 def checked(

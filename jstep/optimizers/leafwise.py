@@ -41,13 +41,13 @@ from jstep.core.indexed_slices import IndexedSlices, combined, within
 from jstep.core.types import Array, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import age_of, new_start_step
 from jstep.optimizers.held import held_names, held_slots
-from jstep.optimizers.hyper import report, value_at, values_at
+from jstep.optimizers.hyper import Hyper as Hyper
+from jstep.optimizers.hyper import checked, report, value_at, values_at
 from jstep.optimizers.masks import Flag
 from jstep.optimizers.matched import matched_gradients, missing_slot, slot_leaves
 from jstep.optimizers.names import Init
 from jstep.state import START_STEP
 
-Hyper: TypeAlias = dict[str, Any]
 LeafSlots: TypeAlias = dict[str, Any]
 Rule: TypeAlias = Callable[[Array, Array, LeafSlots, Hyper], tuple[Array, LeafSlots]]
 """`rule(gradient, parameter, slots, h) -> (update, slots)`, all floating arrays of one dtype."""
@@ -88,7 +88,7 @@ def leafwise(
 
     Args:
         rule: The update of one leaf.
-        hyper: Name of each hyperparameter → what `checked` returned.
+        hyper: Name of each hyperparameter → a number, an array, a schedule or held; `checked` bounds it.
         slots: Name of each slot → its initial value or a `Slot`; or a function from params to that.
         scalars: Name of each scalar slot → its first value; kept in float32.
         flags: Name → what each leaf is told: see `masks`.
@@ -101,6 +101,7 @@ def leafwise(
         finished: Whether the updates have −learning_rate in them; where there is such a hyperparameter unless told.
     """
     scalars, flags = scalars or {}, flags or {}
+    hyper = {name: checked(name, value) for name, value in hyper.items()}
     held = held_names(hyper)
     scalar_names = (*([START_STEP] if aged else []), *scalars, *held)
 
@@ -109,7 +110,7 @@ def leafwise(
         return {name: one if isinstance(one, Slot) else Slot(one) for name, one in given.items()}
 
     def init(params: Params, global_step: Step = 0) -> Slots:
-        fresh: Slots = {name: _fresh(name, spec, params, global_step) for name, spec in specs_for(params).items()}
+        fresh: Slots = {name: fresh_slot(name, spec, params, global_step) for name, spec in specs_for(params).items()}
         if aged:
             fresh[START_STEP] = new_start_step(global_step)
         fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
@@ -170,7 +171,7 @@ def _scalar(name: str, value: Any, global_step: Step) -> Array:
     return jnp.array(value_at(f"the initial value of slot {name!r}", first, global_step), jnp.float32, copy=True)
 
 
-def _fresh(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
+def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
     """A slot for params."""
     copy = isinstance(spec.initial, str)
     value: Any = None if copy else value_at(f"the initial value of slot {name!r}", spec.initial, global_step)

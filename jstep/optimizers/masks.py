@@ -40,7 +40,7 @@ def mask(argument: str, var_list: VarList) -> Flag:
         TypeError: `var_list` is none of these.
     """
     check_form(var_list, argument)
-    return lambda params: _on_whole(params, lambda whole: flags(whole, var_list, argument))
+    return lambda params: on_whole(params, lambda whole: flags(whole, var_list, argument))
 
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:
@@ -52,10 +52,22 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
     return values
 
 
-def _on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:
+def on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:
+    """For each leaf of params what `of` says of it; `of` sees all parameters, also inside `partition`."""
     whole = _WHOLE.get()
-    if whole is None:
+    here, treedef = _with_nones(params)
+    everywhere, whole_treedef = _with_nones(whole)
+    if whole is None or treedef != whole_treedef:
         return of(params)
-    by_all = trees.structure(whole).unflatten(of(whole))
-    here = trees.structure(params).flatten_up_to(by_all) if trees.structure(params) != trees.structure(whole) else None
-    return list(jax.tree.leaves(by_all)) if here is None else here
+    values = iter(of(whole))
+    by_all = [None if leaf is None else next(values) for leaf in everywhere]
+    return [value for value, leaf in zip(by_all, here, strict=True) if leaf is not None]
+
+
+def _with_nones(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree, is_leaf=trees.is_none)
+
+
+def leaf_numbers(params: Params) -> list[int]:
+    """The number of each leaf among all parameters, also inside `partition`: what keys are folded with."""
+    return on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))

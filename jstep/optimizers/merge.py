@@ -1,71 +1,85 @@
 """Names of slots and hyperparameters when optimizers are put together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jstep.core.types import Optimizer, Params, Slots, Step
+from jstep.optimizers.held import shown_name
+from jstep.optimizers.names import Init, hyperparameter_names, makes_finished_updates, slot_names
+
+Parts = Mapping[str, Optimizer]
+"""What each part is called in errors → the part."""
 
 
-def merge(parts: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
+def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
     """One dict of several.
+
+    Args:
+        parts: What each is called in errors, and the dict itself.
+        what: What the names name, for the error.
 
     Raises:
         ValueError: A name occurs twice; points to `scope`.
     """
     merged: dict[str, Any] = {}
-    owner: dict[str, int] = {}
-    for i, part in enumerate(parts):
-        for name in part:
+    owner: dict[str, str] = {}
+    for part, values in parts:
+        for name, value in values.items():
             if name in merged:
+                shown = shown_name(name) if what == "slot" else None
+                of = "" if shown is None else f", that of the held hyperparameter {shown!r}"
                 raise ValueError(
-                    f"optimizers {owner[name]} and {i} both have a {what} named {name!r}; give one of them a name of "
-                    f"its own with jstep.scope('name', optimizer), which makes it 'name/{name}'"
+                    f"{owner[name]} and {part} both have a {what} named {name!r}{of}; give one of them a name of its "
+                    f"own with jstep.scope('name', optimizer), which makes it 'name/{name}'"
                 )
-        merged.update(part)
-        owner |= dict.fromkeys(part, i)
+            merged[name], owner[name] = value, part
     return merged
 
 
-def prefixed(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The same values under `prefix/name`."""
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def scoped(prefix: str, slots: Slots) -> Slots:
-    """The slots under a prefix, without it."""
-    start = f"{prefix}/"
-    return {name.removeprefix(start): tree for name, tree in slots.items() if name.startswith(start)}
-
-
-def merged_init(optimizers: Sequence[Optimizer]) -> Callable[..., Slots]:
+def merged_init(parts: Parts) -> Init:
     """The `init` of optimizers together."""
 
-    def init(params: Params, global_step: Step = 0) -> Slots:
-        return merge([optimizer.init(params, global_step) for optimizer in optimizers], "slot")
+    def make(params: Params, global_step: Step) -> Slots:
+        return merge([(part, one.init(params, global_step)) for part, one in parts.items()], "slot")
 
-    return init
+    def names(params: Params) -> list[str] | None:
+        return None if any(slot_names(one, params) is None for one in parts.values()) else _merged_names(parts, params)
+
+    return Init(make, names, any(makes_finished_updates(one) for one in parts.values()))
 
 
-def merged_hyperparameters(optimizers: Sequence[Optimizer]) -> Callable[[Step], dict[str, Any]]:
+def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
     """The `hyperparameters` of optimizers together."""
 
     def hyperparameters(step: Step, /) -> dict[str, Any]:
-        return merge([optimizer.hyperparameters(step) for optimizer in optimizers], "hyperparameter")
+        return merge([(part, one.hyperparameters(step)) for part, one in parts.items()], "hyperparameter")
 
     return hyperparameters
 
 
-def check_names(optimizers: Sequence[Optimizer]) -> None:
+def check_names(parts: Parts) -> None:
     """Refuses colliding names when optimizers are put together, not only when they are first used.
+
+    Touches no device: `jax.distributed.initialize` may come later.
 
     Raises:
         ValueError: A name occurs twice.
     """
-    slots = []
-    for optimizer in optimizers:
+    _merged_names(parts, {})
+    hyper = []
+    for part, one in parts.items():
         try:
-            slots.append(optimizer.init({}, 0))
-        except Exception:  # a user's own init may want real params: its names are checked by `init` then
-            slots.append({})
-    merge(slots, "slot")
-    merged_hyperparameters(optimizers)(0)
+            hyper.append((part, dict.fromkeys(hyperparameter_names(one))))
+        except Exception:  # a schedule may want a concrete step: its names are checked when it is first used
+            continue
+    merge(hyper, "hyperparameter")
+
+
+def _merged_names(parts: Parts, params: Params) -> list[str]:
+    known = ((part, slot_names(one, params)) for part, one in parts.items())
+    return list(merge([(part, dict.fromkeys(names or ())) for part, names in known], "slot"))

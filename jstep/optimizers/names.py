@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 
@@ -16,12 +15,12 @@ class Init:
 
     Attributes:
         make: `make(params, global_step) -> slots`.
-        names: `names(params)`: the names of the slots.
+        names: `names(params)`: the names of the slots, or None where they cannot be told.
         finished: Whether the updates are finished, with −learning_rate in them, fit to be added.
     """
 
     make: Callable[[Params, Step], Slots]
-    names: Callable[[Params], Iterable[str]]
+    names: Callable[[Params], Iterable[str] | None]
     finished: bool = False
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
@@ -29,12 +28,16 @@ class Init:
         return self.make(params, global_step)
 
 
-def slot_names(optimizer: Optimizer, params: Params) -> list[str]:
-    """The names of an optimizer's slots for some parameters. Touches no device."""
+def slot_names(optimizer: Optimizer, params: Params) -> list[str] | None:
+    """The names of an optimizer's slots for some parameters; None where they cannot be told. Touches no device."""
     if isinstance(optimizer.init, Init):
-        return list(optimizer.init.names(params))
-    # An init of a user's own: its slots are made, but as shapes.
-    return _traced_names(lambda step: optimizer.init(params, step))
+        names = optimizer.init.names(params)
+        return None if names is None else list(names)
+    try:
+        # An init of a user's own: its slots are made, but as shapes.
+        return _traced_names(lambda step: optimizer.init(params, step))
+    except Exception:  # it may want values: then the names are those it makes in the end
+        return None
 
 
 def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
@@ -47,6 +50,8 @@ def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = 
         prefix: What stands before its names in `slots`.
     """
     names = slot_names(optimizer, params)
+    if names is None:
+        names = [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
     return {name: slots[prefix + name] for name in names if prefix + name in slots}
 
 
@@ -70,16 +75,3 @@ def makes_finished_updates(optimizer: Optimizer) -> bool:
     except Exception:  # a user's own function, which may want a concrete step
         return False
     return any(name.rsplit("/", 1)[-1] == "learning_rate" for name in names)
-
-
-def replaced(optimizer: Optimizer, names: Callable[[Params], Iterable[str]], **changes: Any) -> Optimizer:
-    """An optimizer around another: its `init` makes the slots `names(params)`, and finishes updates as the inner does.
-
-    Args:
-        optimizer: The inner one.
-        names: The names of the slots of the whole.
-        **changes: The fields of the new `Optimizer`; `init` is a plain function.
-    """
-    make = changes.pop("init", optimizer.init)
-    init = Init(make, names, makes_finished_updates(optimizer))
-    return optimizer._replace(init=init, **changes)

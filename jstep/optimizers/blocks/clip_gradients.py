@@ -3,8 +3,12 @@
 from typing import Any
 
 from jstep import clipping
-from jstep.core.types import Number, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers.hyper import checked, report, values_at
+from jstep.core.checks import shown
+from jstep.core.types import Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
+from jstep.optimizers.blocks.adaptive_clipping import clip_by_unit_norm
+from jstep.optimizers.blocks.unit_axes import UnitAxes, check_axes
+from jstep.optimizers.element import element
+from jstep.optimizers.hyper import Hyper, checked
 
 
 def clip_gradients(
@@ -13,6 +17,8 @@ def clip_gradients(
     by_norm: ScalarOrSchedule | None = None,
     by_average_norm: ScalarOrSchedule | None = None,
     by_global_norm: ScalarOrSchedule | None = None,
+    adaptive: ScalarOrSchedule | None = None,
+    axes: UnitAxes = None,
 ) -> Optimizer:
     """Clips what passes through a `chain`; exactly one argument says how.
 
@@ -21,6 +27,11 @@ def clip_gradients(
         by_norm: The largest L2 norm of each leaf, > 0.
         by_average_norm: The largest L2 norm of each leaf over its number of elements, > 0.
         by_global_norm: The largest L2 norm of all leaves together, > 0.
+        adaptive: The largest ratio of a unit's gradient norm to its parameter norm (of 0.001 at least), > 0; 0.01 is
+            usual. A unit is what feeds one output.
+        axes: With adaptive, the axes that a unit spans: a tuple for all leaves, or `(path, leaf) -> tuple`. None takes
+            kernels to be (…, in, out): all axes of leaves with at most one axis longer than 1, the first of 2 or 3
+            axes, all but the last of more.
 
     Returns:
         An `Optimizer` without slots; its hyperparameters are named `clip_by_…` after the argument
@@ -37,7 +48,9 @@ def clip_gradients(
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(50.0)}, optimizer).params["w"])
         2.0
 
-    Source: `tf.clip_by_value`, `tf.clip_by_norm`, `tf.clip_by_average_norm`, `tf.clip_by_global_norm`.
+    Source: `tf.clip_by_value`, `tf.clip_by_norm`, `tf.clip_by_average_norm`, `tf.clip_by_global_norm`;
+    Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization" (2021), and
+    `optax.adaptive_grad_clip`, for adaptive.
     """
     given: dict[str, Any] = {
         name: value
@@ -46,37 +59,42 @@ def clip_gradients(
             "by_norm": by_norm,
             "by_average_norm": by_average_norm,
             "by_global_norm": by_global_norm,
+            "adaptive": adaptive,
         }.items()
         if value is not None
     }
     if len(given) != 1:
         raise ValueError(
-            f"clip_gradients takes exactly one of by_value, by_norm, by_average_norm and by_global_norm, got "
+            f"clip_gradients takes exactly one of by_value, by_norm, by_average_norm, by_global_norm and adaptive, got "
             f"{sorted(given) or 'none'}; chain several elements to clip in several ways"
         )
     ((how, limit),) = given.items()
+    if axes is not None and how != "adaptive":
+        raise ValueError(f"axes={shown(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
+    check_axes(axes)
     hyper = _value_bounds(limit) if how == "by_value" else {f"clip_{how}": checked(how, limit, low=0, above=True)}
 
-    def clip(updates: Updates, values: dict[str, Any]) -> Updates:
+    def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         if how == "by_value":
-            high = values["clip_by_value_max"]
-            return clipping.clip_by_value(updates, values.get("clip_by_value_min", -high), high)
+            high = h["clip_by_value_max"]
+            return clipping.clip_by_value(updates, h.get("clip_by_value_min", -high), high)
         if how == "by_global_norm":
-            return clipping.clip_by_global_norm(updates, values["clip_by_global_norm"])[0]
+            return clipping.clip_by_global_norm(updates, h["clip_by_global_norm"])[0]
         if how == "by_norm":
-            return clipping.clip_by_norm(updates, values["clip_by_norm"])
-        return clipping.clip_by_average_norm(updates, values["clip_by_average_norm"])
+            return clipping.clip_by_norm(updates, h["clip_by_norm"])
+        if how == "by_average_norm":
+            return clipping.clip_by_average_norm(updates, h["clip_by_average_norm"])
+        return clip_by_unit_norm(updates, params, h["clip_adaptive"], axes)
 
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        return clip(updates, values_at(hyper, step)), {}
+    made = element(clip, hyper)
+    if how != "by_value" or "clip_by_value_min" in hyper:
+        return made
 
-    def hyperparameters(step: Step, /) -> dict[str, Any]:
-        values = report(hyper)(step)
-        if how == "by_value" and "clip_by_value_min" not in values:
-            return {"clip_by_value_min": -values["clip_by_value_max"], **values}
-        return values
+    def with_both_bounds(step: Step, /) -> dict[str, Any]:
+        values = made.hyperparameters(step)
+        return {"clip_by_value_min": -values["clip_by_value_max"], **values} if values else values
 
-    return Optimizer(lambda params, global_step=0: {}, update, hyperparameters)
+    return made._replace(hyperparameters=with_both_bounds)
 
 
 def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | Any) -> dict[str, Any]:

@@ -1,14 +1,19 @@
 """One optimizer after another."""
 
+import warnings
+
 from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.merge import check_names, merged_hyperparameters, merged_init
+from jstep.optimizers.names import makes_finished_updates, own_slots
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
     """The elements one after another: what one returns as updates, the next takes as gradients.
 
     Args:
-        *optimizers: At least one; as a rule some that transform gradients, then one that makes updates of them.
+        *optimizers: At least one; as a rule some that transform gradients, then one that makes updates of them,
+            then perhaps some that transform updates. Two that each make finished updates (with their −learning_rate)
+            are warned about: the second turns the first's direction round, and climbs.
 
     Returns:
         An `Optimizer` with the slots and hyperparameters of all.
@@ -27,15 +32,29 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     """
     if not optimizers:
         raise ValueError("chain() needs at least one optimizer")
-    for i, optimizer in enumerate(optimizers):
-        require_optimizer(f"optimizers[{i}]", optimizer)
-    check_names(optimizers)
+    if len(optimizers) == 1 and isinstance(optimizers[0], list | tuple) and not isinstance(optimizers[0], Optimizer):
+        raise TypeError(
+            f"chain: got one {type(optimizers[0]).__name__} of {len(optimizers[0])} elements, which stand side by "
+            "side: chain(*[…]), or chain(first, second)"
+        )
+    parts = {f"optimizers[{i}]": require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)}
+    check_names(parts)
+    finished = [part for part, one in parts.items() if makes_finished_updates(one)]
+    if len(finished) > 1:
+        warnings.warn(
+            f"chain: {finished[0]} makes finished updates, with −learning_rate in them, and {finished[1]} takes them "
+            "as gradients: together they climb. Keep one of the two; put an element that transforms gradients, such as "
+            "jstep.scale_by_adam() in the place of jstep.adam(…), before it; or train different leaves by each with "
+            "jstep.partition.",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         new: Slots = {}
         for optimizer in optimizers:
-            updates, own = optimizer.update(updates, slots, params, step)
+            updates, own = optimizer.update(updates, own_slots(optimizer, slots, params), params, step)
             new |= own
         return updates, new
 
-    return Optimizer(merged_init(optimizers), update, merged_hyperparameters(optimizers))
+    return Optimizer(merged_init(parts), update, merged_hyperparameters(parts))

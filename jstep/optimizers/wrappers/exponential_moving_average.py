@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.checks import as_int
 from jstep.core.types import Array, Number, Params, Step
+from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked
 
 NAME = "ExponentialMovingAverage"
@@ -24,10 +26,14 @@ class ExponentialMovingAverage:
         zero_debias: Whether averages start from zero and are kept unbiased: the rate 1 − d becomes
             (1 − d) / (1 − dⁿ), n their age, which makes the first average the first value.
         name: The name of the slot, and the last part of `average_name`.
+        start_step: Up to the update that makes this step, the averages are the parameters themselves.
+        every: After it they move at the updates that make the steps start_step + every, start_step + 2·every, ….
+            With decay=1.0 and zero_debias they are then the plain mean of the parameters at those steps:
+            stochastic weight averaging.
 
     Raises:
-        TypeError: `decay` is no number, or `name` no string.
-        ValueError: `decay` is out of range, or `name` empty.
+        TypeError: `decay` is no number, `name` no string, or start_step or every no integer.
+        ValueError: A number is out of range, or `name` empty.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -44,6 +50,8 @@ class ExponentialMovingAverage:
     num_updates: bool = False
     zero_debias: bool = False
     name: str = NAME
+    start_step: int = 0
+    every: int = 1
 
     def __post_init__(self) -> None:
         if callable(self.decay):
@@ -57,11 +65,12 @@ class ExponentialMovingAverage:
                 )
         if not isinstance(self.name, str):
             raise TypeError(f"name={self.name!r}: must be a string")
-        if not self.name or self.name.strip("/") != self.name:
-            raise ValueError(f"name={self.name!r}: must be a name without slashes at its ends")
+        check_prefix("name", self.name)
+        object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
+        object.__setattr__(self, "every", as_int(self.every, "every", at_least=1))
 
     def init(self, params: Params) -> Any:
-        """Averages to start from: copies of the parameters, or zeros where zero_debias.
+        """Averages to start from: copies of the parameters, or zeros where zero_debias from the first step on.
 
         Args:
             params: Any tree. float16 and bfloat16 leaves are averaged in float32.
@@ -74,7 +83,11 @@ class ExponentialMovingAverage:
             if not trees.is_trainable(p):
                 return None
             dtype = trees.compute_dtype(jnp.result_type(p))
-            return jnp.zeros_like(p, dtype=dtype) if self.zero_debias else jnp.array(p, dtype=dtype, copy=True)
+            return (
+                jnp.zeros_like(p, dtype=dtype)
+                if self.zero_debias and not self.start_step
+                else jnp.array(p, dtype=dtype, copy=True)
+            )
 
         return jax.tree.map(leaf, params)
 
@@ -93,20 +106,39 @@ class ExponentialMovingAverage:
         Raises:
             ValueError: num_updates is missing where it is needed, or negative; or structures differ.
         """
-        if num_updates is None and (self.num_updates or (self.zero_debias and age is None)):
+        waits = self.start_step > 0 or self.every > 1
+        if num_updates is None and (self.num_updates or waits or (self.zero_debias and age is None)):
             raise ValueError(
-                "num_updates=None: an average with num_updates or zero_debias needs the number of updates, as in "
-                "ema.apply(averages, params, num_updates=state.global_step)"
+                "num_updates=None: an average with num_updates, zero_debias, start_step or every needs the number of "
+                "updates, as in ema.apply(averages, params, num_updates=state.global_step)"
             )
-        rate = self._rate(num_updates, num_updates if age is None else age)
         for name, value in (("num_updates", num_updates), ("age", age)):
             if value is not None:
                 _count(name, value)
+        rate = self._rate(num_updates, self.age_at(num_updates) if age is None and self.zero_debias else age)
+        if waits:
+            since = jnp.asarray(num_updates) - self.start_step
+            still = jnp.where(since % self.every == 0, jnp.asarray(rate, trees.default_float()), 0.0)
+            rate = jnp.where(since <= 0, 1.0, still)
         old = trees.flatten_like(params, averages, "averages")
         leaves, treedef = trees.flatten(params)
         return treedef.unflatten(
             [avg if avg is None else _moved(avg, p, rate) for avg, p in zip(old, leaves, strict=True)]
         )
+
+    def age_at(self, num_updates: Step | None, start_step: Step = 0) -> Step:
+        """How many values averages have seen after an update, that update's included.
+
+        Args:
+            num_updates: The number n of updates, ≥ 1 for the first.
+            start_step: The number of updates when the averages were made.
+        """
+        if num_updates is None:
+            raise ValueError("num_updates=None: needs the number of updates")
+        after = jnp.asarray(num_updates)
+        first = jnp.maximum(jnp.asarray(start_step).astype(after.dtype), self.start_step)
+        moves = (after - self.start_step) // self.every - (first - self.start_step) // self.every
+        return jnp.maximum(moves, 1)
 
     def _rate(self, num_updates: Step | None, age: Step | None) -> Any:
         # In terms of 1 − d: for d near 1 the difference would lose its digits.
@@ -141,6 +173,9 @@ def _count(name: str, value: Any) -> Array:
     return jnp.asarray(value).astype(trees.default_float())
 
 
-@jax.jit  # one trace for all leaves of a shape, as in optimizers/_leafwise.py
+@jax.jit  # one trace for all leaves of a shape, as in leafwise
 def _moved(average: Array, p: Array, rate: Array) -> Array:
-    return average - jnp.asarray(rate).astype(average.dtype) * (average - p.astype(average.dtype))
+    rate, p = jnp.asarray(rate).astype(average.dtype), p.astype(average.dtype)
+    moved = average - rate * (average - p)
+    # Exactly the parameter, or exactly the average: neither rounding nor 0 · ∞ comes in.
+    return jnp.where(rate >= 1, p, jnp.where(rate > 0, moved, average))

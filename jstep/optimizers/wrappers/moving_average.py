@@ -1,22 +1,28 @@
 """Moving averages of the parameters, fed by the one step."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.var_list import VarList
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.merge import merge
+from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.masks import mask
+from jstep.optimizers.wrapped import wrapped
 from jstep.optimizers.wrappers.exponential_moving_average import NAME, ExponentialMovingAverage
 from jstep.state import START_STEP, TrainState
 
 
-def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage) -> Optimizer:
+def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var_list: VarList = None) -> Optimizer:
     """The same optimizer, which also keeps moving averages of the parameters, after each update.
 
     Args:
         optimizer: The whole optimizer, chains included: what is put around it later moves parameters unseen.
         ema: The average. Its number of updates at the update N → N + 1 is N + 1.
+        var_list: What to average: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for all.
 
     Returns:
         An `Optimizer` with one more slot, named `ema.name`. Where zero_debias needs the age of the averages,
@@ -24,7 +30,8 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage) -> 
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: The optimizer has a slot of that name.
+        ValueError: The optimizer has a slot of that name, or (when the slots are made) an entry of var_list matches
+            nothing.
 
     Example:
         >>> import jstep
@@ -37,45 +44,44 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage) -> 
     require_optimizer("optimizer", optimizer)
     if not isinstance(ema, ExponentialMovingAverage):
         raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {type(ema).__name__}")
+    averaged = mask("var_list", var_list)
 
-    def init(params: Params, global_step: Step = 0) -> Slots:
-        slots = merge([optimizer.init(params, global_step), {ema.name: ema.init(params)}], "slot")
-        if ema.zero_debias and START_STEP not in slots:
-            slots[START_STEP] = jnp.array(global_step, dtype=trees.default_int(), copy=True)
-        return slots
+    def fresh(params: Params, global_step: Step) -> Any:
+        leaves, treedef = trees.flatten(params)
+        return ema.init(
+            treedef.unflatten([p if is_one else None for p, is_one in zip(leaves, averaged(params), strict=True)])
+        )
 
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        for name in (ema.name, *([START_STEP] if ema.zero_debias else [])):
-            if name not in slots:
-                raise ValueError(
-                    f"the state has no slot {name!r}, it has {sorted(slots)}; create it with the optimizer that "
-                    "with_moving_average returned"
-                )
-        updates, own = optimizer.update(updates, slots, params, step)
+    def update(
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+    ) -> tuple[Updates, Slots, Slots]:
+        updates, inner = optimizer.update(updates, inner, params, step)
         after = jnp.asarray(step) + 1
-        age = after - slots[START_STEP].astype(after.dtype) if ema.zero_debias else None
+        age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
         # The averages read the new parameters from memory. Without the barrier XLA computes them a second
         # time from the slots it is about to overwrite.
         moved = jax.lax.optimization_barrier(apply_updates(params, updates))
-        new = {**own, ema.name: ema.apply(slots[ema.name], moved, after, age=age)}
-        if ema.zero_debias and START_STEP not in new:
-            new[START_STEP] = slots[START_STEP]
-        return updates, new
+        return updates, inner, {ema.name: ema.apply(own[ema.name], moved, after, age=age)}
 
-    return Optimizer(init, update, optimizer.hyperparameters)
+    return wrapped(optimizer, "with_moving_average", update, added={ema.name: fresh}, aged=ema.zero_debias)
 
 
 def averaged_params(state: TrainState, name: str = NAME) -> Params:
     """The parameters with their moving averages in their place and dtype, for evaluation.
 
+    What is not averaged is the state's: integer leaves, leaves that var_list left out, and model_state. Statistics of
+    BatchNorm are those of the raw parameters; where that matters, compute them anew by some batches with the
+    averages in place, or let them move slowly (a momentum of 0.999).
+
     Args:
         state: A state whose optimizer is `with_moving_average`.
-        name: The slot of the averages.
+        name: The slot of the averages, with its prefix under a scope.
 
     Returns:
-        A tree like `state.params`; leaves without an average, such as integers, are those of the state.
+        A tree like `state.params`.
 
     Raises:
+        TypeError: `state` is no TrainState.
         ValueError: The state has no such slot.
 
     Example:
@@ -88,13 +94,25 @@ def averaged_params(state: TrainState, name: str = NAME) -> Params:
         >>> print(state.params["w"], jstep.averaged_params(state)["w"])
         1.0 0.5
     """
+    return params_from_slot(state, name, "Averages are kept by jstep.with_moving_average(optimizer, ema).")
+
+
+def params_from_slot(state: TrainState, name: str, hint: str) -> Params:
+    """The parameters with the leaves of a slot in their place and dtype.
+
+    Raises:
+        TypeError: `state` is no TrainState.
+        ValueError: The state has no such slot.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state={state!r:.100}: must be a TrainState, got {type(state).__name__}")
     if name not in state.slots:
         raise ValueError(
-            f"name={name!r}: the state has no such slot{trees.nearest(name, state.slots)}; it has "
-            f"{sorted(state.slots)}. Averages are kept by jstep.with_moving_average(optimizer, ema)."
+            f"name={name!r}: the state has no such slot{trees.nearest(str(name), state.slots)}; it has "
+            f"{sorted(state.slots)}. {hint}"
         )
-    averages = trees.flatten_like(state.params, state.slots[name], f"slot {name!r}")
+    found = trees.flatten_like(state.params, state.slots[name], f"slot {name!r}")
     leaves, treedef = trees.flatten(state.params)
     return treedef.unflatten(
-        [p if avg is None else avg.astype(jnp.result_type(p)) for avg, p in zip(averages, leaves, strict=True)]
+        [p if one is None else one.astype(jnp.result_type(p)) for one, p in zip(found, leaves, strict=True)]
     )

@@ -9,10 +9,18 @@ import numpy as np
 from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.age import ordered_after
+from jstep.optimizers.age import new_start_step, ordered_after
 from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.matched import matched_gradients
-from jstep.state import is_scalar_slot, is_start_step
+from jstep.optimizers.wrapped import wrapped
+from jstep.state import is_start_step
+
+LAST_FINITE_STEP = "last_finite_step"
+LOSS_SCALE = "loss_scale"
+SCALE_SINCE = "scale_since"
+MOVE_WHEN_SKIPPED = {LOSS_SCALE, SCALE_SINCE}
+"""Slots whose very purpose is to change when an update is skipped."""
 
 
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
@@ -26,10 +34,12 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
             loss_fn returns as model_state is not guarded.
 
     Returns:
-        An `Optimizer` with the same slots and hyperparameters.
+        An `Optimizer` with the same hyperparameters and slots, and one more: the scalar `last_finite_step`, the
+        step that the last finite update made. A training step's metrics say `skipped`: 1 where the update was, else 0.
 
     Raises:
         TypeError: `optimizer` is none.
+        ValueError: It has a slot named `last_finite_step`, as a guarded one has.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -43,34 +53,54 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     """
     require_optimizer("optimizer", optimizer)
 
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        # The norm rather than each element: a finite gradient whose square overflows would poison the slots.
-        finite = jnp.isfinite(global_norm(matched_gradients(updates, params)))
-        updates, new_slots = optimizer.update(updates, slots, params, step)
-        updates = jax.tree.map(lambda u: _zero_unless(finite, u), updates)
-        # The parameters first, while the old slots are still there: see ordered_after.
-        moved = jax.lax.optimization_barrier(apply_updates(params, updates))
-        kept = {name: _kept(finite, name, slots[name], tree, moved) for name, tree in new_slots.items()}
-        return updates, kept
+    def update(
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+    ) -> tuple[Updates, Slots, Slots]:
+        finite = all_finite(updates, params)
+        updates, inner = unless_skipped(finite, optimizer, updates, inner, params, step)
+        last = own[LAST_FINITE_STEP]
+        made = jnp.asarray(step).astype(last.dtype) + 1
+        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, last)}
 
-    return optimizer._replace(update=update)
+    added = {LAST_FINITE_STEP: lambda params, step: new_start_step(step)}
+    return wrapped(optimizer, "skip_nonfinite", update, added=added)
+
+
+def all_finite(gradients: Updates, params: Params) -> Array:
+    """Whether the norm of the gradients is finite.
+
+    The norm rather than each element: a finite gradient whose square overflows would poison the slots.
+    """
+    return jnp.isfinite(global_norm(matched_gradients(gradients, params)))
+
+
+def unless_skipped(
+    finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step
+) -> tuple[Updates, Slots]:
+    """The update of an optimizer where `finite`; else none, all slots as they are, and start_step a step on."""
+    updates, new_slots = optimizer.update(updates, slots, params, step)
+    updates = jax.tree.map(lambda u: _zero_unless(finite, u), updates)
+    # The parameters first, while the old slots are still there: see ordered_after.
+    moved = jax.lax.optimization_barrier(apply_updates(params, updates))
+    return updates, {name: _kept(finite, name, slots[name], tree, moved) for name, tree in new_slots.items()}
 
 
 def _kept(finite: Array, name: str, old: Any, new: Any, moved: Params) -> Any:
     if is_start_step(name):
         return old + jnp.where(finite, 0, 1).astype(old.dtype)
+    if name.rsplit("/", 1)[-1] in MOVE_WHEN_SKIPPED:
+        return new
 
     def leaf(before: Array, after: Array, parameter: Any) -> Array:
         chosen = jnp.where(finite, after, before)
         return ordered_after(chosen, parameter) if np.shape(parameter) == chosen.shape else chosen
 
-    if is_scalar_slot(name, old, moved):
-        return jnp.where(finite, new, old)
-    parameters = trees.flatten_like(moved, moved, "params")
-    olds, news = (trees.flatten_like(moved, tree, f"slot {name!r}") for tree in (old, new))
-    return trees.structure(moved).unflatten(
-        [None if o is None else leaf(o, n, p) for o, n, p in zip(olds, news, parameters, strict=True)]
-    )
+    try:
+        olds, news = (trees.flatten_like(moved, tree, f"slot {name!r}") for tree in (old, new))
+    except ValueError:  # a scalar, or whatever else has not the structure of params
+        return jax.tree.map(lambda before, after: jnp.where(finite, after, before), old, new)
+    chosen = [None if o is None else leaf(o, n, p) for o, n, p in zip(olds, news, jax.tree.leaves(moved), strict=True)]
+    return trees.structure(moved).unflatten(chosen)
 
 
 def _zero_unless(finite: Array, update: Array) -> Array:

@@ -1,0 +1,56 @@
+"""Gradients without their mean."""
+
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.indexed_slices import is_slices
+from jstep.core.types import Array, Optimizer, Params, Step, Updates
+from jstep.optimizers.blocks.unit_axes import UnitAxes, axes_of, check_axes
+from jstep.optimizers.element import element
+from jstep.optimizers.hyper import Hyper
+
+
+def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
+    """Gradient centralization: g −= mean(g) over the axes that feed one output, for leaves of two axes or more.
+
+    Args:
+        axes: The axes to take the mean over: a tuple for all leaves that have them, or `(path, leaf) -> tuple`. None
+            is all but the first, right for kernels of shape (out, in, …); for kernels (…, in, out), as in Flax, give
+            `lambda path, leaf: tuple(range(leaf.ndim - 1))`.
+
+    Returns:
+        An `Optimizer` without slots and hyperparameters, the element before an optimizer. Leaves of one axis or none
+        stay as they are where axes is None; sparse gradients become dense.
+
+    Raises:
+        TypeError: `axes` names none.
+        ValueError: A leaf has no such axis.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.centralize_gradients(), jstep.gradient_descent(1.0))
+        >>> state = jstep.TrainState.create({"w": jnp.zeros((1, 2))}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.array([[1.0, 3.0]])}, optimizer).params["w"])
+        [[ 1. -1.]]
+
+    Source: Yong et al., "Gradient Centralization" (2020); `optax.centralize`.
+    """
+    check_axes(axes)
+
+    def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
+        found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+        new = [
+            None if trees.is_none(g) else _centred(g.to_dense() if is_slices(g) else jnp.asarray(g), path, p, axes)
+            for g, (path, p) in zip(found, trees.leaves_with_paths(params), strict=True)
+        ]
+        return trees.structure(params).unflatten(new)
+
+    return element(centralize, {})
+
+
+def _centred(g: Array, path: str, p: Array, axes: UnitAxes) -> Array:
+    over = axes_of(axes, path, p, lambda shape: tuple(range(1, len(shape))))
+    if not over:
+        return g
+    wide = g.astype(trees.compute_dtype(g.dtype))
+    return (wide - jnp.mean(wide, axis=over, keepdims=True)).astype(g.dtype)

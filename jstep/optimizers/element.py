@@ -1,0 +1,56 @@
+"""Elements of a chain that keep nothing but held hyperparameters."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jstep.core.checks import as_function
+from jstep.core.types import Optimizer, Params, Slots, Step, Updates
+from jstep.optimizers.held import held_names, held_slots
+from jstep.optimizers.hyper import Hyper, report, values_at
+from jstep.optimizers.matched import missing_slot
+from jstep.optimizers.names import Init
+
+
+def element(
+    fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], *, finished: bool = False
+) -> Optimizer:
+    """An element of `fn(updates, params, step, h) -> updates` with some hyperparameters.
+
+    Args:
+        fn: The transformation; what it does with None leaves and `IndexedSlices` is its own affair.
+        hyper: Name → what `checked` returned.
+        finished: Whether the updates have −learning_rate in them.
+    """
+    held = held_names(hyper)
+
+    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+        for name in held:
+            if name not in slots:
+                raise missing_slot(name, slots)
+        return fn(updates, params, step, values_at(hyper, step, slots)), {name: slots[name] for name in held}
+
+    return Optimizer(Init(lambda params, step: held_slots(hyper), lambda params: held, finished), update, report(hyper))
+
+
+def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
+    """An element of a chain made of a function, with no slots and no hyperparameters.
+
+    Args:
+        fn: `fn(updates, params, step) -> updates`, pure. Leaves of updates are arrays, `IndexedSlices` or None, which
+            stays None; the step is the number of updates applied so far.
+
+    Raises:
+        TypeError: `fn` is no function.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> signs = jstep.stateless(lambda updates, params, step: jax.tree.map(jnp.sign, updates))
+        >>> optimizer = jstep.chain(signs, jstep.gradient_descent(0.5))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        0.5
+
+    Source: `optax.stateless`.
+    """
+    as_function(fn, "fn", "(updates, params, step) -> updates")
+    return element(lambda updates, params, step, h: fn(updates, params, step), {})

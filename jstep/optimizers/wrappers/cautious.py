@@ -1,0 +1,65 @@
+"""Updates only where they agree with the gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.indexed_slices import is_slices
+from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.wrapped import wrapped
+
+LEAST_SHARE = 1e-3
+
+
+def cautious(optimizer: Optimizer) -> Optimizer:
+    """Caution: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
+
+    Elements whose update would go up the present gradient stay; the others grow, so that the leaf's step keeps its
+    size.
+
+    Args:
+        optimizer: Makes the updates u of the gradients g. Put `decay_weights` around it, not inside: the mask is not
+            meant for decay.
+
+    Returns:
+        An `Optimizer` with the same slots and hyperparameters. Sparse gradients become dense.
+
+    Raises:
+        TypeError: `optimizer` is none.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.cautious(jstep.momentum(1.0, 0.9))
+        >>> state = jstep.TrainState.create({"w": [0.0, 0.0]}, optimizer)
+        >>> for g in ([1.0, 1.0], [1.0, -0.5]):
+        ...     state = jstep.apply_gradients(state, {"w": [jnp.float32(x) for x in g]}, optimizer)
+        >>> print(*state.params["w"])
+        -2.9 -1.0
+
+    Source: Liang et al., "Cautious Optimizers: Improving Training with One Line of Code" (2024).
+    """
+    require_optimizer("optimizer", optimizer)
+
+    def update(
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+    ) -> tuple[Updates, Slots, Slots]:
+        gradients = jax.tree.map(lambda g: g.to_dense() if is_slices(g) else g, updates, is_leaf=is_slices)
+        updates, inner = optimizer.update(gradients, inner, params, step)
+        found, given = (
+            trees.flatten_like(params, tree, what, is_leaf=is_slices)
+            for tree, what in ((updates, "updates"), (gradients, "gradients"))
+        )
+        careful = [None if u is None else _careful(u, g) for u, g in zip(found, given, strict=True)]
+        return trees.structure(params).unflatten(careful), inner, {}
+
+    return wrapped(optimizer, "cautious", update)
+
+
+def _careful(u: Any, g: Any) -> Array:
+    u = u.to_dense() if is_slices(u) else u
+    g = jnp.asarray(g)
+    agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
+    return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))

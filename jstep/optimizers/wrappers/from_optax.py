@@ -1,0 +1,230 @@
+"""Optax transformations as optimizers of jstep."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_text, kind, shown
+from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.types import Held, Optimizer, Params, Slots, Step, Updates
+from jstep.optimizers.held import check_prefix
+from jstep.optimizers.hyper import checked, report
+from jstep.optimizers.matched import matched_gradients, missing_slot
+from jstep.optimizers.names import Init
+
+
+def from_optax(
+    transformation: Any,
+    hyperparameters: Mapping[str, Any] | Callable[[Step], Mapping[str, Any]] | None = None,
+    name: str = "optax",
+) -> Optimizer:
+    """An Optax transformation as an optimizer: its `init` and `update`, and nothing imported.
+
+    What it keeps becomes slots: what has the structure of the parameters, such as moments, lies as they do on a mesh,
+    in float32 for low-precision parameters; the rest, such as its own counts, are slots by themselves. It works in
+    float32 at least, sees leaves that can be trained only, zeros where a gradient is None (and then neither the leaf
+    nor what it keeps of it changes), and dense arrays in the place of `IndexedSlices`.
+
+    Optax counts by itself: its schedules see the number of its own updates, which is the global step unless updates
+    were skipped or its slots are younger than the run.
+
+    Args:
+        transformation: What Optax returns, such as `optax.adam(1e-3)`.
+        hyperparameters: What to report: name → number or schedule, or a function of the step that returns one.
+        name: The prefix of the slots: `optax/0/mu`.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        TypeError: `transformation` has no `init` and `update`, or another argument is of the wrong type.
+        ValueError: The name cannot be a prefix.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> from typing import NamedTuple
+        >>> class Halves(NamedTuple):  # stands for optax.sgd(0.5)
+        ...     init = staticmethod(lambda params: ())
+        ...     update = staticmethod(lambda grads, kept, params: (jax.tree.map(lambda g: -0.5 * g, grads), kept))
+        >>> optimizer = jstep.from_optax(Halves(), {"learning_rate": 0.5})
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.5
+
+    Source: `optax.GradientTransformation`.
+    """
+    if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
+        raise TypeError(
+            f"transformation={shown(transformation)}: must have init and update, as what optax.adam(1e-3) returns, got "
+            f"{kind(transformation)}"
+        )
+    check_prefix("name", as_text(name, "name"))
+    reported = _reported(hyperparameters)
+
+    def init(params: Params, global_step: Step = 0) -> Slots:
+        with _usual_promotion():
+            kept = _Kept(name, transformation.init(_seen(params)), params)
+        return {slot: jax.tree.map(_own_copy, tree) for slot, tree in kept.slots.items()}
+
+    def skeleton(params: Params) -> "_Kept":
+        with _usual_promotion():
+            return _Kept(name, jax.eval_shape(lambda: transformation.init(_seen(params))), params)
+
+    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+        gradients = matched_gradients(updates, params)
+        leaves, treedef = trees.flatten(params)
+        dense = [_dense(g, p) if trees.is_trainable(p) else None for g, p in zip(gradients, leaves, strict=True)]
+        shape = skeleton(params)
+        for slot in shape.slots:
+            if slot not in slots:
+                raise missing_slot(slot, slots)
+        with _usual_promotion():
+            given, after = transformation.update(treedef.unflatten(dense), shape.state_from(slots), _seen(params))
+        absent = [g is None for g in gradients]
+        new = _Kept(name, after, params).slots
+        if new.keys() != shape.slots.keys():
+            raise ValueError(
+                f"transformation: its update keeps {sorted(new)}, its init made {sorted(shape.slots)}; a compiled step "
+                "needs the same structure after each update"
+            )
+        kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
+        added = trees.flatten_like(params, given, "updates")
+        return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
+
+    finished = isinstance(hyperparameters, Mapping) and "learning_rate" in hyperparameters
+    return Optimizer(Init(init, lambda params: list(skeleton(params).slots), finished), update, reported)
+
+
+@contextlib.contextmanager
+def _usual_promotion() -> Iterator[None]:
+    """Optax counts on JAX's usual promotion of dtypes, whatever the user has set for code of their own."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class _Kept:
+    """A state of Optax, taken apart into slots.
+
+    Attributes:
+        slots: Name → a tree with the structure of params, or whatever else the state holds.
+    """
+
+    def __init__(self, prefix: str, state: Any, params: Params) -> None:
+        leaves, self._params = trees.flatten(params)
+        self._trained = [trees.is_trainable(leaf) for leaf in leaves]
+        self._of_trained = trees.structure(_trained_only(params))
+        nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=self._like_params)
+        self._state: Any = treedef
+        self._nodes = [(f"{prefix}/{trees.path_str(keys)}" if keys else prefix, node) for keys, node in nodes]
+        self.slots = {slot: self._slot(node) for slot, node in self._nodes}
+
+    def _like_params(self, node: Any) -> bool:
+        if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
+            return False
+        parts = self._parts(node)
+        return parts is not None and any(_is_array(part) for part in parts)
+
+    def _parts(self, node: Any) -> list[Any] | None:
+        """What stands at each trained leaf: an array, or a node without leaves such as Optax's MaskedNode."""
+        try:
+            parts: list[Any] = self._of_trained.flatten_up_to(node)
+        except (ValueError, TypeError):
+            return None
+        return parts if all(_is_array(part) or not jax.tree.leaves(part) for part in parts) else None
+
+    def _slot(self, node: Any) -> Any:
+        if not self._like_params(node):
+            return node
+        parts = iter(self._parts(node) or ())
+        whole = [next(parts) if trained else None for trained in self._trained]
+        return self._params.unflatten([part if _is_array(part) else None for part in whole])
+
+    def state_from(self, slots: Slots) -> Any:
+        """The state with the values of these slots."""
+
+        def value(slot: str, node: Any) -> Any:
+            if not self._like_params(node):
+                return slots[slot]
+            found = self._params.flatten_up_to(slots[slot])
+            mine = [leaf for leaf, trained in zip(found, self._trained, strict=True) if trained]
+            parts = zip(mine, self._parts(node) or (), strict=True)
+            return self._of_trained.unflatten([part if leaf is None else leaf for leaf, part in parts])
+
+        return self._state.unflatten([value(slot, node) for slot, node in self._nodes])
+
+
+def _is_array(x: Any) -> bool:
+    return trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _trained_only(params: Params) -> Params:
+    return jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, params)
+
+
+def _seen(params: Params) -> Params:
+    """The parameters as Optax sees them: what can be trained, in float32 at least."""
+    return jax.tree.map(lambda leaf: leaf.astype(trees.compute_dtype(leaf.dtype)), _trained_only(params))
+
+
+def _dense(gradient: Any, leaf: Any) -> Any:
+    dtype = trees.compute_dtype(leaf.dtype)
+    if gradient is None:
+        return jnp.zeros_like(leaf, dtype=dtype)
+    return (gradient.to_dense() if isinstance(gradient, IndexedSlices) else jnp.asarray(gradient)).astype(dtype)
+
+
+def _own_copy(leaf: Any) -> Any:
+    """A buffer of its own: some states start as the parameters, or hold one array twice."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf.copy() if not trees.is_traced(leaf) else leaf
+    # A weak type would become strong in the first step and compile it a second time.
+    return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)), copy=True)
+
+
+def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
+    """The new slot, but the old one's leaves where there was no gradient, all in the old one's dtypes."""
+
+    def like(before: Any, after: Any) -> Any:
+        return jnp.asarray(after).astype(before.dtype) if hasattr(before, "dtype") else after
+
+    try:
+        olds, news = treedef.flatten_up_to(old), treedef.flatten_up_to(new)
+    except (ValueError, TypeError):
+        return jax.tree.map(like, old, new)
+    chosen = [
+        before if out or before is None else jax.tree.map(like, before, after)
+        for before, after, out in zip(olds, news, absent, strict=True)
+    ]
+    return treedef.unflatten(chosen)
+
+
+def _reported(given: Any) -> Any:
+    if given is None:
+        return lambda step: {}
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            if not isinstance(key, str):
+                raise TypeError(f"hyperparameters: {shown(key)} must be a text, got {kind(key)}")
+            if isinstance(value, Held):
+                raise TypeError(f"hyperparameters: {key!r} is held, which Optax does not read")
+        return report({key: checked(key, value) for key, value in given.items()})
+    if not callable(given):
+        raise TypeError(
+            f"hyperparameters={shown(given)}: must map names to numbers or schedules, or be a function of the step, "
+            f"got {kind(given)}"
+        )
+    values = given
+
+    def hyperparameters(step: Step, /) -> dict[str, Any]:
+        make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
+        return {
+            key: make(value, trees.default_float()) if isinstance(value, int | float | np.generic) else value
+            for key, value in dict(values(step)).items()
+        }
+
+    return hyperparameters

@@ -1,0 +1,102 @@
+"""Slow weights that follow the fast ones."""
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.checks import as_int
+from jstep.core.indexed_slices import is_slices
+from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.age import age_of
+from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.hyper import Hyper, checked
+from jstep.optimizers.leafwise import Slot, fresh_slot
+from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrappers.moving_average import params_from_slot
+from jstep.state import START_STEP, TrainState
+
+SLOW = "slow"
+
+
+def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: ScalarOrSchedule = 0.5) -> Optimizer:
+    """Lookahead: every k-th update slow += α·(p − slow); p = slow.
+
+    Args:
+        optimizer: Moves the fast weights, which are the parameters.
+        sync_period: The number k ≥ 1 of updates from one synchronisation to the next, counted by the age of the slots.
+        slow_step_size: How far α, in [0, 1], the slow weights go towards the fast ones.
+
+    Returns:
+        An `Optimizer` with one more slot, `slow`, a copy of the parameters at first (float32 at least), and the
+        hyperparameter `slow_step_size`. The age is that of `start_step`, which it keeps where the optimizer has none.
+        A leaf without gradient at an update is not synchronised there.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: A number is out of its range, or the optimizer has a slot or hyperparameter of that name.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.lookahead(jstep.gradient_descent(1.0), sync_period=2)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> for _ in range(2):
+        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(-1.0)}, optimizer)
+        >>> print(state.params["w"], jstep.slow_params(state)["w"])
+        1.0 1.0
+
+    Source: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (2019).
+    """
+    require_optimizer("optimizer", optimizer)
+    period = as_int(sync_period, "sync_period", at_least=1)
+
+    def update(
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+    ) -> tuple[Updates, Slots, Slots]:
+        due = age_of(step, own[START_STEP]) % period == 0
+        updates, inner = optimizer.update(updates, inner, params, step)
+        treedef = trees.structure(params)
+        found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
+        slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
+        rate = jnp.asarray(h["slow_step_size"], trees.default_float())
+        for i, (u, p) in enumerate(zip(found, jax.tree.leaves(params), strict=True)):
+            if u is not None:
+                dense = u.to_dense() if is_slices(u) else u
+                found[i], slows[i] = _synchronised(dense, p, slows[i], rate, due)
+        return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
+
+    return wrapped(
+        optimizer,
+        "lookahead",
+        update,
+        added={SLOW: lambda params, step: fresh_slot(SLOW, Slot("copy"), params, step)},
+        hyper={"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)},
+        aged=True,
+    )
+
+
+def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> tuple[Array, Array]:
+    fast = apply_updates(p, u).astype(slow.dtype)
+    nearer = slow + rate.astype(slow.dtype) * (fast - slow)
+    return jnp.where(due, nearer - p.astype(slow.dtype), u.astype(slow.dtype)), jnp.where(due, nearer, slow)
+
+
+def slow_params(state: TrainState, name: str = SLOW) -> Params:
+    """The parameters with the slow weights of `lookahead` in their place and dtype, for evaluation.
+
+    Args:
+        state: A state whose optimizer is `lookahead`.
+        name: The slot of the slow weights, with its prefix under a scope.
+
+    Raises:
+        TypeError: `state` is no TrainState.
+        ValueError: The state has no such slot.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.lookahead(jstep.gradient_descent(1.0))
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(-1.0)}, optimizer)
+        >>> print(state.params["w"], jstep.slow_params(state)["w"])
+        1.0 0.0
+    """
+    return params_from_slot(state, name, "Slow weights are kept by jstep.lookahead(optimizer).")

@@ -1,0 +1,94 @@
+"""Float32 weights behind low-precision parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.checks import kind, shown
+from jstep.core.indexed_slices import is_slices
+from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.wrapped import wrapped
+
+MASTER = "master"
+
+
+def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
+    """Master weights: master += u; p = master, rounded to the parameter's dtype.
+
+    A bfloat16 weight of 1 moved by 0.001 is 1 again; its master has moved. The parameters are, bit for bit, the
+    rounding of those that a float32 run on the same gradients would have.
+
+    Args:
+        optimizer: Sees the master weights as its parameters, and makes the updates u of them.
+        dtype: The dtype of the master weights; wider parameters keep theirs.
+
+    Returns:
+        An `Optimizer` with one more slot, `master`, a copy of the parameters at first. It is the truth: parameters
+        that are changed by hand are changed back by the next update, unless the slot is changed with them.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: The optimizer has a slot of that name.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.master_weights(jstep.gradient_descent(0.001))
+        >>> state = jstep.TrainState.create({"w": jnp.bfloat16(1.0)}, optimizer)
+        >>> for _ in range(8):
+        ...     state = jstep.apply_gradients(state, {"w": jnp.bfloat16(1.0)}, optimizer)
+        >>> print(state.params["w"], jnp.round(state.slots["master"]["w"], 4))
+        0.992188 0.992
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.1.
+    """
+    require_optimizer("optimizer", optimizer)
+    wide = _floating_dtype(dtype)
+
+    def widened(leaf: Any) -> Any:
+        if not trees.is_trainable(leaf):
+            return leaf
+        return jnp.array(leaf, leaf.dtype if leaf.dtype.itemsize > wide.itemsize else wide, copy=True)
+
+    def fresh(params: Params, global_step: Step) -> Any:
+        return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, params)
+
+    def update(
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+    ) -> tuple[Updates, Slots, Slots]:
+        leaves, treedef = trees.flatten(params)
+        kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
+        whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
+        updates, inner = optimizer.update(updates, inner, whole, step)
+        found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
+        moved = trees.flatten(apply_updates(whole, updates))[0]
+        rounded: list[Any] = [
+            None if u is None else _to_rounding(p, m) for u, m, p in zip(found, moved, leaves, strict=True)
+        ]
+        new = treedef.unflatten([None if m is None else n for m, n in zip(kept, moved, strict=True)])
+        return treedef.unflatten(rounded), inner, {MASTER: new}
+
+    return wrapped(
+        optimizer, "master_weights", update, added={MASTER: fresh}, init_on=lambda params: jax.tree.map(widened, params)
+    )
+
+
+def _to_rounding(p: Any, master: Any) -> Any:
+    """The update that takes p to the rounding of its master.
+
+    The difference of two low-precision numbers is exact in the wider dtype unless one is some 2^13 times the other.
+    """
+    return master.astype(p.dtype).astype(master.dtype) - p.astype(master.dtype)
+
+
+def _floating_dtype(dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype={shown(dtype)}: must be a floating dtype such as float32, got {kind(dtype)}") from None
+    if not trees.is_floating(found) or found.itemsize < 4:
+        raise TypeError(f"dtype={found}: must be a floating dtype of at least 32 bits, such as float32")
+    return jax.dtypes.canonicalize_dtype(found)
