@@ -103,6 +103,7 @@ __all__ = [
     "lion",
     "log_every_n",
     "lookahead",
+    "map_leaves",
     "master_weights",
     "minimize",
     "momentum",

@@ -332,8 +332,9 @@ SIGNATURES = {
     "gradients": "(fn, xs, grad_ys=None)",
     "stop_gradient": "(x)",
     "apply_gradients": "(state, grads, optimizer, *, increment_global_step=True)",
-    "ExponentialMovingAverage": "(decay, num_updates=False, zero_debias=False, name='ExponentialMovingAverage')",
-    "with_moving_average": "(optimizer, ema)",
+    "ExponentialMovingAverage": "(decay, num_updates=False, zero_debias=False, name='ExponentialMovingAverage', "
+    "start_step=0, every=1)",
+    "with_moving_average": "(optimizer, ema, var_list=None)",
     "averaged_params": "(state, name='ExponentialMovingAverage')",
     "partition": "(optimizers, labels)",
     "scope": "(name, optimizer)",

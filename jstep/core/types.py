@@ -70,12 +70,33 @@ class HyperparametersFn(Protocol):
 class Optimizer(NamedTuple):
     """An optimizer as three pure functions; anything with these three composes with jstep.
 
+    `jstep.leafwise` makes one of the rule for one leaf and takes care of what follows; `jstep.map_leaves` and
+    `jstep.as_schedule` help those who write the three by hand.
+
+    What an update may meet:
+
+    - updates: the gradients, or an earlier element's updates, a tree like params. A leaf is an array of any floating
+      dtype, an `IndexedSlices` (rows of a table), or None: leave the parameter and its slots as they are.
+    - slots: those that `init` made, by their names; a user's own optimizer may see names of other parties too.
+    - params: None and integer leaves among others, which have no gradient; float16 and bfloat16 leaves, whose slots
+      and arithmetic belong in float32.
+    - step: the number of updates applied so far, an integer scalar, traced or not. A step is compiled: no `if` on
+      values, no `float(step)`, nothing that changes from call to call but the arguments.
+
+    What it must return:
+
+    - updates: a tree like params, None where nothing is to be added. They are *added* to the parameters in float32 at
+      least; a sign is the optimizer's own.
+    - slots: its own alone, the same names, structure, shapes and dtypes as it was given. A slot is a tree like params
+      (None where a leaf has none) or a scalar. Arrays made by `init` must be buffers of their own, copies of the
+      parameters too: a compiled step takes over the memory of each once.
+
     Attributes:
-        init: `init(params, global_step=0) -> slots`.
-        update: `update(updates, slots, params, step) -> (updates, slots)`. The step is the number
-            of updates applied so far; the returned updates are *added* to the parameters. The slots
-            passed in may hold names of other parties; the slots returned are this optimizer's own.
-        hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values in force at a step.
+        init: `init(params, global_step=0) -> slots`; the scalar slot `start_step`, where there is one, is the
+            global_step at which they were made, and the age of the slots step + 1 − start_step.
+        update: `update(updates, slots, params, step) -> (updates, slots)`.
+        hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values in force at a step; what is a plain
+            number there is a constant, known without computing. `learning_rate` says that the updates are finished.
 
     Example:
         A sign-descent optimizer of one's own, with no slots:

@@ -18,6 +18,7 @@ from jstep.optimizers.lamb import lamb
 from jstep.optimizers.lars import lars
 from jstep.optimizers.leafwise import Slot, leafwise
 from jstep.optimizers.lion import lion
+from jstep.optimizers.map_leaves import map_leaves
 from jstep.optimizers.momentum import momentum
 from jstep.optimizers.nadam import nadam
 from jstep.optimizers.prodigy import prodigy
@@ -74,6 +75,7 @@ __all__ = [
     "leafwise",
     "lion",
     "lookahead",
+    "map_leaves",
     "master_weights",
     "momentum",
     "nadam",

@@ -120,6 +120,32 @@ def values_at(given: Mapping[str, Any], step: Step, slots: Slots | None = None) 
     return {name: value_at(name, value, step, slots) for name, value in given.items()}
 
 
+def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step], Any]:
+    """A function of the step, from a number, an array or a schedule: for hyperparameters of one's own optimizers.
+
+    Args:
+        value: What the user gave.
+        name: Its name, for errors.
+
+    Returns:
+        `schedule(step)`, a scalar; a plain number stays a Python float, which is exact and costs a compiled step
+        nothing.
+
+    Raises:
+        TypeError: It is none of these, or held: what the state holds, the step does not tell.
+        ValueError: It is no scalar, or not finite.
+
+    Example:
+        >>> import jstep
+        >>> jstep.as_schedule(0.1)(7), float(jstep.as_schedule(jstep.exponential_decay(1.0, 1, 0.5))(2))
+        (0.1, 0.25)
+    """
+    given = checked(name, value)
+    if isinstance(given, Held):
+        raise TypeError(f"{name}: must be a number, an array or a schedule; held hyperparameters need jstep.leafwise")
+    return lambda step: value_at(name, given, step)
+
+
 def report(given: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
     """The `hyperparameters` function of an optimizer with these hyperparameters; held ones are the state's to tell.
 

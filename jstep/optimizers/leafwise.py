@@ -55,7 +55,7 @@ Rule: TypeAlias = Callable[[Array, Array, LeafSlots, Hyper], tuple[Array, LeafSl
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """What a slot starts from.
+    """What a slot starts from, for `leafwise`.
 
     Attributes:
         initial: A number (or array, or schedule of the step of creation), or `"copy"` for the parameter itself.
@@ -63,6 +63,11 @@ class Slot:
             unless told. It is asked of trainable leaves alone.
         dtype: The dtype it is kept in; that of arithmetic (the parameter's, float32 at least) unless told. The rule
             sees floating slots in the dtype of arithmetic all the same.
+
+    Example:
+        >>> import jstep
+        >>> jstep.Slot("copy"), jstep.Slot(shape=lambda path, leaf: leaf.shape[:1] or None).initial
+        (Slot(initial='copy', shape=None, dtype=None), 0.0)
     """
 
     initial: Any = 0.0
@@ -84,7 +89,10 @@ def leafwise(
     sparse: bool = True,
     finished: bool | None = None,
 ) -> Optimizer:
-    """An optimizer that treats each leaf by the same rule; the module's docstring is its tutorial.
+    """An optimizer that treats each leaf by the same rule: `rule(g, p, slots, h) -> (update, slots)`.
+
+    The docstring of `jstep.optimizers.leafwise` (the module) is a tutorial. None and integer leaves, None gradients,
+    `IndexedSlices`, dtypes, hyperparameters of any kind, ages and names are taken care of.
 
     Args:
         rule: The update of one leaf.
@@ -99,6 +107,27 @@ def leafwise(
         sparse: Whether the rule, applied to some rows of a table, leaves the other rows as they are. Where
             it does not, sparse gradients are made dense.
         finished: Whether the updates have −learning_rate in them; where there is such a hyperparameter unless told.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        TypeError: A hyperparameter is no number and no schedule.
+        ValueError: It is no scalar, or two held ones have one name.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> def rule(g, p, slots, h):
+        ...     m = h["decay"] * slots["m"] + (1 - h["decay"]) * g
+        ...     return -h["learning_rate"] * jnp.sign(m), {"m": m}
+        >>> def signed_average(learning_rate, decay=0.9):
+        ...     return jstep.leafwise(
+        ...         rule, hyper={"learning_rate": learning_rate, "decay": decay}, slots={"m": 0.0}, sparse=False
+        ...     )
+        >>> optimizer = signed_average(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        0.5
     """
     scalars, flags = scalars or {}, flags or {}
     hyper = {name: checked(name, value) for name, value in hyper.items()}

@@ -36,6 +36,7 @@ def test_a_chain_passes_updates_on() -> None:
     np.testing.assert_allclose([a["b"], b["b"]], [0.0, 0.0])
 
 
+@pytest.mark.filterwarnings("ignore:chain")
 def test_nested_names() -> None:
     optimizer = jstep.chain(
         jstep.scope("outer", jstep.chain(jstep.scope("inner", jstep.adam(0.1)))),

@@ -36,8 +36,8 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
         >>> optimizer = jstep.chain(jstep.add_noise(0.01, 0.55, jax.random.key(0)), jstep.gradient_descent(1.0))
         >>> state = jstep.TrainState.create({"w": jnp.zeros(10_000)}, optimizer)
         >>> state = jstep.apply_gradients(state, {"w": jnp.ones(10_000)}, optimizer)
-        >>> print(jnp.round(jnp.mean(state.params["w"]), 2), jnp.round(jnp.std(state.params["w"]), 2))
-        -1.0 0.1
+        >>> print(f"{state.params['w'].mean():.2f} ± {state.params['w'].std():.2f}")
+        -1.00 ± 0.10
 
     Source: Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep Networks" (2015);
     `optax.add_noise`, which splits and stores its key.

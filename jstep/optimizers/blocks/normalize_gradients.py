@@ -32,8 +32,8 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -
         >>> optimizer = jstep.chain(jstep.normalize_gradients(), jstep.gradient_descent(1.0))
         >>> state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer)
         >>> params = jstep.apply_gradients(state, {"w": jnp.array([30.0, -40.0])}, optimizer).params
-        >>> print(jnp.round(params["w"], 4))
-        [-0.6  0.8]
+        >>> print(*(f"{x:.4f}" for x in params["w"]))
+        -0.6000 0.8000
 
     Source: `optax.normalize_by_update_norm`.
     """

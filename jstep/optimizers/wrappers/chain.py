@@ -38,17 +38,21 @@ def chain(*optimizers: Optimizer) -> Optimizer:
             "side: chain(*[…]), or chain(first, second)"
         )
     parts = {f"optimizers[{i}]": require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)}
-    check_names(parts)
     finished = [part for part, one in parts.items() if makes_finished_updates(one)]
-    if len(finished) > 1:
-        warnings.warn(
-            f"chain: {finished[0]} makes finished updates, with −learning_rate in them, and {finished[1]} takes them "
-            "as gradients: together they climb. Keep one of the two; put an element that transforms gradients, such as "
-            "jstep.scale_by_adam() in the place of jstep.adam(…), before it; or train different leaves by each with "
-            "jstep.partition.",
-            UserWarning,
-            stacklevel=2,
-        )
+    climbs = len(finished) > 1 and (
+        f"chain: {finished[0]} makes finished updates, with −learning_rate in them, and {finished[1]} takes them "
+        "as gradients: together they climb. Keep one of the two; put an element that transforms gradients, such as "
+        "jstep.scale_by_adam() in the place of jstep.adam(…), before it; or train different leaves by each with "
+        "jstep.partition."
+    )
+    try:
+        check_names(parts)
+    except ValueError as error:
+        if climbs:
+            error.add_note(climbs)
+        raise
+    if climbs:
+        warnings.warn(climbs, UserWarning, stacklevel=2)
 
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         new: Slots = {}

@@ -27,10 +27,10 @@ def decay_weights(weight_decay: ScalarOrSchedule, mask: VarList = None, *, cauti
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> optimizer = jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.1))
+        >>> optimizer = jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.25))
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
-        0.4
+        0.25
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017), where decay follows the schedule's
     fraction and not the rate; "Cautious Weight Decay" (2025).
