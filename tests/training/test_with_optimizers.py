@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from regression import X, Y, fresh, loss_fn
 
 import jstep
