@@ -1,38 +1,49 @@
-"""Events as lines of text or JSON."""
+"""`events`: the events of a file, one a line, as text or JSON."""
 
+import argparse
 import fnmatch
-import json
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jstep.summary import summary_iterator
-from jstep.summary.proto import proto
-from jstep.summary.read.series import event_files
+from jstep.cli.command import OK, TROUBLE, Command
+from jstep.cli.output import as_json, complain, printable
+from jstep.stores import location
+from jstep.summary import DataLossError, summary_iterator
+from jstep.summary.proto import decode_error, proto
+from jstep.summary.read.files import event_files
 
 
-def print_events(path: str, *, as_json: bool = False, tags: Sequence[str] = ("*",)) -> None:
+def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",)) -> int:
     """Prints the events of a file, or of the files of a directory in their order, one a line.
 
     Args:
         path: An event file or a directory.
-        as_json: Whether a line is a JSON object; numbers that JSON has not are the strings "NaN", "Infinity"
+        json: Whether a line is a JSON object; numbers that JSON has not are the strings "NaN", "Infinity"
             and "-Infinity", as protobuf writes them.
         tags: Globs; values with other tags are left out, and events without any value then too.
 
+    Returns:
+        The exit code. Of a damaged file the events before the damage are printed, and the other files.
+
     Raises:
         FileNotFoundError: There is no such file, or no event file in the directory.
-        DataLossError: A record is damaged; the events before it have been printed.
     """
     files = event_files(path)
     if not files:
         raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {path}")
+    code = OK
     for file in files:
-        for event in summary_iterator(file):
-            entry = _entry(event, tags)
-            if entry is not None:
-                print(json.dumps(_plain(entry)) if as_json else _line(entry))
+        try:
+            for event in summary_iterator(file):
+                entry = _entry(event, tags)
+                if entry is not None:
+                    print(as_json(entry) if json else printable(_line(entry)))
+        except DataLossError as error:
+            complain("events", error)
+            code = TROUBLE
+    return code
 
 
 def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
@@ -46,17 +57,27 @@ def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
     elif list(tags) != ["*"]:
         return None
     elif what == "graph_def":
-        entry["graph_def"] = {
-            "nodes": len(proto("GraphDef").FromString(event.graph_def).node),
-            "bytes": len(event.graph_def),
-        }
+        entry["graph_def"] = _graph(event.graph_def)
     elif what == "session_log":
-        entry["session_log"] = proto("SessionLog").SessionStatus.Name(event.session_log.status)
+        entry["session_log"] = _status(event.session_log.status)
     elif what == "file_version":
         entry["file_version"] = event.file_version
     elif what is not None:
         entry[what] = str(getattr(event, what)).strip()
     return entry
+
+
+def _graph(data: bytes) -> dict[str, Any]:
+    try:
+        return {"nodes": len(proto("GraphDef").FromString(data).node), "bytes": len(data)}
+    except decode_error():
+        return {"nodes": None, "bytes": len(data)}
+
+
+def _status(number: int) -> str:
+    statuses = proto("SessionLog").SessionStatus
+    name: str = statuses.Name(number) if number in statuses.values() else f"unknown ({number})"
+    return name
 
 
 def _value(value: Any) -> dict[str, Any]:
@@ -81,8 +102,9 @@ def _value(value: Any) -> dict[str, Any]:
             "bucket_limit": list(histogram.bucket_limit),
             "bucket": list(histogram.bucket),
         }
+    # A plugin's name may be any text, "scalar" too, whose entry would be taken for one of the above.
     plugin = value.metadata.plugin_data.plugin_name
-    entry["kind"] = plugin or kind or "empty"
+    entry["kind"] = f"tensor of {plugin}" if plugin in ("scalar", "image", "histogram") else plugin or kind or "empty"
     if kind == "tensor":
         entry["shape"] = [dim.size for dim in value.tensor.tensor_shape.dim]
         if value.tensor.string_val:
@@ -91,12 +113,18 @@ def _value(value: Any) -> dict[str, Any]:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    time = datetime.fromtimestamp(entry.pop("wall_time"), UTC).isoformat(timespec="milliseconds")
-    head = f"{time}  step {entry.pop('step')}"
+    head = f"{_time(entry.pop('wall_time'))}  step {entry.pop('step')}"
     values = entry.pop("values", None)
     if values is None:
         return "  ".join([head, *(f"{key} {_short(x)}" for key, x in entry.items())])
     return "  ".join([head, "; ".join(map(_value_text, values))])
+
+
+def _time(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    except (OverflowError, ValueError, OSError):  # no time of this calendar
+        return f"{seconds:g} s"
 
 
 def _value_text(value: dict[str, Any]) -> str:
@@ -119,10 +147,16 @@ def _short(x: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def _plain(x: Any) -> Any:
-    """With strings in the place of the numbers that JSON has not."""
-    if isinstance(x, float) and not math.isfinite(x):
-        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
-    if isinstance(x, dict):
-        return {key: _plain(y) for key, y in x.items()}
-    return [_plain(y) for y in x] if isinstance(x, list) else x
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="an event file, or the directory of a run")
+    parser.add_argument("-f", "--format", choices=("text", "json"), default="text")
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
+    parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to print (repeatable)")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    path = location(arguments.file, "file")
+    return print_events(path, json=arguments.format == "json", tags=arguments.tags or ("*",))
+
+
+COMMAND = Command("events", "print the events of a file, one a line", _add_arguments, _run)

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jax.extend.core import get_opaque_trace_state
 
+from jstep.core.checks import as_function, as_text, shown
 from jstep.summary.values import Part, Summary, find_summaries, has_tracers
 
 P = ParamSpec("P")
@@ -53,7 +54,7 @@ class _Collector:
 _active: contextvars.ContextVar[tuple[_Collector, ...]] = contextvars.ContextVar("jstep_collect", default=())
 
 
-def register(part: Part, collections: Sequence[str]) -> None:
+def register(part: Part, collections: Sequence[str] | None) -> None:
     """Puts a new part in its collections; a traced one only where a `collect` is there to return it."""
     collectors = _active.get()
     if not collectors:
@@ -82,11 +83,13 @@ def _keep_newest(key: str, part: Part) -> None:
 
 
 def _checked(collections: Any) -> Sequence[str]:
-    if collections is DEFAULT:
+    if collections is DEFAULT or collections is None:
         return DEFAULT
     names = tuple(collections) if isinstance(collections, Iterable) else (None,)
     if isinstance(collections, str) or not all(isinstance(key, str) for key in names):
-        raise TypeError(f"collections must be a sequence of names, such as ('summaries',), not {collections!r}")
+        raise TypeError(
+            f"collections={shown(collections)}: must be a sequence of names, such as ('summaries',), or None for that"
+        )
     return names
 
 
@@ -141,8 +144,7 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
         >>> print(jstep.summary.merge_all())
         None
     """
-    if not isinstance(key, str):
-        raise TypeError(f"merge_all: key must be the name of a collection, not {key!r}")
+    as_text(key, "key", "the name of a collection")
     collector = next((c for c in reversed(_active.get()) if c.key == key), None)
     if collector is not None:
         if _trace() != collector.trace:
@@ -200,10 +202,8 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
         >>> summary
         Summary('saturated')
     """
-    if not callable(fn):
-        raise TypeError(f"collect: fn must be a function, not {type(fn).__name__}")
-    if not isinstance(key, str):
-        raise TypeError(f"collect: key must be the name of a collection, not {key!r}")
+    as_function(fn, "fn")
+    as_text(key, "key", "the name of a collection")
 
     @functools.wraps(fn)
     def collected(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Summary | None]:

@@ -30,6 +30,10 @@ class DataLossError(Exception):
         self.offset = offset
 
 
+MAX_LENGTH = 2**31
+"""What protobuf takes for one message is shorter."""
+
+
 def masked_crc(data: bytes) -> int:
     """The masked CRC-32C of the data."""
     crc = crc32c()(data)
@@ -37,7 +41,13 @@ def masked_crc(data: bytes) -> int:
 
 
 def frame(data: bytes) -> bytes:
-    """The data as one record."""
+    """The data as one record.
+
+    Raises:
+        ValueError: It is longer than any reader takes.
+    """
+    if len(data) >= MAX_LENGTH:
+        raise ValueError(f"an event of {len(data)} bytes: must be less than 2³¹ bytes, which is all that a proto holds")
     length = struct.pack("<Q", len(data))
     return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
@@ -56,6 +66,8 @@ def read_records(file: BinaryIO, path: str) -> Iterator[bytes]:
         length, crc = struct.unpack("<QI", header)
         if crc != masked_crc(header[:8]):
             raise DataLossError(path, offset, "the checksum of its length does not fit")
+        if length >= MAX_LENGTH:
+            raise DataLossError(path, offset, f"it claims {length} bytes, more than an event can have")
         data = _read(file, length)
         footer = file.read(FOOTER) if len(data) == length else b""
         if len(footer) < FOOTER:

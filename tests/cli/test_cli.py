@@ -13,7 +13,8 @@ from jstep import summary
 from jstep.cli.main import main
 from jstep.cli.plot import _smooth
 from jstep.summary import records
-from jstep.summary.read.series import find_runs, read_scalars
+from jstep.summary.read.files import find_runs
+from jstep.summary.read.series import read_scalars
 
 
 def write(path, values, tag="loss", start=None):
@@ -100,7 +101,7 @@ def test_errors_are_told_on_stderr(logs, tmp_path, capsys, arguments, message, m
     (tmp_path / "damaged").write_bytes(b"x" * 100)
     with summary.SummaryWriter(tmp_path / "text") as writer:
         writer.add_summary(summary.text("t", "x"))
-    assert main([argument.format(tmp_path) for argument in arguments]) == 1
+    assert main([argument.format(tmp_path) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"jstep {arguments[0]}: ")
     assert message in captured.err
@@ -179,7 +180,7 @@ def test_events_by_tag_and_of_a_directory(everything, capsys):
 def test_the_events_before_a_damaged_one_are_printed(everything, capsys):
     with open(everything, "ab") as file:
         file.write(b"x" * 100)
-    assert main(["events", everything]) == 1
+    assert main(["events", everything]) == 2
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 8
     assert "corrupted record at offset" in captured.err
@@ -188,7 +189,7 @@ def test_the_events_before_a_damaged_one_are_printed(everything, capsys):
 def test_as_a_module_into_a_pipe_that_closes(tmp_path):
     path = write(tmp_path / "run", dict.fromkeys(range(5000), 1.0))
     program = [sys.executable, "-m", "jstep", "events", path]
-    root = os.path.dirname(os.path.dirname(__file__))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     with subprocess.Popen(
         program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}
     ) as process:

@@ -9,7 +9,8 @@ import jstep
 from jstep import stores
 from jstep.stores import growing, objects
 from jstep.summary import SummaryWriter, scalar, summary_iterator
-from jstep.summary.read.series import event_files, find_runs, read_scalars
+from jstep.summary.read.files import event_files, find_runs
+from jstep.summary.read.series import read_scalars
 
 
 @pytest.fixture(autouse=True)

@@ -247,16 +247,16 @@ def test_threads_share_the_collections_but_not_the_collects():
     assert merge_all().tags == ("thread",)
 
 
-@pytest.mark.parametrize("collections", ["summaries", None, 3, ("a", 3)])
+@pytest.mark.parametrize("collections", ["summaries", 3, ("a", 3)])
 def test_collections_are_names(collections):
-    with pytest.raises(TypeError, match="collections must be a sequence of names"):
+    with pytest.raises(TypeError, match=r"collections=.*: must be a sequence of names"):
         scalar("a", 1.0, collections=collections)
 
 
 def test_bad_arguments():
-    with pytest.raises(TypeError, match="fn must be a function, not float"):
+    with pytest.raises(TypeError, match=r"fn=1\.0: must be a function"):
         collect(1.0)
-    with pytest.raises(TypeError, match="key must be the name of a collection"):
+    with pytest.raises(TypeError, match="key=3: must be a text"):
         collect(model, key=3)
-    with pytest.raises(TypeError, match="key must be the name of a collection"):
+    with pytest.raises(TypeError, match=r"key=.*: must be a text"):
         merge_all(key=("summaries",))

@@ -233,7 +233,7 @@ def _umask():
 def test_write_graph_of_what_is_none(tmp_path):
     with pytest.raises(TypeError, match="not int"):
         summary.write_graph(3, tmp_path, "graph")
-    with pytest.raises(TypeError, match="name must be the name of a file, not ''"):
+    with pytest.raises(ValueError, match="name='': must not be empty"):
         summary.write_graph(lambda: jnp.ones(3), tmp_path, "")
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):

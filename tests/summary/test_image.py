@@ -149,7 +149,7 @@ def test_what_is_no_batch_of_pictures_is_an_error_that_names_tag_and_shape(tenso
 
 @pytest.mark.parametrize("max_images", [0, -1])
 def test_max_images_must_be_positive(max_images):
-    with pytest.raises(ValueError, match="image 'x': max_images must be at least 1"):
+    with pytest.raises(ValueError, match=r"max_images=.*: must be at least 1"):
         summary.image("x", np.zeros((1, 1, 1, 1)), max_images=max_images)
 
 

@@ -106,10 +106,27 @@ def test_a_whole_record_that_is_no_event_is_damage(tmp_path):
 def test_a_forged_length_allocates_nothing(tmp_path):
     import struct
 
-    length = struct.pack("<Q", 2**60)
     path = tmp_path / "events"
-    path.write_bytes(length + struct.pack("<I", records.masked_crc(length)) + b"abc")
+
+    def forge(claimed):
+        length = struct.pack("<Q", claimed)
+        path.write_bytes(length + struct.pack("<I", records.masked_crc(length)) + b"abc")
+
+    forge(2**31 - 1)  # as a run that was killed leaves it
     assert list(summary.summary_iterator(path)) == []
+    for claimed in (2**31, 2**60):
+        forge(claimed)
+        with pytest.raises(DataLossError, match=f"offset 0: it claims {claimed} bytes"):
+            list(summary.summary_iterator(path))
+
+
+def test_what_is_too_long_for_a_record_is_not_written():
+    class Long(bytes):
+        def __len__(self):
+            return 2**31
+
+    with pytest.raises(ValueError, match="an event of 2147483648 bytes: must be less"):
+        records.frame(Long())
 
 
 def test_an_empty_file_has_no_events(tmp_path):

@@ -93,7 +93,7 @@ def test_a_step_array_may_be_donated_after_the_call(tmp_path, accumulate):
 
 @pytest.mark.parametrize("step", [1.5, True, "3", jnp.float32(1.0), jnp.arange(3), np.float64(2)])
 def test_what_is_no_step(tmp_path, step):
-    with SummaryWriter(tmp_path) as writer, pytest.raises(TypeError, match="global_step must be an integer"):
+    with SummaryWriter(tmp_path) as writer, pytest.raises(TypeError, match=r"global_step=.*: must be an integer"):
         writer.add_summary(summary.scalar("loss", 1.0), step)
 
 

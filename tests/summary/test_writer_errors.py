@@ -28,12 +28,14 @@ def test_a_closed_writer_is_an_error_that_names_the_logdir(tmp_path, method):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"max_queue": 0}, ValueError, "max_queue must be positive, not 0"),
-        ({"max_queue": -3}, ValueError, "max_queue must be positive, not -3"),
-        ({"max_queue": 1.5}, TypeError, "max_queue must be an int, not 1.5"),
-        ({"max_queue": True}, TypeError, "max_queue must be an int, not True"),
-        ({"flush_secs": 0}, ValueError, "flush_secs must be positive, not 0"),
-        ({"flush_secs": float("nan")}, ValueError, "flush_secs must be positive, not nan"),
+        ({"max_queue": 0}, ValueError, "max_queue=0: must be at least 1"),
+        ({"max_queue": -3}, ValueError, "max_queue=-3: must be at least 1"),
+        ({"max_queue": 1.5}, TypeError, "max_queue=1.5: must be an integer"),
+        ({"max_queue": True}, TypeError, "max_queue=True: must be an integer"),
+        ({"flush_secs": 0}, ValueError, "flush_secs=0.0: must be > 0"),
+        ({"flush_secs": float("nan")}, ValueError, "flush_secs=nan: must be > 0"),
+        ({"flush_secs": "x"}, TypeError, "flush_secs='x': must be a number, got a str"),
+        ({"flush_secs": None}, TypeError, "flush_secs=None: must be a number, got None"),
     ],
 )
 def test_arguments_out_of_range(tmp_path, arguments, error, message):
@@ -51,8 +53,8 @@ def test_a_logdir_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
         SummaryWriter(file / "below")
     with pytest.raises(TypeError, match="logdir=3: must be a path or a URL, got int"):
         SummaryWriter(3)
-    with pytest.raises(ValueError, match=r"logdir='az://bucket/logs': must be a path, gs://bucket/… or s3://"):
-        SummaryWriter("az://bucket/logs")
+    with pytest.raises(ValueError, match="logdir='ftp://host/logs': must be a path, gs://"):
+        SummaryWriter("ftp://host/logs")
 
 
 def test_a_step_beyond_64_bits_is_told(tmp_path):
@@ -99,7 +101,7 @@ def test_a_full_disk_is_told_at_the_next_call_and_leaves_no_half_record(tmp_path
     writer.add_summary(summary.scalar("loss", 1.0), 1)
     writer.flush()
     size = os.path.getsize(writer.path)
-    writer._worker._file = FullDisk(writer._worker._file, room=10)
+    writer._worker._sink._file = FullDisk(writer._worker._sink._file, room=10)
     writer.add_summary(summary.scalar("loss", 2.0), 2)
     with pytest.raises(OSError, match=f"No space left on device: '{writer.path}'"):
         writer.flush()
@@ -113,7 +115,7 @@ def test_a_full_disk_is_told_at_the_next_call_and_leaves_no_half_record(tmp_path
 
 def test_an_error_nobody_asked_for_is_told_at_close(tmp_path):
     writer = SummaryWriter(tmp_path, max_queue=1)
-    writer._worker._file = FullDisk(writer._worker._file, room=0)
+    writer._worker._sink._file = FullDisk(writer._worker._sink._file, room=0)
     writer.add_summary(summary.scalar("loss", 2.0), 2)
     with pytest.raises(OSError, match="No space left"):
         writer.close()
@@ -123,7 +125,7 @@ def test_an_error_nobody_asked_for_is_told_at_close(tmp_path):
 def test_an_error_in_the_body_is_not_hidden_by_one_of_the_writer(tmp_path):
     def run():
         with SummaryWriter(tmp_path) as writer:
-            writer._worker._file = FullDisk(writer._worker._file, room=0)
+            writer._worker._sink._file = FullDisk(writer._worker._sink._file, room=0)
             writer.add_summary(summary.scalar("loss", 2.0), 2)
             raise KeyError("body")
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import jax
 
+from jstep.core.checks import as_bool
+from jstep.core.checks import as_text as checked_text
+from jstep.stores import Objects, is_url, join, location, split
 from jstep.summary.graph.from_lowered import from_lowered
 from jstep.summary.graph.from_traced import from_traced
 from jstep.summary.proto import decode_error, is_message, proto
@@ -31,20 +34,21 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
 def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
     """Writes a graph to the file `logdir/name`, whole or not at all.
 
-    As text it is StableHLO, what XLA compiles; as binary, a GraphDef, what TensorBoard and Netron draw. (A
-    GraphDef is written as protobuf's text format where text is asked for.)
+    As text it is StableHLO, what XLA compiles; as binary, a GraphDef, what TensorBoard and Netron draw. Under a
+    name that ends in `.pbtxt`, and where a GraphDef is given, the text is a GraphDef in protobuf's text format.
 
     Args:
         graph: A `jax.stages.Traced` or `Lowered`, a `GraphDef`, or a function of no arguments.
         logdir: The directory; it is made where it does not exist.
-        name: The name of the file.
+        name: The name of the file, in `logdir` or below it.
         as_text: Text or binary.
 
     Returns:
         The path of the file.
 
     Raises:
-        TypeError: The graph is none of these.
+        TypeError: The graph is none of these, or another argument of a wrong type.
+        ValueError: The name leads out of `logdir`.
         OSError: The file cannot be written.
 
     Example:
@@ -56,20 +60,36 @@ def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: 
 
     Source: TensorFlow's `tf.train.write_graph`.
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"write_graph: name must be the name of a file, not {name!r}")
-    logdir = os.fspath(logdir)
-    is_graph_def = is_message(graph, "GraphDef") or isinstance(graph, bytes)
-    if not as_text:
+    logdir = location(logdir, "logdir")
+    name = _file_below(name)
+    is_graph_def = is_message(graph, "GraphDef") or isinstance(graph, bytes | bytearray)
+    if not as_bool(as_text, "as_text"):
         data = graph_def(graph).SerializeToString()
-    elif is_graph_def:
+    elif is_graph_def or name.endswith(".pbtxt"):
         data = str(graph_def(graph)).encode()
     else:
         staged = _staged(graph, (), {})
         data = (staged if isinstance(staged, jax.stages.Lowered) else staged.lower()).as_text().encode()
-    path = os.path.join(logdir, name)
+    path = join(logdir, name)
+    if is_url(logdir):
+        above, last = split(path)
+        Objects(above).write(last, data)
+    else:
+        _write_whole(path, data)
+    return path
+
+
+def _file_below(name: Any) -> str:
+    checked_text(name, "name", "the name of a file in logdir")
+    parts = name.replace(os.sep, "/").split("/")
+    if os.path.isabs(name) or ".." in parts or "\0" in name or parts[-1] in ("", "."):
+        raise ValueError(f"name={name!r}: must be the name of a file in logdir or below it")
+    return str(name)
+
+
+def _write_whole(path: str, data: bytes) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=f".{os.path.basename(name)}.")
+    handle, partial = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=f".{os.path.basename(path)}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -78,7 +98,6 @@ def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: 
     except BaseException:
         os.unlink(partial)
         raise
-    return path
 
 
 def _umask() -> int:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core.contexts import own_transfers
 from jstep.core.trees import is_traced
 from jstep.core.types import Array
 from jstep.summary import values as values_of
@@ -44,7 +45,7 @@ def _times(a: float, b: float) -> float:
     return a * b
 
 
-def histogram(tag: str, values: Any, collections: Sequence[str] = DEFAULT) -> Summary:
+def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Makes a summary of the distribution of the values of an array.
 
     The values are counted on the device, into buckets whose limits grow by 10 % from 1e-12 to 1e20 on both
@@ -55,7 +56,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] = DEFAULT) -> Su
         tag: Its name.
         values: An array of real numbers of any shape. An eager call reads it before any later step can take
             its buffer.
-        collections: The collections to put it in.
+        collections: The collections to put it in; None for the default one, () for none.
 
     Returns:
         A `Summary`.
@@ -75,12 +76,14 @@ def histogram(tag: str, values: Any, collections: Sequence[str] = DEFAULT) -> Su
     """
     check_tag(tag, "histogram")
     if not is_traced(values):
-        values = _eager(tag, values)
+        with own_transfers():
+            values = _eager(tag, values)
     if not (
         jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == bool
     ):
         raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
-    part = values_of.Histogram((tag,), **_count(values))
+    with own_transfers():
+        part = values_of.Histogram((tag,), **_count(values))
     register(part, collections)
     return Summary((part,))
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core.checks import as_int
+from jstep.core.contexts import own_transfers
 from jstep.core.trees import is_array
 from jstep.core.types import Array
 from jstep.summary.collected import DEFAULT, register
@@ -18,7 +20,7 @@ CHANNELS = (1, 3, 4)
 """Grayscale, RGB and RGBA."""
 
 
-def image(tag: str, tensor: Any, max_images: int = 3, collections: Sequence[str] = DEFAULT) -> Summary:
+def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Makes a summary of pictures: the first `max_images` of a batch.
 
     uint8 pixels are taken as they are. Floats are rescaled picture by picture: where none is negative, the
@@ -35,8 +37,8 @@ def image(tag: str, tensor: Any, max_images: int = 3, collections: Sequence[str]
             max_images is 1.
         tensor: `[batch, height, width, channels]`, uint8 or floating, with 1 (gray), 3 (RGB) or 4 (RGBA)
             channels.
-        max_images: How many pictures to take at most.
-        collections: The collections to put it in.
+        max_images: How many pictures to take at most; None for 3.
+        collections: The collections to put it in; None for the default one, () for none.
 
     Returns:
         A `Summary` that holds uint8 pixels; they are compressed to PNG on the writer's thread.
@@ -54,10 +56,7 @@ def image(tag: str, tensor: Any, max_images: int = 3, collections: Sequence[str]
     smallest value of 1; this is the documented rule.
     """
     check_tag(tag, "image")
-    if isinstance(max_images, bool) or not isinstance(max_images, int):
-        raise TypeError(f"image {tag!r}: max_images must be an int, not {max_images!r}")
-    if max_images < 1:
-        raise ValueError(f"image {tag!r}: max_images must be at least 1, not {max_images}")
+    max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
     if not is_array(tensor):
         raise TypeError(
             f"image {tag!r}: expected an array [batch, height, width, channels], not {type(tensor).__name__}"
@@ -81,7 +80,9 @@ def image(tag: str, tensor: Any, max_images: int = 3, collections: Sequence[str]
     count = min(max_images, shape[0])
     # The tag follows the number asked for, so that a short batch does not start another series.
     tags = (f"{tag}/image",) if max_images == 1 else tuple(f"{tag}/image/{i}" for i in range(count))
-    part = Images(tags[:count], _pixels(tensor, count), np.int32(1))
+    with own_transfers():
+        pixels = _pixels(tensor, count)
+    part = Images(tags[:count], pixels, np.int32(1))
     register(part, collections)
     return Summary((part,))
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jstep.core.checks import kind, shown
 from jstep.summary.collected import merge_parts, register
 from jstep.summary.values import Part, Summary, find_summaries
 
 
-def merge(summaries: Iterable[Summary | None], collections: Sequence[str] = ()) -> Summary:
+def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None = ()) -> Summary:
     """Makes one summary of several.
 
     Args:
@@ -33,6 +34,8 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] = ()) 
     """
     if isinstance(summaries, Summary):
         raise TypeError("merge: expected a list of summaries, not one Summary; write merge([summary])")
+    if not isinstance(summaries, Iterable):
+        raise TypeError(f"summaries={shown(summaries)}: must be a list of summaries, got {kind(summaries)}")
     parts: list[Part] = []
     for summary in summaries:
         if summary is None:
@@ -45,7 +48,7 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] = ()) 
         parts += summary.parts
     merged = merge_parts(parts)
     for part in merged.parts:
-        register(part, collections)
+        register(part, () if collections is None else collections)
     return merged
 
 

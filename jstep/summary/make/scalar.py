@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.trees import is_array
+from jstep.core.checks import kind, shown
+from jstep.core.contexts import own_transfers
+from jstep.core.trees import is_array, is_traced
 from jstep.core.types import Array
 from jstep.summary.collected import DEFAULT, register
 from jstep.summary.values import Scalars, Summary, check_tag, keep
 
 
-def scalar(tags: Any, values: Any, collections: Sequence[str] = DEFAULT) -> Summary:
+def scalar(tags: Any, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Makes a summary of one number, or of an array of numbers with a tag each.
 
     An eager call with an array of the device waits for nothing: the value is copied there and read when it is
@@ -22,7 +24,7 @@ def scalar(tags: Any, values: Any, collections: Sequence[str] = DEFAULT) -> Summ
     Args:
         tags: A string, or a list or array of strings.
         values: A real number, or an array or list of numbers with the shape of `tags`.
-        collections: The collections to put it in.
+        collections: The collections to put it in; None for the default one, () for none.
 
     Returns:
         A `Summary`, a pytree whose tags are static.
@@ -128,6 +130,9 @@ def zero_fraction(value: Any) -> Array:
     Returns:
         A float32 scalar.
 
+    Raises:
+        TypeError: It is no array of numbers.
+
     Example:
         >>> import jax, jax.numpy as jnp, jstep.summary
         >>> print(jstep.summary.zero_fraction(jax.nn.relu(jnp.array([-1.0, -2.0, 0.0, 3.0]))))
@@ -135,6 +140,19 @@ def zero_fraction(value: Any) -> Array:
 
     Source: TensorFlow's `tf.nn.zero_fraction`. The zeros are counted as integers, so the count is exact.
     """
-    value = jnp.asarray(value)
-    zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
-    return zeros / jnp.float32(value.size)
+    if not is_traced(value) and not isinstance(value, jax.Array):
+        value = _as_numbers(value)
+    with own_transfers():
+        value = jnp.asarray(value)
+        zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
+        return zeros / jnp.float32(value.size)
+
+
+def _as_numbers(value: Any) -> Any:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}: {error}") from None
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}")
+    return value

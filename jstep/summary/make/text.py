@@ -9,7 +9,7 @@ from jstep.summary.collected import DEFAULT, register
 from jstep.summary.values import Summary, Text, check_tag
 
 
-def text(tag: str, text: Any, collections: Sequence[str] = DEFAULT) -> Summary:
+def text(tag: str, text: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Makes a summary of text, which TensorBoard's Text tab renders as Markdown.
 
     The text is static: inside a compiled function it is what it was when the function was traced.
@@ -17,7 +17,7 @@ def text(tag: str, text: Any, collections: Sequence[str] = DEFAULT) -> Summary:
     Args:
         tag: Its name.
         text: A string, or a list or table (rank 1 or 2) of strings.
-        collections: The collections to put it in.
+        collections: The collections to put it in; None for the default one, () for none.
 
     Returns:
         A `Summary` with no leaves.

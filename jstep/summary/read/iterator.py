@@ -4,16 +4,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.stores import is_directory, location, names_in, opened
+from jstep.stores import location, opened
 from jstep.summary.proto import decode_error, proto
-from jstep.summary.records import DataLossError, read_records
-
-__all__ = ["DataLossError", "is_event_file", "summary_iterator"]
-
-
-def is_event_file(name: str) -> bool:
-    """Whether a file of that name is one that TensorBoard reads."""
-    return "tfevents" in os.path.basename(name)
+from jstep.summary.read.files import check_file
+from jstep.summary.records import FOOTER, HEADER, DataLossError, read_records
 
 
 def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
@@ -31,6 +25,7 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
     Raises:
         FileNotFoundError: There is no such file.
         IsADirectoryError: The path is a directory; names the event files in it.
+        OSError: It is no regular file.
         DataLossError: While iterating: a record is damaged; names the path and the offset.
         ImportError: tensorboard is not installed.
 
@@ -47,12 +42,7 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
     """
     path = location(path, "path")
     event = proto("Event")
-    if is_directory(path):
-        files = list(filter(is_event_file, names_in(path)))
-        found = f"; it holds {', '.join(files[:5])}" if files else "; it holds no event files"
-        raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory{found}")
-    with opened(path):
-        pass  # a missing file is an error here, not at the first event
+    check_file(path)
 
     def events() -> Iterator[Any]:
         offset = 0
@@ -63,6 +53,6 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
                 except decode_error() as error:
                     raise DataLossError(path, offset, f"it is no Event: {error}") from error
                 yield decoded
-                offset = file.tell()
+                offset += HEADER + len(data) + FOOTER
 
     return events()

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.core.checks import kind, shown
 from jstep.core.trees import is_traced
 from jstep.summary.proto import decode_error, is_message, proto
 from jstep.summary.values import Summary, keep
@@ -20,10 +21,10 @@ def as_step(step: Any) -> Any:
         )
     if isinstance(step, jax.Array | np.ndarray | np.generic):
         if not np.issubdtype(step.dtype, np.integer) or step.shape != ():
-            raise TypeError(f"global_step must be an integer scalar, not {step.dtype} of shape {step.shape}")
+            raise TypeError(f"global_step={shown(step, 40)}: must be an integer scalar, got {kind(step)}")
         return keep(step)
     if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"global_step must be an integer, not {type(step).__name__} {step!r}")
+        raise TypeError(f"global_step={shown(step)}: must be an integer, got {kind(step)}")
     return step
 
 

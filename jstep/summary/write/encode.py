@@ -22,6 +22,18 @@ def event_bytes(step: int, wall_time: float, **fields: Any) -> bytes:
     return proto("Event")(step=step, wall_time=wall_time, **fields).SerializeToString()
 
 
+def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], list[Exception]]:
+    """What the thread does: a summary, the fields of an event, or an event that is serialized already."""
+    if isinstance(what, bytes):
+        return [what], []
+    host_step = None if step is None else int(step)
+    if host_step is not None and not -(2**63) <= host_step < 2**63:
+        raise ValueError(f"global_step {host_step} does not fit into the 64 bits of an event")
+    if isinstance(what, Summary):
+        return encode(what, host_step, wall_time)
+    return [event_bytes(host_step or 0, wall_time, **what)], []
+
+
 def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[list[bytes], list[Exception]]:
     """The events of a summary, serialized; waits for its arrays.
 

@@ -1,19 +1,16 @@
-"""Opening an event file: where, under which name, and with which first event."""
+"""Where the events of a writer go: to which place, under which name, and what comes first."""
 
 import itertools
 import os
 import socket
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from jstep.stores import Growing, Objects, is_url
-from jstep.summary.read.iterator import is_event_file
+from jstep.summary.read.files import is_event_file
 from jstep.summary.records import frame
-from jstep.summary.values import Summary
-from jstep.summary.write.encode import encode, event_bytes
-from jstep.summary.write.sinks import LocalFile, ObjectFile
-from jstep.summary.write.worker import Worker
+from jstep.summary.write.encode import event_bytes
+from jstep.summary.write.sinks import LocalFile, ObjectFile, Sink
 
 FILE_VERSION = "brain.Event:2"
 """From this version on TensorBoard goes by session logs to tell which events a restart has replaced."""
@@ -25,35 +22,38 @@ _START = 38.0
 _counter = itertools.count()
 
 
-def open_event_file(logdir: str, max_queue: int, flush_secs: float) -> Worker:
-    """A running worker with a new file in `logdir`, or a new object below it.
+def open_event_file(logdir: str, flush_secs: float) -> Sink:
+    """A new file in `logdir`, or a new object below it, with its first event.
 
     Raises:
         OSError: The directory or the file cannot be written; names the directory.
     """
-    first = event_bytes(0, time.time(), file_version=FILE_VERSION, source_metadata={"writer": "jstep.summary"})
     if is_url(logdir):
-        worker = Worker(_objects(logdir, frame(first), flush_secs), _encode, max_queue, flush_secs)
-        worker.start(None)
-        return worker
+        return _objects(logdir, flush_secs)
     try:
-        os.makedirs(logdir, exist_ok=True)
-        there = filter(is_event_file, os.listdir(logdir))
-        worker = Worker(LocalFile(os.path.join(logdir, _file_name(there))), _encode, max_queue, flush_secs)
-        worker.start(first)
+        return LocalFile(lambda: _new_path(logdir), _first_record)
     except OSError as error:
         raise type(error)(error.errno, f"SummaryWriter cannot write to its logdir: {error.strerror}", logdir) from error
-    return worker
 
 
-def _objects(logdir: str, header: bytes, flush_secs: float) -> ObjectFile:
+def _first_record() -> bytes:
+    source = {"writer": "jstep.summary"}
+    return frame(event_bytes(0, time.time(), file_version=FILE_VERSION, source_metadata=source))
+
+
+def _new_path(logdir: str) -> str:
+    os.makedirs(logdir, exist_ok=True)
+    return os.path.join(logdir, _file_name(filter(is_event_file, os.listdir(logdir))))
+
+
+def _objects(logdir: str, flush_secs: float) -> ObjectFile:
     """Objects, each of which begins like an event file; the first is there when this returns."""
     objects = Objects(logdir)
     with objects.within(_START):
         name = _file_name(objects.list(_PREFIX, _PREFIX + "~"))
         stem = name.rpartition(".")[0]
         later = (f"{stem}.{next(_counter):06d}" for _ in itertools.count())
-        return ObjectFile(Growing(objects, itertools.chain([name], later).__next__, header, flush_secs))
+        return ObjectFile(Growing(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs))
 
 
 def _file_name(there: Iterable[str]) -> str:
@@ -70,15 +70,3 @@ def _file_name(there: Iterable[str]) -> str:
         if stamp.isdecimal() and len(stamp) == 10:
             name = f"{_PREFIX}{int(stamp) + 1:010d}.{rest}"
     return name
-
-
-def _encode(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], list[Exception]]:
-    """What the thread does: a summary, the fields of an event, or an event that is serialized already."""
-    if isinstance(what, bytes):
-        return [what], []
-    host_step = None if step is None else int(step)
-    if host_step is not None and not -(2**63) <= host_step < 2**63:
-        raise ValueError(f"global_step {host_step} does not fit into the 64 bits of an event")
-    if isinstance(what, Summary):
-        return encode(what, host_step, wall_time)
-    return [event_bytes(host_step or 0, wall_time, **what)], []

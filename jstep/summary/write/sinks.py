@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 from jstep.stores import Growing
@@ -27,34 +28,64 @@ class Sink(Protocol):
     def close(self) -> None:
         """Ends it; raises where something written cannot be read there."""
 
-    def remove(self) -> None:
-        """Ends it before it has begun."""
-
 
 class LocalFile:
     """A file of this machine.
 
+    Args:
+        new_path: Makes its directory, and a name for it.
+        first: Makes its first record.
+
     Raises:
-        OSError: It cannot be made, or is there.
+        OSError: It cannot be made.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
+    def __init__(self, new_path: Callable[[], str], first: Callable[[], bytes]) -> None:
+        self._new_path, self._first = new_path, first
+        self._open()
+
+    def _open(self) -> None:
+        self.path = self._new_path()
+        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
+        try:
+            self._append(self._first())
+        except BaseException:
+            self._file.close()
+            os.unlink(self.path)
+            raise
 
     def write(self, data: bytes) -> None:
-        """As `Sink.write`."""
+        """As `Sink.write`.
+
+        A file that somebody has removed meanwhile, with its directory or without, gets a successor in the same
+        place, so that what comes now is not lost without a word.
+        """
+        try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                removed = self.path
+                self._file.close()
+                self._open()
+                _logger.warning(
+                    "%s was removed while a SummaryWriter wrote to it, and what it held is gone; summaries go on in %s",
+                    removed,
+                    self.path,
+                )
+            self._append(data)
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, self.path) from error
+
+    def _append(self, data: bytes) -> None:
         start = self._file.tell()
         try:
             left = memoryview(data)
             while left:
                 left = left[self._file.write(left) :]
-        except Exception as error:
+        except BaseException:
             try:
                 self._file.truncate(start)  # no half of a record
             except OSError:
                 _logger.warning("%s: its last record may be incomplete", self.path)
-            raise type(error)(error.errno, error.strerror, self.path) if isinstance(error, OSError) else error from None
+            raise
 
     def sync(self) -> None:
         """As `Sink.sync`: it is visible."""
@@ -66,11 +97,6 @@ class LocalFile:
     def close(self) -> None:
         """As `Sink.close`."""
         self._file.close()
-
-    def remove(self) -> None:
-        """As `Sink.remove`."""
-        self._file.close()
-        os.unlink(self.path)
 
 
 class ObjectFile:
@@ -95,6 +121,3 @@ class ObjectFile:
     def close(self) -> None:
         """As `Sink.close`."""
         self._growing.close()
-
-    def remove(self) -> None:
-        """As `Sink.remove`: what was uploaded stays, an event file without events."""

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from jstep.core.contexts import Thread, own_transfers
 from jstep.summary.records import frame
 from jstep.summary.write.sinks import Sink
 
@@ -35,10 +36,15 @@ class Worker:
 
     Jobs are written in the order of `put`, and flushed once `max_queue` events wait or `flush_secs` have
     passed since the first of them.
+
+    Args:
+        sink: What `open_event_file` returns.
+        encode: What makes events of jobs.
+        max_queue: How many events wait in memory at most.
+        flush_secs: How long they wait at most.
     """
 
     def __init__(self, sink: Sink, encode: Encode, max_queue: int, flush_secs: float) -> None:
-        self.path = path = sink.path
         self._encode = encode
         self._sink = sink
         self._max_queue = max_queue
@@ -52,21 +58,15 @@ class Worker:
         self._broken: Exception | None = None
         self._buffer: list[bytes] = []
         self._due = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"jstep-summary-{os.path.basename(path)}", daemon=True)
-
-    def start(self, first: bytes | None) -> None:
-        """Writes the first event, if any, here, so that a full disk shows at once, and starts the thread."""
-        try:
-            if first is not None:
-                self._buffer.append(frame(first))
-            self._flush()
-            if self._broken is not None:
-                raise self._broken
-            self._thread.start()
-        except BaseException:
-            self._sink.remove()
-            raise
+        name = f"jstep-summary-{os.path.basename(self.path)}"
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
         _running.add(self)
+
+    @property
+    def path(self) -> str:
+        """Where the file lies."""
+        return self._sink.path
 
     @property
     def has_error(self) -> bool:
@@ -149,10 +149,7 @@ class Worker:
         """Does one job; whether the thread goes on."""
         if what is None:
             self._flush()
-            try:
-                self._sink.close()
-            except Exception as error:
-                self._keep(error)
+            self._close_sink()
             return False
         if isinstance(what, threading.Event):
             self._hurry.clear()
@@ -170,7 +167,8 @@ class Worker:
 
     def _write(self, what: Any, step: Any, wall_time: float) -> None:
         try:
-            events, errors = self._encode(what, step, wall_time)
+            with own_transfers():
+                events, errors = self._encode(what, step, wall_time)
             records = [frame(event) for event in events]
         except Exception as error:
             records, errors = [], [error]
@@ -190,10 +188,8 @@ class Worker:
             self._error = error
 
     def _flush(self) -> None:
-        if not self._buffer:
-            return
         buffer, self._buffer = self._buffer, []
-        if self._broken is not None:
+        if not buffer or self._broken is not None:
             return
         try:
             self._sink.write(b"".join(buffer))
@@ -204,6 +200,12 @@ class Worker:
     def _sync_when_due(self) -> None:
         if self._sink.due() <= time.monotonic():
             self._sink.sync()
+
+    def _close_sink(self) -> None:
+        try:
+            self._sink.close()
+        except Exception as error:
+            self._keep(error)
 
 
 @atexit.register

@@ -8,14 +8,15 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-import numpy as np
 
+from jstep.core.checks import as_int, as_number
 from jstep.core.types import Step
 from jstep.stores import location
 from jstep.summary.graph.write_graph import graph_def
 from jstep.summary.proto import crc32c, is_message, proto
 from jstep.summary.values import Scalars, Summary, has_tracers
 from jstep.summary.write.arguments import as_serialized, as_step
+from jstep.summary.write.encode import encode_job
 from jstep.summary.write.event_file import open_event_file
 from jstep.summary.write.hparams import hparams_values
 from jstep.summary.write.worker import Worker
@@ -44,10 +45,10 @@ class SummaryWriter:
 
     Attributes:
         logdir: The directory.
-        path: The event file, the first of them in an object store; None in a process that does not write.
 
     Raises:
         ValueError: max_queue or flush_secs is not positive; logdir is a URL of another kind.
+        TypeError: An argument is of a wrong type.
         OSError: The directory or the file cannot be written; names the path.
         ImportError: tensorboard or google-crc32c is not installed.
 
@@ -71,21 +72,15 @@ class SummaryWriter:
         max_queue: int = 10,
         flush_secs: float = 120,
     ) -> None:
-        if isinstance(max_queue, bool) or not isinstance(max_queue, int | np.integer):
-            raise TypeError(f"SummaryWriter: max_queue must be an int, not {max_queue!r}")
-        if max_queue <= 0:
-            raise ValueError(f"SummaryWriter: max_queue must be positive, not {max_queue}")
-        if not flush_secs > 0:
-            raise ValueError(f"SummaryWriter: flush_secs must be positive, not {flush_secs!r}")
+        max_queue = as_int(max_queue, "max_queue", 1, "how many events wait in memory")
+        flush_secs = as_number(flush_secs, "flush_secs", low=0, above=True, finite=False, meaning="seconds")
         self.logdir = location(logdir, "logdir")
-        self.path: str | None = None
         self._worker: Worker | None = None
         self._closed = False
         crc32c()
         proto("Event")
         if jax.process_index() == 0:
-            self._worker = open_event_file(self.logdir, int(max_queue), float(flush_secs))
-            self.path = self._worker.path
+            self._worker = Worker(open_event_file(self.logdir, flush_secs), encode_job, max_queue, flush_secs)
             # A writer that is forgotten lets its thread finish; the interpreter waits for it at exit.
             weakref.finalize(self, self._worker.request_close).atexit = False
         if graph is not None:
@@ -94,6 +89,11 @@ class SummaryWriter:
             except BaseException:
                 self.close()
                 raise
+
+    @property
+    def path(self) -> str | None:
+        """The event file, the first of them in an object store; None in a process that does not write."""
+        return None if self._worker is None else self._worker.path
 
     def add_summary(self, summary: Any, global_step: Step | None = None) -> None:
         """Writes a summary.
