@@ -13,6 +13,9 @@ import hypothesis
 import jax
 import pytest
 
+# Several folders have a conftest.py; as modules to look for doctests in, their names would clash.
+collect_ignore_glob = ["*conftest.py"]
+
 # Eight devices for the tests of sharding; what says nothing of devices lives on the first. Not by the environment,
 # which subprocesses inherit.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
