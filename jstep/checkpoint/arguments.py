@@ -1,7 +1,6 @@
 """What a Saver is given: checked, with errors that name the argument."""
 
 import json
-import math
 import operator
 import os
 from collections.abc import Callable
@@ -9,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from jstep.core.checks import as_function, as_int, as_number, as_text, kind, shown
 from jstep.stores import absolute, is_url, location
+
+_LONGEST = 180  # of the 255 bytes that names have, some go to the step and to what is put behind it for a while
 
 
 def directory(directory: Any) -> str:
@@ -20,23 +22,32 @@ def directory(directory: Any) -> str:
     return path
 
 
-def prefix(prefix: Any) -> str:
+def prefix(prefix: Any, name: str = "prefix") -> str:
     """The beginning of a file name."""
-    if not isinstance(prefix, str):
-        raise TypeError(f"prefix={prefix!r}: must be a string")
-    if not prefix or prefix in (".", "..") or any(c in prefix for c in ("/", os.sep, "\0")):
-        raise ValueError(f"prefix={prefix!r}: must be the beginning of a file name; directories go into `directory`")
-    return prefix
+    hint = "the beginning of a file name, such as 'model'"
+    text = as_text(prefix, name, hint)
+    if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):
+        raise ValueError(f"{name}={text!r}: must be {hint}; directories go into `directory`")
+    try:
+        length = len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={text!r}: must be text that UTF-8 can hold") from None
+    if length > _LONGEST:
+        raise ValueError(
+            f"{name}={shown(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
+        )
+    return text
 
 
 def step(step: Any, name: str = "step") -> int:
-    """An int ≥ 0."""
+    """An int ≥ 0, of anything that holds one and is a scalar."""
     try:
-        number = operator.index(step if isinstance(step, int) else np.asarray(step).item())
+        array = np.asarray(step)
+        if array.ndim or array.dtype == bool:
+            raise TypeError
+        number = operator.index(step if isinstance(step, int) else array.item())
     except (TypeError, ValueError):
-        raise TypeError(f"{name}={step!r}: must be an integer, and a scalar") from None
-    if isinstance(step, bool):
-        raise TypeError(f"{name}={step!r}: must be an integer")
+        raise TypeError(f"{name}={shown(step)}: must be an integer, and a scalar; got {kind(step)}") from None
     if number < 0:
         raise ValueError(f"{name}={number}: must be ≥ 0")
     return number
@@ -46,50 +57,45 @@ def max_to_keep(max_to_keep: Any) -> int | None:
     """An int > 0, or None for all."""
     if max_to_keep is None:
         return None
-    if isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int | np.integer):
-        raise TypeError(f"max_to_keep={max_to_keep!r}: must be an integer, or None to keep all")
-    if max_to_keep < 0:
-        raise ValueError(f"max_to_keep={max_to_keep}: must be ≥ 0, and None or 0 keeps all")
-    return int(max_to_keep) or None
+    return as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
 
 
 def hours(hours: Any) -> float | None:
     """A finite float > 0, or None."""
     if hours is None:
         return None
-    if isinstance(hours, bool) or not isinstance(hours, int | float | np.number):
-        raise TypeError(f"keep_checkpoint_every_n_hours={hours!r}: must be a number of hours, or None")
-    if not 0 < float(hours) < math.inf:
-        raise ValueError(f"keep_checkpoint_every_n_hours={hours}: must be > 0 and finite, or None")
-    return float(hours)
+    return as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning="None keeps none for good")
 
 
 def clock(clock: Any) -> Callable[[], float] | None:
     """A function, or None."""
-    if clock is not None and not callable(clock):
-        raise TypeError(f"clock={clock!r}: must be a function that returns seconds, such as time.time")
-    return clock
+    return as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
 
 
 def json_copy(value: Any, name: str) -> Any:
     """The value as it will come back from JSON: tuples become lists.
 
     Raises:
-        TypeError: It is no JSON value (names where).
+        TypeError: It is no JSON value (names where), or holds itself.
     """
-    _check_json(value, name)
-    return json.loads(json.dumps(value))
+    try:
+        _check_json(value, name, ())
+        return json.loads(json.dumps(value))
+    except RecursionError:
+        raise TypeError(f"{name}: is nested too deeply for JSON; flatten it") from None
 
 
-def _check_json(value: Any, name: str) -> None:
+def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
+    if id(value) in above:
+        raise TypeError(f"{name}: holds itself, which JSON cannot say; leave that part out")
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{name}: the key {key!r} is {type(key).__name__}; keys of JSON are strings")
-            _check_json(item, f"{name}[{key!r}]")
+                raise TypeError(f"{name}: the key {shown(key)} is {type(key).__name__}; keys of JSON are strings")
+            _check_json(item, f"{name}[{key!r}]", (*above, id(value)))
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            _check_json(item, f"{name}[{i}]")
+            _check_json(item, f"{name}[{i}]", (*above, id(value)))
     elif not isinstance(value, str | int | float | None):
         hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
         raise TypeError(

@@ -18,6 +18,7 @@ from jstep import checkpoint
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
 from jstep.checkpoint.store import manifest_file
 from jstep.checkpoint.store import orbax_arrays as _orbax
+from jstep.checkpoint.store.in_flight import IN_FLIGHT
 
 
 class TestErrors:
@@ -116,10 +117,10 @@ class TestErrors:
         monkeypatch.setattr(manifest_file, "write", fail)
         Saver(tmp_path).save(state_at(2))
         gc.collect()
-        assert len(_orbax.IN_FLIGHT) == 1
+        assert len(IN_FLIGHT) == 1
         _orbax._finish()
         assert "model-2 was not saved" in caplog.text
-        assert not _orbax.IN_FLIGHT
+        assert not IN_FLIGHT
 
     def test_an_interrupt_while_saving(self, tmp_path, monkeypatch):
         with Saver(tmp_path) as saver:

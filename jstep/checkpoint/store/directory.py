@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
-from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, place
+from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, owner, place
 from jstep.checkpoint.store.claim import Claim
+from jstep.checkpoint.store.in_flight import IN_FLIGHT
 from jstep.checkpoint.store.protocol import Commit
 
 
@@ -61,14 +62,16 @@ class Directory:
         if self._claim is None or not self._claim.is_held():
             self._claim, self._swept = self._take(prefix), False
         if not self._swept:
-            place.sweep(self.directory, prefix, self._is_in_use)
+            place.sweep(self.directory, prefix, IN_FLIGHT.__contains__)
             self._swept = True
 
     def _take(self, prefix: str) -> Claim:
         try:
             return Claim(self.directory, prefix)
-        except CheckpointError:
-            gc.collect()  # a Saver of this process that nobody holds any more gives its claim up here
+        except CheckpointError as error:
+            if owner.THIS_ONE not in str(error):
+                raise
+            gc.collect()  # a Saver that nobody holds any more gives its claim up here
             return Claim(self.directory, prefix)
 
     def _make(self) -> None:
@@ -87,9 +90,6 @@ class Directory:
 
             self._arrays = orbax_arrays.Checkpointer(self._prefix or "")
         return self._arrays
-
-    def _is_in_use(self, temporary: str) -> bool:
-        return self._arrays is not None and bool(self._arrays.is_in_use(temporary))
 
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
         """As `Store.save`."""

@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jstep.checkpoint.store import checksums
+from jstep.checkpoint.store.in_flight import IN_FLIGHT
 from jstep.checkpoint.store.listing import TEMPORARY
 from jstep.checkpoint.store.quiet import Quiet
 
@@ -26,8 +27,6 @@ _TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
 
 _logger = logging.getLogger("jstep")
 
-# What is being written, by the path of its temporary folder.
-IN_FLIGHT: dict[str, "Checkpointer"] = {}
 _quietly = Quiet(lambda: bool(IN_FLIGHT))
 
 
@@ -144,10 +143,6 @@ class Checkpointer:
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, _nothing  # held no longer than the write takes, with all it holds
         publish(temporary, final)
-
-    def is_in_use(self, temporary: str) -> bool:
-        """Whether a temporary folder is being written, by any Checkpointer of this process."""
-        return temporary in IN_FLIGHT
 
     def wait(self) -> None:
         """Waits for the write to end, and raises what went wrong."""

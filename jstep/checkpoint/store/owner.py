@@ -6,6 +6,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+THIS_ONE = ", which is this one"
+
 
 def this_process() -> dict[str, Any]:
     """What says which process this is, on whichever host: for JSON."""
@@ -49,7 +51,7 @@ def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> str:
     """What a second writer is told."""
     host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
     mine = pid == os.getpid() and host == socket.gethostname() and owner.get("space", _space()) == _space()
-    who = f"process {pid} on {host}" + (", which is this one" if mine else "")
+    who = f"process {pid} on {host}" + (THIS_ONE if mine else "")
     way_out = (
         "close the other Saver first (`with Saver(…) as saver:` does)" if mine else "wait for that process or end it"
     )

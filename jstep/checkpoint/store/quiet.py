@@ -8,6 +8,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
+from jstep.checkpoint.store.listing import TEMPORARY
+
 
 class _Filter(logging.Filter):
     def __init__(self, is_writing: Callable[[], bool]) -> None:
@@ -17,6 +19,11 @@ class _Filter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is to be seen."""
         return "orbax" not in record.pathname or not (self.calls or self._is_writing())
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    """Whether a record of asyncio is of somebody else: orbax leaves futures of a failed write to the collector."""
+    return TEMPORARY not in record.getMessage()
 
 
 class Quiet:
@@ -29,6 +36,7 @@ class Quiet:
     def __init__(self, is_writing: Callable[[], bool]) -> None:
         self._filter = _Filter(is_writing)
         logging.getLogger("absl").addFilter(self._filter)
+        logging.getLogger("asyncio").addFilter(_is_not_ours)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:

@@ -1,0 +1,262 @@
+"""One writer of a prefix in a directory at a time, whatever becomes of it."""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from checkpoint_scripts import run, start
+from checkpoint_states import listing, save_all, state_at
+
+from jstep.checkpoint import CheckpointError, Saver
+from jstep.checkpoint.store import claim as _claim
+
+HOLDER = """
+saver = Saver(directory)
+saver.save(state_at(1, 1.0))
+saver.wait()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def held_by(tmp_path, script=HOLDER, *args):
+    process = start(script, tmp_path, *args)
+    assert process.stdout.readline() == "held\n", process.communicate()[1][-3000:]
+    return process
+
+
+def end(process):
+    process.kill()
+    process.communicate(timeout=60)
+
+
+def test_a_second_saver_of_this_process(tmp_path):
+    with Saver(tmp_path) as first:
+        save_all(first, [1])
+        second = Saver(tmp_path)
+        with pytest.raises(CheckpointError, match="one writer at a time") as error:
+            second.save(state_at(2))
+        said = str(error.value)
+        assert f"process {os.getpid()} on {socket.gethostname()}, which is this one" in said
+        assert str(tmp_path) in said
+        with pytest.raises(CheckpointError, match="one writer at a time"):
+            second.claim()
+        # any number may read, and the first goes on
+        assert int(second.restore(state_at(0)).global_step) == 1
+        save_all(first, [2])
+        assert first.all_steps() == second.all_steps() == [1, 2]
+    save_all(second, [3])
+    assert second.all_steps() == [1, 2, 3]
+    second.close()
+    assert sorted(os.listdir(tmp_path)) == listing(tmp_path)  # nothing stays that says who wrote
+
+
+def test_a_second_process_and_sigkill(tmp_path):
+    process = held_by(tmp_path)
+    try:
+        with Saver(tmp_path) as saver:
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=f"process {process.pid} on {socket.gethostname()}:"):
+                    saver.save(state_at(7))
+            assert saver.all_steps() == [1]
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=60)
+            save_all(saver, [7])
+            assert saver.all_steps() == [1, 7]
+    finally:
+        end(process)
+
+
+def test_other_prefixes_and_directories(tmp_path):
+    with Saver(tmp_path / "a") as a, Saver(tmp_path / "a", "model-best") as b, Saver(tmp_path / "b") as c:
+        for saver in (a, b, c):
+            save_all(saver, [1])
+
+
+def test_another_name_for_the_directory(tmp_path):
+    os.symlink(tmp_path, tmp_path / "link")
+    with Saver(tmp_path) as saver, Saver(tmp_path / "link") as other:
+        saver.claim()
+        with pytest.raises(CheckpointError, match="one writer"):
+            other.claim()
+
+
+def test_a_claim_comes_before_the_first_save(tmp_path):
+    with Saver(tmp_path / "new") as saver:
+        saver.claim()
+        saver.claim()
+        with Saver(tmp_path / "new") as other, pytest.raises(CheckpointError, match="one writer"):
+            other.save(state_at(1))
+        assert listing(tmp_path / "new") == []
+    with pytest.raises(ValueError, match="closed"):
+        saver.claim()
+
+
+def test_temporary_folders_of_a_living_writer_stay(tmp_path):
+    """A refused Saver clears nothing away: somebody is writing it."""
+    with Saver(tmp_path) as saver:
+        saver.claim()
+        (tmp_path / "model-9.orbax-checkpoint-tmp").mkdir()
+        with Saver(tmp_path) as other, pytest.raises(CheckpointError):
+            other.save(state_at(1))
+        assert listing(tmp_path) == ["model-9.orbax-checkpoint-tmp"]
+
+
+def test_a_saver_nobody_holds_gives_its_claim_up(tmp_path):
+    saver = Saver(tmp_path)
+    save_all(saver, [1])
+    del saver
+    with Saver(tmp_path) as other:
+        save_all(other, [2])
+        assert other.all_steps() == [1, 2]
+
+
+def test_closing_without_waiting_gives_it_up(tmp_path):
+    saver = Saver(tmp_path)
+    saver.save(state_at(1))
+    saver.close(wait=False)
+    with Saver(tmp_path) as other:
+        other.claim()
+
+
+def test_a_failed_save_keeps_the_claim(tmp_path):
+    with Saver(tmp_path) as saver:
+        with pytest.raises(TypeError):
+            saver.save(state_at(1), extra=object())
+        saver.claim()
+        with pytest.raises(TypeError):
+            saver.save(state_at(1), extra=object())
+        with Saver(tmp_path) as other, pytest.raises(CheckpointError):
+            other.claim()
+
+
+def test_a_child_does_not_keep_the_claim(tmp_path):
+    """Loaders fork and start processes, which may live longer than a run that is killed."""
+    script = """
+    import subprocess
+    saver = Saver(directory)
+    saver.save(state_at(1, 1.0))
+    saver.wait()
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    print("held", flush=True)
+    print(started.pid, pid, flush=True)
+    time.sleep(600)
+    """
+    process = start(script, tmp_path, PYTHONWARNINGS="ignore")
+    assert process.stdout.readline() == "held\n"
+    children = [int(pid) for pid in process.stdout.readline().split()]
+    try:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
+        with Saver(tmp_path) as saver:
+            saver.claim()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        end(process)
+
+
+def test_a_fork_is_another_process(tmp_path):
+    script = """
+    with Saver(directory) as saver:
+        saver.save(state_at(1, 1.0))
+        saver.wait()
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                Saver(directory).claim()
+                os.write(writing, b"claimed")
+            except CheckpointError as error:
+                os.write(writing, b"refused" if str(os.getppid()) in str(error) else str(error).encode())
+            sys.exit(0)  # what runs at exit here is not the parent's
+        print(os.read(reading, 1000).decode())
+        os.waitpid(pid, 0)
+        try:
+            Saver(directory).claim()
+        except CheckpointError:
+            print("held")
+    """
+    assert run(script, tmp_path, PYTHONWARNINGS="ignore") == ["refused", "held"]
+
+
+def test_the_directory_is_removed_under_the_claim(tmp_path):
+    import shutil
+
+    with Saver(tmp_path / "run") as saver:
+        save_all(saver, [1])
+        shutil.rmtree(tmp_path / "run")
+        save_all(saver, [2])
+        assert saver.all_steps() == [2]
+        with Saver(tmp_path / "run") as other, pytest.raises(CheckpointError):
+            other.claim()
+
+
+class TestWithoutLocks:
+    """File systems that know none: what the file says has to do."""
+
+    @pytest.fixture(autouse=True)
+    def no_locks(self, monkeypatch):
+        monkeypatch.setattr(_claim, "fcntl", None)
+
+    def test_this_process(self, tmp_path):
+        with Saver(tmp_path) as saver, Saver(tmp_path) as other:
+            saver.claim()
+            with pytest.raises(CheckpointError, match="which is this one"):
+                other.claim()
+            saver.close()
+            other.claim()
+
+    def test_a_living_process_and_a_dead_one(self, tmp_path):
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        try:
+            owner = _claim.owner.this_process() | {"pid": process.pid, "started": _claim.owner.started(process.pid)}
+            path = _claim.file_of(str(tmp_path), "model")
+            with open(path, "w") as file:
+                file.write(__import__("json").dumps(owner))
+            with Saver(tmp_path) as saver:
+                with pytest.raises(CheckpointError, match=f"process {process.pid}"):
+                    saver.claim()
+                process.kill()
+                process.wait()
+                saver.claim()
+        finally:
+            process.kill()
+            process.communicate()
+
+    def test_another_host_that_has_been_silent(self, tmp_path):
+        path = _claim.file_of(str(tmp_path), "model")
+        with open(path, "w") as file:
+            file.write('{"host": "elsewhere", "pid": 1, "started": "1"}')
+        with Saver(tmp_path) as saver:
+            with pytest.raises(CheckpointError, match="process 1 on elsewhere"):
+                saver.claim()
+            os.utime(path, (0, 0))
+            saver.claim()
+            with open(path) as file:
+                assert socket.gethostname() in file.read()
+
+
+def test_what_the_claim_says_may_be_anything(tmp_path):
+    for text in (b"", b"[]", b"\xff", b"{", b'{"pid": "x"}'):
+        path = _claim.file_of(str(tmp_path), "model")
+        with open(path, "wb") as file:
+            file.write(text)
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1).replace(global_step=jnp.int32(1)))
+
+
+def test_claims_are_not_held_by_garbage(tmp_path):
+    for _ in range(3):
+        saver = Saver(tmp_path)
+        saver.claim()
+        saver.cycle = saver
+    gc.collect()
