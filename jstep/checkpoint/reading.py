@@ -213,4 +213,6 @@ def is_intact(store: Store, path: str, step: int | None = None) -> bool:
 def short(error: Exception) -> str:
     """An error in a line that can be read."""
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror + (f": {error.filename}" if error.filename else "")
     return text if len(text) <= 500 else text[:500] + "…"

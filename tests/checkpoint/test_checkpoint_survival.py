@@ -137,6 +137,21 @@ print("done")
 """
 
 
+QUIET = """
+import logging
+logging.basicConfig(level=logging.INFO)
+saver = Saver(directory, compress=False)
+saver.save(state_at(1, 1.0))
+saver.restore()
+saver.save(state_at(2, 1.0, 4_000_000))
+try:
+    saver.close()
+except CheckpointError as error:
+    assert "the disk is full (16.0 MB needed, " in str(error), error
+    print("done")
+"""
+
+
 def test_disk_full(tmp_path):
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", tmp_path], capture_output=True, text=True
@@ -144,7 +159,18 @@ def test_disk_full(tmp_path):
     if mounted.returncode:
         pytest.skip(f"mounting a small tmpfs is not permitted here: {mounted.stderr.strip()}")
     try:
-        assert run(FULL, tmp_path) == ["done"]
+        full = (
+            FULL
+            + """
+assert "the disk is full (16.0 MB needed, " in text and " MB free" in text and "Errno" not in text, text
+"""
+        )
+        assert run(full, tmp_path) == ["done"]
+        # where the path is long, too; and besides the error nothing is said
+        process = start(QUIET, tmp_path / ("x" * 200))
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out) == (0, "done\n"), err
+        assert err == ""
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
 

@@ -63,13 +63,19 @@ def damage(checkpoint: str, manifest: Manifest, share: tuple[int, int] = (0, 1),
     large = [path for path in sorted(manifest.files) if manifest.files[path]["bytes"] > _PIECE]
     others = set(large) - set(large[share[0] :: share[1]])
     expected = {path: record for path, record in manifest.files.items() if path not in others}
-    there = [path for path in expected if os.path.isfile(os.path.join(checkpoint, path))]
+    root = os.path.realpath(checkpoint)
+    outside = {path for path in expected if not _is_below(root, path)}
+    there = [path for path in expected.keys() - outside if os.path.isfile(os.path.join(checkpoint, path))]
     actual = records(checkpoint, there, threads)
     return [
         f"{os.path.join(checkpoint, path)}: {problem}"
         for path, record in expected.items()
-        if (problem := _difference(record, actual.get(path)))
+        if (problem := "a link out of the checkpoint" if path in outside else _difference(record, actual.get(path)))
     ]
+
+
+def _is_below(root: str, path: str) -> bool:
+    return os.path.realpath(os.path.join(root, path)).startswith(root + os.sep)
 
 
 def _difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
@@ -77,7 +83,10 @@ def _difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -
         return "missing"
     if actual["bytes"] != expected["bytes"]:
         return f"{actual['bytes']} bytes instead of {expected['bytes']}"
-    bad = [i for i, pair in enumerate(zip(actual["crc32"], expected["crc32"], strict=True)) if pair[0] != pair[1]]
+    sums = expected.get("crc32")
+    if not isinstance(sums, list) or len(sums) != len(actual["crc32"]):
+        return "the manifest has no checksums of it"
+    bad = [i for i, pair in enumerate(zip(actual["crc32"], sums, strict=True)) if pair[0] != pair[1]]
     ranges = ", ".join(f"[{i * BLOCK}, {min((i + 1) * BLOCK, expected['bytes'])})" for i in bad)
     return f"the checksum of bytes {ranges} differs" if bad else ""
 

@@ -29,5 +29,4 @@ def full(directory: str, needed: int) -> OSError:
         errno.ENOSPC,
         f"the disk is full ({needed / 1e6:.1f} MB needed, {free}: {os.strerror(errno.ENOSPC)}); make room, or keep "
         "fewer checkpoints by max_to_keep",
-        directory,
     )
