@@ -47,6 +47,7 @@ class ObjectClaim:
         self._objects, self._prefix, self.id = objects, prefix, uuid.uuid4().hex
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._beats, self._lost = 0, False
+        self.saving: threading.Thread | None = None
         self._stamp = self._take()
         _held[self.id] = self
         self._pid = os.getpid()
@@ -83,7 +84,11 @@ class ObjectClaim:
     def _is_free(self, who: Mapping[str, Any]) -> bool:
         """Whether whoever had it is gone for certain."""
         if who.get("pid") == os.getpid() and owner.is_alive(who):
-            gc.collect()  # a Saver of this process that nobody holds any more
+            # It may be of a Saver of this process that nobody holds any more, but for the thread that saves.
+            if (held := _held.get(str(who.get("id")))) is not None and held.saving is not None:
+                held.saving.join(max(0.0, self._objects.deadline() - time.monotonic() - 5))
+            del held
+            gc.collect()
             return str(who.get("id")) not in _held
         return not who or owner.is_alive(who) is False
 

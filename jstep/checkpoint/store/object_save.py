@@ -56,12 +56,12 @@ class ObjectSave:
         self._compress, self._process, self._ends = compress, process, ends
         self._error: BaseException | None = None
         # No daemon: the interpreter ends when what was saved is there.
-        self._thread = threading.Thread(target=self._run, name=f"jstep-save-{name}", daemon=False)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"jstep-save-{name}", daemon=False)
+        self.thread.start()
 
     def wait(self) -> None:
         """Waits for its end, and raises what went wrong."""
-        self._thread.join()
+        self.thread.join()
         error, self._error = self._error, None
         if error is not None:
             raise error

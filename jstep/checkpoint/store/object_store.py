@@ -174,6 +174,8 @@ class ObjectStore:
 
         self._saving = f"{name}/{attempt}"
         self._save = ObjectSave(self._objects, name, attempt, blocks, compress, (process, count), (look, end))
+        if self._claimed is not None:
+            self._claimed.saving = self._save.thread
 
     def _commit(
         self, name: str, attempt: str, files: Mapping[str, Mapping[str, Any]], commit: Commit, before: bytes

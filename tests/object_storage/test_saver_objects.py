@@ -1,0 +1,293 @@
+"""A Saver below a URL: what it saves comes back, what is old goes, and who is second is refused."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+from jstep.checkpoint.store import object_claim, packs
+from jstep.stores import objects
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
+
+
+def state_at(step, value=None):
+    fill = float(step if value is None else value)
+    params = {"w": np.full((4, 3), fill, np.float32), "b": np.arange(3, dtype=np.float32) + np.float32(fill)}
+    state = jstep.TrainState.create(params, jstep.momentum(0.1, 0.9))
+    return state.replace(global_step=jnp.int32(step))
+
+
+def names(store, start="run/model"):
+    return sorted({"/".join(key.split("/")[1:3]).split(".1")[0] for key in store.keys(start)})
+
+
+def same(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        bool(jnp.array_equal(x, y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def test_round_trip(store):
+    with jstep.Saver(store.run + "/") as saver:
+        assert saver.directory == store.run
+        path = saver.save(state_at(7), extra={"epoch": 3})
+        assert path == f"{store.run}/model-7"
+        assert saver.extra() == {"epoch": 3}
+        assert same(saver.restore(state_at(0)), state_at(7))
+    assert jstep.latest_checkpoint(store.run) == path
+    assert jstep.latest_checkpoint(store.run, "other") is None
+    reader = jstep.Saver(store.run)
+    assert reader.latest_step() == 7
+    assert reader.restore()["params"]["w"].tolist() == np.full((4, 3), 7.0).tolist()
+    assert names(store) == ["model-7/data", "model-7/manifest.json"]
+    assert store.keys("run/~") == ["run/~jstep"], "the claim is given up"
+
+
+def test_every_kind_of_leaf(store):
+    params = {
+        "bf16": jnp.arange(5, dtype=jnp.bfloat16),
+        "f8": jnp.arange(4, dtype=jnp.float8_e4m3fn),
+        "i4": jnp.arange(4, dtype=jnp.int4),
+        "u4": jnp.arange(4, dtype=jnp.uint4),
+        "bool": jnp.array([True, False]),
+        "scalar": jnp.float32(3.5),
+        "empty": jnp.zeros((0, 3)),
+        "none": None,
+        "complex": jnp.array([1 + 2j], jnp.complex64),
+        "key": jax.random.key(3),
+        "a/b": jnp.ones(2),
+        "a": {"b": jnp.zeros(2)},
+        "numpy": np.arange(3),
+    }
+    state = jstep.TrainState(params, {}, jnp.int32(1))
+    with jstep.Saver(store.run) as saver:
+        saver.save(state)
+        back = saver.restore(state)
+    for name, leaf in params.items():
+        if name == "key":
+            assert jnp.array_equal(jax.random.key_data(back.params[name]), jax.random.key_data(leaf))
+        elif name != "none":
+            assert same(back.params[name], leaf), name
+    assert type(back.params["numpy"]) is np.ndarray
+
+
+def test_what_was_saved_is_as_it_was_passed(store):
+    big = jnp.arange(300_000, dtype=jnp.float32)
+    state = jstep.TrainState.create({"w": big}, jstep.gradient_descent(1.0))
+    step = jstep.minimize(lambda params: jnp.sum(params["w"]), jstep.gradient_descent(1.0))
+    with jstep.Saver(store.run) as saver:
+        for _ in range(3):
+            before = np.asarray(state.params["w"]).copy()
+            number = int(state.global_step)
+            saver.save(state)
+            state, _ = step(state)
+            assert np.array_equal(saver.restore(step=number)["params"]["w"], before)
+        again, _ = step(saver.restore(jax.eval_shape(lambda: state)))
+        assert int(again.global_step) == 3
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_sharded_states_go_onto_any_mesh(store, monkeypatch, compress):
+    monkeypatch.setattr(packs, "PACK", 300)
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    value = jnp.arange(16 * 24, dtype=jnp.float32).reshape(16, 24)
+    layouts = [P(), P("data"), P(None, "model"), P("data", "model"), P(("data", "model"))]
+    saved = {str(i): jax.device_put(value + i, NamedSharding(mesh, spec)) for i, spec in enumerate(layouts)}
+    with jstep.Saver(store.run, compress=compress) as saver:
+        saver.save(jstep.TrainState(saved, {}, jnp.int32(1)))
+        for spec in layouts:
+            other = NamedSharding(jax.make_mesh((2, 4), ("data", "model")), spec)
+            target = jax.tree.map(lambda x, s=other: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), saved)
+            back = saver.restore(jstep.TrainState(target, {}, jnp.int32(0)))
+            for i in range(len(layouts)):
+                assert back.params[str(i)].sharding == other
+                assert jnp.array_equal(back.params[str(i)], value + i)
+    packed = [key for key in store.keys("run/model-1/") if "/pack." in key]
+    assert len(packed) > 20 or compress
+    assert all(len(store.data(key)) <= 300 for key in packed)
+
+
+def test_retention_deletes_what_is_ours(store):
+    with jstep.Saver(store.run, max_to_keep=2) as saver:
+        for step in range(5):
+            with store.lock:
+                store.put("bkt", f"run/model-{step}/notes.txt", b"mine")
+            saver.save(state_at(step))
+        assert saver.all_steps() == [3, 4]
+        assert saver.last_checkpoints == [f"{store.run}/model-3", f"{store.run}/model-4"]
+    for step in range(3):
+        assert store.keys(f"run/model-{step}/") == [f"run/model-{step}/notes.txt"]
+
+
+def test_a_step_saved_again_replaces(store, monkeypatch):
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(7, 1))
+        saver.save(state_at(7, 2))
+        assert same(saver.restore(state_at(0)), state_at(7, 2))
+        attempts = {key.split("/")[2] for key in store.keys("run/model-7/data")}
+        assert len(attempts) == 2, "a reader may be at the old one"
+        later = object_claim.time.time() + 4000
+        monkeypatch.setattr("jstep.checkpoint.store.object_names.time.time", lambda: later)
+        saver.save(state_at(8))
+        saver.wait()
+        assert len({key.split("/")[2] for key in store.keys("run/model-7/data")}) == 1
+        assert same(saver.restore(state_at(0), step=7), state_at(7, 2))
+
+
+def test_leftovers_are_cleared_by_the_next_save(store):
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(1))
+    with store.lock:
+        for key in (
+            "model-5/data.123-ab/pack.0.0",
+            "other-5/data.123-ab/pack.0.0",
+            "model-5/data/x",
+            "model-x/data.1-a/p",
+        ):
+            store.put("bkt", f"run/{key}", b"")
+    with jstep.Saver(store.run) as saver:
+        assert saver.all_steps() == [1]
+        saver.save(state_at(2))
+        saver.wait()
+    assert store.keys("run/model-5/") == ["run/model-5/data/x"]
+    assert store.keys("run/other-5/")
+    assert store.keys("run/model-x/")
+
+
+def test_a_second_writer_is_refused(store):
+    with jstep.Saver(store.run) as first, jstep.Saver(store.run) as second:
+        first.save(state_at(1))
+        with pytest.raises(jstep.CheckpointError, match=r"is being written by process \d+ on .*, which is this one"):
+            second.save(state_at(2))
+        with pytest.raises(jstep.CheckpointError, match="is being written"):
+            second.claim()
+        jstep.Saver(store.run, prefix="best").save(state_at(2))
+        assert second.all_steps() == [1]
+    with jstep.Saver(store.run) as third:
+        third.save(state_at(2))
+
+
+def test_a_saver_that_nobody_holds_is_no_obstacle(store):
+    jstep.Saver(store.run).save(state_at(1))
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(2))
+
+
+def forge(store, monkeypatch, beat):
+    monkeypatch.setattr(object_claim, "SILENT", 0.2)
+    text = b'{"host": "elsewhere", "pid": 12, "id": "x", "beat": %d}'
+    store.put("bkt", "run/~claims/model", text % 0)
+    if beat:
+        reads = []
+
+        def renew(number):
+            if "~claims" in store.seen[-1]:
+                reads.append(number)
+                with store.lock:
+                    store.put("bkt", "run/~claims/model", text % len(reads))
+
+        store.watch = renew
+
+
+def test_a_claim_of_another_host_that_is_renewed_holds(store, monkeypatch):
+    forge(store, monkeypatch, beat=True)
+    with pytest.raises(jstep.CheckpointError, match="process 12 on elsewhere"):
+        jstep.Saver(store.run).claim()
+
+
+def test_a_claim_of_another_host_that_is_silent_does_not(store, monkeypatch):
+    forge(store, monkeypatch, beat=False)
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(1))
+
+
+def test_who_lost_the_claim_commits_nothing(store):
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(1))
+        saver.wait()
+        with store.lock:
+            store.put("bkt", "run/~claims/model", b'{"host": "elsewhere", "pid": 12, "id": "x"}')
+        saver.save(state_at(2))
+        with pytest.raises(jstep.CheckpointError, match="process 12 on elsewhere"):
+            saver.wait()
+        assert saver.all_steps() == [1]
+    assert store.data("run/~claims/model").startswith(b'{"host": "elsewhere"')
+
+
+def test_a_claim_is_renewed(store, monkeypatch):
+    monkeypatch.setattr(object_claim, "BEAT", 0.01)
+    with jstep.Saver(store.run) as saver:
+        saver.claim()
+        first = store.data("run/~claims/model")
+        for _ in range(300):
+            if store.data("run/~claims/model") != first:
+                break
+            saver._store._claimed._ended.wait(0.01)
+        assert store.data("run/~claims/model") != first
+        saver.save(state_at(1))
+
+
+def test_two_writers_of_one_step(store):
+    """Where both got past the claim, the manifest's condition holds one of them back."""
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(1))
+        saver.wait()
+        theirs = store.data("run/model-1/manifest.json").replace(b'"step": 1', b'"step": 1 ')
+
+        def commit(number):
+            if "pack.0.0" in store.seen[-1]:
+                with store.lock:
+                    store.put("bkt", "run/model-1/manifest.json", theirs)
+
+        store.watch = commit
+        saver.save(state_at(1, 5))
+        with pytest.raises(jstep.CheckpointError, match="another writer"):
+            saver.wait()
+        assert store.data("run/model-1/manifest.json") == theirs
+
+
+def test_without_the_right_to_delete_saves_succeed(store, caplog):
+    store.fail = [("DELETE", "", 403, 999)]
+    with caplog.at_level(logging.WARNING, "jstep"), jstep.Saver(store.run, max_to_keep=1) as saver:
+        for step in range(4):
+            saver.save(state_at(step))
+        saver.wait()
+        assert saver.all_steps() == [0, 1, 2, 3]
+    said = [record.message for record in caplog.records if "stay" in record.message]
+    assert len(said) == 1
+    assert "storage.objects.delete" in said[0] or "s3:DeleteObject" in said[0]
+
+
+def test_requests_of_300_leaves(store):
+    store.page = 1000
+    params = {f"layer{i}": {"w": jnp.full((50, 50), i, jnp.float32)} for i in range(100)}
+    state = jstep.TrainState.create(params, jstep.adam())
+    with jstep.Saver(store.run, max_to_keep=2) as saver:
+        for step in range(4):
+            store.seen.clear()
+            saver.save(state.replace(global_step=jnp.int32(step)))
+            saver.wait()
+            assert len(store.seen) <= 16
+        store.seen.clear()
+        assert same(saver.restore(jax.eval_shape(lambda: state)).params, state.params)
+        assert len(store.seen) <= 8
+
+
+def test_requests_of_a_thousand_checkpoints(store):
+    store.page = 1000
+    with store.lock:
+        for step in range(1000):
+            for name in ("manifest.json", "data.1-a/pack.0.0", "data.1-a/part.0.json"):
+                store.put("bkt", f"run/model-{step}/{name}", b"")
+        store.put("bkt", "run/~jstep", b"")
+    assert jstep.latest_checkpoint(store.run) == f"{store.run}/model-999"
+    assert len(store.seen) <= 6
