@@ -1,0 +1,227 @@
+"""A save that fails, or whose process dies, at each of its requests: what a reader sees, and what the next save does."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.stores import objects
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
+
+
+def state_at(step):
+    state = jstep.TrainState.create({"w": np.full((4, 3), float(step), np.float32)}, jstep.gradient_descent(0.1))
+    return state.replace(global_step=jnp.int32(step))
+
+
+def whole(run):
+    """The steps a reader finds, each of which it can restore."""
+    reader = jstep.Saver(run)
+    steps = reader.all_steps()
+    for step in steps:
+        assert float(reader.restore(state_at(0), step=step).params["w"][0, 0]) == step
+    return steps
+
+
+def strangers(store, steps):
+    """Data that no checkpoint consists of."""
+    return [key for key in store.keys("run/model-") if int(key.split("-")[1].split("/")[0]) not in steps]
+
+
+def save(run, *steps):
+    with jstep.Saver(run, max_to_keep=2) as saver:
+        for step in steps:
+            saver.save(state_at(step))
+            saver.wait()
+
+
+def requests_of_a_save(store):
+    """How many requests the third save of a run takes: with all that is deleted, too."""
+    save(store.run, 1, 2)
+    before = len(store.seen)
+    save(store.run, 3)
+    count = len(store.seen) - before
+    for key in store.keys("run/"):
+        with store.lock:
+            del store.objects["bkt"][key]
+    return count
+
+
+@pytest.mark.parametrize("status", [503, 403, 401, 404, -2, 0])
+def test_a_fault_at_each_request_and_all_after_it(store, status):
+    """Of status 0 each is done and its answer lost; -2 is one such answer, and then silence."""
+    store.page = 1000
+    count = requests_of_a_save(store)
+    assert 12 <= count <= 25
+    for n in range(count):
+        save(store.run, 1, 2)
+        after = max(status, 0) if status != -2 else 503
+        first = [("", "", None, n), ("", "", 0, 1)] if status == -2 else [("", "", None, n)]
+        store.fail = [*first, ("", "", after, 10**6)]
+        try:
+            save(store.run, 3)
+        except (jstep.CheckpointError, OSError) as error:
+            assert "bkt" in str(error) or "model-" in str(error)
+            assert "secret" not in str(error)
+        store.fail = []
+        steps = whole(store.run)
+        assert steps in ([1, 2], [1, 2, 3], [2, 3], [1, 3]), (n, steps)
+        save(store.run, 4)
+        steps = whole(store.run)
+        assert steps[-1] == 4
+        assert strangers(store, steps) == [], n
+        with store.lock:
+            store.objects["bkt"].clear()
+
+
+@pytest.mark.parametrize("status", [503, 429, 0])
+def test_one_fault_at_each_request_is_survived(store, status):
+    store.page = 1000
+    count = requests_of_a_save(store)
+    for n in range(count):
+        save(store.run, 1, 2)
+        store.fail = [("", "", None, n), ("", "", status, 1)]
+        save(store.run, 3)
+        store.fail = []
+        assert whole(store.run) == [2, 3]
+        assert store.keys("run/~") == ["run/~jstep"]
+        with store.lock:
+            store.objects["bkt"].clear()
+
+
+CHILD = """
+import sys, numpy as np, jax.numpy as jnp, jstep
+def state_at(step):
+    state = jstep.TrainState.create({"w": np.full((4, 3), float(step), np.float32)}, jstep.gradient_descent(0.1))
+    return state.replace(global_step=jnp.int32(step))
+saver = jstep.Saver("gs://bkt/run", max_to_keep=2)
+for step in (1, 2, 3, 4):
+    saver.save(state_at(step))
+    saver.wait()
+"""
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_process_that_is_killed(gcs, nth):
+    """At the nth request of each kind of the last save; the request itself may have been served or not."""
+    gcs.page, gcs.run = 1000, "gs://bkt/run"
+    kinds = ["pack.0.0", "part.0", "model-4%2Fmanifest", "DELETE"] if nth == 1 else ["DELETE", "~claims"]
+    for kind in kinds:
+        child = subprocess.Popen([sys.executable, "-c", CHILD], env=os.environ, stderr=subprocess.DEVNULL)
+        met = []
+
+        def kill(number, kind=kind, met=met, child=child):
+            line = gcs.seen[-1]
+            if kind in line and ("model-4" in line or (kind in ("DELETE", "~claims") and gcs.keys("run/model-4/manifest"))):
+                met.append(line)
+                if len(met) == nth:
+                    os.kill(child.pid, signal.SIGKILL)
+
+        gcs.watch = kill
+        try:
+            child.wait(timeout=60)
+        finally:
+            gcs.watch = None
+            child.kill()
+            child.wait()
+        steps = whole("gs://bkt/run")
+        assert steps[-1] in (3, 4), (kind, steps)
+        if kind != "~claims":
+            assert child.returncode == -signal.SIGKILL
+        save("gs://bkt/run", 5)  # the claim of the dead one is no obstacle
+        steps = whole("gs://bkt/run")
+        assert steps[-1] == 5
+        assert strangers(gcs, steps) == []
+        with gcs.lock:
+            gcs.objects["bkt"].clear()
+
+
+# Damage.
+
+
+def test_a_flipped_byte_of_any_object_is_found(store):
+    with jstep.Saver(store.run) as saver:
+        for step in (1, 2):
+            saver.save(state_at(step))
+    for key in store.keys("run/model-2/"):
+        generation, data = store.objects["bkt"][key]
+        for at in (0, len(data) // 2, len(data) - 1):
+            flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+            for damaged in (flipped, data[:at]):
+                store.objects["bkt"][key] = generation, damaged
+                with pytest.raises(jstep.CheckpointError, match=r"model-2/.*step that is whole is 1"):
+                    jstep.Saver(store.run).restore(state_at(0))
+        del store.objects["bkt"][key]
+        with pytest.raises((jstep.CheckpointError, FileNotFoundError)):
+            jstep.Saver(store.run).restore(state_at(0), step=2)
+        store.objects["bkt"][key] = generation, data
+    assert whole(store.run) == [1, 2]
+
+
+def test_a_copied_run_is_read_and_gone_on_with(store):
+    save(store.run, 1, 2)
+    with store.lock:
+        for key in store.keys("run/model-"):
+            store.put("bkt", "copy" + key.removeprefix("run"), store.data(key))
+    copy = store.run.removesuffix("run") + "copy"
+    assert whole(copy) == [1, 2]
+    assert jstep.latest_checkpoint(copy) == f"{copy}/model-2"
+    save(copy, 3)
+    assert whole(copy) == [2, 3]
+
+
+# What a run is told.
+
+
+def run(url, **options):
+    optimizer = jstep.gradient_descent(0.1)
+    train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x) ** 2), optimizer)
+    state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+    batches = jstep.batches(np.arange(24, dtype=np.float32).reshape(8, 3), 2, seed=0)
+    return jstep.train(train_step, state, batches, progress=False, **{"last_step": 20, "checkpoint_dir": url} | options)
+
+
+def test_a_run_whose_token_has_expired_does_not_start_again(store):
+    run(store.run, save_checkpoint_steps=10)
+    for status in (401, 403):
+        store.fail = [("", "", status, 10**6)]
+        with pytest.raises(PermissionError):
+            run(store.run, last_step=30)
+        store.fail = [("GET", "(/o|/bkt/?)$", status, 10**6)]  # the list alone
+        with pytest.raises(PermissionError):
+            run(store.run, last_step=30)
+        store.fail = [("POST|PUT", "", status, 10**6)]  # writing alone
+        with pytest.raises(PermissionError):
+            run(store.run, last_step=30)
+    store.fail = []
+    assert int(run(store.run, last_step=30).global_step) == 30
+
+
+def test_no_bucket_is_said_before_the_first_step(store):
+    made = []
+    with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
+        run(store.run.replace("bkt", "nope"), hooks=[jstep.every(1, lambda step, state, metrics: made.append(step))])
+    assert not made
+
+
+def test_k_and_k_are_2k(store):
+    whole_run = run(None, last_step=20)
+    run(store.run, last_step=7, logdir=f"{store.run}/logs", save_checkpoint_steps=3, save_summaries_steps=1)
+    again = run(store.run, last_step=20, logdir=f"{store.run}/logs", save_summaries_steps=1)
+    assert jnp.array_equal(again.params["w"], whole_run.params["w"])
+    from jstep.summary.read.series import read_scalars
+
+    assert [point.step for point in read_scalars(f"{store.run}/logs")["loss"]] == list(range(1, 21))
+    assert not os.path.exists("gs:")
+    assert not os.path.exists("s3:")
+    assert jax.tree.leaves(again)
