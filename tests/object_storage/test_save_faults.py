@@ -122,7 +122,9 @@ def test_a_process_that_is_killed(gcs, nth):
 
         def kill(number, kind=kind, met=met, child=child):
             line = gcs.seen[-1]
-            if kind in line and ("model-4" in line or (kind in ("DELETE", "~claims") and gcs.keys("run/model-4/manifest"))):
+            if kind in line and (
+                "model-4" in line or (kind in ("DELETE", "~claims") and gcs.keys("run/model-4/manifest"))
+            ):
                 met.append(line)
                 if len(met) == nth:
                     os.kill(child.pid, signal.SIGKILL)
