@@ -131,13 +131,13 @@ class ObjectClaim:
             if stamp is not None:
                 self._stamp = stamp
 
-    def release(self) -> None:
-        """Gives it up; what cannot be deleted is taken over by the next."""
+    def release(self, seconds: float = 5) -> None:
+        """Gives it up, for which it asks the store no longer than that; what stays is taken over by the next."""
         self._ended.set()
         _held.pop(self.id, None)
         if self._pid != os.getpid() or self._lost:
             return
-        with self._lock, contextlib.suppress(OSError), self._objects.within(5):
+        with self._lock, contextlib.suppress(OSError), self._objects.within(seconds):
             self._objects.delete(key_of(self._prefix), self._stamp)
 
 

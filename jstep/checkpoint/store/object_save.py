@@ -8,6 +8,7 @@
 A crash before 2 leaves objects that nothing names, which the next save clears.
 """
 
+import atexit
 import json
 import logging
 import threading
@@ -25,6 +26,7 @@ _OTHERS = 120.0
 """Seconds that the first process waits for the others' parts, beside ten times what its own took."""
 
 _logger = logging.getLogger("jstep")
+_under_way: "set[ObjectSave]" = set()
 
 
 class ObjectSave:
@@ -51,17 +53,22 @@ class ObjectSave:
         process: tuple[int, int],
         ends: tuple[Callable[[], bytes], Callable[[dict[str, dict[str, Any]], bytes], None]],
     ) -> None:
-        self._objects, self._folder, self.attempt = objects, f"{name}/{attempt}", attempt
+        self._objects, self.folder, self.attempt = objects, f"{name}/{attempt}", attempt
         self._blocks: Sequence[Block] = blocks
         self._compress, self._process, self._ends = compress, process, ends
         self._error: BaseException | None = None
-        # No daemon: the interpreter ends when what was saved is there.
-        self.thread = threading.Thread(target=self._run, name=f"jstep-save-{name}", daemon=False)
+        _under_way.add(self)  # the interpreter ends when what was saved is there
+        self.thread = threading.Thread(target=self._run, name=f"jstep-save-{name}", daemon=True)
         self.thread.start()
+
+    def let_go(self) -> None:
+        """Lets the interpreter end without it."""
+        _under_way.discard(self)
 
     def wait(self) -> None:
         """Waits for its end, and raises what went wrong."""
         self.thread.join()
+        _under_way.discard(self)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -85,12 +92,14 @@ class ObjectSave:
                 self._learn()
         except BaseException as error:
             self._error = error
+        else:
+            _under_way.discard(self)
 
     def _write(self) -> bytes:
         index = self._process[0]
         blocks, self._blocks = self._blocks, ()
-        part = packs.write(self._objects, self._folder, index, blocks, self._compress)
-        self._objects.write(f"{self._folder}/part.{index}.json", part)
+        part = packs.write(self._objects, self.folder, index, blocks, self._compress)
+        self._objects.write(f"{self.folder}/part.{index}.json", part)
         return part
 
     def _parts(self, own: bytes, count: int, took: float) -> dict[str, dict[str, Any]]:
@@ -100,7 +109,7 @@ class ObjectSave:
         for index in range(count):
             key = f"part.{index}.json"
             data = (
-                own if index == 0 else self._polled(f"{self._folder}/{key}", until, f"process {index} has not written")
+                own if index == 0 else self._polled(f"{self.folder}/{key}", until, f"process {index} has not written")
             )
             if data.startswith(b'{"failed"'):
                 raise CheckpointError(f"process {index}: {json.loads(data)['failed']}")
@@ -123,12 +132,21 @@ class ObjectSave:
         if count > 1 and (failed or index == 0):
             key = "outcome.json" if index == 0 else f"part.{index}.json"
             try:
-                self._objects.write(f"{self._folder}/{key}", json.dumps({"failed": failed}).encode())
+                self._objects.write(f"{self.folder}/{key}", json.dumps({"failed": failed}).encode())
             except OSError as error:
-                _logger.warning("the other processes do not hear what became of %s: %s", self._folder, error)
+                _logger.warning("the other processes do not hear what became of %s: %s", self.folder, error)
 
     def _learn(self) -> None:
         until = time.monotonic() + 7200
-        data = self._polled(f"{self._folder}/outcome.json", until, "the first process has not said how it ended")
+        data = self._polled(f"{self.folder}/outcome.json", until, "the first process has not said how it ended")
         if failed := json.loads(data)["failed"]:
             raise CheckpointError(f"on the first process: {failed}")
+
+
+@atexit.register
+def _finish() -> None:
+    for save in list(_under_way):
+        try:
+            save.wait()
+        except Exception:
+            _logger.exception("%s was not saved", save.folder)

@@ -266,9 +266,11 @@ class ObjectStore:
                 _logger.warning("old checkpoints in %s stay: %s", self.directory, error)
 
     def close(self, wait: bool = True) -> None:
-        """As `Store.close`: nothing here waits for more than seconds."""
+        """As `Store.close`."""
+        if not wait and self._save is not None:
+            self._save.let_go()
         if self._claimed is not None:
-            self._claimed.release()
+            self._claimed.release(5 if wait else 1)
             self._claimed = None
 
 
