@@ -5,6 +5,7 @@ from collections import deque
 from typing import Any
 
 from jstep.core.checks import as_bool, as_int
+from jstep.core.contexts import own_transfers
 from jstep.core.stack import stack_trees
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
@@ -151,7 +152,8 @@ class BoundedQueue:
             elements = [self._take() for _ in range(n)]
             self._wake_producers()
         try:
-            return stack_trees(elements, f"dequeue_many(n={n})")
+            with own_transfers():
+                return stack_trees(elements, f"dequeue_many(n={n})")
         except BaseException:
             with self._mutex:
                 self._put_back(elements)
