@@ -161,7 +161,9 @@ from jstep.state import (
     shard_state,
 )
 from jstep.tools import (
+    NonFinite,
     ResumeReport,
+    find_nonfinite,
     verify_resume,
 )
 from jstep.training import (
@@ -194,6 +196,7 @@ __all__ = [
     "MetricsHook",
     "NanLossDuringTrainingError",
     "NanLossHook",
+    "NonFinite",
     "Optimizer",
     "OutOfRangeError",
     "Preempted",
@@ -245,6 +248,7 @@ __all__ = [
     "dynamic_loss_scale",
     "every",
     "exponential_decay",
+    "find_nonfinite",
     "fingerprint",
     "from_optax",
     "fsdp_specs",

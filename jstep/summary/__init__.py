@@ -16,7 +16,6 @@ from jstep.summary.make.text import text
 from jstep.summary.read.iterator import summary_iterator
 from jstep.summary.records import DataLossError
 from jstep.summary.values import Summary
-from jstep.summary.write.to_proto import to_proto
 from jstep.summary.write.writer import SummaryWriter
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "summaries_in",
     "summary_iterator",
     "text",
-    "to_proto",
     "write_graph",
     "zero_fraction",
 ]

@@ -1,10 +1,13 @@
 """What only one clock can give."""
 
 from jstep.core.public import publish as _publish
+from jstep.tools.find_nonfinite import NonFinite, find_nonfinite
 from jstep.tools.verify_resume import ResumeReport, verify_resume
 
 __all__ = [
+    "NonFinite",
     "ResumeReport",
+    "find_nonfinite",
     "verify_resume",
 ]
 

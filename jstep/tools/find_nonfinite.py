@@ -1,0 +1,141 @@
+"""Which operation made the first NaN."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jstep.core import contexts, trees
+from jstep.core.checks import as_function
+from jstep.tools.nonfinite.inside import evaluated
+from jstep.tools.nonfinite.numbers import Range, is_inexact, range_of
+from jstep.tools.nonfinite.search import Found, Search
+from jstep.tools.nonfinite.sites import Body, body_of
+from jstep.tools.nonfinite.source import line_of
+from jstep.training import TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """What `find_nonfinite` found.
+
+    Attributes:
+        primitive: The operation, such as `log`.
+        source: The line that it comes from, such as "model.py:12 (loss_fn)".
+        where: What it is inside of, from the outermost in, such as "jit(loss_fn), scan iteration 3"; empty where
+            it is in none.
+        inputs: The range of each of its operands.
+        outputs: The range of each of its results.
+        reaches: Whether a result of the function is non-finite as well; else something, a `where` for instance, hides
+            it.
+    """
+
+    primitive: str
+    source: str
+    where: str
+    inputs: tuple[Range, ...]
+    outputs: tuple[Range, ...] = ()
+    reaches: bool = True
+
+    def __str__(self) -> str:
+        lines = [f"the first non-finite number is made by {self.primitive} at {self.source}"]
+        if self.where:
+            lines.append(f"  inside of  {self.where}")
+        lines += [f"  operand {i}  {one}" for i, one in enumerate(self.inputs)]
+        lines += [f"  result     {one}" for one in self.outputs]
+        if not self.reaches:
+            lines.append("  All that the function returns is finite: something selects other numbers afterwards.")
+        return "\n".join(lines)
+
+
+def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
+    """The first operation in `fn(*args)` that makes a NaN or an infinity of finite numbers.
+
+    The function is traced, and run once with a look at every result, also inside jit, scan, while, cond, remat and
+    custom derivatives; what it is made of is then evaluated up to that operation. Of a step that `minimize` returned,
+    that is the loss, its gradient and the update; nothing is donated and nothing changes.
+
+    Infinities among the user's constants (a mask of −inf) are no finding, but a NaN that is made of them is one. A
+    number that a `where` hides afterwards is a finding (its derivative often does not hide it); `reaches` tells.
+
+    Args:
+        fn: Any function of arrays that JAX can trace; Python numbers, texts and None among its arguments stay as they
+            are.
+        *args: Its arguments, with finite numbers.
+
+    Returns:
+        What was found, whose `str()` is a report; None where all is finite.
+
+    Raises:
+        TypeError: `fn` is no function.
+        ValueError: An argument has non-finite numbers already (names them).
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> def loss_fn(params, x):
+        ...     return jnp.log(params["w"] * x).sum()
+        >>> found = jstep.find_nonfinite(loss_fn, {"w": jnp.array([1.0, 0.0])}, 2.0)
+        >>> found.primitive, str(found.inputs[0])
+        ('log', 'float32[2] from 0 to 2')
+    """
+    as_function(fn, "fn", "(*args)")
+    step = fn.__wrapped__ if isinstance(fn, TrainStep) else fn
+    _check_finite(step, args)
+    leaves, treedef = trees.flatten(args)
+    arrays = [i for i, leaf in enumerate(leaves) if trees.is_array(leaf)]
+
+    def traced(*given: Any) -> Any:
+        whole = list(leaves)
+        for i, one in zip(arrays, given, strict=True):
+            whole[i] = one
+        result = step(*treedef.unflatten(whole))
+        return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
+
+    given = [leaves[i] for i in arrays]
+    # The user's switches are for the user's function; here NaNs are what is sought.
+    with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+        closed = jax.make_jaxpr(traced)(*given)
+        with contexts.own_transfers():
+            return _found(body_of(closed), given)
+
+
+def _found(body: Body, given: list[Any]) -> NonFinite | None:
+    search = Search()
+    try:
+        search.run(body, given, [True] * len(given))
+        search.finish()
+    except Found as found:
+        site, path = found.site, found.path
+        eqns = [site.eqn, *(step.site.eqn for step in reversed(path))]
+        return NonFinite(
+            site.eqn.primitive.name,
+            line_of(eqns),
+            ", ".join(step.words for step in path),
+            tuple(map(range_of, found.ins)),
+            tuple(range_of(out) for out in found.outs if out is not None),
+            not all(range_of(out).is_finite for out in evaluated(body, given)),
+        )
+    return None
+
+
+def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        names = []
+    bad = []
+    for i, arg in enumerate(args):
+        for path, leaf in trees.leaves_with_paths(arg):
+            if trees.is_array(leaf) or isinstance(leaf, float | complex):
+                found = range_of(leaf) if is_inexact(leaf) else None
+                if found and not found.is_finite:
+                    name = names[i] if i < len(names) else f"args[{i}]"
+                    bad.append(f"{name}{': ' if path else ''}{path} ({found})")
+    if bad:
+        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+        raise ValueError(
+            f"args: must be finite, got {'; '.join(bad[:8])}{more}. What made them lies before this call: go back to "
+            "an earlier step (jstep.replay)"
+        )

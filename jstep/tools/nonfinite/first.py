@@ -1,0 +1,197 @@
+"""A loop again, compiled, with a look at every result in it: the first iteration that makes a non-finite number."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
+from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, walk
+
+NONE = 2**31 - 1
+
+
+class First(NamedTuple):
+    """The first operation found so far, traced: its number (or `NONE`), and the iterations of the loops around it."""
+
+    number: Any
+    at: Any
+
+
+class _Var(NamedTuple):
+    """A value, and whether it depends on an argument."""
+
+    value: Any
+    depends: bool
+
+
+class Look:
+    """Makes an operation that holds loops, and finds the first inside that makes a non-finite number of finite ones.
+
+    Args:
+        site: The operation.
+        operands: Whether to look at operands as well. Where all constants are finite it is enough to look at results:
+            the first that is not finite is the one that is sought.
+    """
+
+    def __init__(self, site: Site, *, operands: bool) -> None:
+        self.site, self._operands = site, operands
+        self._loops = max(one.depth + 1 for one in [site, *(one for body in site.bodies for one in walk(body))])
+
+    def __call__(self, values: list[Any], depends: tuple[bool, ...]) -> tuple[list[Any], First]:
+        """The results, and the first operation; to be traced."""
+        ins = [_Var(value, on) for value, on in zip(values, depends, strict=True)]
+        return getattr(self, f"_{self.site.kind}")(self.site, ins)
+
+    def _none(self) -> First:
+        return First(jnp.int32(NONE), jnp.zeros(self._loops, jnp.int32))
+
+    def _run(self, body: Body, args: list[_Var]) -> tuple[list[_Var], First]:
+        env: dict[Any, _Var] = {}
+        env.update(zip(body.jaxpr.constvars, (_Var(const, False) for const in body.consts), strict=True))
+        env.update(zip(body.jaxpr.invars, args, strict=True))
+        flags = _Flags(self._operands)
+        found: list[First] = []
+
+        def value(atom: Any) -> _Var:
+            return _Var(atom.val, False) if isinstance(atom, core.Literal) else env[atom]
+
+        for site in body.sites:
+            ins = [value(atom) for atom in site.eqn.invars]
+            depends = any(one.depends for one in ins)
+            if site.kind == "operation":
+                results = apply(site, [one.value for one in ins])
+                flags.look(site, [one.value for one in ins], results, depends)
+            else:
+                results, first = getattr(self, f"_{site.kind}")(site, ins)
+                found.append(first)
+            env.update(zip(site.eqn.outvars, (_Var(result, depends) for result in results), strict=True))
+        found.append(self._none()._replace(number=flags.first()))
+        return [value(atom) for atom in body.jaxpr.outvars], self._least(found)
+
+    def _least(self, found: list[First]) -> First:
+        """In a program without loops the lowest number is the first; a loop has but one."""
+        if len(found) == 1:
+            return found[0]
+        numbers = jnp.stack([one.number for one in found])
+        which = jnp.argmin(numbers)
+        return First(numbers[which], jnp.stack([one.at for one in found])[which])
+
+    def _call(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
+        outs, first = self._run(site.bodies[0], ins)
+        return [out.value for out in outs], first
+
+    def _cond(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
+        def branch(body: Body) -> Any:
+            def run(*values: Any) -> Any:
+                outs, first = self._run(body, _with(values, ins[1:]))
+                return [out.value for out in outs], first
+
+            return run
+
+        index = jnp.asarray(ins[0].value).astype(jnp.int32)
+        outs, first = lax.switch(index, [branch(body) for body in site.bodies], *[one.value for one in ins[1:]])
+        return outs, first
+
+    def _scan(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
+        params, body = site.eqn.params, site.bodies[0]
+        consts, carry = params["num_consts"], params["num_carry"]
+        depends = any(one.depends for one in ins)
+        length, reverse = params["length"], params["reverse"]
+
+        def step(state: Any, xs: Any) -> Any:
+            held, first, i = state
+            values = [*(one.value for one in ins[:consts]), *held, *xs]
+            # What comes out of the loop comes in again: it depends on all.
+            outs, new = self._run(body, [_Var(one, depends) for one in values])
+            results = [out.value for out in outs]
+            position = length - 1 - i if reverse else i
+            return (results[:carry], _earlier(first, new, site.depth, position), i + 1), results[carry:]
+
+        start = [one.value for one in ins[consts : consts + carry]]
+        xs = [one.value for one in ins[consts + carry :]]
+        (held, first, _), ys = lax.scan(
+            step, (start, self._none(), jnp.int32(0)), xs, length=length, reverse=reverse, unroll=params["unroll"]
+        )
+        return [*held, *ys], first
+
+    def _while(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
+        params, (condition, body) = site.eqn.params, site.bodies
+        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+        values = [one.value for one in ins]
+        depends = any(one.depends for one in ins)
+
+        def goes_on(held: Any, first: First, i: Any) -> Any:
+            given = [_Var(one, depends) for one in [*values[:of_condition], *held]]
+            (again,), new = self._run(condition, given)
+            return again.value, _earlier(first, new, site.depth, i)
+
+        def step(state: Any) -> Any:
+            _, held, first, i = state
+            given = [_Var(one, depends) for one in [*values[of_condition : of_condition + of_body], *held]]
+            outs, new = self._run(body, given)
+            held = [out.value for out in outs]
+            again, first = goes_on(held, _earlier(first, new, site.depth, i), i + 1)
+            return again, held, first, i + 1
+
+        start = values[of_condition + of_body :]
+        again, first = goes_on(start, self._none(), jnp.int32(0))
+        _, held, first, _ = lax.while_loop(lambda state: state[0], step, (again, start, first, jnp.int32(0)))
+        return held, first
+
+
+class _Flags:
+    """Which operations of a program made something that is not finite: a scalar for each, put together at the end."""
+
+    def __init__(self, operands: bool) -> None:
+        self._operands = operands
+        self._sums: dict[int, tuple[Any, Any]] = {}
+        self._numbers: list[int] = []
+        self._bad: list[Any] = []
+
+    def _sum(self, value: Any) -> Any:
+        if id(value) not in self._sums:
+            self._sums[id(value)] = (value, probe(value))  # the value is held, so that its id stays its own
+        return self._sums[id(value)][1]
+
+    def look(self, site: Site, ins: list[Any], outs: list[Any], depends: bool) -> None:
+        """Notes an operation with its operands and results."""
+        outs = [out for out in outs if out is not None and is_inexact(out)]
+        if not outs or site.eqn.primitive.name in HARMLESS:
+            return
+        self._numbers.append(site.number)
+        if not self._operands:
+            self._bad.append(sum(map(self._sum, outs[1:]), self._sum(outs[0])))
+            return
+        ins = [value for value in ins if is_inexact(value)]
+        after, before = (_any(~jnp.isfinite(self._sum(one)) for one in some) for some in (outs, ins))
+        nan_after, nan_before = (_any(has_nan(one) for one in some) for some in (outs, ins))
+        # Infinities that depend on nothing are the user's constants; a NaN never is one.
+        bad = (nan_after & ~nan_before) | (after & ~before if depends else False)
+        self._bad.append(jnp.where(bad, jnp.float32(np.nan), jnp.float32(0)))
+
+    def first(self) -> Any:
+        """The number of the first."""
+        if not self._bad:
+            return jnp.int32(NONE)
+        bad = ~jnp.isfinite(jnp.stack(self._bad))
+        return jnp.min(jnp.where(bad, jnp.array(self._numbers, jnp.int32), jnp.int32(NONE)))
+
+
+def _with(values: Any, like: list[_Var]) -> list[_Var]:
+    return [_Var(value, one.depends) for value, one in zip(values, like, strict=True)]
+
+
+def _any(flags: Iterable[Any]) -> Any:
+    return functools.reduce(jnp.logical_or, flags, jnp.zeros((), bool))
+
+
+def _earlier(first: First, new: First, depth: int, iteration: Any) -> First:
+    """The one found before, else the new one, at this iteration of the loop."""
+    new = First(new.number, new.at.at[depth].set(jnp.asarray(iteration, jnp.int32)))
+    return jax.tree.map(lambda a, b: jnp.where(first.number != NONE, a, b), first, new)

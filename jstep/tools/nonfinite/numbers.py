@@ -1,0 +1,87 @@
+"""Looking at the numbers of an array."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether a value has floating-point numbers, real or complex."""
+    dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _real(value: Any) -> list[Any]:
+    """Real arrays of float32 at least with all numbers of a value."""
+    value = jnp.asarray(value)
+    if jnp.iscomplexobj(value):
+        return [lax.real(value), lax.imag(value)]
+    return [value if value.dtype.itemsize >= 4 else value.astype(jnp.float32)]
+
+
+def probe(value: Any) -> Any:
+    """A scalar, float32, that is finite where all numbers of a value are: one read, and quick, as a sum is."""
+    first, *rest = [jnp.sum(part * np.zeros((), part.dtype)).astype(jnp.float32) for part in _real(value)]
+    return first + rest[0] if rest else first
+
+
+def has_nan(value: Any) -> Any:
+    """Whether there is a NaN."""
+    first, *rest = [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)]
+    return first | rest[0] if rest else first
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers of an array; of complex ones, their magnitudes.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its shape.
+        low: The lowest finite number; None where there is none.
+        high: The highest finite number; None where there is none.
+        nans: How many are NaN.
+        infinities: How many are infinite.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float | None
+    high: float | None
+    nans: int = 0
+    infinities: int = 0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are finite."""
+        return not self.nans + self.infinities
+
+    def __str__(self) -> str:
+        kind = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        if self.low is None:
+            finite = "empty" if self.is_finite else ""
+        elif self.low == self.high:
+            finite = f"all {self.low:.6g}" if self.shape else f"{self.low:.6g}"
+        else:
+            finite = f"from {self.low:.6g} to {self.high:.6g}"
+        bad = [f"{self.nans} NaN"] * bool(self.nans) + [f"{self.infinities} infinite"] * bool(self.infinities)
+        return f"{kind} {', '.join([*([finite] if finite else []), *bad])}"
+
+
+def range_of(value: Any) -> Range:
+    """The range of the numbers of an array."""
+    dtype, shape = str(jnp.result_type(value)), tuple(np.shape(value))
+    if jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+        return Range(dtype, shape, None, None)
+    host = np.asarray(value)
+    if jnp.iscomplexobj(host):
+        host = np.where(np.isfinite(host.real) & np.isfinite(host.imag), np.abs(host), host.real + host.imag)
+    host = host.astype(np.float64) if is_inexact(host) else host
+    finite = host[np.isfinite(host)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
+    nans = int(np.isnan(host).sum())
+    return Range(dtype, shape, low, high, nans, host.size - finite.size - nans)

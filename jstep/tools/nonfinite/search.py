@@ -1,0 +1,169 @@
+"""A program, operation by operation: each is compiled once, however often it is there."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from jstep.tools.nonfinite.first import NONE, Look
+from jstep.tools.nonfinite.inside import arguments_of
+from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
+from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, path_to
+
+_TOGETHER = 256
+"""So many operations are made before their results are looked at: the device is not waited for at each."""
+
+_probe = jax.jit(probe)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An operation on the way in, and where it is entered: the iteration of a loop, a branch, a condition."""
+
+    site: Site
+    words: str
+
+
+class Found(Exception):  # noqa: N818  it ends the search
+    """The operation that is sought.
+
+    Attributes:
+        path: The operations it is in, from the outermost in.
+        site: The operation.
+        ins: Its operands.
+        outs: Its results.
+    """
+
+    def __init__(self, path: tuple[Step, ...], site: Site, ins: list[Any], outs: list[Any]) -> None:
+        super().__init__(site.eqn.primitive.name)
+        self.path, self.site, self.ins, self.outs = path, site, ins, outs
+
+
+class _Made(NamedTuple):
+    path: tuple[Step, ...]
+    site: Site
+    ins: list[Any]
+    outs: list[Any]
+    depends: bool
+    sums: list[Any]
+
+
+class Search:
+    """Looks for the first operation that makes a non-finite number of finite ones."""
+
+    def __init__(self) -> None:
+        self._made: list[_Made] = []
+
+    def run(self, body: Body, args: list[Any], depends: list[bool], path: tuple[Step, ...] = ()) -> list[Any]:
+        """The results of a program, and whether they depend on an argument of the outermost one.
+
+        Raises:
+            Found: There is such an operation.
+        """
+        env: dict[Any, Any] = dict(zip(body.jaxpr.constvars, ((const, False) for const in body.consts), strict=True))
+        env.update(zip(body.jaxpr.invars, zip(args, depends, strict=True), strict=True))
+
+        def value(atom: Any) -> Any:
+            return (atom.val, False) if isinstance(atom, core.Literal) else env[atom]
+
+        last = _last_uses(body)
+        for at, site in enumerate(body.sites):
+            pairs = [value(atom) for atom in site.eqn.invars]
+            ins, on = [one for one, _ in pairs], [which for _, which in pairs]
+            outs = getattr(self, f"_{site.kind}")(site, ins, on, path)
+            env.update(zip(site.eqn.outvars, ((out, any(on)) for out in outs), strict=True))
+            for var in last.get(at, ()):
+                env.pop(var, None)
+        return [value(atom) for atom in body.jaxpr.outvars]
+
+    def finish(self) -> None:
+        """Looks at what was made and not yet looked at.
+
+        Raises:
+            Found: The operation is among it.
+        """
+        made, self._made = self._made, []
+        if not made:
+            return
+        sums = np.asarray(jax.device_get([sum(one.sums[1:], one.sums[0]) for one in made]))
+        for at in np.flatnonzero(~np.isfinite(sums)):
+            one = made[at]
+            ins = [value for value in one.ins if is_inexact(value)]
+            outs = [value for value in one.outs if value is not None and is_inexact(value)]
+            of_finite = all(np.isfinite(probe(value)) for value in ins)
+            new_nan = any(map(has_nan, outs)) and not any(map(has_nan, ins))
+            # Infinities that depend on nothing are the user's constants; a NaN never is one.
+            if new_nan or (of_finite and one.depends):
+                raise Found(one.path, one.site, one.ins, one.outs)
+
+    def _operation(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        outs = apply(site, ins)
+        inexact = [out for out in outs if out is not None and is_inexact(out)]
+        if inexact and site.eqn.primitive.name not in HARMLESS:
+            self._made.append(_Made(path, site, ins, outs, any(on), [_probe(out) for out in inexact]))
+            if len(self._made) >= _TOGETHER:
+                self.finish()
+        return outs
+
+    def _call(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        eqn = site.eqn
+        kind = {"remat2": "remat", "checkpoint": "remat", "pjit": "jit"}.get(eqn.primitive.name, eqn.primitive.name)
+        called = eqn.params.get("name")
+        words = kind.removesuffix("_call") + (f"({called})" if called else "")
+        return _values(self.run(site.bodies[0], ins, on, (*path, Step(site, words))))
+
+    def _cond(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        index = min(max(int(ins[0]), 0), len(site.bodies) - 1)
+        return _values(self.run(site.bodies[index], ins[1:], on[1:], (*path, Step(site, f"cond branch {index}"))))
+
+    def _scan(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        return self._loop(site, ins, on, path)
+
+    def _while(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        return self._loop(site, ins, on, path)
+
+    def _loop(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        """A loop is made whole; only the iteration that is the first to make something non-finite is gone into."""
+        self.finish()
+        # What comes out of an iteration goes into the next: all depends on all.
+        depends = (any(on),) * len(on)
+        outs: list[Any] = []
+        for operands in (False, True):
+            outs, (number, at) = jax.jit(Look(site, operands=operands), static_argnums=1)(ins, depends)
+            if int(number) == NONE:
+                return outs
+            self._enter(site, ins, depends[0], path, int(number), np.asarray(at).tolist())
+        return outs
+
+    def _enter(
+        self, site: Site, ins: list[Any], depends: bool, path: tuple[Step, ...], number: int, at: list[int]
+    ) -> None:
+        inner = next(body for body in site.bodies if path_to(body, number))
+        iteration = at[site.depth]
+        words = " ".join([site.kind, *([inner.label] if inner.label else []), "iteration", str(iteration)])
+        words += ", backwards" if site.eqn.params.get("reverse") else ""
+        args = arguments_of(site, inner, ins, iteration)
+        self.run(inner, args, [depends] * len(args), (*path, Step(site, words)))
+        self.finish()
+
+
+def _values(pairs: list[Any]) -> list[Any]:
+    return [value for value, _ in pairs]
+
+
+def _last_uses(body: Body) -> dict[int, list[Any]]:
+    """The variables that an operation is the last to need: they need not be kept."""
+    last: dict[Any, int] = {}
+    for at, site in enumerate(body.sites):
+        for atom in (*site.eqn.invars, *site.eqn.outvars):
+            if not isinstance(atom, core.Literal):
+                last[atom] = at
+    for atom in body.jaxpr.outvars:
+        if not isinstance(atom, core.Literal):
+            last.pop(atom, None)
+    uses: dict[int, list[Any]] = {}
+    for var, at in last.items():
+        uses.setdefault(at, []).append(var)
+    return uses

@@ -1,0 +1,47 @@
+"""The line of the user's code that an operation comes from."""
+
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OURS = str(_ROOT) + os.sep
+_MACHINERY = tuple(str(_ROOT / name) + os.sep for name in ("training", "differentiate", "loop", "tools", "evaluating"))
+_JAX = tuple(str(Path(module.__file__ or "").resolve().parent) + os.sep for module in (jax,))
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+)
+
+
+def line_of(eqns: Sequence[Any]) -> str:
+    """Such as "model.py:12 (loss_fn)".
+
+    The innermost line that is neither JAX's nor a library's, of what the step called; else that of the library, or of
+    jstep's optimizer.
+
+    Args:
+        eqns: The operation, and those around it, from the innermost out. A function that JAX or a library compiles may
+            have been traced for another caller: the line is that of the operation which calls it.
+    """
+    fallback = None
+    for eqn in eqns:
+        traceback = eqn.source_info.traceback
+        for frame in [] if traceback is None else traceback.frames:
+            file = os.path.realpath(frame.file_name)
+            if not frame.file_name or frame.file_name.startswith("<frozen") or file.startswith(_JAX):
+                continue
+            if file.startswith(_MACHINERY):
+                return _text(fallback or frame)
+            if not file.startswith((_OURS, *_LIBRARIES)):
+                return _text(frame)
+            fallback = fallback or frame
+    return _text(fallback) if fallback else "unknown"
+
+
+def _text(frame: Any) -> str:
+    name = frame.function_name.rsplit(".", 1)[-1]
+    return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({name})"

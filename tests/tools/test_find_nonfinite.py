@@ -1,0 +1,231 @@
+"""The first operation that makes a NaN or an infinity: which, at which line, inside of what."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+X = np.float32([1.0, 0.0, 2.0])
+
+
+def here(offset=0):
+    frame = inspect.currentframe().f_back
+    return f"test_find_nonfinite.py:{frame.f_lineno + offset}"
+
+
+def check(found, primitive, line, where="", name=None):
+    assert found is not None
+    assert found.primitive == primitive
+    assert found.source.startswith(line + " (")
+    assert name is None or found.source.endswith(f"({name})")
+    assert found.where == where
+    assert primitive in str(found)
+    assert found.source in str(found)
+
+
+def test_an_operation_at_the_top():
+    def loss_fn(params, x):
+        return jnp.log(params["w"] * x).sum()
+
+    found = jstep.find_nonfinite(loss_fn, {"w": X}, 2.0)
+    check(found, "log", here(-3), name="loss_fn")
+    assert [str(one) for one in found.inputs] == ["float32[3] from 0 to 4"]
+    assert (found.inputs[0].low, found.inputs[0].high) == (0.0, 4.0)
+    assert "1 infinite" in str(found.outputs[0])
+    assert found.reaches
+
+
+def test_nothing():
+    assert jstep.find_nonfinite(lambda x: jnp.exp(x) / (x + 1), X) is None
+    assert jstep.find_nonfinite(lambda i: i + 1, np.arange(3)) is None
+    assert jstep.find_nonfinite(lambda: jnp.zeros(3)) is None
+
+
+def test_jit_remat_and_a_function_of_jax():
+    @jax.jit
+    def inner(x):
+        return jax.checkpoint(lambda x: 1 / x)(x)
+
+    found = jstep.find_nonfinite(inner, X)
+    check(found, "div", here(-3), "jit(inner), remat", "<lambda>")
+    found = jstep.find_nonfinite(lambda x: (x // 0.0).sum(), X)
+    assert found.source.startswith(here(-1))
+    assert found.where == "jit(floor_divide)"
+
+
+def test_the_line_is_that_of_this_caller():
+    """JAX's own compiled functions are traced once for all their callers."""
+    jax.make_jaxpr(lambda x: x % 0.0)(X)
+    found = jstep.find_nonfinite(lambda x: x % 0.0, X)
+    assert found.source.startswith(here(-1))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_iteration_of_a_scan_and_the_branch_of_a_cond(reverse):
+    def body(carry, t):
+        carry = jax.lax.cond(t == 2, lambda c: jnp.log(c - c), lambda c: c, carry)
+        return carry, carry
+
+    found = jstep.find_nonfinite(lambda x: jax.lax.scan(body, x, jnp.arange(5), reverse=reverse), X + 1)
+    where = f"scan iteration 2{', backwards' if reverse else ''}, cond branch 1"
+    check(found, "log", here(-5), where)
+    assert str(found.inputs[0]) == "float32[3] all 0"
+
+
+def test_the_gradient_of_a_scan_counts_as_the_scan():
+    def loss(w, xs):
+        return jax.lax.scan(lambda c, x: (c + jnp.sqrt(w * x), None), 0.0, xs)[0]
+
+    found = jstep.find_nonfinite(jax.grad(loss), 1.0, np.float32([1, 2, 0, 3]))
+    assert found.source.startswith(here(-3))
+    assert found.where.startswith("scan iteration 2")
+
+
+def test_loops_in_loops():
+    def inner(c, t):
+        return c - 1, 1 / c
+
+    def outer(c, t):
+        c, ys = jax.lax.scan(inner, c, None, length=4)
+        return c, ys
+
+    found = jstep.find_nonfinite(lambda x: jax.lax.scan(outer, x, None, length=3), 6.0 * np.ones((), np.float32))
+    check(found, "div", here(-7), "scan iteration 1, scan iteration 2")
+
+
+def test_while():
+    def step(c):
+        return 1 / (3.0 - c) * 0 + c + 1
+
+    found = jstep.find_nonfinite(
+        lambda x: jax.lax.while_loop(lambda c: c.sum() < 100, step, x), np.zeros(2, np.float32)
+    )
+    check(found, "div", here(-5), "while iteration 3", "step")
+    found = jstep.find_nonfinite(
+        lambda x: jax.lax.while_loop(lambda c: jnp.log(2 - c) > -9, lambda c: c + 1, x), np.float32(0)
+    )
+    check(found, "log", here(-2), "while condition iteration 2")
+
+
+def test_custom_derivatives():
+    @jax.custom_jvp
+    def reciprocal(x):
+        return 1 / x
+
+    reciprocal.defjvp(lambda primals, tangents: (reciprocal(*primals), -tangents[0] / primals[0] ** 2))
+
+    @jax.custom_vjp
+    def root(x):
+        return jnp.sqrt(x)
+
+    root.defvjp(lambda x: (root(x), x), lambda x, g: (g / x,))
+    check(jstep.find_nonfinite(reciprocal, X), "div", here(-9), "custom_jvp", "reciprocal")
+    check(jstep.find_nonfinite(root, X - 1), "sqrt", here(-4), "custom_vjp", "root")
+    found = jstep.find_nonfinite(jax.grad(lambda x: root(x).sum()), X)
+    assert found.primitive == "div"
+    assert found.source.startswith(here(-2))
+
+
+def test_constants_are_no_finding():
+    mask = np.float32([0, -np.inf, 0])
+    assert jstep.find_nonfinite(lambda x: jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)), X) is None
+    assert jstep.find_nonfinite(lambda x: jax.nn.softmax(x + mask), X) is None
+    assert jstep.find_nonfinite(lambda x: jax.nn.softmax(x + jnp.log(jnp.float32([1, 0, 1]))), X) is None
+    masked = jax.grad(lambda x: jax.lax.scan(lambda c, t: (jax.nn.softmax(c + mask)[0] + c, None), x, X)[0].sum())
+    assert jstep.find_nonfinite(masked, X) is None
+
+
+def test_a_nan_of_constants_is_one():
+    found = jstep.find_nonfinite(lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), X)
+    check(found, "sub", here(-1))
+    assert "3 NaN" in str(found.outputs[0])
+    body = lambda c, t: (c + jax.nn.softmax(jnp.where(c > 5, c, -jnp.inf)), None)  # noqa: E731
+    found = jstep.find_nonfinite(lambda x: jax.lax.scan(body, x, None, length=2), X)
+    check(found, "sub", here(-2), "scan iteration 0")
+
+
+def test_what_a_where_hides_is_told():
+    found = jstep.find_nonfinite(lambda x: jnp.where(x > 0, jnp.log(x), 0.0), X)
+    check(found, "log", here(-1))
+    assert not found.reaches
+    assert "selects other numbers" in str(found)
+
+
+def test_low_precision_and_complex():
+    assert jstep.find_nonfinite(lambda x: (x * 1e6).astype(jnp.float16), X).primitive == "convert_element_type"
+    assert jstep.find_nonfinite(lambda x: jnp.exp(x * 100), X.astype(jnp.bfloat16)).primitive == "exp"
+    found = jstep.find_nonfinite(lambda x: jnp.log(x), X.astype(np.complex64))
+    assert str(found.inputs[0]) == "complex64[3] from 0 to 2"
+
+
+def test_float64(x64):
+    assert jstep.find_nonfinite(lambda x: x * 1e300, np.float64([1.0])) is None
+    assert jstep.find_nonfinite(lambda x: x * 1e300 * 1e300, np.float64([1.0])).primitive == "mul"
+
+
+def make(loss_fn, optimizer, params):
+    return jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(params, optimizer)
+
+
+def norm_loss(params, x):
+    y = x @ params["w"]
+    return jnp.sqrt(jnp.sum(y * y))
+
+
+def test_a_step_with_its_gradient():
+    line = f"test_find_nonfinite.py:{inspect.getsourcelines(norm_loss)[1] + 2}"
+    step, state = make(norm_loss, jstep.adam(0.1), {"w": jnp.ones((3, 2))})
+    batch = jnp.zeros(3)
+    check(jstep.find_nonfinite(step, state, batch), "div", line, name="norm_loss")
+    assert jstep.find_nonfinite(step, state, batch + 1) is None
+    assert not state.params["w"].is_deleted()
+    stacked = jnp.stack([batch + 1, batch])
+    check(jstep.find_nonfinite(jstep.scan_steps(step), state, stacked), "div", line, "scan iteration 1")
+    check(jstep.find_nonfinite(lambda state, x: step(state, x), state, batch), "div", line, "jit(train_step)")
+
+
+def test_a_step_with_its_update():
+    optimizer = jstep.gradient_descent(1e30)
+    step, state = make(lambda params, x: (params["w"] * x).sum(), optimizer, {"w": jnp.ones(3)})
+    found = jstep.find_nonfinite(step, state, jnp.full(3, 1e30))
+    assert found.primitive == "mul"
+    assert found.source.startswith("gradient_descent.py:")
+
+
+def test_python_arguments_stay_as_they_are():
+    @functools.wraps(norm_loss)
+    def loss(x, power, flag=True, name=None):
+        assert isinstance(power, int)
+        assert name is None
+        return 1 / x**power if flag else x
+
+    assert jstep.find_nonfinite(loss, X, 2).primitive == "div"
+    assert jstep.find_nonfinite(loss, X, 2, False) is None
+    assert jstep.find_nonfinite(functools.partial(loss, flag=False), X, 2) is None
+
+
+def test_under_the_users_switches():
+    with jax.debug_nans(True), jax.disable_jit(), jax.transfer_guard("disallow"):
+        assert jstep.find_nonfinite(jnp.log, X).primitive == "log"
+
+
+def test_a_sharded_state():
+    mesh = jax.make_mesh((8,), ("data",))
+    optimizer = jstep.adam(0.1)
+    step, state = make(lambda p, x: (x @ jnp.sqrt(p["w"])).sum(), optimizer, {"w": jnp.zeros((8, 2))})
+    state = jstep.shard_state(state, mesh, jax.sharding.PartitionSpec("data"))
+    found = jstep.find_nonfinite(step, state, jstep.shard_batch(np.ones((8, 8), np.float32), mesh))
+    assert found.primitive == "div"
+    assert found.inputs[-1].shape == (8, 2)
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="fn=3: must be a function"):
+        jstep.find_nonfinite(3)
+    with pytest.raises(ValueError, match=r"params: w .*1 NaN.*x .*1 infinite.*replay"):
+        jstep.find_nonfinite(lambda params, x: x, {"w": jnp.array([jnp.nan, 1.0])}, np.inf)
