@@ -37,6 +37,12 @@ from jstep.differentiate import (
     gradients,
     stop_gradient,
 )
+from jstep.evaluating import (
+    EarlyStopping,
+    KeepBest,
+    ReduceOnPlateau,
+    evaluator,
+)
 from jstep.fingerprints import (
     fingerprint,
 )
@@ -186,12 +192,14 @@ __all__ = [
     "CheckpointSaverHook",
     "Coordinator",
     "DivergenceError",
+    "EarlyStopping",
     "EvaluationHook",
     "ExponentialMovingAverage",
     "FIFOQueue",
     "FingerprintHook",
     "Hook",
     "IndexedSlices",
+    "KeepBest",
     "LoggingHook",
     "MetricsHook",
     "NanLossDuringTrainingError",
@@ -205,6 +213,7 @@ __all__ = [
     "ProgressHook",
     "QueueRunner",
     "RandomShuffleQueue",
+    "ReduceOnPlateau",
     "ResumeReport",
     "Saver",
     "Schedule",
@@ -246,6 +255,7 @@ __all__ = [
     "decay_weights",
     "distributed",
     "dynamic_loss_scale",
+    "evaluator",
     "every",
     "exponential_decay",
     "find_nonfinite",

@@ -1,6 +1,7 @@
 """Where a run begins: at the state it was given, or at the newest checkpoint."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,22 +42,25 @@ def beginning(options: Options, state: TrainState, stack: contextlib.ExitStack, 
     if isinstance(options.checkpoint_dir, Saver):
         saver = options.checkpoint_dir
         leave: Callable[..., None] = _Waits(saver)
+        leave_at_once = _nothing
     else:
         saver = Saver(options.checkpoint_dir, prefix=options.checkpoint_prefix)
-        leave = saver.__exit__
+        leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
     # Waits for what is being written, also after an error; a second Ctrl-C does not wait.
-    stack.push(lambda *error: None if signals.at_once else leave(*error))
-    restored = saver.latest_step()
-    kept: Any = None
+    stack.push(lambda *error: leave_at_once() if signals.at_once else leave(*error))
+    restored, kept = None, None
     with own_transfers():
-        if restored is None:
+        try:
+            # Not that of the latest step that looks whole: a newest one that is damaged is an error.
+            state = saver.restore(state)
+        except FileNotFoundError:
             check_alive(state)
         else:
-            state = saver.restore(state, step=restored)
+            restored = _step_of(state)
             kept = saver.extra(restored)
             _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
-    if restored is None or restored < options.last_step:
-        _claim(saver)
+        if restored is None or restored < options.last_step:
+            saver.claim()
     return Beginning(_step_of(state), state, saver, restored, kept if isinstance(kept, dict) else {})
 
 
@@ -65,10 +69,8 @@ def _step_of(state: TrainState) -> int:
         return global_step(state)
 
 
-def _claim(saver: Any) -> None:
-    """Makes sure that nobody else writes there, before the first step."""
-    if hasattr(saver, "claim"):
-        saver.claim()
+def _nothing() -> None:
+    """What a run does with a Saver of the user's where it may not wait."""
 
 
 class _Waits:

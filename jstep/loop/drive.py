@@ -87,7 +87,7 @@ def lengths(start: int, stop: int, steps_per_call: int) -> Iterable[int]:
 
 def _rows(call: Call) -> int | None:
     """The size of the leading axis of all arguments of a step; None where they differ, or have none."""
-    axis = 0 if call.steps == 1 else 1
+    axis = 1 if call.stacked else 0
     shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(call.args)]
     sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
     return sizes.pop() if len(sizes) == 1 else None

@@ -10,14 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.meshes import auto_mesh
 from jstep.data.placement import placement
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
+from jstep.sharding.of_batches import over_auto_axes
 
 # Handing an item from thread to thread costs some 20 µs: making a cheaper one ahead would only slow the loop.
 _WORTH_A_THREAD_SECS = 50e-6
@@ -27,10 +26,11 @@ _TRIALS = 4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(slots=True)  # not frozen, which takes four times as long to make
 class Call:
-    """The arguments of one call, and how many steps it makes."""
+    """The arguments of one call, how many steps it makes, and whether they are stacked for that."""
 
     args: tuple[Any, ...]
     steps: int = dataclasses.field(metadata={"static": True})
+    stacked: bool = dataclasses.field(metadata={"static": True}, default=False)
 
 
 def calls(
@@ -47,13 +47,13 @@ def calls(
     """
     place = None
     if sharding is not None:
-        place = placement(_as_states_lie(sharding, stacked=lengths is not None))
+        place = placement(over_auto_axes(sharding, stacked=lengths is not None))
     elif on_device:
         place = placement(None)
 
     for batch, steps in ((batch, 1) for batch in source.items) if lengths is None else _stacks(source.items, lengths):
         placed = batch if place is None else place(batch)
-        yield Call(placed if isinstance(batch, tuple) else (placed,), steps)
+        yield Call(placed if isinstance(batch, tuple) else (placed,), steps, lengths is not None)
 
 
 def _stacks(items: Iterator[Any], lengths: Iterable[int]) -> Iterator[tuple[Any, int]]:
@@ -63,20 +63,6 @@ def _stacks(items: Iterator[Any], lengths: Iterable[int]) -> Iterator[tuple[Any,
             yield _stacked(some), len(some)
         if len(some) < length:
             return
-
-
-def _as_states_lie(sharding: Any, *, stacked: bool) -> Any:
-    """The shardings over Auto axes, as those of a state are; stacked batches have the steps in front."""
-
-    def leaf(one: Any) -> Any:
-        spec = one.spec if isinstance(one, NamedSharding) else one
-        if not isinstance(spec, PartitionSpec):
-            return one
-        spec = PartitionSpec(None, *spec) if stacked else spec
-        mesh = one.mesh if isinstance(one, NamedSharding) else jax.sharding.get_mesh()
-        return spec if mesh.empty else NamedSharding(auto_mesh(mesh), spec)
-
-    return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _stacked(some: list[Any]) -> Any:

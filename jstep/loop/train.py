@@ -9,6 +9,7 @@ import jax
 
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_bool, as_int
+from jstep.core.meshes import auto_axes, on_auto_axes
 from jstep.hooks.visible import visible_logging
 from jstep.loop.checks import check, check_places, list_of_hooks
 from jstep.loop.options import Options
@@ -128,5 +129,6 @@ def train(
         unroll=unroll,
     )
     seen = progress is not False and jax.process_index() == 0
-    with visible_logging() if seen else contextlib.nullcontext():
-        return Run(options, train_step, state).go(batches)
+    # States lie on Auto axes: hooks and evaluations may compute with them as they are.
+    with auto_axes(), visible_logging() if seen else contextlib.nullcontext():
+        return Run(options, train_step, on_auto_axes(state)).go(batches)

@@ -1,0 +1,16 @@
+"""Evaluating exactly, and steering by what comes of it."""
+
+from jstep.core.public import publish as _publish
+from jstep.evaluating.early_stopping import EarlyStopping
+from jstep.evaluating.evaluator import evaluator
+from jstep.evaluating.keep_best import KeepBest
+from jstep.evaluating.reduce_on_plateau import ReduceOnPlateau
+
+__all__ = [
+    "EarlyStopping",
+    "KeepBest",
+    "ReduceOnPlateau",
+    "evaluator",
+]
+
+_publish(globals())

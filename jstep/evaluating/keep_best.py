@@ -1,0 +1,160 @@
+"""The best checkpoints, beside the newest."""
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jstep.checkpoint import CheckpointError, Saver, checkpoint_name
+from jstep.core.checks import as_int, kind, shown
+from jstep.core.contexts import own_transfers
+from jstep.evaluating.scores import checked_metric, is_better, score
+from jstep.hooks.hook import RunInfo
+from jstep.state import TrainState
+
+_logger = logging.getLogger("jstep")
+
+
+class KeepBest:
+    """Keeps the checkpoints of the best evaluations, `best-1200`; for `EvaluationHook`.
+
+    The value is kept with each, `saver.extra()` gives `{"accuracy": 0.93}`, so that a run that goes on knows what was
+    best from the directory. On a tie the earlier stays; NaN is never kept. To use them:
+    `jstep.Saver(directory, prefix="best").restore(state)`, whose newest is the latest of those kept, and with keep=1
+    the best.
+
+    Args:
+        directory: Where they are kept: a directory or a URL.
+        metric: The name of a metric that evaluate returns.
+        mode: Whether less (`"min"`) or more (`"max"`) is better.
+        keep: How many to keep, ≥ 1; the worst beyond are deleted.
+        prefix: Before the step in their names.
+
+    Attributes:
+        values: Step → value of those kept.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is out of range; before the first step: the directory and prefix are those of the run.
+
+    Example:
+        >>> import jstep, tempfile
+        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.adam(), global_step=3)
+        >>> directory = tempfile.mkdtemp()
+        >>> best = jstep.KeepBest(directory, "accuracy", mode="max")
+        >>> best(3, state, {"accuracy": 0.5})
+        >>> best.close()
+        >>> with jstep.Saver(directory, prefix="best") as saver:
+        ...     print(saver.latest_step(), saver.extra())
+        3 {'accuracy': 0.5}
+
+    Source: Keras' `ModelCheckpoint(save_best_only=True)`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        metric: str,
+        mode: str = "min",
+        keep: int = 1,
+        prefix: str = "best",
+    ) -> None:
+        if not isinstance(directory, str | os.PathLike):
+            raise TypeError(f"directory={shown(directory)}: must be a directory or a URL, got {kind(directory)}")
+        self.metric, self._mode = checked_metric(metric, mode)
+        self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
+        checkpoint_name(prefix, 0)  # says what a prefix must be
+        self._directory, self._prefix = directory, prefix
+        self._saver: Saver | None = None
+        self.values: dict[int, float] = {}
+
+    def use_run(self, run: RunInfo) -> None:
+        """Refuses the checkpoints of the run itself.
+
+        Raises:
+            ValueError: They have the same directory and prefix.
+        """
+        saver = run.saver
+        if saver is None or saver.prefix != self._prefix:
+            return
+        if _place(saver.directory) == _place(Saver(self._directory, prefix=self._prefix).directory):
+            raise ValueError(
+                f"KeepBest: directory={os.fspath(self._directory)!r}, prefix={self._prefix!r} are those of the run's "
+                "own checkpoints, which it would delete; give another directory, or another prefix"
+            )
+
+    def begin(self, state: TrainState) -> None:
+        """Looks what was best so far, and that the directory can be written.
+
+        Raises:
+            OSError: It cannot.
+        """
+        self._open()
+
+    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
+        """Saves the state where it is among the best, and deletes what is not any more.
+
+        Raises:
+            CheckpointError: It could not be saved.
+            KeyError: evaluate does not return the metric.
+        """
+        value = score(results, self.metric, "KeepBest")
+        saver = self._saver or self._open()
+        if not math.isfinite(value) or not self._is_among_the_best(step, value):
+            return
+        with own_transfers():
+            if step in self.values:
+                saver.delete(step)
+                del self.values[step]
+            saver.save(state, extra={self.metric: value})
+            self.values[step] = value
+            # Whatever happens, the best is on disk before another is deleted.
+            while len(self.values) > self._keep:
+                saver.wait()
+                worst = min(self.values, key=self._worse_first)
+                saver.delete(worst)
+                del self.values[worst]
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        if self._saver is not None:
+            saver, self._saver = self._saver, None
+            saver.close()
+
+    def _is_among_the_best(self, step: int, value: float) -> bool:
+        if step in self.values:  # a run that went on from before it
+            return is_better(value, self.values[step], self._mode)
+        if len(self.values) < self._keep:
+            return True
+        worst = min(self.values, key=self._worse_first)
+        return is_better(value, self.values[worst], self._mode)
+
+    def _worse_first(self, step: int) -> tuple[float, int]:
+        """Of equal values the later is the worse."""
+        value = self.values[step]
+        return (-value if self._mode == "min" else value), -step
+
+    def _open(self) -> Saver:
+        saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None)
+        self._saver = saver
+        self.values = {}
+        for step in saver.all_steps():
+            try:
+                kept = saver.extra(step)
+                value = kept.get(self.metric) if isinstance(kept, Mapping) else None
+                if not isinstance(value, int | float):
+                    raise ValueError(f"its extra {kept!r} has no {self.metric!r}")
+            except (CheckpointError, ValueError) as error:
+                if jax.process_index() == 0:
+                    _logger.warning("KeepBest passes over %s: %s", checkpoint_name(self._prefix, step), error)
+                continue
+            self.values[step] = float(value)
+        saver.claim()
+        return saver
+
+
+def _place(directory: str) -> str:
+    return directory.rstrip("/") if "://" in directory else os.path.realpath(directory)

@@ -1,0 +1,134 @@
+"""Lowering a hyperparameter when it gets no better."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jstep.core.checks import as_int, as_number, as_text
+from jstep.core.contexts import own_transfers
+from jstep.evaluating.scores import checked_metric, found, kept, score
+from jstep.optimizers import get_hyperparameter, set_hyperparameter
+from jstep.state import TrainState
+
+_logger = logging.getLogger("jstep")
+
+_EPSILON = 1e-8
+"""A change that is not larger is none, as in torch."""
+
+
+class ReduceOnPlateau:
+    """Multiplies a held hyperparameter by `factor` after more than `patience` bad evaluations; for `EvaluationHook`.
+
+    As torch's ReduceLROnPlateau: an evaluation is good where the metric is better than the best by more than
+    `threshold` of it (less than best·(1 − threshold), or more than best·(1 + threshold)); for `cooldown` evaluations
+    after a reduction none counts as bad; a change of at most 1e-8 is not made. What it remembers is kept with each
+    checkpoint, the value is in the state.
+
+    Args:
+        metric: The name of a metric that evaluate returns.
+        name: The held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if it has one.
+        factor: What to multiply it by, 0 < factor < 1.
+        patience: How many bad evaluations in a row are endured, ≥ 0.
+        mode: Whether less (`"min"`) or more (`"max"`) is better.
+        threshold: How much better, relative to the best, ≥ 0.
+        cooldown: For how many evaluations nothing counts after a reduction, ≥ 0.
+        min_value: What it is not lowered below, ≥ 0.
+
+    Attributes:
+        best: The best value so far.
+        bad: Bad evaluations in a row.
+
+    Raises:
+        KeyError: The state holds no such hyperparameter, before the first step.
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.adam(jstep.held("learning_rate", 0.5)))
+        >>> reduce = jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=1)
+        >>> for step, loss in enumerate([3.0, 2.0, 2.0, 2.0]):
+        ...     state = reduce(step, state, {"loss": loss}) or state
+        >>> jstep.get_hyperparameter(state, "learning_rate")
+        0.25
+
+    Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        name: str,
+        factor: float = 0.1,
+        patience: int = 10,
+        mode: str = "min",
+        threshold: float = 1e-4,
+        cooldown: int = 0,
+        min_value: float = 0.0,
+    ) -> None:
+        self.metric, self._mode = checked_metric(metric, mode)
+        self._name = as_text(name, "name", "that of a held hyperparameter")
+        self._factor = as_number(factor, "factor", low=0.0, above=True, high=1.0, below=True)
+        self._patience = as_int(patience, "patience", 0, "a number of evaluations")
+        self._threshold = as_number(threshold, "threshold", low=0.0)
+        self._cooldown = as_int(cooldown, "cooldown", 0, "a number of evaluations")
+        self._min_value = as_number(min_value, "min_value", low=0.0)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.best: float | None = None
+        self.bad = self._cooling = 0
+
+    def begin(self, state: TrainState) -> None:
+        """Forgets earlier runs.
+
+        Raises:
+            KeyError: The state holds no such hyperparameter; names those it does.
+        """
+        self._forget()
+        with own_transfers():
+            get_hyperparameter(state, self._name)
+
+    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
+        """The state with the lower value, where it is time.
+
+        Raises:
+            KeyError: evaluate does not return the metric, or the state holds no such hyperparameter.
+        """
+        value = score(results, self.metric, "ReduceOnPlateau")
+        if self._is_good(value):
+            self.best, self.bad = value, 0
+        else:
+            self.bad += 1
+        if self._cooling > 0:
+            self._cooling -= 1
+            self.bad = 0
+        if self.bad <= self._patience:
+            return None
+        self.bad, self._cooling = 0, self._cooldown
+        with own_transfers():
+            old = get_hyperparameter(state, self._name)
+            new = max(old * self._factor, self._min_value)
+            if old - new <= _EPSILON:
+                return None
+            if jax.process_index() == 0:
+                _logger.info("step %d: %s is on a plateau; %s %g, was %g", step, self.metric, self._name, new, old)
+            return set_hyperparameter(state, self._name, new)
+
+    def _is_good(self, value: float) -> bool:
+        if self.best is None:
+            return value < math.inf if self._mode == "min" else value > -math.inf
+        if self._mode == "min":
+            return value < self.best * (1.0 - self._threshold)
+        return value > self.best * (1.0 + self._threshold)
+
+    def get_state(self) -> Any:
+        """What it remembers."""
+        return {"best": kept(self.best), "bad": self.bad, "cooling": self._cooling}
+
+    def set_state(self, value: Any) -> None:
+        """Gives it back."""
+        self.best, self.bad, self._cooling = found(value["best"]), value["bad"], value["cooling"]

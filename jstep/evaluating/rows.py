@@ -1,0 +1,103 @@
+"""The examples of a batch: how many there are, and where they go, whatever their number."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jstep.core import trees
+from jstep.core.contexts import own_transfers
+from jstep.data.placement import placement
+from jstep.distributed import agreement
+from jstep.evaluating import processes
+from jstep.sharding.of_batches import fitting, over_auto_axes
+
+
+class Placed(NamedTuple):
+    """The arguments of a batch where they are computed with, and the number of examples."""
+
+    args: tuple[Any, ...]
+    rows: int | None
+
+
+def placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Placed]]:
+    """The function that lays batches where they are computed with.
+
+    Rows that do not divide over the devices are laid on all of them: their metrics are those of the batch as it is,
+    with nothing padded, at the cost of computing that one batch everywhere.
+
+    Raises:
+        TypeError: `batch_sharding` holds something else than shardings.
+        ValueError: It holds a PartitionSpec, and no mesh is set.
+    """
+    shardings = None
+    if batch_sharding is not None:
+        try:
+            placement(batch_sharding)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"batch_{error}") from None
+        shardings = over_auto_axes(batch_sharding)
+
+    def placed(batches: Iterable[Any]) -> Iterator[Placed]:
+        if shardings is not None and not agreement.is_alone():
+            for args in processes.together(map(_as_args, batches), lambda args: each_of(shardings, args)):
+                yield Placed(args, rows_of(args))
+            return
+        for batch in batches:
+            args = _as_args(batch)
+            rows = rows_of(args)
+            with own_transfers():
+                yield Placed(_laid(args, shardings), rows)
+
+    return placed
+
+
+def each_of(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A sharding for each leaf of the arguments; a tree of them is a prefix of the batch."""
+    batch = args if isinstance(shardings, tuple) or len(args) != 1 else args[0]
+    each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
+    return each if batch is args else (each,)
+
+
+def _laid(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
+    if shardings is not None:
+        return jax.tree.map(
+            lambda leaf, sharding: jax.device_put(leaf, fitting(sharding, np.shape(leaf))),
+            args,
+            each_of(shardings, args),
+        )
+    if not agreement.is_alone():
+        return args  # the same on all processes, or global already
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
+
+
+def _as_args(batch: Any) -> tuple[Any, ...]:
+    """A tuple is the arguments, anything else one; arrays that JAX does not know become NumPy's."""
+
+    def known(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic) or not hasattr(leaf, "__array__"):
+            return leaf
+        return np.asarray(leaf)
+
+    return jax.tree.map(known, batch if isinstance(batch, tuple) else (batch,))
+
+
+def rows_of(args: Any) -> int | None:
+    """The leading axis that all arrays among the arguments have; None where there is none.
+
+    Raises:
+        ValueError: They differ; names them.
+    """
+    sizes: dict[int, str] = {}
+    for path, leaf in trees.leaves_with_paths(args):
+        if np.ndim(leaf):
+            sizes.setdefault(np.shape(leaf)[0], path)
+    if len(sizes) > 1:
+        each = ", ".join(f"{size} at {trees.quoted(path)}" for size, path in sizes.items())
+        raise ValueError(
+            f"batches: the arguments of metric_fn have leading axes of different sizes ({each}), so that the number of "
+            "examples is not known; close over what has no axis of examples"
+        )
+    return next(iter(sizes), None)

@@ -1,0 +1,36 @@
+"""A run that is evaluated on the way: the rate goes down until nothing improves."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import jstep
+
+OPTIMIZER = jstep.momentum(jstep.held("learning_rate", 0.25), 0.5)
+STEP = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), OPTIMIZER)
+
+
+def make_state():
+    return jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
+
+
+def batches(step):
+    """A little noise around 1."""
+    return np.full((2,), 1.0 + 0.25 * (-1) ** step, np.float32)
+
+
+def train(last_step, hooks, state=None, **kwargs):
+    kwargs.setdefault("progress", False)
+    return jstep.train(STEP, make_state() if state is None else state, batches, last_step, hooks=hooks, **kwargs)
+
+
+def rate(state):
+    return jstep.get_hyperparameter(state, "learning_rate")
+
+
+def scripted(values, every_n_steps=1):
+    """An evaluation whose results are a function of the step."""
+
+    def evaluate(state):
+        return {"loss": values[min(jstep.global_step(state) // every_n_steps, len(values)) - 1]}
+
+    return evaluate

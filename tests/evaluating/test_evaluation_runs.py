@@ -1,0 +1,187 @@
+"""Evaluations that steer a run, also over restarts."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+from evaluated_runs import make_state, rate, scripted, train
+
+import jstep
+
+
+def same(a, b):
+    return all(
+        np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_run_stops_early_and_stays_stopped(steps_per_call, tmp_path):
+    values = [5, 4, 3, 3, 3, 3, 3, 3]
+
+    def hooks():
+        stop = jstep.EarlyStopping("loss", patience=2)
+        return [jstep.EvaluationHook(scripted(values, 2), every_n_steps=2, then=[stop])]
+
+    for _ in range(2):
+        state = train(100, hooks(), checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
+        assert jstep.global_step(state) == 10
+    assert jstep.Saver(tmp_path).latest_step() == 10
+    assert jstep.global_step(train(12, [], checkpoint_dir=tmp_path)) == 12  # who wants more takes it out
+
+
+def steering(values):
+    """Each evaluation counts; at the last one the rate goes down."""
+    then = [
+        jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=1),
+        jstep.EarlyStopping("loss", patience=5),
+    ]
+    return [jstep.EvaluationHook(scripted(values), every_n_steps=1, then=then)]
+
+
+VALUES = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("cut", range(1, 10))
+def test_a_restart_anywhere_changes_nothing(cut, tmp_path):
+    whole = train(30, steering(VALUES))
+    assert rate(whole) < 0.25
+    assert jstep.global_step(whole) == 10
+    train(cut, steering(VALUES), checkpoint_dir=tmp_path)
+    again = train(30, steering(VALUES), checkpoint_dir=tmp_path)
+    assert same(again, whole)
+    assert same(train(30, steering(VALUES), checkpoint_dir=tmp_path), whole)  # and once more, with nothing to do
+
+
+def test_one_hook_may_serve_several_runs():
+    seen = []
+    hook = jstep.EvaluationHook(
+        lambda state: {"w": float(state.params["w"][0])},
+        every_n_steps=4,
+        then=[lambda step, state, results: seen.append(step)],
+    )
+    for _ in range(2):
+        train(6, [hook])
+        assert list(hook.results) == [4, 6]
+    assert seen == [4, 6, 4, 6]
+
+
+@pytest.mark.parametrize("last_step", [4, 5])
+def test_what_the_last_evaluation_changes_is_saved_and_returned(last_step, tmp_path):
+    """Where it is due at the last step, and where it comes at the end only."""
+
+    def halve(step, state, results):
+        return jstep.set_hyperparameter(state, "learning_rate", rate(state) / 2)
+
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, then=[halve])
+    state = train(last_step, [hook], checkpoint_dir=tmp_path, save_checkpoint_steps=1)
+    expected = 0.125 if last_step == 4 else 0.0625
+    assert rate(state) == expected
+    assert rate(jstep.Saver(tmp_path).restore(make_state())) == expected
+
+
+def test_all_are_called_and_no_word_is_lost(tmp_path):
+    seen = []
+
+    def halve(step, state, results):
+        seen.append(("halve", rate(state)))
+        return jstep.set_hyperparameter(state, "learning_rate", rate(state) / 2)
+
+    def stop(step, state, results):
+        seen.append(("stop", rate(state)))
+        return True
+
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=3, then=[halve, stop, halve, stop])
+    state = train(10, [hook], checkpoint_dir=tmp_path)
+    assert seen == [("halve", 0.25), ("stop", 0.125), ("halve", 0.125), ("stop", 0.0625)]
+    assert jstep.global_step(state) == 3
+    assert rate(state) == rate(jstep.Saver(tmp_path).restore(make_state())) == 0.0625
+
+
+@pytest.mark.parametrize(
+    ("then", "error", "words"),
+    [
+        (lambda *args: "no", TypeError, r"then: .*<lambda> returned a str: must be None, True"),
+        (lambda *args: 1, TypeError, "returned an int"),
+        (lambda step, state, results: jstep.increment_global_step(state), ValueError, "a state at step 3: must be at"),
+        (jstep.EarlyStopping("f1", 2), KeyError, "metric='f1': evaluate does not return it"),
+    ],
+)
+def test_a_wrong_answer_is_named_at_the_first_evaluation(then, error, words):
+    with pytest.raises(error, match=words) as caught:
+        train(10, [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[then])])
+    assert jstep.global_step(caught.value.state) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda d: [3], TypeError, r"then\[0\]=3: must be a function \(step, state, results\)"),
+        (lambda d: [jstep.EarlyStopping], TypeError, r"then\[0\]="),
+        (lambda d: jstep.EarlyStopping("loss", 1), TypeError, "then: must be a sequence of functions"),
+        (lambda d: [jstep.ReduceOnPlateau("loss", "rate")], KeyError, "rate"),
+        (lambda d: [jstep.KeepBest(d / "c", "loss", prefix="model")], ValueError, "the run's own checkpoints"),
+    ],
+)
+def test_wrong_steering_is_refused_before_the_first_step(make, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        train(
+            3,
+            [
+                jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, then=make(tmp_path)),
+                jstep.every(1, no),
+            ],
+            checkpoint_dir=tmp_path / "c",
+        )
+
+
+def no(step, state, metrics):
+    raise AssertionError("a step was made")
+
+
+def test_the_best_of_a_run_are_beside_its_newest(tmp_path):
+    values = [0.1, 0.5, 0.4, 0.9, 0.8, 0.2]
+
+    def hooks():
+        keep = jstep.KeepBest(tmp_path, "loss", mode="max", keep=2)
+        return [jstep.EvaluationHook(scripted(values), every_n_steps=1, then=[keep])]
+
+    train(3, hooks(), checkpoint_dir=tmp_path)
+    state = train(6, hooks(), checkpoint_dir=tmp_path)
+    with jstep.Saver(tmp_path, prefix="best") as saver:
+        assert {step: saver.extra(step)["loss"] for step in saver.all_steps()} == {4: 0.9, 5: 0.8}
+        assert same(saver.restore(make_state(), step=4), train(4, []))
+    assert same(jstep.Saver(tmp_path).restore(make_state()), state)
+
+
+def test_results_and_held_hyperparameters_are_in_the_lines(caplog):
+    caplog.set_level(logging.INFO)
+    hook = jstep.EvaluationHook(lambda state: {"loss": 0.5}, every_n_steps=4)
+    train(6, [hook], progress=None, log_steps=2)
+    lines = [record.getMessage() for record in caplog.records if record.filename == "logging_hook.py"]
+    assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4", "step 6"]
+    assert ["eval/loss 0.5" in line for line in lines] == [False, True, False]
+
+
+def test_results_and_held_hyperparameters_are_in_the_bar(capsys):
+    pytest.importorskip("tqdm")
+    train(6, [jstep.EvaluationHook(lambda state: {"accuracy": 0.5}, every_n_steps=4)], progress=True)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert "eval/accuracy 0.5" in last
+
+
+def test_an_evaluation_that_takes_longer_than_its_period_does_not_come_at_every_step():
+    now = [0.0]
+
+    def evaluate(state):
+        now[0] += 50.0
+        return {"loss": 1.0}
+
+    def tick(step, state, metrics):
+        now[0] += 1.0
+
+    hook = jstep.EvaluationHook(evaluate, every_n_secs=10.0, clock=lambda: now[0])
+    train(30, [jstep.every(1, tick), hook])
+    assert list(hook.results) == [10, 20, 30]

@@ -1,0 +1,298 @@
+"""`evaluator`: exact, whatever the batches, the device and the dtype."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jstep
+
+X = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
+W = np.array([1.0, -2.0, 0.5], np.float32)
+
+
+def make_state(optimizer=None, **kwargs):
+    return jstep.TrainState.create({"w": W}, optimizer or jstep.gradient_descent(0.1), **kwargs)
+
+
+def metrics(params, x):
+    out = x @ params["w"]
+    return {
+        "each": out**2,
+        "right": out > 0,
+        "mean": jnp.mean(out**2),
+        "pair": (jnp.sum(out), jnp.sum(out > 0)),
+    }
+
+
+OUT = X.astype(np.float64) @ W.astype(np.float64)
+EXPECTED = {
+    "each": np.mean(OUT**2),
+    "right": np.mean(OUT > 0),
+    "mean": np.mean(OUT**2),
+    "pair": np.sum(OUT) / np.sum(OUT > 0),
+}
+
+
+def in_batches(size, x=X):
+    return [x[i : i + size] for i in range(0, len(x), size)]
+
+
+def mesh_of(count):
+    return jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 23])
+def test_every_example_counts_the_same_whatever_the_size_of_the_last_batch(size):
+    found = jstep.evaluator(metrics, in_batches(size))(make_state())
+    assert list(found) == ["each", "right", "mean", "pair"]
+    assert all(type(value) is float for value in found.values())
+    assert found == pytest.approx(EXPECTED, rel=1e-6)
+    assert found["right"] == EXPECTED["right"]  # counted in integers
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_the_same_on_a_mesh_that_the_rows_do_not_divide_over(count, explicit):
+    mesh = mesh_of(count)
+    state = jstep.shard_state(make_state(), mesh)
+    batches = jstep.batches(X, 8, shuffle=False, num_epochs=1, drop_remainder=False)
+    evaluate = jstep.evaluator(metrics, batches, batch_sharding=NamedSharding(mesh, PartitionSpec("data")))
+    alone = jstep.evaluator(metrics, batches)(make_state())
+    if explicit:
+        with jax.set_mesh(mesh):
+            found = evaluate(state)
+    else:
+        found = evaluate(state)
+    assert found == pytest.approx(alone, rel=1e-6)
+    assert found["right"] == alone["right"]
+
+
+def test_a_prefix_of_shardings_and_a_tuple_of_arguments():
+    mesh = mesh_of(4)
+    rows, everywhere = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+
+    def metric_fn(params, x, y):
+        return {"error": (x["a"] @ params["w"] - y) ** 2}
+
+    batches = [({"a": X[:8]}, OUT[:8].astype(np.float32)), ({"a": X[8:11]}, OUT[8:11].astype(np.float32))]
+    for sharding in (rows, (rows, everywhere), ({"a": rows}, rows)):
+        found = jstep.evaluator(metric_fn, batches, batch_sharding=sharding)(jstep.shard_state(make_state(), mesh))
+        assert found["error"] == pytest.approx(0, abs=1e-10)
+
+
+def test_compiled_once_for_each_shape(compilations):
+    evaluate = jstep.evaluator(metrics, in_batches(5))
+    state = make_state()
+    with compilations() as seen:
+        evaluate(state)
+    assert len(seen) == 2  # 5 rows, and the 3 of the last batch
+    with compilations() as seen:
+        evaluate(state)
+        evaluate(make_state())
+    assert seen == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_totals_of_low_precision_are_exact(dtype):
+    """A running sum in bfloat16 would stay at 256."""
+    values = np.full(3000, 1.0, np.float32)
+    found = jstep.evaluator(lambda params, x: {"one": x.astype(dtype)}, in_batches(100, values))(make_state())
+    assert found == {"one": 1.0}
+
+
+def test_integers_past_two_to_the_31():
+    big = np.full(8, 2**31 - 1, np.int32)
+    found = jstep.evaluator(
+        lambda params, x: {"each": x, "mean": x[0], "pair": (x[0], jnp.int32(1)), "small": x.astype(jnp.uint8)},
+        [big] * 5,
+    )(make_state())
+    assert found == {"each": 2**31 - 1, "mean": 2**31 - 1, "pair": 2**31 - 1, "small": 255}
+
+
+def test_sums_are_rounded_once():
+    values = np.array([1e8, 1.0, -1e8, 1.0], np.float32)
+    assert jstep.evaluator(lambda params, x: {"x": x}, [values[:1], values[1:2], values[2:]])(make_state()) == {
+        "x": 0.5
+    }
+
+
+def test_no_count_and_no_number():
+    found = jstep.evaluator(
+        lambda params, x: {"none": (jnp.sum(x) * 0, 0), "nan": x * jnp.nan, "inf": x * jnp.inf},
+        [np.ones(3, np.float32)],
+    )(make_state())
+    assert np.isnan(found["none"])
+    assert np.isnan(found["nan"])
+    assert found["inf"] == np.inf
+
+
+def test_model_state():
+    def metric_fn(params, model_state, x):
+        return {"mean": x[:, 0] - model_state["mean"]}
+
+    state = make_state(model_state={"mean": jnp.float32(1.5)})
+    found = jstep.evaluator(metric_fn, in_batches(4), has_model_state=True)(state)
+    assert found["mean"] == pytest.approx(X[:, 0].astype(np.float64).mean() - 1.5, rel=1e-5)
+    with pytest.raises(ValueError, match="has_model_state=True: the state has no model state"):
+        jstep.evaluator(metric_fn, in_batches(4), has_model_state=True)(make_state())
+
+
+def params_seen(state, **kwargs):
+    found = jstep.evaluator(lambda params, x: {"w": (params["w"][0], 1)}, in_batches(23), **kwargs)(state)
+    return found["w"]
+
+
+def test_averages():
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5))
+    state = jstep.apply_gradients(make_state(optimizer), {"w": -jnp.ones(3)}, optimizer)
+    assert params_seen(state) == 2.0
+    assert params_seen(state, use_averages=True) == 1.5
+    assert params_seen(state, use_averages="ExponentialMovingAverage") == 1.5
+    with pytest.raises(ValueError, match=r"use_averages=True: .*no such slot"):
+        params_seen(make_state(), use_averages=True)
+
+
+def test_schedule_free_parameters():
+    optimizer = jstep.schedule_free_sgd(0.5)
+    state = jstep.apply_gradients(make_state(optimizer), {"w": -jnp.ones(3)}, optimizer)
+    state = jstep.apply_gradients(state, {"w": -jnp.ones(3)}, optimizer)
+    assert params_seen(state, use_averages=True) == pytest.approx(float(jstep.schedule_free_params(state)["w"][0]))
+    assert params_seen(state, use_averages=True) != params_seen(state)
+
+
+def test_the_state_is_not_used_up_and_no_guard_is_in_the_way():
+    state = make_state()
+    evaluate = jstep.evaluator(metrics, in_batches(5))
+    with jax.transfer_guard("disallow"):
+        first = evaluate(state)
+    assert evaluate(state) == first
+
+
+# Batches
+
+
+class Positioned:
+    """An iterator that can be set back."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __next__(self):
+        if self.at == 23:
+            raise StopIteration
+        self.at += 1
+        return X[self.at - 1 : self.at]
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+class Indexed:
+    def __getitem__(self, number):
+        return in_batches(5)[number]
+
+
+class Loader:
+    def __iter__(self):
+        return iter(in_batches(5))
+
+
+@pytest.mark.parametrize(
+    "batches", [in_batches(5), tuple(in_batches(5)), Positioned(), Indexed(), Loader(), X[:, None]], ids=str
+)
+def test_batches_are_gone_through_once_a_call(batches):
+    evaluate = jstep.evaluator(metrics, batches)
+    assert evaluate(make_state()) == evaluate(make_state())
+    assert evaluate(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
+
+
+def test_a_generator_is_used_up():
+    evaluate = jstep.evaluator(metrics, (x for x in in_batches(5)))
+    assert evaluate(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
+    with pytest.raises(ValueError, match="an iterator, which the first evaluation has gone through"):
+        evaluate(make_state())
+
+
+@pytest.mark.parametrize("batches", [[], (x for x in ()), np.ones((0, 2))])
+def test_nothing_to_evaluate(batches):
+    with pytest.raises(ValueError, match="empty, there is nothing to evaluate"):
+        jstep.evaluator(metrics, batches)(make_state())
+
+
+ENDLESS = jstep.batches(X, 4)
+
+
+@pytest.mark.parametrize(
+    "batches", [ENDLESS, iter(ENDLESS), ENDLESS[3:], itertools.repeat(X), itertools.count(), itertools.cycle([X])]
+)
+def test_batches_without_end(batches):
+    with pytest.raises(ValueError, match=r"has no end; .* jstep.batches\(…, num_epochs=1"):
+        jstep.evaluator(metrics, batches)
+
+
+def test_a_generator_without_end(monkeypatch):
+    monkeypatch.setattr("jstep.evaluating.passes.MOST", 20)
+    with pytest.raises(ValueError, match="no end after 20"):
+        jstep.evaluator(metrics, (X for _ in itertools.count()))(make_state())
+    assert jstep.evaluator(metrics, itertools.repeat(X, 2))(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
+    assert jstep.evaluator(metrics, ENDLESS[3:5])(make_state())
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((3, [X]), TypeError, r"metric_fn=3: must be a function \(params, \*args\) -> {name: metric}"),
+        ((metrics, 3), TypeError, "batches=3: must be an iterable or a sequence of batches"),
+        ((metrics, {"x": X}), TypeError, "batches is a dict, which may be one batch"),
+        ((metrics, lambda step: X), ValueError, "a function of the step has no end"),
+        ((metrics, [X], {"use_averages": 3}), TypeError, "use_averages=3: must be True or False"),
+        ((metrics, [X], {"has_model_state": "no"}), TypeError, "has_model_state='no': must be True or False"),
+        ((metrics, [X], {"batch_sharding": "data"}), TypeError, "batch_sharding: 'data'"),
+        ((metrics, [X], {"batch_sharding": PartitionSpec("data")}), ValueError, "batch_sharding: .* needs a mesh"),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    args, kwargs = arguments[:2], (arguments[2:] or ({},))[0]
+    with pytest.raises(error, match=words):
+        jstep.evaluator(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("metric", "error", "words"),
+    [
+        (lambda x: x, ValueError, r"the metric 'm' has shape \(23, 3\) for a batch of 23 examples: must be a vector"),
+        (lambda x: jnp.ones(5), ValueError, r"the metric 'm' has shape \(5,\)"),
+        (lambda x: (x[:, 0], x[:, 1]), ValueError, r"the metric 'm' is a tuple of shapes \[\(23,\), \(23,\)\]"),
+        (lambda x: (1.0, 2.0, 3.0), ValueError, "the metric 'm' is a tuple"),
+        (lambda x: {"a": 1.0}, TypeError, "the metric 'm' is a dict: must be a vector"),
+        (lambda x: "text", TypeError, "the metric 'm' is a str"),
+        (lambda x: None, TypeError, "the metric 'm' is None"),
+        (lambda x: jax.lax.complex(x[0, 0], x[0, 0]), TypeError, "the metric 'm' is an array of complex64"),
+    ],
+)
+def test_a_metric_that_is_none_is_named(metric, error, words):
+    with pytest.raises(error, match=words):
+        jstep.evaluator(lambda params, x: {"m": metric(x)}, [X])(make_state())
+
+
+def test_other_mistakes_of_the_function():
+    with pytest.raises(TypeError, match=r"metric_fn returned an array of .*: must be a mapping"):
+        jstep.evaluator(lambda params, x: x, [X])(make_state())
+    with pytest.raises(TypeError, match="the name 3 of a metric is int"):
+        jstep.evaluator(lambda params, x: {3: 1.0}, [X])(make_state())
+    with pytest.raises(ValueError, match=r"leading axes of different sizes \(23 at '0', 5 at '1'\)"):
+        jstep.evaluator(lambda params, x, y: {"m": 1.0}, [(X, X[:5])])(make_state())
+    with pytest.raises(ValueError, match="'m' is a scalar, which counts by the number of examples, and no argument"):
+        jstep.evaluator(lambda params, x: {"m": x}, [np.float32(1)])(make_state())
+    with pytest.raises(TypeError, match="state: must be a TrainState, got a dict"):
+        jstep.evaluator(metrics, [X])({"w": 1})

@@ -1,0 +1,268 @@
+"""What follows from evaluations: stopping early, keeping the best, lowering the rate; one by one, without a loop."""
+
+import json
+import math
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+
+def state_at(step=0, rate=0.5):
+    optimizer = jstep.gradient_descent(jstep.held("learning_rate", rate))
+    return jstep.TrainState.create({"w": jnp.full(3, float(step))}, optimizer, global_step=step)
+
+
+def through_json(value):
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+# EarlyStopping
+
+
+def stops_at(values, **kwargs):
+    """The number of the first evaluation at which it stops."""
+    stop = jstep.EarlyStopping("loss", **kwargs)
+    return next((i for i, value in enumerate(values) if stop(i, None, {"loss": value})), None)
+
+
+@pytest.mark.parametrize(
+    ("values", "kwargs", "expected"),
+    [
+        ([3, 2, 1, 1, 1, 1], {"patience": 3}, 5),
+        ([3, 2, 1, 1, 1], {"patience": 3}, None),
+        ([1, 2, 2, 0.5, 2, 2, 2], {"patience": 3}, 6),
+        ([1, 1], {"patience": 1}, 1),
+        ([1, 0.9, 0.8], {"patience": 1, "min_delta": 0.1}, 1),
+        ([1, 0.95, 0.85, 0.8], {"patience": 2, "min_delta": 0.1}, None),
+        ([1, 2, 3, 3, 3], {"patience": 2, "mode": "max"}, 4),
+        ([math.nan, math.nan], {"patience": 2}, 1),
+        ([math.nan, 1, math.nan, 0.5, math.nan, math.nan], {"patience": 2}, 5),
+        ([math.inf, 5, 5, 5], {"patience": 2}, 3),
+        ([-math.inf, -math.inf], {"patience": 1}, 1),
+    ],
+)
+def test_it_stops_at_the_evaluation_that_makes_patience(values, kwargs, expected):
+    assert stops_at(values, **kwargs) == expected
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_patience_goes_on_counting_after_a_restart(cut):
+    values = [math.inf, 2, 1, 1.5, 1.5, 1.5]
+    first = jstep.EarlyStopping("loss", patience=3)
+    assert not any(first(i, None, {"loss": value}) for i, value in enumerate(values[:cut]))
+    second = jstep.EarlyStopping("loss", patience=3)
+    second.begin(state_at())
+    assert not second.set_state(through_json(first.get_state()))
+    answers = [second(i, None, {"loss": value}) for i, value in enumerate(values[cut:], cut)]
+    assert answers[-1] is True
+    assert not any(answers[:-1])
+    third = jstep.EarlyStopping("loss", patience=3)
+    assert third.set_state(through_json(second.get_state())) is True  # it stays stopped
+    assert jstep.EarlyStopping("loss", patience=4).set_state(second.get_state()) is False  # but for more patience
+
+
+# ReduceOnPlateau
+
+
+def rates(values, **kwargs):
+    """The rate after each evaluation."""
+    reduce, state, found = jstep.ReduceOnPlateau("loss", "learning_rate", **kwargs), state_at(), []
+    reduce.begin(state)
+    for i, value in enumerate(values):
+        state = reduce(i, state, {"loss": value}) or state
+        found.append(jstep.get_hyperparameter(state, "learning_rate"))
+    return found
+
+
+def as_torch(values, factor, patience, mode, threshold, cooldown, min_value):
+    """torch.optim.lr_scheduler.ReduceLROnPlateau, threshold_mode="rel", transcribed."""
+    rate, best, bad, cooling, found = 0.5, math.inf if mode == "min" else -math.inf, 0, 0, []
+    for value in values:
+        good = value < best * (1.0 - threshold) if mode == "min" else value > best * (threshold + 1.0)
+        if good:
+            best, bad = value, 0
+        else:
+            bad += 1
+        if cooling > 0:
+            cooling -= 1
+            bad = 0
+        if bad > patience:
+            new = max(rate * factor, min_value)
+            if rate - new > 1e-8:
+                rate = new
+            cooling, bad = cooldown, 0
+        found.append(rate)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_lowers_the_rate_as_torch_does(seed):
+    rng = np.random.default_rng(seed)
+    values = np.round(rng.normal(size=60).cumsum() * rng.choice([0.1, 1.0]), 2).tolist()
+    for at in rng.choice(60, 3):
+        values[at] = math.nan
+    kwargs = {
+        "factor": float(rng.choice([0.1, 0.5, 0.9])),
+        "patience": int(rng.integers(0, 4)),
+        "mode": str(rng.choice(["min", "max"])),
+        "threshold": float(rng.choice([0.0, 1e-4, 0.1])),
+        "cooldown": int(rng.integers(0, 4)),
+        "min_value": float(rng.choice([0.0, 0.01])),
+    }
+    assert rates(values, **kwargs) == pytest.approx(as_torch(values, **kwargs), rel=1e-5)
+
+
+def test_against_torch_itself():
+    torch = pytest.importorskip("torch")
+    values = [1.0, 0.9, 0.9, 0.9, 0.95, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=1, cooldown=1)
+    expected = []
+    for value in values:
+        scheduler.step(value)
+        expected.append(optimizer.param_groups[0]["lr"])
+    assert rates(values, factor=0.1, patience=1, cooldown=1) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_what_it_remembers_survives_a_restart(cut):
+    values, state = [1.0, 0.9, *[0.9] * 10], state_at()
+    kwargs = {"factor": 0.5, "patience": 2, "cooldown": 1}
+    whole = rates(values, **kwargs)
+    reduce = jstep.ReduceOnPlateau("loss", "learning_rate", **kwargs)
+    for i, value in enumerate(values):
+        if i == cut:
+            kept = through_json(reduce.get_state())
+            reduce = jstep.ReduceOnPlateau("loss", "learning_rate", **kwargs)
+            reduce.begin(state)
+            reduce.set_state(kept)
+        state = reduce(i, state, {"loss": value}) or state
+    assert jstep.get_hyperparameter(state, "learning_rate") == whole[-1]
+    assert whole[-1] < 0.5
+
+
+def test_a_hyperparameter_that_is_not_held():
+    with pytest.raises(KeyError, match="rate"):
+        jstep.ReduceOnPlateau("loss", "rate").begin(state_at())
+
+
+# KeepBest
+
+
+def steps(directory, prefix="best"):
+    with jstep.Saver(directory, prefix=prefix) as saver:
+        return {step: saver.extra(step) for step in saver.all_steps()}
+
+
+def keep(directory, values, start=1, **kwargs):
+    best = jstep.KeepBest(directory, "accuracy", **kwargs)
+    best.begin(state_at())
+    for step, value in enumerate(values, start):
+        best(step, state_at(step), {"accuracy": value, "loss": 1.0})
+    best.close()
+    return sorted(best.values) if best.values else []
+
+
+@pytest.mark.parametrize(
+    ("values", "kwargs", "expected"),
+    [
+        ([0.5, 0.9, 0.7], {"mode": "max"}, {2: 0.9}),
+        ([0.5, 0.9, 0.4], {}, {3: 0.4}),
+        ([0.5, 0.9, 0.9], {"mode": "max"}, {2: 0.9}),  # on a tie the earlier
+        ([0.9, 0.5, 0.7, 0.8], {"mode": "max", "keep": 2}, {1: 0.9, 4: 0.8}),
+        ([0.5, 0.5, 0.5, 0.6], {"mode": "max", "keep": 2}, {1: 0.5, 4: 0.6}),  # of equal ones the later goes
+        ([math.nan, 0.1, math.nan], {"mode": "max"}, {2: 0.1}),
+        ([math.nan], {}, {}),
+        ([math.inf, 3.0], {}, {2: 3.0}),
+        ([1, 2], {"keep": 3}, {1: 1.0, 2: 2.0}),
+    ],
+)
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_the_best_are_kept_also_over_a_restart(values, kwargs, expected, cut, tmp_path):
+    keep(tmp_path, values[:cut], **kwargs)
+    keep(tmp_path, values[cut:], start=1 + min(cut, len(values)), **kwargs)
+    assert steps(tmp_path) == {step: {"accuracy": value} for step, value in expected.items()}
+
+
+def test_what_is_kept_is_the_state_of_that_step(tmp_path):
+    keep(tmp_path, [0.5, 0.9, 0.7], mode="max", prefix="top")
+    assert os.listdir(tmp_path) == ["top-2"] or "top-2" in os.listdir(tmp_path)
+    restored = jstep.Saver(tmp_path, prefix="top").restore(state_at())
+    assert restored.params["w"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("again", "expected"), [(0.9, 0.9), (0.5, 0.9), (0.95, 0.95)])
+def test_a_run_that_makes_a_kept_step_again(again, expected, tmp_path):
+    """It went on from a checkpoint before the best."""
+    keep(tmp_path, [0.1, 0.9], mode="max")
+    keep(tmp_path, [again], start=2, mode="max")
+    assert steps(tmp_path) == {2: {"accuracy": expected}}
+
+
+def test_checkpoints_without_the_metric_are_left_alone(tmp_path, caplog):
+    keep(tmp_path, [0.5], mode="max")
+    other = jstep.KeepBest(tmp_path, "f1", mode="max")
+    other.begin(state_at())
+    other(9, state_at(9), {"f1": 0.1})
+    other.close()
+    assert set(steps(tmp_path)) == {1, 9}
+    assert "KeepBest passes over best-1" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        jstep.KeepBest(tmp_path / "file", "loss").begin(state_at())
+
+
+# Bad input
+
+D = "directory"
+BAD = [
+    (lambda: jstep.EarlyStopping("loss", 0), ValueError, "patience=0: must be at least 1"),
+    (lambda: jstep.EarlyStopping("loss", 1.5), TypeError, "patience=1.5: must be an integer"),
+    (lambda: jstep.EarlyStopping("loss", 1, mode="least"), ValueError, "mode='least': must be one of 'min', 'max'"),
+    (lambda: jstep.EarlyStopping(3, 1), TypeError, "metric=3: must be a text"),
+    (lambda: jstep.EarlyStopping("loss", 1, min_delta=-1), ValueError, "min_delta=-1"),
+    (lambda: jstep.EarlyStopping("loss", 1, min_delta=math.nan), ValueError, "min_delta=nan"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", factor=1.0), ValueError, "factor=1.0: must be > 0 and < 1"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", patience=-1), ValueError, "patience=-1: must be at least 0"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", mode="up"), ValueError, "mode='up'"),
+    (lambda: jstep.ReduceOnPlateau("loss", 3), TypeError, "name=3: must be a text"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", cooldown=-1), ValueError, "cooldown=-1"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", threshold="x"), TypeError, "threshold='x': must be a number"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", min_value=-1), ValueError, "min_value=-1"),
+    (lambda: jstep.KeepBest(3, "loss"), TypeError, "directory=3: must be a directory or a URL"),
+    (lambda: jstep.KeepBest(D, "loss", keep=0), ValueError, "keep=0: must be at least 1"),
+    (lambda: jstep.KeepBest(D, "loss", mode=1), ValueError, "mode=1"),
+    (lambda: jstep.KeepBest(D, "loss", prefix="a/b"), ValueError, "prefix='a/b'"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), BAD)
+def test_bad_arguments(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tmp: jstep.EarlyStopping("f1", 1),
+        lambda tmp: jstep.ReduceOnPlateau("f1", "learning_rate"),
+        lambda tmp: jstep.KeepBest(tmp, "f1"),
+    ],
+)
+def test_a_metric_that_evaluate_does_not_return(make, tmp_path):
+    with pytest.raises(KeyError, match=r"metric='f1': evaluate does not return it; it returns \['loss', 'accuracy'\]"):
+        make(tmp_path)(1, state_at(1), {"loss": 1.0, "accuracy": 2.0})
+
+
+def test_a_metric_that_is_no_number():
+    with pytest.raises(TypeError, match="metric='loss': must be a number"):
+        jstep.EarlyStopping("loss", 1)(1, None, {"loss": "low"})
