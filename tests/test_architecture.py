@@ -48,7 +48,12 @@ STAGES = {"checkpoint.stage"}
 """Copies a state into memory that a Saver keeps for it: donates its own arrays, never a state."""
 LOADED_WHEN_USED = {"checkpoint.store.orbax_arrays": {"orbax"}, "checkpoint.store.tensors": {"tensorstore"}}
 """Modules that a bare `import jstep` does not load, and what they may import at their top."""
-SHARED_TRACES = {"optimizers.leafwise", "optimizers.apply_updates", "optimizers.wrappers.exponential_moving_average"}
+SHARED_TRACES = {
+    "optimizers.leafwise",
+    "optimizers.apply_updates",
+    "optimizers.newton_schulz",
+    "optimizers.wrappers.exponential_moving_average",
+}
 """A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself."""
 
 

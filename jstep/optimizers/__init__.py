@@ -2,13 +2,32 @@
 
 from jstep.core.public import publish as _publish
 from jstep.core.types import Optimizer, Schedule
+from jstep.optimizers.adabelief import adabelief
+from jstep.optimizers.adadelta import adadelta
 from jstep.optimizers.adafactor import adafactor
 from jstep.optimizers.adagrad import adagrad
 from jstep.optimizers.adam import adam
+from jstep.optimizers.adamax import adamax
 from jstep.optimizers.adamw import adamw
+from jstep.optimizers.adan import adan
 from jstep.optimizers.ademamix import ademamix
+from jstep.optimizers.adopt import adopt
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.blocks import add_noise, centralize_gradients, clip_gradients, normalize_gradients
+from jstep.optimizers.blocks import (
+    add_noise,
+    add_weight_decay,
+    centralize_gradients,
+    clip_gradients,
+    normalize_gradients,
+    orthogonalize,
+    scale,
+    scale_by_adam,
+    scale_by_learning_rate,
+    scale_by_lion,
+    scale_by_rms,
+    scale_by_trust_ratio,
+    trace,
+)
 from jstep.optimizers.element import stateless
 from jstep.optimizers.ftrl import ftrl
 from jstep.optimizers.gradient_descent import gradient_descent
@@ -20,12 +39,17 @@ from jstep.optimizers.leafwise import Slot, leafwise
 from jstep.optimizers.lion import lion
 from jstep.optimizers.map_leaves import map_leaves
 from jstep.optimizers.momentum import momentum
+from jstep.optimizers.muon import muon
 from jstep.optimizers.nadam import nadam
+from jstep.optimizers.novograd import novograd
 from jstep.optimizers.prodigy import prodigy
 from jstep.optimizers.radam import radam
 from jstep.optimizers.rmsprop import rmsprop
+from jstep.optimizers.rprop import rprop
 from jstep.optimizers.schedule_free import schedule_free_adamw, schedule_free_params, schedule_free_sgd
 from jstep.optimizers.sgd import sgd
+from jstep.optimizers.signum import signum
+from jstep.optimizers.soap import soap
 from jstep.optimizers.wrappers import (
     ExponentialMovingAverage,
     averaged_params,
@@ -44,18 +68,25 @@ from jstep.optimizers.wrappers import (
     stochastic_rounding,
     with_moving_average,
 )
+from jstep.optimizers.yogi import yogi
 
 __all__ = [
     "ExponentialMovingAverage",
     "Optimizer",
     "Schedule",
     "Slot",
+    "adabelief",
+    "adadelta",
     "adafactor",
     "adagrad",
     "adam",
+    "adamax",
     "adamw",
+    "adan",
     "add_noise",
+    "add_weight_decay",
     "ademamix",
+    "adopt",
     "apply_updates",
     "as_schedule",
     "averaged_params",
@@ -78,12 +109,22 @@ __all__ = [
     "map_leaves",
     "master_weights",
     "momentum",
+    "muon",
     "nadam",
     "normalize_gradients",
+    "novograd",
+    "orthogonalize",
     "partition",
     "prodigy",
     "radam",
     "rmsprop",
+    "rprop",
+    "scale",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_rms",
+    "scale_by_trust_ratio",
     "scale_updates",
     "schedule_free_adamw",
     "schedule_free_params",
@@ -91,11 +132,15 @@ __all__ = [
     "scope",
     "set_hyperparameter",
     "sgd",
+    "signum",
     "skip_nonfinite",
     "slow_params",
+    "soap",
     "stateless",
     "stochastic_rounding",
+    "trace",
     "with_moving_average",
+    "yogi",
 ]
 
 _publish(globals())

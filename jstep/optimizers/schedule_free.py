@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
@@ -166,9 +167,16 @@ def sgd_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Arr
 
 def adamw_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update, z and second moment."""
-    v = average(slots["v"], g * g, h["beta2"])
-    update, new = sgd_rule(g / (jnp.sqrt(h["unbias2"] * v) + h["epsilon"]), p, slots, h)
-    return update, new | {"v": v}
+    # The direction is made twice, for z and for y, rather than kept in between: z first, y of the new z.
+    v, g, p = jax.lax.optimization_barrier((average(slots["v"], g * g, h["beta2"]), g, p))
+    z = slots["z"] - h["learning_rate"] * adamw_direction(g, v, p, h)
+    z, v, g, p = jax.lax.optimization_barrier((z, v, g, p))
+    return h["c"] * (z - p) - h["of_u"] * adamw_direction(g, v, p, h), {"z": z, "v": v}
+
+
+def adamw_direction(g: Array, v: Array, p: Array, h: Hyper) -> Array:
+    """The direction u, with decay."""
+    return with_decay(g / (jnp.sqrt(h["unbias2"] * v) + h["epsilon"]), p, h)
 
 
 def schedule_free_params(state: Any) -> Any:

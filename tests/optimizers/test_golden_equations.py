@@ -107,3 +107,51 @@ def test_defaults_without_decay(name: str) -> None:
     optimizer = make(0.05, weight_decay=0.0, **hyper, **static)
     found, _ = ours(optimizer, first=10_000_000)
     same(found, by_equation(rule, {"lr": 0.05, **hyper}))
+
+
+SHELF: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "adadelta": (jstep.adadelta, equations.adadelta, {"rho": 0.9, "epsilon": 1e-6}, "lr"),
+    "adadelta-scheduled": (jstep.adadelta, equations.adadelta, {"rho": RISING, "epsilon": 1e-3}, "lr"),
+    "adamax": (jstep.adamax, equations.adamax, ADAM, "lr"),
+    "adabelief": (jstep.adabelief, equations.adabelief, ADAM | {"epsilon_root": 1e-12, "epsilon": 1e-5}, "lr"),
+    "yogi": (jstep.yogi, equations.yogi, ADAM | {"epsilon": 1e-3}, "lr"),
+    "novograd": (jstep.novograd, equations.novograd, ADAM, "lr wd"),
+    "rprop": (jstep.rprop, equations.rprop, {}, ""),
+    "signum": (jstep.signum, equations.signum, {"beta": RISING}, "lr"),
+    "adan": (jstep.adan, equations.adan, ADAM | {"beta3": 0.95}, "lr wd"),
+    "adan-scheduled": (jstep.adan, equations.adan, MOVING | {"beta3": RISING}, "lr wd"),
+    "adopt": (jstep.adopt, equations.adopt, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6}, "lr"),
+}
+
+
+@pytest.mark.parametrize("name", SHELF)
+def test_second_shelf(name: str) -> None:
+    make, rule, hyper, changing = SHELF[name]
+    given = {key: written(value) if isinstance(value, np.ndarray) else value for key, value in hyper.items()}
+    rate = RATE if "lr" in changing else 0.05
+    known = hyper | {"lr": rate}
+    if "wd" in changing:
+        given |= {"weight_decay": written(DECAY), "weight_decay_mask": MASK}
+        known |= {"wd": DECAY}
+    optimizer = make(written(RATE) if "lr" in changing else rate, **given)
+    same(ours(optimizer)[0], by_equation(rule, known))
+
+
+MATRICES = {"a": (3, 4), "b": (4, 3), "c": (4, 4)}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["rms", "original", None])
+def test_muon(nesterov: bool, scale: Any) -> None:
+    factors = {
+        "rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+        "original": lambda rows, columns: max(1, columns / rows) ** 0.5,
+        None: lambda rows, columns: 1.0,
+    }
+    shared = {"nesterov": nesterov, "coefficients": (3.4445, -4.775, 2.0315), "steps": 5, "epsilon": 1e-7}
+    optimizer = jstep.muon(
+        written(RATE), written(RISING), nesterov, scale=scale, weight_decay=written(DECAY), weight_decay_mask=MASK
+    )
+    known = shared | {"lr": RATE, "wd": DECAY, "momentum": RISING, "scale": factors[scale]}
+    # The iteration is not a contraction: it carries roundings on.
+    same(ours(optimizer, MATRICES)[0], by_equation(equations.muon, known, MATRICES), rtol=1e-3, atol=1e-4)

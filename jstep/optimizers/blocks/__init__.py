@@ -11,6 +11,28 @@ __all__ = [
     "centralize_gradients",
     "clip_gradients",
     "normalize_gradients",
+from jstep.optimizers.blocks.add_weight_decay import add_weight_decay
+from jstep.optimizers.blocks.clip_gradients import clip_gradients
+from jstep.optimizers.blocks.orthogonalize import orthogonalize
+from jstep.optimizers.blocks.scale import scale
+from jstep.optimizers.blocks.scale_by_adam import scale_by_adam
+from jstep.optimizers.blocks.scale_by_learning_rate import scale_by_learning_rate
+from jstep.optimizers.blocks.scale_by_lion import scale_by_lion
+from jstep.optimizers.blocks.scale_by_rms import scale_by_rms
+from jstep.optimizers.blocks.scale_by_trust_ratio import scale_by_trust_ratio
+from jstep.optimizers.blocks.trace import trace
+
+__all__ = [
+    "add_weight_decay",
+    "clip_gradients",
+    "orthogonalize",
+    "scale",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_rms",
+    "scale_by_trust_ratio",
+    "trace",
 ]
 
 _publish(globals())

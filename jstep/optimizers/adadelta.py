@@ -1,0 +1,66 @@
+"""Adadelta."""
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.optimizers.adam import average
+from jstep.optimizers.age import after_parameter, ordered_after
+from jstep.optimizers.arguments import rate
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, leafwise
+
+
+def adadelta(
+    learning_rate: ScalarOrSchedule = 0.001,
+    rho: ScalarOrSchedule = 0.95,
+    epsilon: ScalarOrSchedule = 1e-8,
+) -> Optimizer:
+    """Adadelta: e averages g²; d = g·√(x + ε)/√(e + ε); x averages d²; p −= lr·d.
+
+    Args:
+        learning_rate: The step size lr ≥ 0; the paper has none, which is 1.
+        rho: The decay of both averages, in [0, 1].
+        epsilon: Added under the roots, ≥ 0.
+
+    Returns:
+        An `Optimizer` with the slots `accumulator` (e) and `accumulator_update` (x), initially 0. A sparse gradient
+        touches its rows alone.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adadelta(1.0, epsilon=1e-2)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        0.558
+
+    Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012); `tf.train.AdadeltaOptimizer`.
+    """
+    return leafwise(
+        adadelta_rule,
+        slots={"accumulator": 0.0, "accumulator_update": 0.0},
+        hyper={
+            "learning_rate": rate(learning_rate),
+            "rho": checked("rho", rho, low=0, high=1),
+            "epsilon": checked("epsilon", epsilon, low=0),
+        },
+    )
+
+
+def adadelta_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update and averages."""
+    e, x = average(slots["accumulator"], g * g, h["rho"]), slots["accumulator_update"]
+    e, x, g = jax.lax.optimization_barrier((e, x, g))
+    u = -h["learning_rate"] * step(g, x, e, h)
+    new_p, e, x, g = after_parameter(p, u, h["dtype"], e, x, g)
+    new_x = average(x, jnp.square(step(g, x, e, h)), h["rho"])
+    return u, {"accumulator": e, "accumulator_update": ordered_after(new_x, new_p)}
+
+
+def step(g: Array, x: Array, e: Array, h: Hyper) -> Array:
+    """The direction, whose size has the unit of the parameter."""
+    return g * jnp.sqrt(x + h["epsilon"]) / jnp.sqrt(e + h["epsilon"])

@@ -1,0 +1,105 @@
+"""Muon: momentum, made orthogonal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core.checks import as_bool
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.var_list import VarList
+from jstep.optimizers.adam import average
+from jstep.optimizers.arguments import decay_flags, decay_hyper, rate, with_decay
+from jstep.optimizers.blocks.orthogonalize import COEFFICIENTS, Axes, Scale, orthogonalize
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, leafwise
+from jstep.optimizers.wrappers.chain import chain
+
+
+def muon(
+    learning_rate: ScalarOrSchedule = 1e-3,
+    momentum: ScalarOrSchedule = 0.95,
+    use_nesterov: bool = True,
+    ns_steps: int = 5,
+    ns_coefficients: Sequence[Any] = COEFFICIENTS,
+    epsilon: ScalarOrSchedule = 1e-7,
+    scale: Scale | None = "rms",
+    weight_decay: ScalarOrSchedule = 0.1,
+    weight_decay_mask: VarList = None,
+    axes: Axes | None = None,
+    ns_dtype: Any = jnp.float32,
+) -> Optimizer:
+    """Muon: M = μ·M + (1−μ)·g; G = (1−μ)·g + μ·M by Nesterov, or M; p −= lr·(scale·(about UVᵀ) + weight_decay·p).
+
+    UVᵀ of G = USVᵀ comes of a Newton–Schulz iteration: see `orthogonalize`. For matrices of hidden layers; train
+    embeddings, heads, vectors and scalars by another optimizer beside it (the example).
+
+    Args:
+        learning_rate: The step size lr ≥ 0; with scale "rms" about AdamW's.
+        momentum: The decay μ of the average of gradients, in [0, 1].
+        use_nesterov: Whether to look ahead along the new average.
+        ns_steps: How many iterations, ≥ 1.
+        ns_coefficients: (a, b, c), or one such triple for each iteration.
+        epsilon: The smallest norm that is divided by, > 0.
+        scale: "rms" for 0.2·√max(in, out), "original" for √max(1, out/in), None for 1.
+        weight_decay: Decoupled, multiplied by lr; ≥ 0.
+        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        axes: `(path, leaf) -> (in, out)`, the axes (a number or several) of a leaf that are its matrix; further ones
+            count matrices. Unless told the last two are, (in, out) as in Flax.
+        ns_dtype: The dtype of the iteration's products.
+
+    Returns:
+        An `Optimizer` with the slot `momentum` (initially 0).
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: An argument is out of its range, the mask matches nothing, or, at `init`, a leaf has fewer than
+            two axes.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.partition(
+        ...     {"muon": jstep.muon(1e-2), "adamw": jstep.adamw(1e-3)},
+        ...     lambda path, leaf: "muon" if leaf.ndim == 2 and "embed" not in path else "adamw",
+        ... )
+        >>> params = {"embed": jnp.ones((8, 4)), "dense": {"kernel": jnp.ones((4, 4)), "bias": jnp.zeros(4)}}
+        >>> jstep.get_slot_names(jstep.TrainState.create(params, optimizer))
+        ['adamw/m', 'adamw/v', 'muon/momentum']
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
+    Scalable for LLM Training" (2025), for scale "rms". The numbers are those of `torch.optim.Muon` with
+    adjust_lr_fn="match_rms_adamw" and products in float32; Optax's corrects a bias besides.
+    """
+    return chain(
+        leafwise(
+            nesterov_rule if as_bool(use_nesterov, "use_nesterov") else momentum_rule,
+            slots={"momentum": 0.0},
+            hyper={"momentum": checked("momentum", momentum, low=0, high=1)},
+            sparse=False,
+        ),
+        orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype),
+        leafwise(
+            step_rule,
+            hyper={"learning_rate": rate(learning_rate)} | decay_hyper(weight_decay),
+            flags=decay_flags(weight_decay_mask),
+            sparse=False,
+        ),
+    )
+
+
+def momentum_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's average, which is its direction."""
+    m = average(slots["momentum"], g, h["momentum"])
+    return m, {"momentum": m}
+
+
+def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """Likewise, with a look ahead."""
+    m, g = jax.lax.optimization_barrier((average(slots["momentum"], g, h["momentum"]), g))
+    return average(m, g, h["momentum"]), {"momentum": m}
+
+
+def step_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update with decay and rate."""
+    return -h["learning_rate"] * with_decay(g, p, h), {}

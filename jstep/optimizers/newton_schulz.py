@@ -1,0 +1,96 @@
+"""Newton–Schulz: the orthogonal matrix nearest to one, about, by products of matrices alone."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.types import Array
+
+SMALL = 64 * 64
+"""Matrices of up to so many elements are faster in one batch on a CPU, too; larger ones one by one."""
+
+
+class Iteration(NamedTuple):
+    """How to orthogonalize, fixed when the optimizer is made."""
+
+    coefficients: tuple[tuple[float, float, float], ...]
+    dtype: Any
+
+
+def orthogonalized(matrices: Sequence[Array], iteration: Iteration, epsilon: Any) -> list[Array]:
+    """Each of some matrices [..., rows, columns], made about orthogonal.
+
+    Matrices of one shape go through the iteration in one batch where that is faster: on accelerators, which one small
+    matrix leaves idle, and where they are small. A CPU works on large ones one by one.
+
+    Args:
+        matrices: Floating arrays; a zero matrix stays zero.
+        iteration: How.
+        epsilon: The smallest norm that is divided by.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        groups.setdefault((matrix.shape, matrix.dtype), []).append(i)
+    answers: dict[int, Array] = {}
+    for (shape, _), places in groups.items():
+        members = [matrices[i] for i in places]
+        if len(members) == 1:
+            together = [newton_schulz(members[0], epsilon, iteration)]
+        elif math.prod(shape) <= SMALL:
+            together = _batched(iteration)(epsilon, *members)
+        else:
+            together = jax.lax.platform_dependent(
+                epsilon, *members, cpu=_one_by_one(iteration), default=_batched(iteration)
+            )
+        answers |= dict(zip(places, together, strict=True))
+    return [answers[i] for i in range(len(matrices))]
+
+
+def _batched(iteration: Iteration) -> Callable[..., list[Array]]:
+    return lambda epsilon, *members: list(newton_schulz(jnp.stack(members), epsilon, iteration))
+
+
+def _one_by_one(iteration: Iteration) -> Callable[..., list[Array]]:
+    return lambda epsilon, *members: [newton_schulz(member, epsilon, iteration) for member in members]
+
+
+def _newton_schulz(x: Array, epsilon: Any, iteration: Iteration) -> Array:
+    wide = x.dtype
+    turned = x.shape[-2] > x.shape[-1]
+    x = jnp.swapaxes(x, -2, -1) if turned else x
+    length = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
+    x = (x / jnp.maximum(length, jnp.asarray(epsilon).astype(wide))).astype(iteration.dtype or wide)
+    for a, b, c in iteration.coefficients:
+        gram = x @ jnp.swapaxes(x, -2, -1)
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    x = jnp.swapaxes(x, -2, -1) if turned else x
+    return x.astype(wide)
+
+
+# Traced and lowered once for all matrices of one shape; XLA inlines it.
+newton_schulz = jax.jit(_newton_schulz, static_argnums=2)
+
+
+def as_matrix(x: Array, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Array, Callable[[Array], Array]]:
+    """An array as matrices [batch..., in, out], and the way back.
+
+    Args:
+        x: The array.
+        axes: Its axes that are rows, and those that are columns; the others count matrices.
+    """
+    rows, columns = axes
+    batch = tuple(i for i in range(x.ndim) if i not in (*rows, *columns))
+    order = (*batch, *rows, *columns)
+    sizes = [math.prod(x.shape[i] for i in part) for part in axes]
+    turned = x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
+    matrix = turned.reshape((*(x.shape[i] for i in batch), *sizes))
+
+    def back(matrix: Array) -> Array:
+        array = matrix.reshape(turned.shape)
+        return array if turned is x else jnp.transpose(array, tuple(int(i) for i in np.argsort(order)))
+
+    return matrix, back

@@ -1,0 +1,161 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_int
+from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule
+from jstep.core.var_list import VarList
+from jstep.optimizers.age import bias_correction
+from jstep.optimizers.arguments import adam_hyper, beta, decay_flags, decay_hyper, decays
+from jstep.optimizers.leafwise import Hyper, Slot, leafwise
+
+
+def soap(
+    learning_rate: ScalarOrSchedule = 3e-3,
+    beta1: ScalarOrSchedule = 0.95,
+    beta2: ScalarOrSchedule = 0.95,
+    shampoo_beta: ScalarOrSchedule = 0.95,
+    epsilon: ScalarOrSchedule = 1e-8,
+    weight_decay: ScalarOrSchedule = 0.01,
+    weight_decay_mask: VarList = None,
+    precondition_frequency: int = 10,
+    max_precondition_dim: int = 10000,
+) -> Optimizer:
+    """SOAP: g' = Qᵀg; m averages g, v averages g'²; p −= lr·√(1−β2^k)/(1−β1^k) · Q(Qᵀm/(√v + ε)), k = t − 1.
+
+    For each axis i of a leaf GG_i averages g·gᵀ over the other axes, and Q_i is its eigenbasis. At the first update of
+    a slot nothing moves: GG and Q are made (by eigh). Every precondition_frequency steps Q goes through one power
+    iteration, QR of GG·Q. t is the age of the slots.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The decay of the first moment, in [0, 1).
+        beta2: The decay of the second moment, in [0, 1).
+        shampoo_beta: The decay of GG, in [0, 1).
+        epsilon: Added to √v, ≥ 0.
+        weight_decay: Decoupled, multiplied by lr, taken of the parameter after its step, and not at the first; ≥ 0.
+        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        precondition_frequency: After how many steps Q is made anew, ≥ 1; fixed when the optimizer is made.
+        max_precondition_dim: Longer axes have no GG and Q; leaves of fewer than two axes have none either: Adam.
+
+    Returns:
+        An `Optimizer` with the slots `m`, `v` (initially 0) and, for each axis, `gg_0`, `q_0`, `gg_1` … (square, 0 at
+        first), and the scalar `start_step`.
+
+    Raises:
+        TypeError: An argument is no number and no schedule.
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> state = jstep.TrainState.create({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jstep.soap())
+        >>> print(jstep.get_slot_names(state), state.slots["gg_0"]["w"].shape, state.slots["gg_0"]["b"])
+        ['gg_0', 'gg_1', 'm', 'q_0', 'q_1', 'v'] (3, 3) None
+
+    Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024); the numbers are those of the
+    authors' code and of pytorch_optimizer, but for the signs of eigenvectors, and for bases of what has no length.
+    """
+    frequency = as_int(precondition_frequency, "precondition_frequency", at_least=1)
+    longest = as_int(max_precondition_dim, "max_precondition_dim", at_least=1)
+
+    def square(axis: int) -> Any:
+        def shape(path: str, leaf: Any) -> tuple[int, int] | None:
+            sizes = np.shape(leaf)
+            return (sizes[axis],) * 2 if len(sizes) > max(1, axis) and sizes[axis] <= longest else None
+
+        return shape
+
+    def slots(params: Params) -> dict[str, Any]:
+        most = max([np.ndim(leaf) for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf)], default=0)
+        axes = range(most if most > 1 else 0)
+        return {"m": 0.0, "v": 0.0} | {
+            f"{name}_{axis}": Slot(shape=square(axis)) for axis in axes for name in ("gg", "q")
+        }
+
+    def prepare(h: Hyper) -> Hyper:
+        return sizes_and_turn(h, frequency)
+
+    return leafwise(
+        soap_rule,
+        slots=slots,
+        hyper=adam_hyper(learning_rate, beta1, beta2, epsilon)
+        | {"shampoo_beta": beta("shampoo_beta", shampoo_beta)}
+        | decay_hyper(weight_decay),
+        flags=decay_flags(weight_decay_mask),
+        prepare=prepare,
+        aged=True,
+        sparse=False,
+    )
+
+
+def sizes_and_turn(h: Hyper, frequency: int) -> Hyper:
+    """The size of a step, the shares of old and new in the moments, and what becomes of the bases."""
+    first, k = h["age"] == 1, jnp.maximum(h["age"] - 1, 1)
+    size = h["learning_rate"] * jnp.sqrt(bias_correction(h["beta2"], k)) / bias_correction(h["beta1"], k)
+    return {
+        "first": first,
+        "size": jnp.where(first, 0.0, size),
+        "shrink": jnp.where(first, 0.0, h["learning_rate"] * h["weight_decay"]),
+        "m_old": jnp.where(first, 1.0, h["beta1"]),
+        "m_new": jnp.where(first, 0.0, 1 - h["beta1"]),
+        "v_old": jnp.where(first, 1.0, h["beta2"]),
+        "v_new": jnp.where(first, 0.0, 1 - h["beta2"]),
+        "turn": jnp.where(first, 0, jnp.where((h["age"] - 1) % frequency == 0, 1, 2)),
+    }
+
+
+def soap_rule(g: Array, p: Array, slots: dict[str, Any], h: Hyper) -> tuple[Array, dict[str, Any]]:
+    """A leaf's update, moments and bases."""
+    axes = [axis for axis in range(p.ndim) if slots.get(f"gg_{axis}") is not None]
+    bases = {axis: slots[f"q_{axis}"] for axis in axes}
+    m = h["m_old"] * slots["m"] + h["m_new"] * g
+    v = h["v_old"] * slots["v"] + h["v_new"] * jnp.square(projected(g, bases))
+    u = projected(projected(m, bases) / (jnp.sqrt(v) + h["epsilon"]), bases, back=True)
+    # The first bases are made of the first gradient: until then there is no direction.
+    update = jnp.where(h["first"], jnp.zeros_like(u), -h["size"] * u)
+    if decays(h):
+        update = update - h["shrink"] * (p + update)
+    if not axes:
+        return update, {"m": m, "v": v}
+    grams = {axis: gram(g, axis, slots[f"gg_{axis}"], h["shampoo_beta"]) for axis in axes}
+    bases, v = jax.lax.switch(h["turn"], [first_bases, next_bases, same_bases], grams, bases, v)
+    return update, {"m": m, "v": v} | {f"gg_{i}": grams[i] for i in axes} | {f"q_{i}": bases[i] for i in axes}
+
+
+def projected(x: Array, bases: dict[int, Array], back: bool = False) -> Array:
+    """An array in other bases, axis by axis; or back."""
+    for axis, q in bases.items():
+        x = jnp.moveaxis(jnp.tensordot(x, q, ((axis,), (1 if back else 0,))), -1, axis)
+    return x
+
+
+def gram(g: Array, axis: int, old: Array, decay: Any) -> Array:
+    """The average of g·gᵀ over all axes but one."""
+    others = tuple(i for i in range(g.ndim) if i != axis)
+    return decay * old + (1 - decay) * jnp.tensordot(g, g, (others, others))
+
+
+def first_bases(grams: dict[int, Array], bases: dict[int, Array], v: Array) -> tuple[dict[int, Array], Array]:
+    """Eigenvectors, those of the largest eigenvalues first."""
+    return {axis: jnp.flip(jnp.linalg.eigh(gg)[1], 1) for axis, gg in grams.items()}, v
+
+
+def next_bases(grams: dict[int, Array], bases: dict[int, Array], v: Array) -> tuple[dict[int, Array], Array]:
+    """One power iteration and QR; v follows where its coordinates change places."""
+    new = {}
+    for axis, gg in grams.items():
+        product = gg @ bases[axis]
+        order = jnp.argsort(jnp.sum(bases[axis] * product, 0), descending=True)
+        v = jnp.take(v, order, axis)
+        new[axis] = jnp.linalg.qr(product[:, order])[0]
+    return new, v
+
+
+def same_bases(grams: dict[int, Array], bases: dict[int, Array], v: Array) -> tuple[dict[int, Array], Array]:
+    """The bases as they are."""
+    return bases, v
