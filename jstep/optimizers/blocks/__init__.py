@@ -2,17 +2,10 @@
 
 from jstep.core.public import publish as _publish
 from jstep.optimizers.blocks.add_noise import add_noise
+from jstep.optimizers.blocks.add_weight_decay import add_weight_decay
 from jstep.optimizers.blocks.centralize_gradients import centralize_gradients
 from jstep.optimizers.blocks.clip_gradients import clip_gradients
 from jstep.optimizers.blocks.normalize_gradients import normalize_gradients
-
-__all__ = [
-    "add_noise",
-    "centralize_gradients",
-    "clip_gradients",
-    "normalize_gradients",
-from jstep.optimizers.blocks.add_weight_decay import add_weight_decay
-from jstep.optimizers.blocks.clip_gradients import clip_gradients
 from jstep.optimizers.blocks.orthogonalize import orthogonalize
 from jstep.optimizers.blocks.scale import scale
 from jstep.optimizers.blocks.scale_by_adam import scale_by_adam
@@ -23,8 +16,11 @@ from jstep.optimizers.blocks.scale_by_trust_ratio import scale_by_trust_ratio
 from jstep.optimizers.blocks.trace import trace
 
 __all__ = [
+    "add_noise",
     "add_weight_decay",
+    "centralize_gradients",
     "clip_gradients",
+    "normalize_gradients",
     "orthogonalize",
     "scale",
     "scale_by_adam",
