@@ -271,8 +271,8 @@ def test_type_checkers_are_told_of_each_name() -> None:
 def test_names_that_are_not_there() -> None:
     with pytest.raises(AttributeError, match="no attribute 'typing'"):
         jstep.typing
-    with pytest.raises(AttributeError, match="no attribute 'adan'"):
-        jstep.adan
+    with pytest.raises(AttributeError, match="no attribute 'adamm'"):
+        jstep.adamm
 
 
 def test_any_name_may_be_asked_for_first_where_jax_is_tracing() -> None:
