@@ -22,6 +22,8 @@ from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.blocks import Block
 from jstep.stores import Directory
 
+OUTCOME = "outcome.json"
+"""Where the first process says how a save has ended, to others if there are any."""
 _OTHERS = 120.0
 """Seconds that the first process waits for the others' parts, beside ten times what its own took."""
 
@@ -130,7 +132,7 @@ class ObjectSave:
         """What became of it on this process, for those who wait to hear."""
         index = self._process[0]
         if count > 1 and (failed or index == 0):
-            key = "outcome.json" if index == 0 else f"part.{index}.json"
+            key = OUTCOME if index == 0 else f"part.{index}.json"
             try:
                 self._objects.write(f"{self.folder}/{key}", json.dumps({"failed": failed}).encode())
             except OSError as error:
@@ -138,7 +140,7 @@ class ObjectSave:
 
     def _learn(self) -> None:
         until = time.monotonic() + 7200
-        data = self._polled(f"{self.folder}/outcome.json", until, "the first process has not said how it ended")
+        data = self._polled(f"{self.folder}/{OUTCOME}", until, "the first process has not said how it ended")
         if failed := json.loads(data)["failed"]:
             raise CheckpointError(f"on the first process: {failed}")
 

@@ -17,7 +17,7 @@ from jstep.checkpoint.store import packs, unpack
 from jstep.checkpoint.store.blocks import own_blocks
 from jstep.checkpoint.store.object_claim import ObjectClaim
 from jstep.checkpoint.store.object_names import Checkpoints
-from jstep.checkpoint.store.object_save import ObjectSave
+from jstep.checkpoint.store.object_save import OUTCOME, ObjectSave
 from jstep.checkpoint.store.protocol import Commit, DamagedError
 from jstep.stores import Directory, Pending
 
@@ -232,7 +232,8 @@ class ObjectStore:
         folder, self._saving = self._saving, ""
         if folder:
             with contextlib.suppress(OSError), self._objects.within(5):
-                self._delete(self._objects.list(f"{folder}/", f"{folder}0"))
+                left = self._objects.list(f"{folder}/", f"{folder}0")
+                self._delete([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still wait for it
 
     def evict(self, path: str) -> None:
         """As `Store.evict`: the manifest first, on condition, then the data that is ours."""

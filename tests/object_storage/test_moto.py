@@ -1,0 +1,100 @@
+"""The same against moto, which knows far more of S3 than the fake of these tests."""
+
+import http.client
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.stores import ABSENT, Objects
+from jstep.summary.read.series import read_scalars
+
+pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+
+SERVE = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+@pytest.fixture(scope="module")
+def port():
+    """A moto in a process of its own: what it imports warns of this and that."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    number = int(server.stdout.readline())
+    until = time.monotonic() + 30
+    while True:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", number, timeout=30)
+            connection.request("PUT", "/bkt")
+            assert connection.getresponse().status == 200
+            connection.close()
+            break
+        except ConnectionError:
+            assert time.monotonic() < until
+    yield number
+    server.communicate("", timeout=30)
+
+
+@pytest.fixture
+def moto(port, monkeypatch):
+    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-testing")
+
+
+def test_conditions(moto):
+    there = Objects("s3://bkt/verbs")
+    first = there.write_if("a b%~", b"1", ABSENT)
+    assert first
+    assert there.write_if("a b%~", b"2", ABSENT) is None
+    assert there.write_if("a b%~", b"3", first)
+    assert there.write_if("a b%~", b"4", first) is None
+    assert there.list() == ["a b%~"]
+    assert there.found(there.start_read("a b%~", 0, 1)).data == b"3"
+    assert not there.delete("a b%~", first)
+    assert there.delete("a b%~")
+    assert there.read("a b%~").data is None
+    with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
+        Objects("s3://nope/verbs").write_if("a", b"", ABSENT)
+
+
+def test_a_run(moto):
+    optimizer = jstep.adam(0.1)
+    train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x) ** 2), optimizer)
+    batches = jstep.batches(np.arange(24, dtype=np.float32).reshape(8, 3), 2, seed=0)
+
+    def run(last_step, where):
+        state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+        places = {} if where is None else {"checkpoint_dir": where, "logdir": f"{where}/logs"}
+        every = {"save_checkpoint_steps": 5, "save_summaries_steps": 1, "progress": False}
+        return jstep.train(train_step, state, batches, last_step, **every, **places)
+
+    for last_step in (8, 12, 40):
+        state = run(last_step, "s3://bkt/run")
+    assert jnp.array_equal(state.params["w"], run(40, None).params["w"])
+    assert jstep.Saver("s3://bkt/run").all_steps() == [20, 25, 30, 35, 40]
+    assert [point.step for point in read_scalars("s3://bkt/run/logs")["loss"]] == list(range(1, 41))
+    second = jstep.Saver("s3://bkt/run")
+    with jstep.Saver("s3://bkt/run") as saver:
+        saver.claim()
+        with pytest.raises(jstep.CheckpointError, match="is being written by"):
+            second.claim()

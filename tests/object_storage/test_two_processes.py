@@ -1,0 +1,100 @@
+"""Two processes over loopback write one checkpoint, each its shards; any number reads it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import processes
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+SAVE = """
+from jstep.checkpoint.store import packs
+packs.PACK = 64
+state = jstep.TrainState.create(init(), optimizer)
+state = jstep.shard_state(state, mesh, [("w", P("data")), ("*", P())])
+with jstep.Saver(directory) as saver:
+    for step in (1, 2):
+        path = saver.save(state.replace(global_step=state.global_step + step))
+    back = saver.restore(state)
+    print("STEP", int(back.global_step.addressable_data(0)), weights(back) == weights(state))
+    saver.save(back)
+"""
+
+
+def test_both_write_their_shards(gcs):
+    first, second = processes.run(SAVE, 2, "gs://bkt/run")
+    assert "STEP 2 True" in first
+    assert "STEP 2 True" in second
+    assert jstep.Saver("gs://bkt/run").all_steps() == [1, 2]
+    last = gcs.keys("run/model-1/")
+    assert {re.findall(r"/(pack\.[01]|part\.[01]|outcome|manifest)\.", key)[0] for key in last} == {
+        *("pack.0", "pack.1", "part.0", "part.1", "outcome", "manifest")
+    }
+    params = {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}
+    optimizer = jstep.with_moving_average(jstep.adam(0.02), jstep.ExponentialMovingAverage(0.9))
+    rows = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+    target = jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim else None), target)
+    back = jstep.Saver("gs://bkt/run").restore(target)
+    assert np.array_equal(back.params["w"], jnp.linspace(-1.0, 1.0, 64).reshape(8, 8))
+    assert back.params["w"].sharding == rows
+    assert gcs.keys("run/~") == ["run/~jstep"]
+
+
+FAIL = """
+import logging
+from jstep.stores import objects
+objects.RETRIES = {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"}
+from jstep.checkpoint.store import object_save
+state = jstep.TrainState.create(init(), optimizer)
+state = jstep.shard_state(state, mesh, [("w", P("data")), ("*", P())])
+with jstep.Saver(directory) as saver:
+    saver.save(state)
+    saver.wait()
+    write = object_save.packs.write
+    for which in (0, 1):
+        def broken(*args):
+            if process == which:
+                raise OSError("the disk of this one is on fire")
+            return write(*args)
+        object_save.packs.write = broken
+        saver.save(state.replace(global_step=state.global_step + 1))
+        try:
+            saver.wait()
+        except jstep.CheckpointError as error:
+            print("FAILED", which, "on fire" in str(error), flush=True)
+    object_save.packs.write = write
+    saver.save(state.replace(global_step=state.global_step + 2))
+"""
+
+
+def test_what_fails_on_one_fails_on_both(gcs):
+    for out in processes.run(FAIL, 2, "gs://bkt/run"):
+        assert "FAILED 0 True" in out
+        assert "FAILED 1 True" in out
+    assert jstep.Saver("gs://bkt/run").all_steps() == [0, 2]
+    assert gcs.keys("run/model-1/") == [], "the next save has cleared it"
+
+
+TRAIN = """
+state = jstep.TrainState.create(init(), optimizer)
+state = jstep.shard_state(state, mesh, P())
+train_step = jstep.minimize(loss_fn, optimizer)
+last = int(sys.argv[5])
+state = jstep.train(train_step, state, batches, last_step=last, checkpoint_dir=directory, logdir=directory + "/logs",
+                    save_checkpoint_steps=4, batch_sharding=rows, progress=False)
+print("WEIGHTS", weights(state))
+"""
+
+
+def test_a_run_of_two_goes_on_with_one(gcs):
+    first, second = processes.run(TRAIN, 2, "gs://bkt/run", 6)
+    assert [line for line in first if line.startswith("WEIGHTS")] == [x for x in second if x.startswith("WEIGHTS")]
+    assert jstep.Saver("gs://bkt/run").latest_step() == 6
+    processes.run(TRAIN, 1, "gs://bkt/run", 8)
+    assert jstep.Saver("gs://bkt/run").latest_step() == 8
+    assert len(gcs.keys("run/logs/")) == 2, "process 0 alone writes"
