@@ -116,6 +116,13 @@ def test_two_processes(tmp_path):
     for step in range(4):
         saver.save(state(step), extra={"step": step})
     assert saver.all_steps() == [2, 3] and saver.extra() == {"step": 3}
+    second = Saver(directory)
+    for call in (lambda: second.save(state(9)), second.claim):
+        try:
+            call()
+        except CheckpointError as error:  # on both, or one would wait for the other
+            assert ("one writer at a time" if process == 0 else "process 0 says why") in str(error), error
+            print("refused")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
     back = saver.restore(shapes)
     own = back.params["w"].addressable_shards[0]
@@ -133,12 +140,15 @@ def test_two_processes(tmp_path):
     except CheckpointError as error:
         assert "model-3" in str(error) and "newest step that is whole is 2" in str(error), error
         print("found")
+    saver.delete(3)
+    assert saver.all_steps() == [2]
+    print("deleted")
     saver.close()
     """
     processes = [start(script, tmp_path, process, port) for process in range(2)]
     outputs = [end(process) for process in processes]
-    assert [out[-1] for out in outputs] == ["found", "found"]
-    assert sorted(os.listdir(tmp_path)) == ["model-2", "model-3"]
+    assert [out[-4:] for out in outputs] == [["refused", "refused", "found", "deleted"]] * 2
+    assert sorted(os.listdir(tmp_path)) == ["model-2"]
     with Saver(tmp_path) as saver:  # one process goes on with what two wrote
         assert saver.restore(step=2)["params"]["w"].tolist() == [2 + i for i in range(8)]
-    assert latest_checkpoint(tmp_path) == str(tmp_path / "model-3")
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2")
