@@ -14,6 +14,7 @@ from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.format.match import Match, Names, check_averages, listing, match
 from jstep.checkpoint.store.protocol import DamagedError, Store
 from jstep.core import trees
+from jstep.core.contexts import own_transfers
 
 _TRIES = 10  # a writer beside us evicts a checkpoint at each of its saves, and a read takes no longer than a few
 _logger = logging.getLogger("jstep")
@@ -42,7 +43,8 @@ class Reader:
             if target is None:
                 return self._looked_at(path, manifest, averages)
             found = match(target, manifest.leaves, averages, partial, names, path)
-            values = self._filled(path, manifest, found)
+            with own_transfers():
+                values = self._filled(path, manifest, found)
             self._mention(path, target, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
 

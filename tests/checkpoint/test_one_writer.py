@@ -122,6 +122,8 @@ def test_closing_without_waiting_gives_it_up(tmp_path):
     saver.close(wait=False)
     with Saver(tmp_path) as other:
         other.claim()
+    saver.wait()
+    assert saver.all_steps() == [1]  # nobody took away what was under way
 
 
 def test_a_failed_save_keeps_the_claim(tmp_path):

@@ -168,3 +168,33 @@ class TestRestore:
             bad = jax.ShapeDtypeStruct((3, 2), jnp.float32, sharding=sharding)
             with pytest.raises(ValueError, match="'params/w' is over an abstract mesh"):
                 saver.restore(state_at(0).replace(params={"w": bad}))
+
+    def test_shapes_made_inside_a_mesh(self, tmp_path):
+        """jax.eval_shape gives abstract meshes under jax.set_mesh: they stand for the one that is set."""
+
+        def fresh():
+            return jstep.TrainState.create({"w": jnp.ones((4, 2))}, jstep.adam())
+
+        mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+        with Saver(tmp_path) as saver:
+            with jax.set_mesh(mesh):
+                made = fresh()
+                saver.save(made)
+                shapes = jax.eval_shape(fresh)
+                back = saver.restore(shapes)
+            assert_same(back, made)
+            assert back.params["w"].sharding.is_equivalent_to(made.params["w"].sharding, 2)
+            with pytest.raises(ValueError, match=r"abstract mesh.*jax.set_mesh\(mesh\)"):
+                saver.restore(shapes)
+
+    @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+    def test_under_a_guard(self, tmp_path, guard):
+        mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+        made = jstep.shard_state(state_at(1, 2.0), mesh, jax.sharding.PartitionSpec())
+        with Saver(tmp_path) as saver:
+            with jax.transfer_guard(guard):
+                saver.save(made)
+                back = [saver.restore(target) for target in (made, jax.eval_shape(lambda: made))]
+                saver.restore()
+            for one in back:
+                assert_same(one, made)

@@ -100,6 +100,7 @@ def match(
     if flat and all(wanted.source is None for wanted in found.wanted):
         raise ValueError(
             f"target has nothing in common with {where}"
+            + listing("differing", found.differing)
             + listing("target has", [repr(path) for path in paths])
             + listing("the checkpoint has", [repr(leaf.path) for leaf in saved])
         )

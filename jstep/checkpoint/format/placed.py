@@ -28,12 +28,27 @@ def sharding_of(leaf: Any, path: str) -> Any:
     if sharding is None:
         return None
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
-        raise ValueError(f"target: the sharding of {path!r} is over an abstract mesh; give one over devices")
+        sharding = _on_devices(sharding, path)
     try:
         sharding.shard_shape(tuple(leaf.shape))
     except ValueError as error:
         raise ValueError(f"target: {path!r} cannot be sharded as asked: {error}") from None
     return sharding
+
+
+def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
+    """The sharding over the mesh in force, where the target's has the form of that: `jax.eval_shape` gives such.
+
+    Axes become Auto ones, as those of every state.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
+        raise ValueError(
+            f"target: the sharding of {path!r} is over an abstract mesh; give one over devices, or restore inside of "
+            "jax.set_mesh(mesh)"
+        )
+    auto = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    return jax.sharding.NamedSharding(auto, sharding.spec)
 
 
 def stored_sharding(wanted: Wanted) -> Any:
