@@ -115,6 +115,8 @@ __all__ = [
     "lion",
     "log_every_n",
     "lookahead",
+    "lookup",
+    "map_gradients",
     "map_leaves",
     "master_weights",
     "minimize",

@@ -35,6 +35,8 @@ from jstep.differentiate import (
     AggregationMethod,
     compute_gradients,
     gradients,
+    lookup,
+    map_gradients,
     stop_gradient,
 )
 from jstep.evaluating import (
@@ -313,6 +315,8 @@ __all__ = [
     "lion",
     "log_every_n",
     "lookahead",
+    "lookup",
+    "map_gradients",
     "map_leaves",
     "master_weights",
     "minimize",

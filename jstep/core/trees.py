@@ -97,6 +97,14 @@ def compute_dtype(dtype: Any) -> Any:
     return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
 
 
+def with_leaves(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """The leaves, with others at some places."""
+    changed = list(leaves)
+    for place, value in zip(places, values, strict=True):
+        changed[place] = value
+    return changed
+
+
 def default_float() -> Any:
     """float32, or float64 under `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(np.float64)

@@ -1,7 +1,11 @@
 """From a loss to gradients."""
 
 from jstep.core.public import publish as _publish
-from jstep.differentiate.gradients import GATE_GRAPH, GATE_NONE, GATE_OP, compute_gradients, gradients, stop_gradient
+from jstep.differentiate.compute_gradients import compute_gradients
+from jstep.differentiate.gating import GATE_GRAPH, GATE_NONE, GATE_OP
+from jstep.differentiate.gradients import gradients, stop_gradient
+from jstep.differentiate.lookup import lookup
+from jstep.differentiate.map_gradients import map_gradients
 from jstep.differentiate.microbatches import AggregationMethod
 
 __all__ = [
@@ -11,6 +15,8 @@ __all__ = [
     "AggregationMethod",
     "compute_gradients",
     "gradients",
+    "lookup",
+    "map_gradients",
     "stop_gradient",
 ]
 

@@ -1,6 +1,7 @@
 """A batch in parts: one scan, one weighted mean, one update."""
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.loops import Unroll, scan
 from jstep.core.types import Array
 
 
@@ -30,7 +33,8 @@ class Part(NamedTuple):
     loss: Array
     model_state: Any
     aux: Any
-    gradients: list[Array]
+    gradients: Any
+    summaries: Any = None
 
 
 def split(args: tuple[Any, ...], n: int, rows: Any = None) -> tuple[Any, ...]:
@@ -93,6 +97,7 @@ def accumulate(
     n: int,
     weight_fn: Callable[..., Any] | None,
     method: AggregationMethod,
+    unroll: Unroll = None,
 ) -> Part:
     """The parts of a batch put together as one.
 
@@ -105,10 +110,12 @@ def accumulate(
         weight_fn: `weight_fn(*microbatch) -> scalar`, 1 unless told. A microbatch of weight 0 counts as nothing,
             whatever its loss is; where all weigh 0, loss and gradients are 0.
         method: How gradients are added up.
+        unroll: How the loop over parts is unrolled.
 
     Returns:
-        Loss, gradients and the floating leaves of aux as means in float32 at least, integer leaves of aux as
-        sums (of bools as well: how many were true), and the last model_state.
+        Loss, gradients and the floating or complex leaves of aux as means in float32 at least, integer leaves of aux
+        as sums in int32 at least (of bools as well: how many were true), and the last model_state. Rows of a table,
+        `IndexedSlices`, are those of all parts one after the other; a gradient that no part has is None.
     """
     running = method is AggregationMethod.DEFAULT
 
@@ -117,33 +124,57 @@ def accumulate(
         i, batch = xs
         part = part_fn(state, batch, i)
         weight = _weight(weight_fn, batch)
-        gradients = [_weighed(g, weight) for g in part.gradients]
+        gradients = [jax.tree.map(lambda g: g if _is_integer(g) else _weighed(g, weight), g) for g in part.gradients]
         if running:
-            sums, gradients = [s + g.astype(s.dtype) for s, g in zip(sums, gradients, strict=True)], []
-        loss = _weighed(part.loss, weight)
-        aux = jax.tree.map(lambda leaf: _weighed(leaf, weight) if trees.is_trainable(leaf) else leaf, part.aux)
-        return (part.model_state, sums), (gradients, loss, weight, aux)
+            # () says that it is carried. What no part has is carried unchanged, which costs nothing.
+            dense = [isinstance(g, jax.Array) for g in gradients]
+            sums = [s + g.astype(s.dtype) if d else s for s, g, d in zip(sums, gradients, dense, strict=True)]
+            gradients = [() if d else g for g, d in zip(gradients, dense, strict=True)]
+        others = jax.tree_util.tree_map_with_path(functools.partial(_of_part, weight), (part.aux, part.summaries))
+        return (part.model_state, sums), (gradients, _weighed(part.loss, weight), weight, others)
 
     zeros = [jnp.zeros_like(leaf, dtype=trees.compute_dtype(leaf.dtype)) for leaf in like] if running else []
-    (model_state, sums), (gradients, losses, weights, aux) = jax.lax.scan(
-        body, (model_state, zeros), (jnp.arange(n), parts)
+    (model_state, sums), (gradients, losses, weights, others) = scan(
+        body, (model_state, zeros), (jnp.arange(n), parts), n, unroll
     )
-    if not running:
-        sums = [jnp.sum(g, axis=0) for g in gradients]
     total = jnp.asarray(n, jnp.float32) if weights is None else jnp.sum(weights)
 
     def mean(summed: Array) -> Array:
         divisor = total.astype(summed.dtype)
         return summed / (divisor if weights is None else jnp.where(divisor == 0, jnp.ones_like(divisor), divisor))
 
-    def together(leaf: Array) -> Array:
-        if trees.is_trainable(leaf):
-            return mean(jnp.sum(leaf, axis=0))
-        return jnp.sum(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, axis=0, dtype=None).astype(
-            jnp.int32 if leaf.dtype == bool else leaf.dtype
-        )
+    def gradient(i: int, stacked: Any) -> Any:
+        if isinstance(stacked, IndexedSlices):
+            rows = stacked.values.reshape(-1, *stacked.values.shape[2:])
+            return IndexedSlices(mean(rows), stacked.indices.reshape(-1), stacked.dense_shape)
+        if stacked is None:
+            return None
+        return mean(sums[i] if running else jnp.sum(stacked, axis=0))
 
-    return Part(mean(jnp.sum(losses)), model_state, jax.tree.map(together, aux), [mean(s) for s in sums])
+    def together(leaf: Array) -> Array:
+        return jnp.sum(leaf, axis=0, dtype=leaf.dtype) if _is_integer(leaf) else mean(jnp.sum(leaf, axis=0))
+
+    aux, summaries = jax.tree.map(together, others)
+    grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
+    return Part(mean(jnp.sum(losses)), model_state, aux, grads, summaries)
+
+
+def _is_integer(leaf: Array) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.integer))
+
+
+def _of_part(weight: Array | None, keys: Any, leaf: Array) -> Array:
+    """A leaf of aux, ready to be added up."""
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return _weighed(leaf, weight)
+    if leaf.dtype == bool or (_is_integer(leaf) and leaf.dtype.itemsize < 4):
+        return leaf.astype(jnp.int32)
+    if not _is_integer(leaf):
+        raise TypeError(
+            f"aux: the leaf at {trees.quoted(trees.path_str(keys[1:]))} is of {leaf.dtype}, of which microbatches have "
+            "no mean and no sum; return it by model_state, whose last value counts, or not at all"
+        )
+    return leaf
 
 
 def _weight(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> Array | None:

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from jax.extend.core import get_opaque_trace_state
 
 from jstep.core.checks import as_function, as_text, shown
+from jstep.core.collecting import register as register_with_steps
 from jstep.summary.values import Part, Summary, find_summaries, has_tracers
 
 P = ParamSpec("P")
@@ -221,6 +222,27 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
     return collected
 
 
+def collect_unreturned(fn: Callable[[], R]) -> Callable[[], tuple[R, Summary | None]]:
+    """As `collect`, without the summaries that the function returns: what a training step adds to its metrics."""
+
+    def collected() -> tuple[R, Summary | None]:
+        collector = _Collector(SUMMARIES)
+        token = _active.set((*_active.get(), collector))
+        try:
+            result = fn()
+        finally:
+            _active.reset(token)
+        back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
+        _refuse_lost(collector, back)
+        parts = [part for part in collector.parts if not back.issuperset(part.tags)]
+        return result, merge_parts(parts) if parts else None
+
+    return collected
+
+
+register_with_steps(collect_unreturned)
+
+
 def _returned(result: Any, collector: _Collector) -> list[Part]:
     """The parts in `result` that were made under nested transformations.
 
@@ -229,7 +251,12 @@ def _returned(result: Any, collector: _Collector) -> list[Part]:
     """
     kept = {tag for part in collector.parts for tag in part.tags}
     back = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
-    there = kept.union(*(part.tags for part in back))
+    _refuse_lost(collector, kept.union(*(part.tags for part in back)))
+    nested = {tag for tags in collector.nested for tag in tags}
+    return [part for part in back if not nested.isdisjoint(part.tags)]
+
+
+def _refuse_lost(collector: _Collector, there: set[str]) -> None:
     for tags, where in collector.nested.items():
         if not there.issuperset(tags):
             raise RuntimeError(
@@ -241,5 +268,3 @@ def _returned(result: Any, collector: _Collector) -> list[Part]:
                 "is. Then return it from the outer function as well, or add it to the outer collection with "
                 f"merge([summary], collections=({collector.key!r},))."
             )
-    nested = {tag for tags in collector.nested for tag in tags}
-    return [part for part in back if not nested.isdisjoint(part.tags)]

@@ -4,14 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jstep.clipping import global_norm
 from jstep.core import trees
+from jstep.core.checks import as_bool, kind, shown
+from jstep.core.loops import Unroll
 from jstep.core.meshes import on_auto_axes
-from jstep.core.types import Array, Optimizer, Params, require_optimizer
+from jstep.core.types import Array, Number, Optimizer, Params, Slots, require_optimizer
 from jstep.core.var_list import VarList
-from jstep.differentiate.gradients import GATE_OP, gradient_function
-from jstep.differentiate.microbatches import AggregationMethod
+from jstep.differentiate import GATE_OP, AggregationMethod
+from jstep.differentiate.engine import Differentiation, Inputs
+from jstep.optimizers.metrics import metrics_of_slots
+from jstep.optimizers.wrappers.skip_nonfinite import LOSS_SCALE
 from jstep.state import MODEL_STATE, TrainState, require_state, step_of
 from jstep.training.apply import applied
 from jstep.training.constants import Constants, split_constants
@@ -32,6 +38,9 @@ def minimize(
     aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
     has_model_state: bool = False,
     rng: Array | None = None,
+    sharpness: Number | None = None,
+    adaptive: bool = False,
+    unroll: Unroll = None,
     metrics: Sequence[str] = (),
     increment_global_step: bool = True,
     jit: bool = True,
@@ -53,6 +62,10 @@ def minimize(
         has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`.
         rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, a function of the step alone, so that a run
             that was interrupted draws the same numbers. A microbatch i gets `fold_in(that, i)`.
+        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`: loss, aux and model_state are
+            those at the parameters themselves.
+        adaptive: Whether that radius follows the size of each element.
+        unroll: How the loop over microbatches is unrolled, as in `scan_steps`; None chooses.
         metrics: Which of `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates as added) and
             `"param_norm"` (of the new parameters) to compute.
         increment_global_step: Whether the update counts.
@@ -61,8 +74,9 @@ def minimize(
 
     Returns:
         A `TrainStep`, or the pure function where jit=False. Its metrics hold `loss`, each hyperparameter in force at
-        the update, the norms asked for, and the entries of aux where it is a mapping, else `aux`; scalars
-        on the device, which nothing waits for.
+        the update (also those that the state holds), the norms asked for, and the entries of aux where it is a
+        mapping, else `aux`; scalars on the device, which nothing waits for. Where the loss makes summaries that it does
+        not return, they are `summaries`.
 
     Raises:
         TypeError: An argument, the loss or a gradient is of the wrong type.
@@ -82,10 +96,10 @@ def minimize(
     """
     require_optimizer("optimizer", optimizer)
     norms = _checked_norms(metrics)
-    if rng is not None and not trees.is_array(rng):
-        raise TypeError(f"rng={rng!r}: must be a key, such as jax.random.key(0), got {type(rng).__name__}")
-    rng = on_auto_axes(rng)
-    compute = gradient_function(
+    rng = on_auto_axes(_checked_key(rng))
+    for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
+        as_bool(flag, name)
+    differentiate = Differentiation(
         loss_fn,
         var_list=var_list,
         has_aux=has_aux,
@@ -94,6 +108,10 @@ def minimize(
         weight_fn=weight_fn,
         gate_gradients=gate_gradients,
         aggregation_method=aggregation_method,
+        sharpness=on_auto_axes(sharpness),
+        adaptive=adaptive,
+        unroll=unroll,
+        gathers=True,
     )
 
     def parts(state: TrainState, args: tuple[Any, ...], rows: Any) -> tuple[TrainState, dict[str, Any], Constants]:
@@ -101,21 +119,60 @@ def minimize(
         if has_model_state and MODEL_STATE not in state.slots:
             raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
         key = None if rng is None else jax.random.fold_in(rng, step)
-        loss, model_state, aux, grads = compute(state.params, state.slots.get(MODEL_STATE), args, {}, key, rows)
-        new_state, updates = applied(state, grads, optimizer, increment_global_step)
+        scale = loss_scale(state.slots)
+        model_state = state.slots.get(MODEL_STATE)
+        part = differentiate(Inputs(state.params, model_state, args, key=key, rows=rows, scale=scale))
+        new_state, updates = applied(state, part.gradients, optimizer, increment_global_step)
         if has_model_state:
-            new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: model_state})
-        sources = {"grad_norm": grads, "update_norm": updates, "param_norm": _trainable(new_state.params)}
+            new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: part.model_state})
+
+        def norm(name: str) -> Array:
+            if name == "grad_norm":
+                found = global_norm(part.gradients)
+                return found if scale is None else found / scale.astype(found.dtype)
+            return global_norm(updates if name == "update_norm" else _trainable(new_state.params))
+
+        aux = part.aux if isinstance(part.aux, Mapping) else {"aux": part.aux}
         named = {
-            "the loss": {"loss": loss},
+            "the loss": {"loss": part.loss},
             "the optimizer's hyperparameters": optimizer.hyperparameters(step),
-            "aux": (dict(aux) if isinstance(aux, Mapping) else {"aux": aux}) if has_aux else {},
-            "the norms": {name: global_norm(sources[name]) for name in norms},
+            "the optimizer's slots": metrics_of_slots(state.slots, new_state.slots, step),
+            "aux": aux if has_aux else {},
+            "the norms": {name: norm(name) for name in norms},
+            "what the loss made": {} if part.summaries is None else {"summaries": part.summaries},
         }
         return (new_state, *split_constants(_joined(named)))
 
     pure_step = PureStep(parts, looks_at_rows=num_microbatches > 1)
     return TrainStep(pure_step, donate=donate) if jit else pure_step
+
+
+def loss_scale(slots: Slots) -> Array | None:
+    """By what the loss is multiplied before it is differentiated: the slot `loss_scale`, whatever its prefix.
+
+    Raises:
+        ValueError: There are several.
+    """
+    names = [name for name, slot in slots.items() if name.rsplit("/", 1)[-1] == LOSS_SCALE and np.ndim(slot) == 0]
+    if len(names) > 1:
+        raise ValueError(
+            f"the state has several loss scales, {', '.join(map(repr, names))}, and a loss is multiplied by one: put "
+            "dynamic_loss_scale around the whole optimizer"
+        )
+    return slots[names[0]] if names else None
+
+
+def _checked_key(rng: Any) -> Any:
+    if rng is None:
+        return None
+    if not trees.is_array(rng):
+        raise TypeError(f"rng={shown(rng)}: must be a key, such as jax.random.key(0), got {kind(rng)}")
+    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if not (typed or (rng.dtype == np.uint32 and np.ndim(rng) == 1)):
+        raise TypeError(f"rng: must be a key, such as jax.random.key(0), got {kind(rng)}")
+    if typed and np.ndim(rng):
+        raise ValueError(f"rng: must be one key, got keys of shape {np.shape(rng)}; take one of them")
+    return rng
 
 
 def _checked_norms(metrics: Any) -> tuple[str, ...]:

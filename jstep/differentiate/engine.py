@@ -1,0 +1,155 @@
+"""The engine of `compute_gradients` and `minimize`: a loss and its gradients, all that was asked of them included."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.checks import as_bool, as_function, as_int, kind, shown
+from jstep.core.collecting import collecting
+from jstep.core.loops import Unroll, as_unroll
+from jstep.core.types import Array, Params
+from jstep.core.var_list import VarList, selected
+from jstep.differentiate.connected import watched
+from jstep.differentiate.gating import GATE_OP, GATES, gated
+from jstep.differentiate.lookup import tables
+from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, split
+from jstep.differentiate.returned import checked_aux, checked_loss, same_kind, taken_apart
+from jstep.differentiate.sharpness import checked_sharpness, perturbed
+
+
+class Inputs(NamedTuple):
+    """What one evaluation of a loss takes.
+
+    Attributes:
+        params: The parameters.
+        model_state: Variables that are not trained, where the loss has some.
+        args: The batch.
+        kwargs: What reaches the loss as it is.
+        key: A PRNG key for the loss.
+        rows: Shardings of args, where they are known.
+        scale: By what the loss is multiplied before it is differentiated; gradients come out so multiplied.
+    """
+
+    params: Params
+    model_state: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    key: Any = None
+    rows: Any = None
+    scale: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiation:
+    """How a loss is differentiated; the arguments are those of `compute_gradients` and `minimize`, checked here."""
+
+    loss_fn: Callable[..., Any]
+    var_list: VarList = None
+    has_aux: bool = False
+    has_model_state: bool = False
+    num_microbatches: int = 1
+    weight_fn: Callable[..., Any] | None = None
+    gate_gradients: int = GATE_OP
+    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT
+    sharpness: Any = None
+    adaptive: bool = False
+    unroll: Unroll = None
+    gathers: bool = False
+    """Whether summaries that the loss makes are gathered."""
+
+    def __post_init__(self) -> None:
+        as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
+        as_bool(self.has_aux, "has_aux")
+        as_bool(self.has_model_state, "has_model_state")
+        as_bool(self.adaptive, "adaptive")
+        n = as_int(self.num_microbatches, "num_microbatches")
+        if n < 1:
+            raise ValueError(f"num_microbatches={n}: must be ≥ 1")
+        as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
+        if isinstance(self.gate_gradients, bool) or self.gate_gradients not in GATES:
+            raise ValueError(f"gate_gradients={shown(self.gate_gradients)}: must be GATE_NONE, GATE_OP or GATE_GRAPH")
+        if not isinstance(self.aggregation_method, AggregationMethod):
+            raise TypeError(
+                f"aggregation_method={shown(self.aggregation_method)}: must be AggregationMethod.DEFAULT or .ADD_N, "
+                f"got {kind(self.aggregation_method)}"
+            )
+        if checked_sharpness(self.sharpness) is None and self.adaptive:
+            raise ValueError("adaptive=True: says how sharpness is measured; give sharpness as well")
+        as_unroll(self.unroll)
+
+    def __call__(self, given: Inputs) -> Part:
+        """Loss, new model_state, aux, gradients (a tree like params) and summaries."""
+        params = given.params
+        for path, leaf in trees.leaves_with_paths(params):
+            if not (trees.is_array(leaf) or isinstance(leaf, bool | int | float)):
+                raise TypeError(
+                    f"params: the leaf at {trees.quoted(path)} is {type(leaf).__name__}, which is no array or number; "
+                    "keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
+                )
+        leaves, treedef = trees.flatten(params)
+        places = selected(params, self.var_list)
+        part = self._whole(given, places)
+        if self.sharpness is not None:
+            there = perturbed([leaves[i] for i in places], part.gradients, self.sharpness, adaptive=self.adaptive)
+            moved = treedef.unflatten(trees.with_leaves(leaves, places, there))
+            calm = dataclasses.replace(self, gathers=False)
+            part = part._replace(gradients=calm._whole(given._replace(params=moved), places).gradients)
+        grads = gated(part.gradients, self.gate_gradients)
+        return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), places, grads)))
+
+    def _whole(self, given: Inputs, places: list[int]) -> Part:
+        """The whole batch, at once or in microbatches; gradients are a list, of the leaves at `places`."""
+        n, key = self.num_microbatches, given.key
+        if n == 1:
+            return self._one(
+                given if key is None else given._replace(kwargs={**(given.kwargs or {}), "rng": key}), places
+            )
+
+        def part_fn(model_state: Any, batch: Any, i: Array) -> Part:
+            kwargs = given.kwargs or {}
+            kwargs = kwargs if key is None else {**kwargs, "rng": jax.random.fold_in(key, i)}
+            return self._one(given._replace(model_state=model_state, args=batch, kwargs=kwargs), places)
+
+        leaves = jax.tree.leaves(given.params)
+        like = [jnp.asarray(leaves[i]) for i in places]
+        parts = split(given.args, n, given.rows)
+        return accumulate(
+            part_fn, parts, given.model_state, like, n, self.weight_fn, self.aggregation_method, self.unroll
+        )
+
+    def _one(self, given: Inputs, places: list[int]) -> Part:
+        leaves, treedef = trees.flatten(given.params)
+        connected: set[int] = set()
+        looked_up: Any = None
+
+        def of_some(some: list[Array]) -> tuple[Array, Any]:
+            nonlocal looked_up
+            some = watched(some, connected)
+            whole = treedef.unflatten(trees.with_leaves(leaves, places, some))
+            before = (given.model_state,) if self.has_model_state else ()
+
+            def call() -> Any:
+                return self.loss_fn(whole, *before, *given.args, **(given.kwargs or {}))
+
+            with tables(some) as looked_up:
+                out, summaries = collecting(call) if self.gathers else (call(), None)
+            loss, model_state, aux = taken_apart(out, self.has_aux, self.has_model_state)
+            loss = checked_loss(loss)
+            others = same_kind(given.model_state, model_state), checked_aux(aux), summaries
+            return _scaled(loss, given.scale), (loss, *others)
+
+        some = [jnp.asarray(leaves[i]) for i in places]
+        (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(of_some, has_aux=True)(some)
+        grads = [looked_up.gradient(i, g if i in connected else None) for i, g in enumerate(dense)]
+        return Part(loss, model_state, aux, grads, summaries)
+
+
+def _scaled(loss: Array, scale: Array | None) -> Array:
+    if scale is None:
+        return loss
+    dtype = trees.compute_dtype(loss.dtype)
+    return loss.astype(dtype) * scale.astype(dtype)

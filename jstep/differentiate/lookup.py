@@ -1,0 +1,119 @@
+"""Rows of a table, whose gradient is those rows."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
+
+from jstep.core import trees
+from jstep.core.checks import kind
+from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.types import Array
+
+
+class Tables:
+    """The tables that a loss may look rows up in while its gradient is traced, and the rows' gradients as they come."""
+
+    def __init__(self, leaves: list[Array]) -> None:
+        self._leaves = leaves
+        self._places = {id(leaf): i for i, leaf in enumerate(leaves)}
+        self._trace = get_opaque_trace_state()
+        self._taken: list[tuple[int, Array, Array]] = []
+
+    def place_of(self, table: Any) -> int | None:
+        """The place of a table among the leaves; None for anything else, and under another transformation."""
+        return self._places.get(id(table)) if get_opaque_trace_state() == self._trace else None
+
+    def rows(self, place: int, table: Array, ids: Array) -> Array:
+        """The rows, whose gradient is kept here and does not reach the table."""
+
+        @jax.custom_vjp
+        def rows(table: Array, ids: Array) -> Array:
+            return table[ids]
+
+        def forward(table: Array, ids: Array) -> tuple[Array, Array]:
+            return table[ids], ids
+
+        def backward(ids: Array, gradient: Array) -> tuple[None, None]:
+            self._taken.append((place, ids, gradient))
+            return None, None
+
+        rows.defvjp(forward, backward)
+        return rows(table, ids)
+
+    def gradient(self, place: int, dense: Array | None) -> Any:
+        """The whole gradient of a leaf: of all its lookups together, and of what else the loss does with it."""
+        taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
+        if not taken:
+            return dense
+        shape = self._leaves[place].shape
+        indices = jnp.concatenate([jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken])
+        values = jnp.concatenate([jnp.reshape(gradient, (-1, *shape[1:])) for _, gradient in taken])
+        slices = IndexedSlices(values, jnp.where(indices < 0, indices + shape[0], indices), shape)
+        return slices if dense is None else dense + slices.to_dense().astype(dense.dtype)
+
+
+_active: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
+
+
+@contextlib.contextmanager
+def tables(leaves: list[Array]) -> Iterator[Tables]:
+    """While a loss is traced, its differentiated leaves."""
+    made = Tables(leaves)
+    token = _active.set(made)
+    try:
+        yield made
+    finally:
+        _active.reset(token)
+
+
+def lookup(table: Any, ids: Any) -> Array:
+    """Rows of a table, `table[ids]`, whose gradient is an `IndexedSlices` of those rows.
+
+    In `compute_gradients` and `minimize`, so that an update costs what its rows cost, not what the table does. Several
+    lookups of one table join. A table that the loss also uses otherwise gets a dense gradient, as does one that is
+    looked up inside scan, vmap, cond, remat or a jit of its own. Elsewhere, under `jax.grad` for instance, it is plain
+    indexing.
+
+    Args:
+        table: A leaf of params as the loss was given it, of shape (rows, …).
+        ids: Integers of any shape.
+
+    Returns:
+        The rows, of shape (*ids.shape, …).
+
+    Raises:
+        TypeError: `ids` are not integers, or `table` is no array.
+        ValueError: `table` has no rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adagrad(0.1)
+        >>> state = jstep.TrainState.create({"words": jnp.ones((1000, 2))}, optimizer)
+        >>> f = jstep.compute_gradients(lambda p, ids: jnp.sum(jstep.lookup(p["words"], ids)))
+        >>> loss, grads = f(state.params, jnp.array([3, 5]))
+        >>> print(grads["words"].indices, grads["words"].values.shape)
+        [3 5] (2, 2)
+
+    Source: `tf.nn.embedding_lookup`, whose gradient is a `tf.IndexedSlices`.
+    """
+    if not (trees.is_array(table) or isinstance(table, list | tuple)):
+        raise TypeError(f"table: must be an array of rows, got {kind(table)}")
+    found = _active.get()
+    place = None if found is None else found.place_of(table)
+    table, ids = jnp.asarray(table), jnp.asarray(ids)
+    if table.ndim == 0:
+        raise ValueError("table: must have rows, got a scalar")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"ids: must be integers, got dtype {ids.dtype}")
+    if found is None or place is None:
+        return table[ids]
+    concrete = trees.concrete(ids)
+    if concrete is not None and concrete.size and not (-len(table) <= concrete.min() and concrete.max() < len(table)):
+        bad = concrete[(concrete < -len(table)) | (concrete >= len(table))].ravel()[0]
+        raise ValueError(f"ids: {bad} is out of range for a table of {len(table)} rows")
+    return found.rows(place, table, ids)

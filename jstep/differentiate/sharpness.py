@@ -1,0 +1,61 @@
+"""Sharpness-aware minimization: where the second gradient is taken."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.clipping import global_norm
+from jstep.core import trees
+from jstep.core.checks import kind, shown
+from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.types import Array
+
+
+def checked_sharpness(sharpness: Any) -> Any:
+    """The radius ρ ≥ 0, a number or a scalar array (a tracer too); None for none.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is no scalar, negative or not finite.
+    """
+    if sharpness is None:
+        return None
+    if isinstance(sharpness, bool | np.bool_) or not (isinstance(sharpness, int | float) or trees.is_array(sharpness)):
+        raise TypeError(f"sharpness={shown(sharpness)}: must be a number or None, got {kind(sharpness)}")
+    if np.ndim(sharpness):
+        raise ValueError(f"sharpness: must be a scalar, got shape {np.shape(sharpness)}")
+    value = trees.concrete(sharpness)
+    if value is not None and not (np.isfinite(value) and value >= 0):
+        raise ValueError(f"sharpness={value}: must be finite and ≥ 0")
+    return sharpness
+
+
+def perturbed(leaves: list[Array], gradients: list[Any], rho: Any, *, adaptive: bool) -> list[Array]:
+    """The parameters where the loss is largest nearby, to first order.
+
+    SAM: p + ρ·g / (‖g‖ + 1e-12); adaptive (ASAM): p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Norms are over all leaves.
+
+    Args:
+        leaves: The parameters that are differentiated.
+        gradients: Their gradients, of whatever scale.
+        rho: The radius ρ.
+        adaptive: Whether the radius of each element follows its size.
+
+    Source: Foret et al., "Sharpness-Aware Minimization" (2020); Kwon et al., "ASAM" (2021).
+    """
+    dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in gradients]
+    wide = [None if g is None else g.astype(trees.compute_dtype(g.dtype)) for g in dense]
+    weights = [jnp.abs(p.astype(trees.compute_dtype(p.dtype))) if adaptive else None for p in map(jnp.asarray, leaves)]
+    weighed = [g if g is None or w is None else w.astype(g.dtype) * g for g, w in zip(wide, weights, strict=True)]
+    norm = global_norm(weighed)
+    scale = jnp.asarray(rho).astype(norm.dtype) / (norm + jnp.asarray(1e-12, norm.dtype))
+
+    def moved(p: Array, g: Array | None, w: Array | None) -> Array:
+        p = jnp.asarray(p)
+        if g is None:
+            return p
+        step = scale.astype(g.dtype) * (g if w is None else w.astype(g.dtype) * g)
+        return (p.astype(g.dtype) + step).astype(p.dtype)
+
+    return [moved(p, g, w) for p, g, w in zip(leaves, weighed, weights, strict=True)]

@@ -1,0 +1,102 @@
+"""Auxiliary values and summaries of microbatches."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {"w": jnp.float32(2.0)}
+X = jnp.arange(4.0)
+WEIGHTS = jnp.array([1.0, 1.0, 3.0, 3.0])
+
+
+def run(aux_of: Any, **kwargs: Any) -> Any:
+    def loss_fn(params: Any, x: jax.Array, w: jax.Array) -> Any:
+        return jnp.mean(params["w"] * x), aux_of(x)
+
+    compute = jstep.compute_gradients(loss_fn, has_aux=True, num_microbatches=2, **kwargs)
+    return jax.jit(compute)(PARAMS, X, WEIGHTS)[0][1]
+
+
+@pytest.mark.parametrize("weight_fn", [None, lambda x, w: jnp.mean(w)])
+def test_inexact_leaves_are_weighted_means(weight_fn: Any) -> None:
+    aux = run(
+        lambda x: {
+            "mean": jnp.mean(x),
+            "half": jnp.mean(x).astype(jnp.bfloat16),
+            "wave": jax.lax.complex(jnp.mean(x), -jnp.mean(x)),
+        },
+        weight_fn=weight_fn,
+    )
+    want = 1.5 if weight_fn is None else (0.5 + 3 * 2.5) / 4
+    np.testing.assert_allclose(aux["mean"], want)
+    np.testing.assert_allclose(aux["wave"], want - 1j * want)
+    np.testing.assert_allclose(aux["half"].astype(jnp.float32), want)
+    assert aux["half"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "int32", "uint32", "bool"])
+def test_integers_and_bools_are_sums_that_do_not_wrap(dtype: str) -> None:
+    aux = run(lambda x: {"n": jnp.full((2,), 200 if dtype not in ("int8", "bool") else 1).astype(dtype)})
+    np.testing.assert_array_equal(aux["n"], 2 if dtype in ("int8", "bool") else 400)
+    assert aux["n"].dtype == ("uint32" if dtype == "uint32" else "int32")
+
+
+def test_a_key_is_refused_by_its_path() -> None:
+    with pytest.raises(TypeError, match=r"aux: the leaf at 'inner/key' is of key<fry>"):
+        run(lambda x: {"inner": {"key": jax.random.key(0)}})
+
+
+def test_model_state_passes_from_one_to_the_next() -> None:
+    optimizer = jstep.gradient_descent(0.1)
+
+    def loss_fn(params: Any, model_state: Any, x: jax.Array) -> Any:
+        seen = {"n": model_state["n"] + jnp.sum(x), "key": jax.random.fold_in(model_state["key"], 1)}
+        return jnp.mean(params["w"] * x), seen
+
+    step = jstep.minimize(loss_fn, optimizer, has_model_state=True, num_microbatches=2, unroll=True)
+    first = {"n": 0.0, "key": jax.random.key(0)}
+    state, _ = step(jstep.TrainState.create(PARAMS, optimizer, model_state=first), X)
+    assert float(state.slots["model_state"]["n"]) == 6.0
+
+
+# What the loss makes and does not return.
+
+
+def loss_with_summaries(params: Any, x: jax.Array) -> Any:
+    error = params["w"] * x
+    jstep.summary.scalar("made", jnp.mean(x))
+    return jnp.mean(error), {"mine": jstep.summary.scalar("returned", jnp.max(x))}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_summaries_of_a_loss_join_the_metrics(n: int) -> None:
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(loss_with_summaries, optimizer, has_aux=True, num_microbatches=n)
+    state, metrics = step(jstep.TrainState.create(PARAMS, optimizer), X)
+    assert repr(metrics["summaries"]) == "Summary('made')"
+    assert repr(metrics["mine"]) == "Summary('returned')"
+    (part,) = metrics["summaries"].parts
+    np.testing.assert_allclose(part.values, 1.5)
+    _, metrics = jstep.scan_steps(step)(state, jnp.stack([X, X + 1]))
+    np.testing.assert_allclose(metrics["summaries"].parts[0].values.ravel(), [1.5, 2.5])
+
+
+def test_a_loss_without_summaries_has_none() -> None:
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda p, x: jnp.mean(p["w"] * x), optimizer, jit=False)
+    assert "summaries" not in step(jstep.TrainState.create(PARAMS, optimizer), X)[1]
+
+
+def test_a_summary_lost_in_a_nested_transformation_is_named() -> None:
+    optimizer = jstep.gradient_descent(0.1)
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(params["w"] * jax.vmap(lambda row: (jstep.summary.scalar("row", row), row)[1])(x))
+
+    with pytest.raises(RuntimeError, match=r"'row'.*test_aux"):
+        jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(PARAMS, optimizer), X)

@@ -1,0 +1,137 @@
+"""Rows of a table, whose gradient is those rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+TABLE = jnp.arange(12.0).reshape(6, 2)
+IDS = jnp.array([[1, 4], [1, -1]])
+
+
+def loss_fn(params: Any, ids: jax.Array) -> jax.Array:
+    return jnp.sum(jstep.lookup(params["t"], ids) ** 2) + params["b"]
+
+
+def params() -> Any:
+    return {"t": TABLE, "b": jnp.float32(0)}
+
+
+def dense(loss: Any, *args: Any) -> Any:
+    return jax.grad(loss)(params(), *args)["t"]
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+def test_gradients_are_rows(jit: bool, n: int) -> None:
+    compute = jstep.compute_gradients(loss_fn, num_microbatches=n)
+    _, grads = (jax.jit(compute) if jit else compute)(params(), IDS)
+    assert isinstance(grads["t"], jstep.IndexedSlices)
+    np.testing.assert_array_equal(np.asarray(grads["t"].indices), [1, 4, 1, 5])
+    np.testing.assert_allclose(grads["t"].to_dense(), dense(loss_fn, IDS) / n)
+    assert not isinstance(jax.grad(loss_fn)(params(), IDS)["t"], jstep.IndexedSlices)
+
+
+def test_weighted_microbatches() -> None:
+    weights = jnp.array([3.0, 0.0])
+    compute = jstep.compute_gradients(
+        lambda p, ids, w: loss_fn(p, ids), num_microbatches=2, weight_fn=lambda ids, w: w[0]
+    )
+    _, grads = compute(params(), IDS, weights)
+    np.testing.assert_allclose(grads["t"].to_dense(), dense(loss_fn, IDS[:1]))
+
+
+def test_several_lookups_join_and_other_uses_make_it_dense() -> None:
+    def twice(p: Any) -> jax.Array:
+        return jnp.sum(jstep.lookup(p["t"], jnp.array([1, 2])) * jstep.lookup(p["t"], 3)[None])
+
+    _, grads = jstep.compute_gradients(twice)(params())
+    assert sorted(np.asarray(grads["t"].indices).tolist()) == [1, 2, 3]
+    np.testing.assert_allclose(grads["t"].to_dense(), dense(twice))
+
+    def also(p: Any) -> jax.Array:
+        return jnp.sum(jstep.lookup(p["t"], IDS) ** 2) + jnp.sum(p["t"]) * 3
+
+    _, grads = jax.jit(jstep.compute_gradients(also))(params())
+    np.testing.assert_allclose(grads["t"], dense(also))
+
+
+INSIDE = {
+    "scan": lambda p: jax.lax.scan(lambda c, i: (c + jnp.sum(jstep.lookup(p["t"], i) ** 2), None), 0.0, IDS)[0],
+    "vmap": lambda p: jnp.sum(jax.vmap(lambda i: jstep.lookup(p["t"], i) ** 2)(IDS)),
+    "cond": lambda p: jax.lax.cond(p["b"] < 1, lambda: jnp.sum(jstep.lookup(p["t"], IDS) ** 2), lambda: 0.0),
+    "remat": jax.checkpoint(lambda p: jnp.sum(jstep.lookup(p["t"], IDS) ** 2)),
+    "jit": jax.jit(lambda p: jnp.sum(jstep.lookup(p["t"], IDS) ** 2)),
+    "grad": lambda p: jnp.sum(jax.grad(lambda t: jnp.sum(jstep.lookup(t, IDS) ** 3))(p["t"])),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside_other_transformations_it_is_dense(name: str) -> None:
+    _, grads = jstep.compute_gradients(INSIDE[name])(params())
+    np.testing.assert_allclose(grads["t"], dense(INSIDE[name]))
+
+
+@pytest.mark.parametrize("optimizer", [jstep.gradient_descent(0.1), jstep.adagrad(0.1), jstep.momentum(0.1, 0.9)])
+def test_steps_are_those_of_the_same_rows_given_by_hand(optimizer: jstep.Optimizer) -> None:
+    state = jstep.TrainState.create(params(), optimizer)
+    wanted = jstep.apply_gradients(
+        state,
+        {"t": jstep.IndexedSlices(2 * TABLE[IDS].reshape(-1, 2), jnp.array([1, 4, 1, 5]), (6, 2)), "b": jnp.float32(1)},
+        optimizer,
+    )
+    step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm"))
+    got, metrics = step(state, IDS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, wanted)
+    np.testing.assert_array_equal(got.params["t"][0], TABLE[0])
+    assert float(metrics["grad_norm"]) > 0
+    got, _ = jstep.scan_steps(step)(got, jnp.stack([IDS, IDS]))
+
+
+def test_low_precision_rows_and_sharpness() -> None:
+    low = {"t": TABLE.astype(jnp.bfloat16), "b": jnp.float32(0)}
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        return jnp.sum(jstep.lookup(p["t"], ids).astype(jnp.float32) ** 2)
+
+    _, grads = jstep.compute_gradients(loss, sharpness=0.1)(low, IDS)
+    assert grads["t"].values.dtype == jnp.bfloat16
+    assert grads["b"] is None
+
+
+def test_the_cost_follows_the_rows() -> None:
+    """The compiled step touches no more memory than its rows: of a table of 8 MB it moves a fraction."""
+    optimizer = jstep.adagrad(0.1)
+    table = {"t": jax.ShapeDtypeStruct((1 << 15, 64), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.float32)}
+    state = jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), table)
+    step = jstep.minimize(loss_fn, optimizer)
+    program = step.lower(state, jax.ShapeDtypeStruct((16,), jnp.int32)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 1 << 20
+
+
+def test_plain_indexing_elsewhere_and_bad_arguments() -> None:
+    np.testing.assert_array_equal(jstep.lookup(TABLE, 2), TABLE[2])
+    np.testing.assert_array_equal(jstep.lookup(np.ones((3, 1)), [0, 2]), np.ones((2, 1)))
+    with pytest.raises(TypeError, match="ids: must be integers"):
+        jstep.lookup(TABLE, jnp.array([1.0]))
+    with pytest.raises(TypeError, match="table: must be an array"):
+        jstep.lookup("t", 1)
+    with pytest.raises(ValueError, match="table: must have rows"):
+        jstep.lookup(jnp.float32(1), 1)
+    with pytest.raises(ValueError, match="ids: 6 is out of range for a table of 6 rows"):
+        jstep.compute_gradients(lambda p: jnp.sum(jstep.lookup(p["t"], jnp.array([0, 6]))))(params())
+
+
+def test_map_gradients() -> None:
+    grads = {"t": jstep.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]), (6, 2)), "b": jnp.float32(3), "c": None}
+    mapped = jstep.map_gradients(lambda g: g * 2, grads)
+    assert mapped["c"] is None
+    assert float(mapped["b"]) == 6
+    np.testing.assert_array_equal(mapped["t"].values, 2.0)
+    np.testing.assert_array_equal(mapped["t"].indices, [1, 1])
+    with pytest.raises(TypeError, match="fn=3: must be a function"):
+        jstep.map_gradients(3, grads)

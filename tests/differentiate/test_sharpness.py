@@ -1,0 +1,81 @@
+"""Sharpness-aware minimization, against its equations by hand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.5), "unused": jnp.ones(2)}
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+
+def by_hand(rho: float, adaptive: bool) -> Any:
+    g = jax.grad(loss_fn)(PARAMS, X)
+    size = jax.tree.map(jnp.abs if adaptive else jnp.ones_like, PARAMS)
+    norm = jnp.sqrt(sum(jnp.sum((s * d) ** 2) for s, d in zip(*map(jax.tree.leaves, (size, g)), strict=True)))
+    there = jax.tree.map(lambda p, s, d: p + rho * s * s * d / (norm + 1e-12), PARAMS, size, g)
+    return jax.grad(loss_fn)(there, X)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_gradients_are_those_at_the_sharpest_point_nearby(adaptive: bool, n: int) -> None:
+    compute = jstep.compute_gradients(loss_fn, sharpness=0.5, adaptive=adaptive, num_microbatches=n)
+    loss, grads = jax.jit(compute)(PARAMS, X)
+    np.testing.assert_allclose(loss, loss_fn(PARAMS, X), rtol=1e-6)
+    want = by_hand(0.5, adaptive)
+    for name in ("w", "b"):
+        np.testing.assert_allclose(grads[name], want[name], rtol=1e-4)
+    assert grads["unused"] is None
+
+
+def test_both_gradients_see_the_same_key_and_state_and_one_step_is_made() -> None:
+    optimizer = jstep.gradient_descent(1.0)
+
+    def noisy(params: Any, model_state: Any, x: jax.Array, rng: jax.Array) -> Any:
+        noise = jax.random.normal(rng, x.shape)
+        return loss_fn(params, x + noise), ({"n": model_state["n"] + 1}, {"noise": noise[0, 0], "w": params["w"]})
+
+    step = jstep.minimize(
+        noisy, optimizer, sharpness=0.1, has_model_state=True, has_aux=True, rng=jax.random.key(0), metrics="grad_norm"
+    )
+    state, metrics = step(jstep.TrainState.create(PARAMS, optimizer, model_state={"n": 0}), X)
+    assert jstep.global_step(state) == 1
+    assert int(state.slots["model_state"]["n"]) == 1
+    np.testing.assert_array_equal(metrics["w"], PARAMS["w"])
+    noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), 0), X.shape)
+    want = jstep.compute_gradients(loss_fn, sharpness=0.1)(PARAMS, X + noise)[1]
+    np.testing.assert_allclose(PARAMS["w"] - state.params["w"], want["w"], rtol=1e-4)
+
+
+def test_no_gradient_and_no_radius() -> None:
+    flat = jstep.compute_gradients(lambda p: jnp.sum(p["w"] * 0.0), sharpness=0.1)(PARAMS)
+    np.testing.assert_array_equal(flat[1]["w"], 0.0)
+    still = jstep.compute_gradients(loss_fn, sharpness=0.0)(PARAMS, X)
+    np.testing.assert_allclose(still[1]["w"], jax.grad(loss_fn)(PARAMS, X)["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kind", "words"),
+    [
+        ({"sharpness": -1}, ValueError, "sharpness=-1: must be finite and ≥ 0"),
+        ({"sharpness": float("nan")}, ValueError, "sharpness=nan"),
+        ({"sharpness": "0.1"}, TypeError, "sharpness='0.1': must be a number"),
+        ({"sharpness": True}, TypeError, "sharpness=True"),
+        ({"sharpness": jnp.ones(2)}, ValueError, "must be a scalar"),
+        ({"sharpness": 0.1, "adaptive": 1}, TypeError, "adaptive=1: must be True or False"),
+        ({"adaptive": True}, ValueError, "give sharpness as well"),
+    ],
+)
+def test_bad_arguments(kwargs: Any, kind: type[Exception], words: str) -> None:
+    for make in (jstep.compute_gradients, lambda f, **k: jstep.minimize(f, jstep.adam(), **k)):
+        with pytest.raises(kind, match=words):
+            make(loss_fn, **kwargs)
