@@ -190,8 +190,10 @@ from jstep.state import (
 )
 from jstep.tools import (
     NonFinite,
+    Replay,
     ResumeReport,
     find_nonfinite,
+    replay,
     verify_resume,
 )
 from jstep.training import (
@@ -236,6 +238,7 @@ __all__ = [
     "QueueRunner",
     "RandomShuffleQueue",
     "ReduceOnPlateau",
+    "Replay",
     "ResumeReport",
     "Saver",
     "Schedule",
@@ -334,6 +337,7 @@ __all__ = [
     "prefetch_to_device",
     "prodigy",
     "radam",
+    "replay",
     "rmsprop",
     "rprop",
     "scale",

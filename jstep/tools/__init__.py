@@ -2,12 +2,15 @@
 
 from jstep.core.public import publish as _publish
 from jstep.tools.find_nonfinite import NonFinite, find_nonfinite
+from jstep.tools.replay import Replay, replay
 from jstep.tools.verify_resume import ResumeReport, verify_resume
 
 __all__ = [
     "NonFinite",
+    "Replay",
     "ResumeReport",
     "find_nonfinite",
+    "replay",
     "verify_resume",
 ]
 

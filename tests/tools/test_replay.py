@@ -1,0 +1,216 @@
+"""Going back to a step: the state and the batch of an update, as the run had them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jstep
+
+OPTIMIZER = jstep.adam(0.1)
+KEY = jax.random.key(7)
+
+
+def loss_fn(params, x, rng):
+    return ((params["w"] - x + 0.1 * jax.random.normal(rng, x.shape)) ** 2).sum()
+
+
+STEP = jstep.minimize(loss_fn, OPTIMIZER, rng=KEY)
+
+
+def make_state(step=0):
+    return jstep.TrainState.create({"w": jnp.zeros(4)}, OPTIMIZER, global_step=step)
+
+
+def batch(step):
+    return np.random.default_rng(step).standard_normal(4).astype(np.float32)
+
+
+class Keep(jstep.Hook):
+    """The fingerprint of each state on the way."""
+
+    def __init__(self):
+        self.states = {}
+
+    def begin(self, state):
+        self.states[jstep.global_step(state)] = text(state)
+
+    def after_step(self, step, state, metrics):
+        self.states[step] = text(state)
+
+
+def text(tree):
+    a, b = jstep.fingerprint(tree)
+    return f"{a:08x}{b:08x}"
+
+
+def run(last_step=10, batches=batch, **kwargs):
+    keep = Keep()
+    jstep.train(STEP, make_state(), batches, last_step, hooks=[keep], progress=False, **kwargs)
+    return keep.states
+
+
+@pytest.mark.parametrize("step", [0, 3, 4, 5, 9])
+def test_any_step_from_the_newest_checkpoint_before(tmp_path, step):
+    states = run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    state, args = jstep.replay(STEP, make_state(), batch, tmp_path, step)
+    assert jstep.global_step(state) == step
+    assert text(state) == states[step]
+    np.testing.assert_array_equal(args[0], batch(step))
+    after, _ = STEP(state, *args)
+    assert text(after) == states[step + 1]
+
+
+def test_the_checkpoints_count_before_the_state_given(tmp_path):
+    states = run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    other = make_state().replace(params={"w": jnp.ones(4)})
+    assert text(jstep.replay(STEP, other, batch, tmp_path, 6).state) == states[6]
+
+
+def test_from_the_state_alone():
+    states = run()
+    replayed = jstep.replay(STEP, make_state(), batch, None, 7)
+    assert text(replayed.state) == states[7]
+    assert isinstance(replayed, jstep.Replay)
+
+
+def test_a_saver_and_a_prefix(tmp_path):
+    with jstep.Saver(tmp_path, prefix="mine") as saver:
+        states = run(checkpoint_dir=saver, save_checkpoint_steps=4)
+        assert text(jstep.replay(STEP, make_state(), batch, saver, 5).state) == states[5]
+    assert text(jstep.replay(STEP, make_state(), batch, tmp_path, 9, prefix="mine").state) == states[9]
+
+
+def test_several_steps_a_call(tmp_path):
+    states = run(steps_per_call=4, checkpoint_dir=tmp_path, save_checkpoint_steps=6)
+    assert 4 in states or 6 in states
+    for step in sorted(states)[:-1]:
+        state, args = jstep.replay(STEP, make_state(), batch, tmp_path, step, steps_per_call=4)
+        assert text(state) == states[step]
+        np.testing.assert_array_equal(args[0], batch(step))
+
+
+class Loader:
+    """Batches one after another, with a position."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return batch(self.at - 1)
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def test_an_iterator_is_set_back(tmp_path):
+    loader = Loader()
+    states = run(batches=loader, checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    state, args = jstep.replay(STEP, make_state(), loader, tmp_path, 6)
+    assert text(state) == states[6]
+    np.testing.assert_array_equal(args[0], batch(6))
+
+
+def test_tuples_lists_and_batches():
+    data = jstep.batches({"x": np.arange(40, dtype=np.float32).reshape(10, 4)}, 1, num_epochs=1)
+    step = jstep.minimize(lambda params, b: ((params["w"] - b["x"][0]) ** 2).sum(), OPTIMIZER)
+    _, args = jstep.replay(step, make_state(), data, None, 4)
+    np.testing.assert_array_equal(args[0]["x"], data[4]["x"])
+    pair = jstep.minimize(lambda params, x, y: ((params["w"] - x + y) ** 2).sum(), OPTIMIZER)
+    _, args = jstep.replay(pair, make_state(), [(batch(0), batch(1))] * 3, None, 2)
+    assert len(args) == 2
+
+
+def test_a_sharded_run(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",))
+    step = jstep.minimize(lambda params, x: ((params["w"] - x.sum(0)) ** 2).sum(), OPTIMIZER)
+    rows = [np.ones((8, 4), np.float32) * i for i in range(6)]
+
+    def state():
+        return jstep.shard_state(make_state(), mesh, PartitionSpec())
+
+    spec = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
+    keep = Keep()
+    jstep.train(
+        step, state(), rows, 6, hooks=[keep], checkpoint_dir=tmp_path, save_checkpoint_steps=2, progress=False,
+        batch_sharding=spec,
+    )  # fmt: skip
+    replayed = jstep.replay(step, state(), rows, tmp_path, 5, batch_sharding=spec)
+    assert text(replayed.state) == keep.states[5]
+    assert replayed.args[0].sharding.is_equivalent_to(spec, 2)
+
+
+def test_nan_at_a_step_is_found(tmp_path):
+    def loss(params, x):
+        return jnp.log(params["w"] + x).sum()
+
+    optimizer = jstep.gradient_descent(0.0)
+    step = jstep.minimize(loss, optimizer)
+
+    def batches(n):
+        return jnp.full(4, -1.0 if n == 7 else 1.0)
+
+    def state():
+        return jstep.TrainState.create({"w": jnp.ones(4)}, optimizer)
+
+    kwargs = {"checkpoint_dir": tmp_path, "save_checkpoint_steps": 3, "progress": False}
+    with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
+        jstep.train(step, state(), batches, 20, hooks=[jstep.NanLossHook(1)], **kwargs)
+    assert caught.value.step == 8
+    assert "jstep.replay" in str(caught.value)
+    before, args = jstep.replay(step, state(), batches, tmp_path, caught.value.step - 1)
+    found = jstep.find_nonfinite(step, before, *args)
+    assert found.primitive == "log"
+    assert found.source.endswith("(loss)")
+
+
+BAD = [
+    ({"step": -1}, ValueError, "step=-1: must be at least 0"),
+    ({"step": "3"}, TypeError, "step='3': must be an integer"),
+    ({"train_step": 3}, TypeError, "train_step=3: must be a function"),
+    ({"state": {}}, TypeError, "state"),
+    ({"batches": iter([1])}, ValueError, "batches=.*must be able to go to step 0"),
+    ({"batches": (x for x in [1])}, ValueError, "must be able to go to step 0"),
+    ({"batches": 3}, TypeError, "batches=3"),
+    ({"batches": [batch(0)] * 3, "step": 5}, ValueError, "the batches end after 3 of the 6"),
+    ({"batches": [batch(0)] * 5, "step": 5}, ValueError, "the batches end after 5 of the 6"),
+    ({"steps_per_call": 0}, ValueError, "steps_per_call=0"),
+    ({"prefix": ""}, ValueError, "prefix=''"),
+    ({"checkpoint_dir": 3}, TypeError, "checkpoint_dir=3"),
+    ({"batch_sharding": "x"}, TypeError, "batch_sharding"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD, ids=lambda x: str(x)[:30])
+def test_bad_arguments(wrong, error, message):
+    given = {"train_step": STEP, "state": make_state(), "batches": batch, "checkpoint_dir": None, "step": 2} | wrong
+    with pytest.raises(error, match=message):
+        jstep.replay(**given)
+
+
+def test_nothing_before_the_step(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"step=2: nothing lies before it: no checkpoint_dir.*state given is at step 5"
+    ):
+        jstep.replay(STEP, make_state(5), batch, None, 2)
+    with pytest.raises(ValueError, match=r"has no checkpoint model-\*, and the state given is at step 5"):
+        jstep.replay(STEP, make_state(5), batch, tmp_path, 2)
+    run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    with pytest.raises(
+        ValueError, match=r"has checkpoints of the steps \[4, 8, 10\], and the state given is at step 5"
+    ):
+        jstep.replay(STEP, make_state(5), batch, tmp_path, 2)
+
+
+def test_an_iterator_whose_position_was_not_kept(tmp_path):
+    run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)  # of a function of the step
+    with pytest.raises(ValueError, match="the checkpoint of step 4 has no position"):
+        jstep.replay(STEP, make_state(), Loader(), tmp_path, 6)
