@@ -130,6 +130,25 @@ def test_the_root_holds_packages_only() -> None:
     assert (ROOT / "py.typed").exists()
 
 
+OF_ALL_PACKAGES = {
+    "architecture",
+    "averages",
+    "docstrings",
+    "edges",
+    "errors",
+    "golden",
+    "optimizer_contract",
+    "readme",
+}
+
+
+def test_tests_lie_in_rooms() -> None:
+    """Those of a package in the folder of its name; a file that comes back to the root is a merge that went wrong."""
+    here = Path(__file__).parent
+    assert {path.stem.removeprefix("test_") for path in here.glob("test_*.py")} <= OF_ALL_PACKAGES
+    assert {"cli", "core", "data", "queues", "summary"} <= {path.name for path in here.iterdir() if path.is_dir()}
+
+
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_no_underscore_module_crosses_a_wall(module: str) -> None:
     """What another package needs is public inside jstep, whether or not users see it."""

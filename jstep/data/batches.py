@@ -1,14 +1,16 @@
 """Batches that are a function of the step: `batches[N]`, whose position needs no saving."""
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, overload
 
 import jax
 
-from jstep.core.checks import as_int
+from jstep.core.checks import as_bool, as_int
 from jstep.data._rows import Lookahead, Plan
 from jstep.data.sources import Source, as_source
+
+_NO_END = 2**128
+"""More steps than anything counts."""
 
 
 def batches(
@@ -91,30 +93,36 @@ def batches(
     if num_epochs is not None:
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
     process = _given_process(process_index, process_count)
-    plan = Plan(num_rows, batch_size, seed, bool(shuffle), bool(drop_remainder), process)
-    return Batches(plan, sources, treedef, num_epochs)
+    shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
+    plan = Plan(num_rows, batch_size, seed, shuffle, drop_remainder, process)
+    steps = range(_NO_END if num_epochs is None else num_epochs * plan.steps_per_epoch)
+    return Batches(plan, sources, treedef, steps)
 
 
 class Batches:
     """What `batches` returns: a sequence of batches by step, without end where `num_epochs` is None.
 
     Steps count from 0; negative ones do not count from the end but raise IndexError, as do those
-    past the last epoch. A slice is a sequence of the batches at those steps, made when they are asked
-    for. Iterators are independent of each other.
+    past the last epoch. A slice is again such a sequence, numbered from 0, whose batches are made when
+    they are asked for. Iterators are independent of each other.
     """
 
-    def __init__(self, plan: "Plan", sources: list[Source], treedef: Any, num_epochs: int | None) -> None:
+    def __init__(self, plan: "Plan", sources: list[Source], treedef: Any, steps: range) -> None:
         self._plan = plan
         self._sources = sources
         self._treedef = treedef
-        self._total = None if num_epochs is None else num_epochs * plan.steps_per_epoch
+        self._steps = steps
+        self._count = max(0, -((steps.start - steps.stop) // steps.step))  # len() of a range is no large number
         self._lookahead = Lookahead(plan)
 
     def __repr__(self) -> str:
-        p = self._plan
-        steps = "without end" if self._total is None else f"{self._total} steps"
+        p, steps = self._plan, self._steps
         order = f"shuffled by seed {p.seed}" if p.shuffle else "in order"
-        return f"<Batches of {p.batch_size} from {p.num_rows} rows, {order}, {steps}>"
+        if self._is_endless:
+            extent = "without end" if steps == range(_NO_END) else f"steps {steps.start}, {steps.start + steps.step}, …"
+        else:
+            extent = f"{self._count} steps" if steps == range(self._count) else f"steps {steps}"
+        return f"<Batches of {p.batch_size} from {p.num_rows} rows, {order}, {extent}>"
 
     @property
     def num_rows(self) -> int:
@@ -131,22 +139,28 @@ class Batches:
         """Batches in one pass over the rows."""
         return self._plan.steps_per_epoch
 
+    @property
+    def _is_endless(self) -> bool:
+        return self._steps.step > 0 and self._steps.stop >= _NO_END
+
     def __len__(self) -> int:
-        if self._total is None:
-            raise TypeError("batches without num_epochs have no end and no len(); see steps_per_epoch")
-        return self._total
+        if self._is_endless:
+            raise TypeError(
+                "these batches have no end and no len(): give num_epochs, or the slice a stop; see steps_per_epoch"
+            )
+        return self._count
 
     def __bool__(self) -> bool:
-        return True
+        return bool(self._steps)
 
     @overload
-    def __getitem__(self, step: slice) -> "BatchSlice": ...
+    def __getitem__(self, step: slice) -> "Batches": ...
     @overload
     def __getitem__(self, step: Any) -> Any: ...
     def __getitem__(self, step: Any) -> Any:
         if isinstance(step, slice):
-            return BatchSlice(self, *_resolve(step, self._total))
-        return self._batch(self._check(step), self._lookahead)
+            return Batches(self._plan, self._sources, self._treedef, self._steps[self._as_slice(step)])
+        return self._batch(self._as_step(step), self._lookahead)
 
     def __iter__(self) -> "BatchIterator":
         return self.from_step(0)
@@ -161,18 +175,32 @@ class Batches:
             IndexError: `step` is negative or past the end.
             TypeError: `step` is no integer.
         """
-        return BatchIterator(self, self._check(step, end=1))
+        return BatchIterator(self, self._as_step(step, end=1))
 
-    def _check(self, step: Any, end: int = 0) -> int:
+    def _as_step(self, step: Any, end: int = 0) -> int:
         step = as_int(step, "step")
         if step < 0:
             raise IndexError(f"step={step}: must not be negative, steps count up from 0")
-        if self._total is not None and step >= self._total + end:
-            raise IndexError(f"step={step}: past the end, num_epochs gives the steps 0 to {self._total - 1}")
+        if step >= self._count + end:
+            of = "num_epochs gives" if self._steps == range(self._count) else "the slice has"
+            raise IndexError(f"step={step}: past the end, {of} the steps 0 to {self._count - 1}")
         return step
 
-    def _batch(self, step: int, lookahead: "Lookahead") -> Any:
-        rows = lookahead.rows(step)
+    def _as_slice(self, s: slice) -> slice:
+        start, stop = (
+            None if part is None else as_int(part, f"slice {name}")
+            for part, name in ((s.start, "start"), (s.stop, "stop"))
+        )
+        for part, name in ((start, "start"), (stop, "stop")):
+            if part is not None and part < 0:
+                raise IndexError(f"slice {name}={part}: must not be negative, steps count up from 0")
+        stride = None if s.step is None else as_int(s.step, "slice step")
+        if stride is not None and stride < 0 and start is None and self._is_endless:
+            raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
+        return slice(start, stop, stride)
+
+    def _batch(self, number: int, lookahead: "Lookahead") -> Any:
+        rows = lookahead.rows(self._steps[number])
         return self._treedef.unflatten([source.rows(rows) for source in self._sources])
 
 
@@ -192,74 +220,11 @@ class BatchIterator(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        total = self._batches._total
-        if total is not None and self.step >= total:
+        if self.step >= self._batches._count:
             raise StopIteration
         batch = self._batches._batch(self.step, self._lookahead)
         self.step += 1
         return batch
-
-
-class BatchSlice(Sequence[Any]):
-    """The batches at a range of steps, made when they are asked for; what slicing `Batches` gives."""
-
-    def __init__(self, batches: Batches, steps: range, endless: bool) -> None:
-        self._batches = batches
-        self._steps = steps
-        self._endless = endless
-
-    def __repr__(self) -> str:
-        steps = f"{self._steps.start}, {self._steps.start + self._steps.step}, …" if self._endless else self._steps
-        return f"<steps {steps} of {self._batches!r}>"
-
-    def __len__(self) -> int:
-        if self._endless:
-            raise TypeError("this slice of batches has no end and no len(); give the slice a stop")
-        return len(self._steps)
-
-    def __bool__(self) -> bool:
-        return bool(self._steps)
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> "BatchSlice": ...
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            within, endless = _resolve(index, None if self._endless else len(self._steps))
-            first, stride = self._steps.start, self._steps.step
-            steps = range(first + within.start * stride, first + within.stop * stride, within.step * stride)
-            return BatchSlice(self._batches, steps, endless)
-        index = as_int(index, "index")
-        if not 0 <= index < self._steps.__len__():
-            raise IndexError(f"index={index}: out of range for {self!r}")
-        return self._batches[self._steps[index]]
-
-    def from_step(self, index: int) -> Iterator[Any]:
-        """An iterator over the slice from its own number `index` on; IndexError where it has none."""
-        index = as_int(index, "index")
-        if not 0 <= index <= self._steps.__len__():
-            raise IndexError(f"index={index}: out of range for {self!r}")
-        return iter(self[index:])
-
-    def __iter__(self) -> Iterator[Any]:
-        lookahead = Lookahead(self._batches._plan)
-        for step in self._steps:
-            yield self._batches._batch(step, lookahead)
-
-
-def _resolve(s: slice, total: int | None) -> tuple[range, bool]:
-    """The steps of a slice, and whether they have no end."""
-    for part, name in ((s.start, "start"), (s.stop, "stop")):
-        if part is not None and as_int(part, name) < 0:
-            raise IndexError(f"slice {name}={part}: must not be negative, steps count up from 0")
-    if total is not None:
-        return range(*s.indices(total)), False
-    stride = 1 if s.step is None else as_int(s.step, "slice step")
-    if stride < 0 and s.start is None:
-        raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
-    start, stop, stride = s.indices(sys.maxsize)
-    return range(start, stop, stride), s.stop is None and stride > 0
 
 
 def _is_source(x: Any) -> bool:

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jstep.core.checks import shown
+from jstep.core.contexts import own_transfers
 from jstep.core.trees import leaves_with_paths, path_str, quoted
 
 
@@ -19,10 +21,7 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
         ValueError: It holds a PartitionSpec, and no mesh is set.
     """
     if sharding is None:
-        # An array of JAX lies where somebody put it, perhaps over other processes too.
-        return lambda item: jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), _as_known(item)
-        )
+        return _place_on_default_device
     sharding = jax.tree_util.tree_map_with_path(
         lambda keys, leaf: _as_sharding(leaf, path_str(keys)), sharding, is_leaf=_is_spec
     )
@@ -31,14 +30,22 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
     def place(item: Any) -> Any:
         item = _as_known(item)
         try:
-            if local:
-                return jax.device_put(item, sharding)
-            return jax.tree.map(_place_local_rows, item, jax.tree.broadcast(sharding, item))
+            with own_transfers():
+                if local:
+                    return jax.device_put(item, sharding)
+                return jax.tree.map(_place_local_rows, item, jax.tree.broadcast(sharding, item))
         except ValueError as error:
             _explain(item, sharding, error)
             raise
 
     return place
+
+
+def _place_on_default_device(item: Any) -> Any:
+    item = _as_known(item)
+    with own_transfers():
+        # An array of JAX lies where somebody put it, perhaps over other processes too.
+        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), item)
 
 
 def _place_local_rows(leaf: Any, sharding: Any) -> jax.Array:
@@ -93,11 +100,35 @@ def _as_sharding(leaf: Any, path: str) -> Sharding | jax.Device:
 
 
 def _as_known(item: Any) -> Any:
-    """The item with arrays that JAX does not know, such as PyTorch's, as NumPy arrays."""
+    """The item with arrays that JAX does not know, such as PyTorch's, as NumPy arrays.
 
-    def known(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic) or not hasattr(leaf, "__array__"):
+    Raises:
+        TypeError: A leaf is no number and no array of numbers; names its path.
+    """
+
+    def known(keys: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array | bool | int | float | complex):
             return leaf
-        return np.asarray(leaf)
+        array = leaf
+        if not isinstance(leaf, np.ndarray | np.generic):
+            if not hasattr(leaf, "__array__"):
+                raise _no_numbers(keys, leaf, type(leaf).__name__)
+            array = np.asarray(leaf)
+        if array.dtype.kind in "OSUMm":
+            raise _no_numbers(keys, leaf, f"{type(leaf).__name__} of {array.dtype}")
+        return array
 
-    return jax.tree.map(known, item)
+    if all(map(_is_known, jax.tree.leaves(item))):  # nearly always, and the quicker way
+        return item
+    return jax.tree_util.tree_map_with_path(known, item)
+
+
+def _is_known(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV")
+
+
+def _no_numbers(keys: Any, leaf: Any, kind: str) -> TypeError:
+    return TypeError(
+        f"item: the leaf at {quoted(path_str(keys))} must be a number or an array of numbers, got {shown(leaf, 60)}, a "
+        f"{kind}; leave out of an item what a device cannot hold"
+    )

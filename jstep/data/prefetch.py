@@ -1,17 +1,15 @@
 """Host work, transfer and compute at the same time: prefetch_to_device."""
 
-import contextlib
-import contextvars
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from jstep.core.checks import as_int
+from jstep.core.checks import as_function, as_int, shown
+from jstep.core.contexts import Thread
 from jstep.core.trees import leaves_with_paths, quoted
 from jstep.data.placement import placement
 
@@ -36,8 +34,10 @@ def prefetch_to_device(
     holds the result any more, as after a `break` out of a `for` loop. It does not keep the process
     alive.
 
-    The thread runs under the `jax.default_device`, `jax.enable_x64` and context variables of the
-    caller. An item must not be changed by the source once it was given: a transfer may still read it.
+    The thread runs in a copy of the caller's contexts: of the context variables, and of JAX's
+    settings (`jax.enable_x64`, `jax.set_mesh`, `jax.transfer_guard`, …). The source sees the guard that
+    the caller has set, the transfer passes it. An item must not be changed by the source once it was
+    given: a transfer may still read it.
 
     Args:
         iterator: Any iterable: a list, a generator, `jstep.batches`, a Grain, PyTorch or tf.data
@@ -55,7 +55,8 @@ def prefetch_to_device(
         An iterator over the same items, of JAX arrays.
 
     Raises:
-        TypeError: `iterator` is not iterable, `size` no integer, or `sharding` holds something else.
+        TypeError: `iterator` is not iterable, `size` no integer, `state_fn` no function, or `sharding` holds
+            something else. Where its item would have been: a leaf that no device can hold, such as a text.
         ValueError: `size` is not positive.
 
     Example:
@@ -71,9 +72,10 @@ def prefetch_to_device(
         source = iter(iterator)
     except TypeError:
         raise TypeError(
-            f"iterator={iterator!r}: must be iterable; give a loader, a generator or `jstep.batches(...)`"
+            f"iterator={shown(iterator)}: must be iterable; give a loader, a generator or `jstep.batches(...)`"
         ) from None
     size = as_int(size, "size", 1, "the number of items made ahead")
+    as_function(state_fn, "state_fn", "() -> state", optional=True)
     return PrefetchIterator(source, size, placement(sharding), state_fn)
 
 
@@ -112,20 +114,7 @@ class PrefetchIterator(Iterator[Any]):
         self._state = state_fn() if state_fn else None
         # The thread knows the channel, never this object, which so can be collected.
         self._channel = channel = _Channel(size)
-        config: Any = jax.config  # its attributes have no types
-        thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(
-                _fill,
-                channel,
-                source,
-                place,
-                state_fn,
-                _jax_context(config.jax_enable_x64, config.jax_default_device),
-            ),
-            name="jstep-prefetch",
-            daemon=True,
-        )
+        thread = Thread(target=_fill, args=(channel, source, place, state_fn), name="jstep-prefetch", daemon=True)
         # Runs at the exit of the process too: a thread inside of JAX must not meet its end there.
         self._close = weakref.finalize(self, _end, channel, thread)
         thread.start()
@@ -232,25 +221,23 @@ def _fill(
     source: Iterator[Any],
     place: Callable[[Any], Any],
     state_fn: Callable[[], Any] | None,
-    context: contextlib.AbstractContextManager[None],
 ) -> None:
     exception: BaseException | None = None
     try:
-        with context:
-            # Room first: no more than `size` items are ahead of the loop, the one in the making included.
-            while channel.wait_for_room():
-                try:
-                    item = next(source)
-                except StopIteration:
-                    break
-                state = state_fn() if state_fn else None
-                try:
-                    entry = _Entry(place(item), state)
-                except Exception as ex:
-                    ex.add_note(f"raised by prefetch_to_device for the item {_summary(item)}")
-                    raise
-                channel.put(entry)
-                del item, state, entry  # else the item would live until the next one is made
+        # Room first: no more than `size` items are ahead of the loop, the one in the making included.
+        while channel.wait_for_room():
+            try:
+                item = next(source)
+            except StopIteration:
+                break
+            state = state_fn() if state_fn else None
+            try:
+                entry = _Entry(place(item), state)
+            except Exception as ex:
+                ex.add_note(f"raised by prefetch_to_device for the item {_summary(item)}")
+                raise
+            channel.put(entry)
+            del item, state, entry  # else the item would live until the next one is made
     except BaseException as ex:
         exception = ex
     finally:
@@ -271,10 +258,3 @@ def _end(channel: _Channel, thread: threading.Thread) -> None:
     channel.close()
     if thread.ident is not None and thread is not threading.current_thread():
         thread.join(_END_SECS)
-
-
-@contextlib.contextmanager
-def _jax_context(x64: bool, device: Any) -> Iterator[None]:
-    """The settings of JAX that belong to a thread, as the caller had them."""
-    with jax.enable_x64(x64), jax.default_device(device):
-        yield

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from jstep.core.contexts import own_transfers
 from jstep.core.stack import stack_trees
 from jstep.core.trees import flatten, path_str, quoted
 from jstep.data._permutation import Rows
@@ -19,7 +20,8 @@ class ArraySource:
 
     def __init__(self, array: Any, path: str) -> None:
         # The base class: rows of a memory map are plain arrays.
-        self._array: np.ndarray[Any, Any] = np.asarray(array)
+        with own_transfers():
+            self._array: np.ndarray[Any, Any] = np.asarray(array)
         self.path = path
         # np.take is the faster gather, but would first copy all of an array that is not contiguous.
         self._takes = self._array.flags.c_contiguous and self._array.flags.aligned
@@ -49,7 +51,20 @@ class ItemSource:
         return len(self._items)
 
     def rows(self, rows: RowNumbers) -> Any:
-        """The items at these rows, stacked leaf by leaf."""
+        """The items at these rows, stacked leaf by leaf.
+
+        Raises:
+            TypeError: The source can only be iterated over, whatever methods it has.
+        """
+        try:
+            return self._rows(rows)
+        except NotImplementedError as error:  # PyTorch's IterableDataset has a __getitem__ that says so
+            raise TypeError(
+                f"{self._what} cannot be taken in any order: its __getitem__ is not implemented; give it to "
+                "jstep.train, or prefetch_to_device, as it is"
+            ) from error
+
+    def _rows(self, rows: RowNumbers) -> Any:
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
         if not numbers:  # this process's part of a small remainder
             return jax.tree.map(lambda leaf: leaf[:0], self.rows(slice(0, 1)))
@@ -62,13 +77,14 @@ class ItemSource:
                 return _from_columns(self._items[numbers])
             except Exception:  # such as HDF5, which takes a list only where it is sorted
                 self._takes_list = False
-        return self._stack((self._items[i] for i in numbers), len(numbers))
+        return self._stack([self._items[i] for i in numbers], len(numbers))
 
     def _stack(self, items: Iterable[Any], count: int) -> Any:
         trees = [_as_item(item) for item in items]
         if len(trees) != count:
             raise ValueError(f"{self._what}: __getitems__ gave {len(trees)} items for {count} indices")
-        return stack_trees(trees, self._what)
+        with own_transfers():
+            return stack_trees(trees, self._what)
 
     def _list_gives_rows(self, numbers: list[int]) -> bool:
         """Whether a list of indices gives the rows that its entries give one by one.
@@ -90,7 +106,7 @@ class ItemSource:
             if item_treedef != treedef:
                 return False
             for leaf, row in zip(item, leaves, strict=True):
-                if not _same(leaf, row[i]):
+                if not _same(leaf, row, i):
                     return False
         return True
 
@@ -135,7 +151,10 @@ def _open(leaf: Any, path: str) -> Source:
     try:
         len(leaf)
     except TypeError as error:
-        raise TypeError(f"arrays: the {name} at {path} has no len(): {error}") from None
+        raise TypeError(
+            f"arrays: the {name} at {path} has no len(), so its rows cannot be taken in any order ({error}); what is "
+            "iterated over can be given to jstep.train, or prefetch_to_device, as it is"
+        ) from None
     return ItemSource(leaf, path)
 
 
@@ -161,8 +180,9 @@ def _is_plain_list(x: Any) -> bool:
     return isinstance(x, list | bool | int | float | complex | str | bytes | np.generic)
 
 
-def _same(a: Any, b: Any) -> bool:
-    a, b = np.asarray(a), np.asarray(b)
+def _same(item: Any, rows: Any, i: int) -> bool:
+    with own_transfers():
+        a, b = np.asarray(item), np.asarray(rows[i])
     if a.shape != b.shape or a.dtype.kind != b.dtype.kind:
         return False
     return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

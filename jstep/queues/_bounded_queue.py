@@ -4,7 +4,8 @@ import threading
 from collections import deque
 from typing import Any
 
-from jstep.core.checks import as_int
+from jstep.core.checks import as_bool, as_int
+from jstep.core.contexts import own_transfers
 from jstep.core.stack import stack_trees
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
@@ -151,7 +152,8 @@ class BoundedQueue:
             elements = [self._take() for _ in range(n)]
             self._wake_producers()
         try:
-            return stack_trees(elements, f"dequeue_many(n={n})")
+            with own_transfers():
+                return stack_trees(elements, f"dequeue_many(n={n})")
         except BaseException:
             with self._mutex:
                 self._put_back(elements)
@@ -167,10 +169,14 @@ class BoundedQueue:
         Args:
             cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they
                 are still served as room comes.
+
+        Raises:
+            TypeError: `cancel_pending_enqueues` is no bool.
         """
+        cancel = as_bool(cancel_pending_enqueues, "cancel_pending_enqueues")
         with self._mutex:
             self._closed = True
-            self._cancelled = self._cancelled or cancel_pending_enqueues
+            self._cancelled = self._cancelled or cancel
             self._limit = 0
             self._check_ended()
             self._for_room.wake_all()

@@ -3,16 +3,13 @@
 import contextlib
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
-from typing import Any, TypeAlias
 
-from jstep.queues.errors import CancelledError, OutOfRangeError
-
-ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None]
+from jstep.core.checks import as_bool, as_function, as_number
+from jstep.queues._given import ExcInfo, as_exc_info, as_exception_types, as_thread, as_threads, check_joinable
+from jstep.queues.errors import CancelledError
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ class Coordinator:
     """
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
-        self._clean_stop_types = _as_exception_types(clean_stop_exception_types)
+        self._clean_stop_types = as_exception_types(clean_stop_exception_types)
         # Reentrant: a signal handler may ask for a stop while the main thread is in here.
         self._changed = threading.Condition(threading.RLock())
         self._stopped = False
@@ -86,9 +83,9 @@ class Coordinator:
         """
         wrong: TypeError | None = None
         try:
-            exc_info = _as_exc_info(ex)
+            exc_info = as_exc_info(ex)
         except TypeError as error:
-            wrong, exc_info = error, _as_exc_info(error)
+            wrong, exc_info = error, as_exc_info(error)
         if exc_info and isinstance(exc_info[1], self._clean_stop_types):
             exc_info = None
         with self._changed:
@@ -120,8 +117,14 @@ class Coordinator:
 
         Returns:
             Whether a stop was requested: False where the time ran out.
+
+        Raises:
+            TypeError: `timeout` is no number.
+            ValueError: It is NaN.
         """
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        deadline = math.inf
+        if timeout is not None:
+            deadline = time.monotonic() + as_number(timeout, "timeout", finite=False, meaning="seconds, or None")
         with self._changed:
             while not self._stopped:
                 left = deadline - time.monotonic()
@@ -162,7 +165,7 @@ class Coordinator:
             TypeError: `thread` is no `threading.Thread`.
         """
         with self._changed:
-            self._threads.add(_as_thread(thread, "thread"))
+            self._threads.add(as_thread(thread, "thread"))
 
     def call_on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Has `callback()` called once, by the request to stop (now, where that has been made).
@@ -172,6 +175,7 @@ class Coordinator:
         Returns:
             A function that takes the callback back.
         """
+        as_function(callback, "callback", "() -> None")
         with self._changed:
             stopped = self._stopped
             if not stopped:
@@ -202,17 +206,15 @@ class Coordinator:
             BaseException: The exception that came with the request to stop, with its traceback.
             RuntimeError: Threads outlived the grace period; or a thread was never started, or is
                 the one that joins, which would be waited for in vain.
-            TypeError: `threads` holds something else than threads.
+            TypeError: `threads` holds something else than threads, or another argument is of a wrong type.
             ValueError: `stop_grace_period_secs` is negative.
         """
-        if not stop_grace_period_secs >= 0:
-            raise ValueError(
-                f"stop_grace_period_secs={stop_grace_period_secs!r}: must be at least 0 seconds, 0 for no grace"
-            )
-        if isinstance(threads, threading.Thread):
-            raise TypeError(f"threads={threads!r}: must be a list of threads, got one thread")
-        given = {_as_thread(t, "threads") for t in threads or ()}
-        self._wait_for_end(given, stop_grace_period_secs)
+        grace_secs = as_number(
+            stop_grace_period_secs, "stop_grace_period_secs", low=0, finite=False, meaning="seconds, 0 for no grace"
+        )
+        ignore_live_threads = as_bool(ignore_live_threads, "ignore_live_threads")
+        given = as_threads(threads)
+        self._wait_for_end(given, grace_secs)
         with self._changed:
             waited_for = given | self._threads
             alive = sorted(t.name for t in waited_for if t.is_alive())
@@ -237,7 +239,7 @@ class Coordinator:
             if self._exc_info:
                 threads -= {threading.current_thread()}  # an error to raise counts more than misuse
             else:
-                _check_joinable(threads)
+                check_joinable(threads)
             alive = next((t for t in threads if t.is_alive()), None)
             if alive is None:
                 return
@@ -259,47 +261,3 @@ class Coordinator:
         if exc_info:
             # The traceback as it was reported: that of the exception itself grows each time.
             raise exc_info[1].with_traceback(exc_info[2])
-
-
-def _as_exception_types(types: Any) -> tuple[type[BaseException], ...]:
-    if types is None:
-        return (OutOfRangeError,)
-    types = (types,) if isinstance(types, type) else tuple(types)
-    for t in types:
-        if not (isinstance(t, type) and issubclass(t, BaseException)):
-            raise TypeError(f"clean_stop_exception_types={types!r}: {t!r} is no exception type")
-    return types
-
-
-def _as_exc_info(ex: Any) -> ExcInfo | None:
-    if ex is None:
-        return None
-    if isinstance(ex, BaseException):
-        traceback = ex.__traceback__
-        if traceback is None and sys.exc_info()[1] is ex:
-            traceback = sys.exc_info()[2]
-        return type(ex), ex, traceback
-    if isinstance(ex, tuple) and len(ex) == 3 and isinstance(ex[1], BaseException):
-        return type(ex[1]), ex[1], ex[2]
-    raise TypeError(
-        f"ex={ex!r}: must be an exception or the sys.exc_info() of one; report the exception that was "
-        "caught: `except Exception as ex: coord.request_stop(ex)`"
-    )
-
-
-def _as_thread(thread: Any, argument: str) -> threading.Thread:
-    if not isinstance(thread, threading.Thread):
-        raise TypeError(f"{argument}={thread!r}: must be a threading.Thread, got {type(thread).__name__}")
-    return thread
-
-
-def _check_joinable(threads: Iterable[threading.Thread]) -> None:
-    current = threading.current_thread()
-    idle = sorted(t.name for t in threads if t.ident is None)
-    if idle:
-        raise RuntimeError(
-            f"threads: {', '.join(idle)} never started, so there is nothing to wait for; call start() on each "
-            "before coord.join()"
-        )
-    if current in threads:
-        raise RuntimeError(f"threads: {current.name} is the thread that joins; it cannot wait for itself")

@@ -2,17 +2,16 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
+from jstep.core.checks import as_bool, kind, shown
+from jstep.core.contexts import Thread
 from jstep.queues._bounded_queue import runner_thread
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.errors import CancelledError, OutOfRangeError
 from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
 
 _log = logging.getLogger(__name__)
-
-QUEUE_RUNNERS = "queue_runners"
 
 
 class QueueRunner:
@@ -26,6 +25,9 @@ class QueueRunner:
     the coordinator stops, for whatever reason, the queue is closed and waiting enqueues are
     cancelled. Without one errors are logged and kept in `exceptions_raised`. Either way the error is
     the cause of the OutOfRangeError that the consumer gets at the end.
+
+    Each thread runs in a copy of the contexts of who starts it: of the context variables, and of JAX's
+    settings (`jax.enable_x64`, `jax.set_mesh`, …).
 
     Threads do not keep the process alive: where the main thread ends, an op that waits on a queue is
     cancelled, with `daemon=False` too.
@@ -55,9 +57,12 @@ class QueueRunner:
 
     def __init__(self, queue: FIFOQueue | RandomShuffleQueue, enqueue_ops: Sequence[Callable[[], object]]) -> None:
         if not isinstance(queue, FIFOQueue | RandomShuffleQueue):
-            raise TypeError(f"queue={queue!r}: must be a FIFOQueue or a RandomShuffleQueue, got {type(queue).__name__}")
-        if callable(enqueue_ops):
-            raise TypeError(f"enqueue_ops={enqueue_ops!r}: must be a list of callables, got one callable")
+            raise TypeError(
+                f"queue={shown(queue)}: must be a FIFOQueue or a RandomShuffleQueue, got {type(queue).__name__}"
+            )
+        if callable(enqueue_ops) or not isinstance(enqueue_ops, Iterable):
+            got = "one callable" if callable(enqueue_ops) else kind(enqueue_ops)
+            raise TypeError(f"enqueue_ops={shown(enqueue_ops)}: must be a list of callables, got {got}")
         ops = tuple(enqueue_ops)
         if not ops:
             raise ValueError(f"enqueue_ops={enqueue_ops!r}: must hold one callable for each thread")
@@ -109,10 +114,11 @@ class QueueRunner:
 
         Raises:
             RuntimeError: Threads of an earlier call have not ended yet, or were never started.
-            TypeError: `coord` is no Coordinator.
+            TypeError: `coord` is no Coordinator, or another argument no bool.
         """
         if not (coord is None or isinstance(coord, Coordinator)):
-            raise TypeError(f"coord={coord!r}: must be a Coordinator or None, got {type(coord).__name__}")
+            raise TypeError(f"coord={shown(coord)}: must be a Coordinator or None, got {kind(coord)}")
+        daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")
         with self._lock:
             busy = [t.name for t in self._threads if t.is_alive()]
             idle = [t.name for t in self._threads if t.ident is None]
@@ -125,10 +131,11 @@ class QueueRunner:
                 raise RuntimeError(f"create_threads: threads of an earlier call {which} before you make others")
             self._exceptions = []
             run = _Run(self, coord)
-            self._threads = threads = [
-                threading.Thread(target=run.feed, args=(op,), name=self._thread_name(i, op), daemon=daemon)
+            threads: list[threading.Thread] = [
+                Thread(target=run.feed, args=(op,), name=self._thread_name(i, op), daemon=daemon)
                 for i, op in enumerate(self._ops)
             ]
+            self._threads = threads
         for thread in threads:
             if coord:
                 coord.register_thread(thread)
@@ -205,91 +212,3 @@ class _Run:
             self._coord.request_stop(ex)
         except BaseException:  # joined already: there is nobody left to raise it
             _log.error("Exception in %s after join", threading.current_thread().name, exc_info=ex)
-
-
-# The documented collections: name → runners, in the order they were added.
-_collections: dict[str, list[QueueRunner]] = {}
-_collections_lock = threading.Lock()
-
-
-def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
-    """Adds a runner to a named collection, for `start_queue_runners` to start.
-
-    Collections belong to the process. A runner whose queue has been closed leaves its collection,
-    as it cannot feed any more.
-
-    Args:
-        qr: The runner.
-        collection: The name of the collection.
-
-    Raises:
-        TypeError: `qr` is no QueueRunner, or `collection` no string.
-
-    Example:
-        >>> import jstep
-        >>> queue = jstep.FIFOQueue(capacity=10)
-        >>> runner = jstep.QueueRunner(queue, [lambda: queue.enqueue("a"), lambda: queue.enqueue("b")])
-        >>> jstep.add_queue_runner(runner, collection="letters")
-        >>> coord = jstep.Coordinator()
-        >>> threads = jstep.start_queue_runners(coord, collection="letters")
-        >>> len(threads)
-        2
-        >>> coord.request_stop()
-        >>> coord.join()
-    """
-    if not isinstance(qr, QueueRunner):
-        raise TypeError(f"qr={qr!r}: must be a QueueRunner, got {type(qr).__name__}")
-    with _collections_lock:
-        runners = _open_runners(collection)
-        if qr not in runners:
-            runners.append(qr)
-
-
-def start_queue_runners(
-    coord: Coordinator | None = None,
-    daemon: bool = True,
-    start: bool = True,
-    collection: str = QUEUE_RUNNERS,
-) -> list[threading.Thread]:
-    """Starts the runners of a collection, except those that are running.
-
-    Args:
-        coord: The Coordinator that the threads report to and stop with.
-        daemon: Whether the threads may be cut off when the process ends.
-        start: Whether to start the threads, or only to make them.
-        collection: The name of the collection.
-
-    Returns:
-        All threads made.
-
-    Raises:
-        TypeError: `coord` is no Coordinator, or `collection` no string.
-
-    Example:
-        >>> import jstep
-        >>> queue, numbers = jstep.FIFOQueue(capacity=10), iter(range(5))
-        >>> jstep.add_queue_runner(jstep.QueueRunner(queue, [lambda: queue.enqueue(next(numbers))]))
-        >>> threads = jstep.start_queue_runners()
-        >>> print(queue.dequeue_many(5))
-        [0 1 2 3 4]
-    """
-    with _collections_lock:
-        runners = list(_open_runners(collection))
-    if not runners:
-        _log.warning("start_queue_runners: there are no queue runners in the collection %r.", collection)
-    threads: list[threading.Thread] = []
-    for qr in runners:
-        if not qr.is_running():
-            threads += qr.create_threads(coord, daemon=daemon)
-    if start:
-        for thread in threads:
-            thread.start()
-    return threads
-
-
-def _open_runners(collection: Any) -> list[QueueRunner]:
-    if not isinstance(collection, str):
-        raise TypeError(f"collection={collection!r}: must be a string, got {type(collection).__name__}")
-    runners = _collections.setdefault(collection, [])
-    runners[:] = [qr for qr in runners if not qr.queue.is_closed()]
-    return runners

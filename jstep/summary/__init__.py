@@ -16,6 +16,7 @@ from jstep.summary.make.text import text
 from jstep.summary.read.iterator import summary_iterator
 from jstep.summary.records import DataLossError
 from jstep.summary.values import Summary
+from jstep.summary.write.to_proto import to_proto
 from jstep.summary.write.writer import SummaryWriter
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "summaries_in",
     "summary_iterator",
     "text",
+    "to_proto",
     "write_graph",
     "zero_fraction",
 ]

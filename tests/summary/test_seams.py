@@ -183,3 +183,19 @@ def test_the_worker_starts_in_its_callers_contexts(tmp_path):
         writer.add_summary(summary.scalar("loss", jnp.float64(1.0)), 1)
     assert made == [True]
     assert threading.active_count() >= 1
+
+
+def test_a_summary_as_a_proto():
+    made = make_all(jnp.float32(2.0), jnp.arange(3))
+    with jax.transfer_guard("disallow_explicit"):
+        message = summary.to_proto(made)
+    assert [value.tag for value in message.value] == list(made.tags)
+    assert summary.to_proto(summary.merge([])) == proto("Summary")()
+    stacked = jax.vmap(lambda x: summary.scalar("loss", x))(jnp.arange(3.0))
+    with pytest.raises(ValueError, match="summary 'loss' holds 3 steps"):
+        summary.to_proto(stacked)
+    assert summary.to_proto(jax.tree.map(lambda x: x[2], stacked)).value[0].simple_value == 2.0
+    with pytest.raises(TypeError, match="'loss' is traced"):
+        jax.jit(lambda x: (x, summary.to_proto(summary.scalar("loss", x)))[0])(1.0)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        summary.to_proto(summary.histogram("h", jax.jit(lambda x: x / 0)(jnp.ones(2**17))))

@@ -1,0 +1,193 @@
+"""What batches take their rows from: arrays and objects with items."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batch_rows import Items, rows, same
+
+from jstep.data import batches
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class ListItems(Items):
+    """A list of indices as well, or alone."""
+
+    alone = False
+
+    def __getitem__(self, i):
+        if isinstance(i, list):
+            self.asked.append(i)
+            return {"x": np.repeat(i, 2).reshape(-1, 2), "y": [float(j) for j in i]}
+        assert not self.alone
+        return super().__getitem__(i)
+
+
+class BatchItems(Items):
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return [{"x": np.full(2, i), "y": float(i)} for i in indices]
+
+
+class TestSources:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda x, y: (x, y),
+            lambda x, y: {"x": x, "y": y},
+            lambda x, y: Point(x, y),
+            lambda x, y: {"in": (x, {"deep": x}), "out": y, "none": None},
+            lambda x, y: y,
+        ],
+    )
+    def test_trees_of_arrays(self, make):
+        x, y = rows(30)
+        arrays = make(x, y)
+        batch = batches(arrays, 4, seed=1)[3]
+        assert jax.tree.structure(batch) == jax.tree.structure(arrays)
+        numbers = batches(y, 4, seed=1)[3]
+        assert same(batch, jax.tree.map(lambda a: a[numbers], arrays))
+        assert all(type(leaf) is np.ndarray and leaf.dtype != object for leaf in jax.tree.leaves(batch))
+
+    @pytest.mark.parametrize("shuffle", [True, False])
+    def test_memory_maps(self, tmp_path, shuffle):
+        np.save(tmp_path / "x.npy", np.arange(200).reshape(100, 2))
+        mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+        batch = batches(mapped, 10, shuffle=shuffle)[2]
+        assert type(batch) is np.ndarray
+        assert not isinstance(batch.base, np.memmap)
+        assert np.array_equal(batch[:, 1], batch[:, 0] + 1)
+
+    @pytest.mark.parametrize("shuffle", [True, False])
+    def test_a_batch_is_the_callers_own(self, shuffle):
+        x = np.arange(10)
+        data = batches(x, 5, shuffle=shuffle)
+        before = data[1].copy()
+        data[1][:] = -1
+        assert np.array_equal(data[1], before)
+        assert np.array_equal(x, np.arange(10))
+
+    def test_jax_arrays_become_numpy_batches(self):
+        assert type(batches(jnp.arange(10), 5)[0]) is np.ndarray
+
+    @pytest.mark.parametrize("dtype", ["U5", "datetime64[D]", object, ">i4", "bool", "float16", jnp.bfloat16])
+    def test_dtypes(self, dtype):
+        x = np.arange(20).astype(dtype)
+        batch = batches(x, 5, seed=1)[1]
+        assert batch.dtype == x.dtype
+        assert np.array_equal(batch, x[batches(np.arange(20), 5, seed=1)[1]])
+
+    @pytest.mark.parametrize("shuffle", [True, False])
+    @pytest.mark.parametrize("kind", [Items, ListItems, BatchItems])
+    def test_objects_with_items(self, kind, shuffle):
+        source = kind()
+        data = batches(source, 6, seed=1, shuffle=shuffle)
+        for step in (0, 1, 9):
+            batch = data[step]
+            assert batch["x"].shape == (6, 2)
+            assert batch["y"].dtype == np.float64
+            assert np.array_equal(batch["x"][:, 0], batch["y"])
+            assert np.array_equal(batch["y"], batches(np.arange(50), 6, seed=1, shuffle=shuffle)[step])
+
+    def test_lists_of_indices_are_used_where_they_are_taken(self):
+        for kind in (ListItems, BatchItems):
+            source = kind()
+            data = batches(source, 6)
+            data[0]
+            source.asked.clear()
+            data[1]
+            assert len(source.asked) == 1
+            assert all(type(i) is int for i in source.asked[0])
+
+    def test_a_source_that_takes_nothing_but_lists(self):
+        source = ListItems()
+        source.alone = True
+        data = batches(source, 6)
+        assert data[4]["x"].shape == (6, 2)
+
+    def test_a_source_that_means_something_else_by_a_list(self):
+        class Pairs:
+            def __len__(self):
+                return 20
+
+            def __getitem__(self, i):
+                return np.array([i, i])
+
+        for size in (1, 2, 3):
+            batch = batches(Pairs(), size, seed=1)[3]
+            assert batch.shape == (size, 2)
+            assert np.array_equal(batch[:, 0], batch[:, 1])
+
+    def test_a_source_that_takes_lists_only_in_ascending_order(self):
+        class Sorted(ListItems):
+            def __getitem__(self, i):
+                if isinstance(i, list) and i != sorted(i):
+                    raise TypeError("Indexing elements must be in increasing order")
+                return super().__getitem__(i)
+
+        data = batches(Sorted(), 2, seed=0)
+        for step in range(25):
+            assert len(data[step]["y"]) == 2
+
+    def test_an_error_of_the_source_comes_through(self):
+        class Broken(Items):
+            def __getitem__(self, i):
+                raise OSError("disk on fire")
+
+        with pytest.raises(OSError, match="disk on fire"):
+            batches(Broken(), 4)[0]
+
+    def test_getitems_that_gives_too_few(self):
+        class Short(BatchItems):
+            def __getitems__(self, indices):
+                return super().__getitems__(indices)[1:]
+
+        with pytest.raises(ValueError, match="gave 3 items for 4 indices"):
+            batches(Short(), 4)[0]
+
+    def test_a_list_is_one_source_of_examples(self):
+        texts = [f"text {i}" for i in range(20)]
+        assert set(batches(texts, 20)[0].tolist()) == set(texts)
+        pairs = [(np.full(2, i), i) for i in range(20)]
+        x, y = batches(pairs, 5)[2]
+        assert np.array_equal(x[:, 0], y)
+        tokens = [[i, i + 1] for i in range(20)]
+        batch = batches({"tokens": tokens, "n": np.arange(20)}, 5)[1]
+        assert np.array_equal(batch["tokens"][:, 0], batch["n"])
+
+    def test_items_that_differ(self):
+        ragged = [np.zeros(1 + i % 2) for i in range(20)]
+        with pytest.raises(ValueError, match=r"arrays: items of the list.*shapes differ"):
+            batches(ragged, 20)[0]
+
+    def test_a_range_is_a_source(self):
+        assert sorted(batches(range(100, 110), 10)[0].tolist()) == list(range(100, 110))
+
+    def test_several_sources_side_by_side(self):
+        batch = batches({"items": Items(20), "list": list(range(20)), "array": np.arange(20)}, 5)[7]
+        assert np.array_equal(batch["items"]["y"], batch["array"])
+        assert np.array_equal(batch["list"], batch["array"])
+
+    def test_columns_of_a_data_frame(self):
+        class Column:
+            def to_numpy(self):
+                return np.arange(10)
+
+        class Frame:
+            columns = ("a",)
+
+            def __len__(self):
+                return 10
+
+            def __getitem__(self, name):
+                raise KeyError(name)
+
+            def to_numpy(self):
+                raise AssertionError
+
+        assert batches({"a": Column()}, 5)[0]["a"].shape == (5,)
+        with pytest.raises(TypeError, match=r"Frame at the tree itself.*give its columns"):
+            batches(Frame(), 5)

@@ -1,0 +1,145 @@
+"""prefetch_to_device: what comes, in which order, how far ahead, with which errors."""
+
+import itertools
+import time
+import traceback
+
+import jax
+import numpy as np
+import pytest
+from prefetch_source import Source, ends_all_threads, threads, until
+
+from jstep.data import batches
+from jstep.data.prefetch import prefetch_to_device
+
+no_thread_is_left = pytest.fixture(autouse=True)(ends_all_threads)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+@pytest.mark.parametrize("n", [0, 1, 50])
+def test_all_items_in_order_on_the_device(n, size):
+    items = list(prefetch_to_device(({"x": np.full(3, i)} for i in range(n)), size))
+    assert all(isinstance(item["x"], jax.Array) for item in items)
+    assert [int(item["x"][0]) for item in items] == list(range(n))
+
+
+@pytest.mark.parametrize(
+    "iterable",
+    [
+        [np.zeros(2), np.ones(2)],
+        (np.full(2, i) for i in range(2)),
+        np.arange(4.0).reshape(2, 2),
+        batches(np.arange(4), 2, num_epochs=1),
+    ],
+)
+def test_anything_iterable(iterable):
+    items = list(prefetch_to_device(iterable))
+    assert [item.shape for item in items] == [(2,), (2,)]
+
+
+def test_arrays_of_other_libraries():
+    class Tensor:
+        def __init__(self, data):
+            self.data = np.asarray(data)
+
+        def __array__(self, dtype=None, copy=None):
+            return self.data
+
+    (item,) = prefetch_to_device([[Tensor([1.5, 2.5]), {"y": Tensor(3)}]])
+    assert isinstance(item[0], jax.Array)
+    assert item[0].tolist() == [1.5, 2.5]
+    assert int(item[1]["y"]) == 3
+
+
+def test_structure_is_kept():
+    item = {"a": (np.ones(2), None, [np.int32(3)]), "b": 2.5}
+    (got,) = prefetch_to_device([item])
+    assert jax.tree.structure(got) == jax.tree.structure(item)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_reads_ahead_and_no_further_than_size(size):
+    source = Source()
+    items = prefetch_to_device(source, size)
+    for used in range(4):
+        until(lambda used=used: source.read == used + size)
+        time.sleep(0.02)
+        assert source.read == used + size
+        assert float(next(items)) == used
+
+
+def test_it_works_while_the_loop_does():
+    """The next item is read before this one is given back."""
+    source = Source()
+    for i, _ in enumerate(prefetch_to_device(source, 1)):
+        until(lambda i=i: source.read == i + 2)
+        if i == 3:
+            break
+
+
+class TestErrors:
+    def broken(self, after, exception):
+        for i in range(after):
+            yield np.float32(i)
+        raise exception
+
+    @pytest.mark.parametrize("exception", [ValueError("bad record"), SystemExit(3), KeyboardInterrupt()])
+    def test_arrive_where_the_item_would_have(self, exception):
+        items = prefetch_to_device(self.broken(3, exception), size=10)
+        until(lambda: not threads())
+        assert [float(next(items)) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(type(exception)) as info:
+            next(items)
+        assert info.value is exception
+        assert "broken" in [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                next(items)
+        assert items.handed_out == 3
+
+    def test_of_the_transfer_too(self):
+        items = prefetch_to_device([np.ones(2), {"name": "text"}, np.ones(2)])
+        next(items)
+        with pytest.raises(TypeError, match="text") as info:
+            next(items)
+        assert info.value.__notes__ == ["raised by prefetch_to_device for the item 'name': str[]"]
+
+    def test_of_state_fn_too(self):
+        def state_fn():
+            if source.read == 2:
+                raise ValueError("no state")
+            return source.read
+
+        source = Source()
+        items = prefetch_to_device(source, state_fn=state_fn)
+        next(items)
+        with pytest.raises(ValueError, match="no state"):
+            next(items)
+
+    def test_hold_nothing_alive(self):
+        items = prefetch_to_device(self.broken(0, ValueError("once")))
+        with pytest.raises(ValueError, match="once"):
+            next(items)
+        assert items._channel._exception is None
+
+
+def test_no_item_is_held_but_those_ahead():
+    """Device memory holds what the loop has and what is ahead of it."""
+    alive = []
+
+    class Watched:
+        def __init__(self, i):
+            self.i = i
+            alive.append(i)
+
+        def __del__(self):
+            alive.remove(self.i)
+
+    jax.tree_util.register_pytree_node(Watched, lambda w: ((), w.i), lambda i, _: Watched(i))
+    items = prefetch_to_device((Watched(i) for i in itertools.count()), size=2)
+    for _ in range(5):
+        item = next(items)
+    until(lambda: sorted(alive) == [4, 5, 6])
+    assert item.i == 4
+    items.close()
+    del item

@@ -1,0 +1,190 @@
+"""Where prefetched items lie, and the position that goes with them."""
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from prefetch_source import Source, ends_all_threads, until
+
+from jstep.data import batches
+from jstep.data.prefetch import prefetch_to_device
+
+no_thread_is_left = pytest.fixture(autouse=True)(ends_all_threads)
+
+
+class TestState:
+    def test_of_the_items_handed_out(self):
+        source = Source(5)
+        items = prefetch_to_device(source, size=3, state_fn=lambda: {"read": source.read})
+        assert items.state == {"read": 0}
+        assert items.handed_out == 0
+        until(lambda: source.read == 3)
+        for i in range(1, 6):
+            next(items)
+            assert items.state == {"read": i}
+            assert items.handed_out == i
+        with pytest.raises(StopIteration):
+            next(items)
+        assert items.state == {"read": 5}
+
+    def test_a_run_goes_on_from_it(self):
+        data = batches(np.arange(100), 3)
+        source = iter(data)
+        items = prefetch_to_device(source, size=4, state_fn=lambda: source.step)
+        for _ in range(7):
+            next(items)
+        until(lambda: source.step == 11)
+        assert items.state == 7
+        resumed = prefetch_to_device(data.from_step(items.state))
+        for _ in range(5):
+            np.testing.assert_array_equal(next(resumed), next(items))
+
+    def test_none_without_state_fn(self):
+        items = prefetch_to_device(Source())
+        next(items)
+        assert items.state is None
+
+
+class TestPlacement:
+    @pytest.fixture
+    def mesh(self):
+        return jax.make_mesh((1,), ("data",))
+
+    def test_a_sharding(self, mesh):
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        (item,) = prefetch_to_device([{"x": np.ones((4, 2)), "y": np.ones(4)}], sharding=sharding)
+        assert item["x"].sharding == item["y"].sharding == sharding
+        assert item["x"].committed
+
+    def test_a_tree_of_shardings_that_is_a_prefix(self, mesh):
+        x, y = (NamedSharding(mesh, spec) for spec in (PartitionSpec("data", None), PartitionSpec("data")))
+        items = [{"x": (np.ones((4, 2)), np.ones((4, 3))), "y": np.ones(4)}]
+        (item,) = prefetch_to_device(items, sharding={"x": x, "y": y})
+        assert [a.sharding for a in jax.tree.leaves(item)] == [x, x, y]
+
+    def test_a_spec_means_the_mesh_that_is_set(self, mesh):
+        with jax.set_mesh(mesh):
+            items = prefetch_to_device([np.ones(4)], sharding=PartitionSpec("data"))
+        assert next(items).sharding == NamedSharding(mesh, PartitionSpec("data"))
+        with pytest.raises(ValueError, match=r"sharding: .*'data'.* at 'x' needs a mesh"):
+            prefetch_to_device([np.ones(4)], sharding={"x": PartitionSpec("data")})
+
+    def test_a_device(self):
+        (item,) = prefetch_to_device([np.ones(4)], sharding=jax.devices()[0])
+        assert item.committed
+
+    def test_arrays_that_lie_there_already(self, mesh):
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        x = jax.device_put(np.ones(4), sharding)
+        assert next(prefetch_to_device([x], sharding=sharding)) is x
+
+    def test_a_shape_that_does_not_fit(self, mesh):
+        items = prefetch_to_device([{"x": np.float32(1)}], sharding=NamedSharding(mesh, PartitionSpec("data")))
+        with pytest.raises((ValueError, AssertionError)) as info:  # JAX's own error, whichever it is
+            next(items)
+        assert info.value.__notes__ == ["raised by prefetch_to_device for the item 'x': float32[]"]
+
+    def test_the_callers_settings_hold_in_the_thread(self, x64):
+        (item,) = prefetch_to_device([np.ones(2)])
+        assert item.dtype == jnp.float64
+
+    def test_on_several_devices(self):
+        """A default device of the caller's, and a batch split over a mesh."""
+        program = """
+            import jax, numpy as np
+            from jax.sharding import NamedSharding, PartitionSpec
+            from jstep.data.prefetch import prefetch_to_device
+            with jax.default_device(jax.devices()[1]):
+                items = prefetch_to_device([np.ones(8)])
+            assert next(items).devices() == {jax.devices()[1]}
+            sharding = NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec("data"))
+            (item,) = prefetch_to_device([np.arange(8)], sharding=sharding)
+            assert [s.data.tolist() for s in item.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        """
+        env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60, env=env)
+
+    def test_over_processes_each_gives_its_own_rows(self):
+        with socket.socket() as s:
+            s.bind(("localhost", 0))
+            address = f"localhost:{s.getsockname()[1]}"
+        program = """
+            import sys, jax, numpy as np
+            from jax.sharding import NamedSharding, PartitionSpec
+            from jstep.data import batches
+            from jstep.data.prefetch import prefetch_to_device
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+            mesh = jax.make_mesh((2,), ("data",))
+            sharding = NamedSharding(mesh, PartitionSpec("data"))
+            data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
+            whole = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
+            for step, (x, y) in enumerate(prefetch_to_device(data.from_step(0), sharding=(sharding, sharding))):
+                assert x.shape == y.shape == (8,) and x.sharding == sharding
+                (shard,) = x.addressable_shards
+                assert np.array_equal(shard.data, whole[step][shard.index]), (step, shard)
+                if step == 7:
+                    break
+            total = jax.jit(lambda a: a.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
+            assert int(total) == whole[7].sum()
+        """
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(program), address, str(i)], stderr=subprocess.PIPE, env=env
+            )
+            for i in range(2)
+        ]
+        for process in processes:
+            _, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err.decode()
+
+
+class TestMisuse:
+    @pytest.mark.parametrize("size", [0, -1])
+    def test_size_that_reads_nothing(self, size):
+        with pytest.raises(ValueError, match=f"size={size}: must be at least 1"):
+            prefetch_to_device([], size)
+
+    @pytest.mark.parametrize("size", [2.0, "2", None, True])
+    def test_size_that_is_no_integer(self, size):
+        with pytest.raises(TypeError, match="size="):
+            prefetch_to_device([], size)
+
+    def test_what_cannot_be_iterated(self):
+        with pytest.raises(TypeError, match=r"iterator=3: must be iterable"):
+            prefetch_to_device(3)
+
+    def test_sharding_that_is_none(self):
+        mesh = jax.make_mesh((1,), ("data",))
+        for wrong in (mesh, "data", {"x": 3}):
+            with pytest.raises(TypeError, match=r"no jax.sharding.Sharding; make one"):
+                prefetch_to_device([np.ones(2)], sharding=wrong)
+
+    def test_sharding_of_another_structure(self):
+        sharding = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec("data"))
+        items = prefetch_to_device([{"x": np.ones(2), "y": np.ones(2)}], sharding={"x": sharding})
+        with pytest.raises(ValueError, match="prefix"):
+            next(items)
+
+
+def test_a_grain_iterator_and_its_position():
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.range(100).seed(3).shuffle().batch(4).to_iter_dataset()
+    iterator = iter(source)
+    items = prefetch_to_device(iterator, size=3, state_fn=iterator.get_state)
+    for _ in range(5):
+        next(items)
+    state, want = items.state, [next(items).tolist() for _ in range(3)]
+    items.close()
+    again = iter(source)
+    again.set_state(state)
+    assert [x.tolist() for x in itertools.islice(prefetch_to_device(again), 3)] == want

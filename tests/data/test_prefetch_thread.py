@@ -1,0 +1,144 @@
+"""The thread of prefetch_to_device ends, whatever ends the loop."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+from prefetch_source import LONG, Source, ends_all_threads, threads, until
+
+from jstep.data.prefetch import prefetch_to_device
+
+no_thread_is_left = pytest.fixture(autouse=True)(ends_all_threads)
+
+
+class TestTheThreadEnds:
+    def test_with_the_items(self):
+        list(prefetch_to_device(range(3)))
+        until(lambda: not threads())
+
+    def test_after_a_break(self):
+        for _ in prefetch_to_device(Source(), size=2):
+            break
+        assert not threads()
+
+    def test_after_an_error_in_the_loop(self):
+        def loop():
+            for _ in prefetch_to_device(Source()):
+                raise ValueError("in the loop")
+
+        with pytest.raises(ValueError, match="in the loop"):
+            loop()
+        gc.collect()
+        until(lambda: not threads())
+
+    def test_when_nobody_holds_it(self):
+        items = prefetch_to_device(Source())
+        next(items)
+        del items
+        assert not threads()
+
+    def test_in_a_cycle_of_garbage(self):
+        cycle = [prefetch_to_device(Source())]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        until(lambda: not threads())
+
+    def test_when_a_generator_around_it_is_closed(self):
+        def stream():
+            for item in prefetch_to_device(Source()):
+                yield item + 1
+
+        def delegating():
+            yield from prefetch_to_device(Source())
+
+        for generator in (stream(), delegating()):
+            next(generator)
+            assert threads()
+            generator.close()
+            assert not threads()
+
+    def test_by_close(self):
+        items = prefetch_to_device(Source())
+        next(items)
+        items.close()
+        assert not threads()
+        with pytest.raises(StopIteration):
+            next(items)
+        items.close()
+
+    def test_by_a_with_statement(self):
+        source = Source()
+        with prefetch_to_device(source) as items:
+            next(items)
+        assert not threads()
+        read = source.read
+        next(source)  # it is the caller's again
+        assert source.read == read + 1
+
+    def test_once_a_slow_source_returns(self):
+        source = Source()
+        items = prefetch_to_device(source)
+        next(items)
+        source.gate.clear()
+        items.close()
+        source.gate.set()
+        until(lambda: not threads())
+
+    def test_close_wakes_a_consumer_that_waits(self):
+        source = Source()
+        source.gate.clear()
+        items = prefetch_to_device(source)
+        ended = []
+        consumer = threading.Thread(target=lambda: ended.append(list(items)), daemon=True)
+        consumer.start()
+        items.close()
+        consumer.join(LONG)
+        assert ended == [[]]
+        source.gate.set()
+
+    @pytest.mark.parametrize(
+        "source", ["itertools.count()", "(time.sleep(1000) for _ in [0])", "(jax.numpy.ones(4) for _ in iter(int, 1))"]
+    )
+    def test_with_the_process(self, source):
+        program = f"""
+            import itertools, time
+            import jax
+            from jstep.data.prefetch import prefetch_to_device
+            items = prefetch_to_device({source})
+            if "sleep" not in {source!r}:
+                next(items)
+            raise SystemExit(5)
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (5, "")
+
+    def test_ctrl_c_gets_through(self):
+        program = """
+            import threading, time
+            from jstep.data.prefetch import prefetch_to_device
+            def slow():
+                threading.Event().wait()
+                yield
+            try:
+                items = prefetch_to_device(slow())
+                print("ready", flush=True)
+                next(items)
+            except KeyboardInterrupt:
+                print("interrupted")
+        """
+        with subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        ) as process:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.2)  # most likely into the wait
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60)[0].strip() == "interrupted"

@@ -1,0 +1,114 @@
+"""A QueueRunner's threads run in the contexts of who starts them; arguments that are none are told so."""
+
+import contextvars
+import threading
+
+import jax
+import numpy as np
+import pytest
+from runner_ops import LONG
+
+from jstep.queues import Coordinator, FIFOQueue, QueueRunner, add_queue_runner, start_queue_runners
+
+variable = contextvars.ContextVar("variable", default=0)
+
+
+def settings():
+    return jax.config.jax_default_prng_impl, jax.config.jax_enable_x64, jax.sharding.get_mesh(), variable.get()
+
+
+def once(queue):
+    def op():
+        queue.enqueue(settings())
+        raise StopIteration
+
+    return op
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("collected", [False, True])
+def test_threads_run_in_the_contexts_of_who_starts_them(kind, collected):
+    queue, coord = FIFOQueue(10), Coordinator()
+    runner = QueueRunner(queue, [once(queue)] * 2)
+    token = variable.set(7)
+    try:
+        with (
+            jax.default_prng_impl("rbg"),
+            jax.enable_x64(True),
+            jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(kind,))),
+        ):
+            here = settings()
+            if collected:
+                add_queue_runner(runner, "contexts")
+                threads = start_queue_runners(coord, collection="contexts")
+            else:
+                threads = runner.create_threads(coord, start=True)
+            coord.join(threads)
+    finally:
+        variable.reset(token)
+    assert [queue.dequeue(), queue.dequeue()] == [here] * 2
+    assert settings() != here
+
+
+def test_threads_started_by_hand():
+    queue = FIFOQueue(10)
+    (thread,) = QueueRunner(queue, [once(queue)]).create_threads()
+    with jax.enable_x64(True):
+        thread.start()
+    thread.join(LONG)
+    assert queue.dequeue()[1] is True
+
+
+WRONG = ["no", 1, None, np.ones(2)]
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_bools_are_bools(value):
+    queue = FIFOQueue(1)
+    runner = QueueRunner(queue, [lambda: None])
+    for call in (
+        lambda: queue.close(value),
+        lambda: queue.close(cancel_pending_enqueues=value),
+        lambda: runner.create_threads(daemon=value),
+        lambda: runner.create_threads(start=value),
+        lambda: start_queue_runners(daemon=value),
+        lambda: start_queue_runners(start=value),
+        lambda: Coordinator().join(ignore_live_threads=value),
+    ):
+        with pytest.raises(TypeError, match=r"=.*: must be True or False, got"):
+            call()
+    assert not queue.is_closed()
+    assert not runner.is_running()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: Coordinator(3), "clean_stop_exception_types=3: must be exception types"),
+        (lambda: Coordinator((3,)), r"clean_stop_exception_types=\(3,\): must be exception types"),
+        (lambda: Coordinator("x"), "clean_stop_exception_types='x': must be exception types"),
+        (lambda: Coordinator().join(3), "threads=3: must be a list of threads, got an int"),
+        (lambda: Coordinator().join([3]), r"threads\[0\]=3: must be a threading.Thread"),
+        (lambda: Coordinator().join(threading.current_thread()), "threads=.*must be a list of threads"),
+        (lambda: Coordinator().join(stop_grace_period_secs="x"), "stop_grace_period_secs='x': must be a number"),
+        (lambda: Coordinator().wait_for_stop("x"), "timeout='x': must be a number"),
+        (lambda: Coordinator().register_thread("x"), "thread='x': must be a threading.Thread"),
+        (lambda: Coordinator().call_on_stop(3), "callback=3: must be a function"),
+        (lambda: QueueRunner(FIFOQueue(1), 3), "enqueue_ops=3: must be a list of callables, got an int"),
+        (lambda: QueueRunner(FIFOQueue(1), [3]), r"enqueue_ops\[0\]=3: must be callable"),
+        (lambda: QueueRunner("q", [len]), "queue='q': must be a FIFOQueue"),
+        (lambda: QueueRunner(FIFOQueue(1), [len]).create_threads(3), "coord=3: must be a Coordinator"),
+        (lambda: add_queue_runner(3), "qr=3: must be a QueueRunner"),
+        (lambda: start_queue_runners(collection=3), "collection=3: must be a text"),
+    ],
+)
+def test_errors_speak_of_the_argument(call, match):
+    with pytest.raises(TypeError, match=match):
+        call()
+
+
+def test_numbers_out_of_range():
+    with pytest.raises(ValueError, match="timeout=nan"):
+        Coordinator().wait_for_stop(float("nan"))
+    assert Coordinator().wait_for_stop(-1) is False
+    assert Coordinator().wait_for_stop(np.float32(0)) is False

@@ -1,0 +1,185 @@
+"""dequeue_many: all or none, stacked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from queue_calls import Call, asleep, both, fifo, never_polls, shuffle
+
+from jstep.queues.errors import OutOfRangeError
+
+no_polling = pytest.fixture(autouse=True)(never_polls)
+
+
+class TestDequeueMany:
+    def test_stacks_leaf_by_leaf(self):
+        queue = fifo()
+        for i in range(4):
+            queue.enqueue({"x": np.full((2, 3), i, np.float32), "y": (i, f"name {i}"), "none": None})
+        batch = queue.dequeue_many(3)
+        assert batch["x"].shape == (3, 2, 3)
+        assert batch["x"].dtype == np.float32
+        np.testing.assert_array_equal(batch["x"][:, 0, 0], [0, 1, 2])
+        np.testing.assert_array_equal(batch["y"][0], [0, 1, 2])
+        assert batch["y"][1].tolist() == ["name 0", "name 1", "name 2"]
+        assert batch["none"] is None
+        assert queue.size() == 1
+
+    def test_a_bare_array_is_a_tree_too(self):
+        queue = fifo()
+        queue.enqueue(np.arange(2))
+        queue.enqueue(np.arange(2))
+        np.testing.assert_array_equal(queue.dequeue_many(2), [[0, 1], [0, 1]])
+
+    def test_texts_of_several_lengths(self):
+        queue = fifo()
+        for text in ("a", "bcd"):
+            queue.enqueue(np.array([text]))
+        assert queue.dequeue_many(2).tolist() == [["a"], ["bcd"]]
+
+    def test_jax_arrays_stay_on_the_device(self):
+        queue = fifo()
+        for i in range(3):
+            queue.enqueue(jnp.full(2, i))
+        batch = queue.dequeue_many(3)
+        assert isinstance(batch, jax.Array)
+        np.testing.assert_array_equal(batch, [[0, 0], [1, 1], [2, 2]])
+
+    def test_bfloat16_is_kept(self):
+        queue = fifo()
+        for _ in range(2):
+            queue.enqueue(np.ones(2, jnp.bfloat16))
+        assert queue.dequeue_many(2).dtype == jnp.bfloat16
+
+    @both
+    def test_waits_until_all_are_there(self, make):
+        queue = make()
+        call = Call(queue.dequeue_many, 3)
+        asleep(queue, batches=1)
+        queue.enqueue(0)
+        queue.enqueue(1)
+        asleep(queue, batches=1)
+        queue.enqueue(2)
+        assert sorted(call.wait().tolist()) == [0, 1, 2]
+
+    @both
+    def test_takes_more_than_the_capacity(self, make):
+        queue = make(2)
+        producer = Call(lambda: [queue.enqueue(i) for i in range(13)])
+        assert sorted([*queue.dequeue_many(11).tolist(), queue.dequeue(), queue.dequeue()]) == list(range(13))
+        producer.wait()
+
+    def test_holds_no_more_than_it_needs_above_the_capacity(self):
+        queue = fifo(2)
+        producers = [Call(queue.enqueue, i) for i in range(8)]
+        asleep(queue, enqueues=6)
+        batch = Call(queue.dequeue_many, 5)
+        assert sorted(batch.wait().tolist() + queue.dequeue_many(3).tolist()) == list(range(8))
+        for call in producers:
+            call.wait()
+        for i in range(2):
+            queue.enqueue(i)
+        call = Call(queue.enqueue, 2)
+        asleep(queue, enqueues=1)  # the capacity is what it was
+        queue.dequeue()
+        call.wait()
+
+    def test_min_after_dequeue_counts_besides(self):
+        queue = shuffle(6, 3)
+        for i in range(6):
+            queue.enqueue(i)
+        call = Call(queue.dequeue_many, 4)
+        asleep(queue, batches=1)
+        queue.enqueue(6)  # above the capacity, for the batch
+        call.wait()
+        assert queue.size() == 3
+
+    def test_consecutive_elements_though_others_wait(self):
+        queue = fifo()
+        first = Call(queue.dequeue_many, 3)
+        asleep(queue, batches=1)
+        others = [Call(queue.dequeue), Call(queue.dequeue)]
+        asleep(queue, dequeues=2, batches=1)
+        second = Call(queue.dequeue_many, 2)
+        asleep(queue, dequeues=3, batches=1)
+        for i in range(7):
+            queue.enqueue(i)
+        assert first.wait().tolist() == [0, 1, 2]
+        a, b = second.wait().tolist()
+        assert b == a + 1
+        assert sorted([a, b, *(call.wait() for call in others)]) == [3, 4, 5, 6]
+
+    def test_a_smaller_one_does_not_overtake(self):
+        queue = fifo()
+        for i in range(3):
+            queue.enqueue(i)
+        first = Call(queue.dequeue_many, 5)
+        asleep(queue, batches=1)
+        second = Call(queue.dequeue_many, 2)
+        asleep(queue, dequeues=1, batches=1)
+        for i in range(3, 7):
+            queue.enqueue(i)
+        assert first.wait().tolist() == [0, 1, 2, 3, 4]
+        assert second.wait().tolist() == [5, 6]
+
+    @both
+    def test_too_few_in_a_closed_queue_stay_there(self, make):
+        queue = make()
+        for i in range(3):
+            queue.enqueue(i)
+        queue.close()
+        with pytest.raises(OutOfRangeError, match=r"requested 4, current size 3"):
+            queue.dequeue_many(4)
+        assert sorted(queue.dequeue_many(queue.size()).tolist()) == [0, 1, 2]
+
+    @both
+    def test_closing_ends_the_wait(self, make):
+        queue = make()
+        queue.enqueue(0)
+        call = Call(queue.dequeue_many, 2)
+        asleep(queue, batches=1)
+        other = Call(queue.dequeue)
+        asleep(queue, dequeues=1, batches=1)
+        queue.close()
+        with pytest.raises(OutOfRangeError, match="requested 2, current size"):
+            call.wait()
+        assert other.wait() == 0
+
+    @pytest.mark.parametrize(
+        ("second", "message"),
+        [
+            ({"x": np.zeros(4, np.float32)}, r"shapes differ at 'x': \([34],\) in element 0, \([34],\) in element 1"),
+            ({"x": np.zeros(3, np.float64)}, r"dtypes differ at 'x': float\d\d in element 0, float\d\d in element 1"),
+            ({"y": np.zeros(3, np.float32)}, "element 1 has the structure"),
+            ({"x": None}, "element 1 has the structure"),
+            ({"x": "text"}, "shapes differ at 'x'"),
+        ],
+    )
+    @both
+    def test_elements_that_differ_are_refused_and_stay(self, make, second, message):
+        queue = make()
+        queue.enqueue({"x": np.zeros(3, np.float32)})
+        queue.enqueue(second)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"dequeue_many\(n=2\): {message}"):
+                queue.dequeue_many(2)
+        assert queue.size() == 2
+
+    def test_what_is_refused_wakes_those_that_wait(self):
+        queue = fifo()
+        batch = Call(queue.dequeue_many, 2)
+        asleep(queue, batches=1)
+        others = [Call(queue.dequeue), Call(queue.dequeue)]
+        asleep(queue, dequeues=2, batches=1)
+        queue.enqueue(1)
+        queue.enqueue("one")
+        with pytest.raises(ValueError, match="dtypes differ"):
+            batch.wait()
+        assert [{call.wait() for call in others}] == [{1, "one"}]
+
+    def test_whole_and_fractional_numbers_are_not_mixed(self):
+        queue = fifo()
+        queue.enqueue(1)
+        queue.enqueue(2.5)
+        with pytest.raises(ValueError, match="dtypes differ at the tree itself"):
+            queue.dequeue_many(2)

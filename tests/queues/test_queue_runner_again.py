@@ -1,0 +1,131 @@
+"""A QueueRunner started again, collections of them, wrong arguments."""
+
+import pytest
+from runner_ops import counting, drained, ended, ends_all_threads
+
+from jstep.queues import FIFOQueue, QueueRunner, add_queue_runner, start_queue_runners
+from jstep.queues.coordinator import Coordinator
+
+no_thread_is_left = pytest.fixture(autouse=True)(ends_all_threads)
+
+
+class TestAgain:
+    def test_not_while_threads_are_running(self):
+        queue = FIFOQueue(2)
+        coord = Coordinator()
+        runner = QueueRunner(queue, [counting(queue)])
+        threads = runner.create_threads(coord, start=True)
+        with pytest.raises(RuntimeError, match=rf"have not ended yet: {threads[0].name}"):
+            runner.create_threads(coord)
+        coord.request_stop()
+        coord.join(threads)
+        assert len(runner.create_threads(coord, start=True)) == 1
+        coord.clear_stop()
+
+    def test_not_while_threads_have_not_been_started(self):
+        runner = QueueRunner(FIFOQueue(2), [print])
+        runner.create_threads()
+        with pytest.raises(RuntimeError, match="were never started"):
+            runner.create_threads()
+
+    def test_after_they_have_ended_with_the_exceptions_forgotten(self):
+        def broken():
+            raise ValueError("broken")
+
+        runner = QueueRunner(FIFOQueue(2), [broken])
+        for _ in range(2):
+            assert ended(runner.create_threads(start=True))
+            assert len(runner.exceptions_raised) == 1
+
+
+class TestCollections:
+    def test_start_queue_runners(self, request):
+        name = request.node.name
+        queues = [FIFOQueue(3), FIFOQueue(3)]
+        for queue in queues:
+            add_queue_runner(QueueRunner(queue, [counting(queue)] * 2), collection=name)
+        coord = Coordinator()
+        threads = start_queue_runners(coord, collection=name)
+        assert len(threads) == 4
+        assert all(t.daemon for t in threads)
+        for queue in queues:
+            queue.dequeue_many(5)
+        coord.request_stop()
+        coord.join(threads)
+        assert all(queue.is_closed() for queue in queues)
+
+    def test_collections_are_separate_and_one_is_the_default(self, request):
+        mine, theirs = FIFOQueue(3), FIFOQueue(3)
+        add_queue_runner(QueueRunner(mine, [counting(mine, 1)]))
+        add_queue_runner(QueueRunner(theirs, [counting(theirs, 1)]), collection=request.node.name)
+        assert ended(start_queue_runners())
+        assert drained(mine) == [0]
+        assert theirs.size() == 0
+
+    def test_running_ones_are_left_alone_and_closed_ones_leave(self, request, caplog):
+        name = request.node.name
+        queue = FIFOQueue(3)
+        runner = QueueRunner(queue, [counting(queue)])
+        add_queue_runner(runner, name)
+        add_queue_runner(runner, name)
+        coord = Coordinator()
+        threads = start_queue_runners(coord, collection=name)
+        assert len(threads) == 1
+        assert start_queue_runners(coord, collection=name) == []
+        assert not caplog.records
+        coord.request_stop()
+        coord.join(threads)
+        assert start_queue_runners(coord, collection=name) == []
+        assert name in caplog.text
+
+    def test_made_and_not_started(self, request):
+        queue = FIFOQueue(3)
+        add_queue_runner(QueueRunner(queue, [counting(queue, 3)]), request.node.name)
+        (thread,) = start_queue_runners(start=False, daemon=False, collection=request.node.name)
+        assert not thread.daemon
+        thread.start()
+        assert drained(queue) == [0, 1, 2]
+
+    def test_misuse(self):
+        with pytest.raises(TypeError, match=r"qr=<FIFOQueue.*must be a QueueRunner"):
+            add_queue_runner(FIFOQueue(1))
+        runner = QueueRunner(FIFOQueue(1), [print])
+        with pytest.raises(TypeError, match="collection=3"):
+            add_queue_runner(runner, 3)
+        with pytest.raises(TypeError, match="collection=None"):
+            start_queue_runners(collection=None)
+
+
+class TestMisuse:
+    def test_queue(self):
+        with pytest.raises(TypeError, match="queue=None: must be a FIFOQueue or a RandomShuffleQueue"):
+            QueueRunner(None, [print])
+
+    def test_enqueue_ops(self):
+        queue = FIFOQueue(1)
+        with pytest.raises(ValueError, match=r"enqueue_ops=\[\]"):
+            QueueRunner(queue, [])
+        with pytest.raises(TypeError, match="must be a list of callables"):
+            QueueRunner(queue, print)
+        with pytest.raises(TypeError, match=r"enqueue_ops\[1\]=None: must be callable"):
+            QueueRunner(queue, [print, queue.enqueue(1)])
+
+    def test_coord(self):
+        with pytest.raises(TypeError, match="coord=True: must be a Coordinator"):
+            QueueRunner(FIFOQueue(1), [print]).create_threads(True)
+
+
+def test_names_and_repr():
+    queue = FIFOQueue(1)
+
+    def read_lines():
+        raise StopIteration
+
+    runner = QueueRunner(queue, [read_lines, counting(queue, 1)])
+    threads = runner.create_threads()
+    assert [t.name for t in threads] == [
+        "QueueRunnerThread-FIFOQueue-0-read_lines",
+        "QueueRunnerThread-FIFOQueue-1-<lambda>",
+    ]
+    assert runner.queue is queue
+    assert repr(runner) == "<QueueRunner of <FIFOQueue 0 of 1>, 2 ops, 0 threads alive>"

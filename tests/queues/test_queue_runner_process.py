@@ -1,0 +1,67 @@
+"""QueueRunners and the end of the process."""
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from runner_ops import counting, drained, ended
+
+from jstep.queues import FIFOQueue, QueueRunner
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_no_thread_keeps_the_process_alive(daemon):
+    """The main thread ends, by an error too, while producers wait for room and others for elements."""
+    program = f"""
+        import itertools
+        from jstep.queues.coordinator import Coordinator
+        from jstep.queues.queue_runner import QueueRunner
+        from jstep.queues import FIFOQueue
+        numbers = itertools.count()
+        def start(coord):
+            full, empty, out = FIFOQueue(2), FIFOQueue(2), FIFOQueue(2)
+            feed = [lambda: full.enqueue(next(numbers))] * 2
+            QueueRunner(full, feed).create_threads(coord, daemon={daemon}, start=True)
+            relay = [lambda: out.enqueue(empty.dequeue())]
+            QueueRunner(out, relay).create_threads(coord, daemon={daemon}, start=True)
+            return full.dequeue()
+        print(start(Coordinator()) < start(None), flush=True)
+        raise SystemExit(5)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (5, "True\n", "")
+
+
+def test_threads_of_others_wait_on_when_the_main_thread_has_ended():
+    """Only what a QueueRunner started gives up: a program may live in threads of its own."""
+    program = """
+        import threading, time
+        from jstep.queues import FIFOQueue
+        queue = FIFOQueue(1)
+        def consume():
+            print(queue.dequeue(), queue.dequeue(), flush=True)
+        def produce():
+            threading.main_thread().join()
+            time.sleep(0.6)
+            queue.enqueue("late")
+            queue.enqueue("later")
+        for target in (consume, produce):
+            threading.Thread(target=target).start()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "late later\n", "")
+
+
+def test_a_worker_that_waits_looks_after_the_main_thread_and_goes_on():
+    """The poll for the end of the process loses no wake-up."""
+    queue = FIFOQueue(1)
+    threads = QueueRunner(queue, [counting(queue, 3)] * 2).create_threads(start=True)
+    time.sleep(0.6)  # several polls
+    assert sorted(drained(queue)) == [0, 1, 2]
+    assert ended(threads)
