@@ -287,6 +287,13 @@ def test_type_checkers_are_told_of_each_name() -> None:
     assert ast.literal_eval(names) == jstep.__all__
 
 
+def test_the_packages_docstring_is_its_map() -> None:
+    words = re.findall(r"\w+", jstep.__doc__ or "")
+    lacking = [name for name in jstep.__all__ if name not in words]
+    assert not lacking, f"help(jstep) shows what there is: add {lacking} to its docstring, where they belong"
+    assert len((jstep.__doc__ or "").splitlines()) < 90
+
+
 def test_names_that_are_not_there() -> None:
     with pytest.raises(AttributeError, match="no attribute 'typing'"):
         jstep.typing
