@@ -1,0 +1,279 @@
+"""`train`: what hooks answer, what they remember, and who they are."""
+
+import functools
+import gc
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import DATA, STEP, Calls, by_hand, make_state, same, train
+
+import jstep
+
+# Functions
+
+
+def test_a_function_becomes_a_hook():
+    seen = []
+    train(10, hooks=[jstep.every(4, lambda step, state, metrics: seen.append((step, float(metrics["loss"]) > 0)))])
+    assert [step for step, _ in seen] == [4, 8]
+
+
+@pytest.mark.parametrize("hook", [lambda step, state, metrics: None, print, functools.partial(print)])
+def test_a_bare_function_is_told_how(hook):
+    with pytest.raises(TypeError, match=r"hooks\[0\]=.*has none of begin, .*becomes a hook by jstep.every\(100, "):
+        train(3, hooks=[hook])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((0, print), ValueError, "n=0: must be at least 1"),
+        ((1.5, print), TypeError, "n=1.5: must be an integer"),
+        ((print, 100), TypeError, "n=<built-in function print>: must be an integer"),
+        ((100, 3), TypeError, r"fn=3: must be a function \(step, state, metrics\)"),
+    ],
+)
+def test_every_refuses(arguments, error, words):
+    with pytest.raises(error, match=words):
+        jstep.every(*arguments)
+
+
+# Answers
+
+
+def scaled(state, factor):
+    return state.replace(params=jax.tree.map(lambda p: p * factor, state.params))
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_a_state_that_a_hook_returns_is_gone_on_with(steps_per_call, tmp_path):
+    seen = []
+
+    def halve(step, state, metrics):
+        return scaled(state, 0.5)
+
+    def look(step, state, metrics):
+        seen.append(state)
+
+    hooks = [jstep.every(4, halve), jstep.every(4, halve), jstep.every(4, look)]
+    state = train(6, hooks=hooks, steps_per_call=steps_per_call, checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    expected = by_hand(6, state=scaled(by_hand(4), 0.25))
+    np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=1e-5)
+    kept = jstep.Saver(tmp_path).restore(make_state(), step=4)  # the checkpoint holds the changed state
+    np.testing.assert_allclose(kept.params["w"], 0.25 * by_hand(4).params["w"], rtol=1e-5)
+    assert len(seen) == 1
+
+
+def test_a_state_given_back_costs_no_compilation(compilations):
+    def change(step, state, metrics):
+        slots = {**state.slots, "m": {"w": np.zeros(2, np.float32)}}
+        return state.replace(params={"w": jnp.asarray([0.5, 0.5])}, slots=slots)
+
+    train(3)
+    train(6, hooks=[jstep.every(2, change)])
+    state = make_state()
+    with compilations() as seen:
+        train(6, hooks=[jstep.every(2, change)], state=state)
+    assert seen == []
+
+
+def test_one_array_in_two_places_is_made_two():
+    """The averages as parameters: the next step donates both."""
+
+    def change(step, state, metrics):
+        return state.replace(params=state.slots["ExponentialMovingAverage"])
+
+    state = train(4, hooks=[jstep.every(2, change)])
+    assert jstep.global_step(state) == 4
+
+
+def give(answer):
+    return jstep.every(2, lambda step, state, metrics: answer(state))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (lambda state: "yes", TypeError, r"after_step returned a str: must be None, True"),
+        (lambda state: 1, TypeError, "after_step returned an int"),
+        (lambda state: jnp.bool_(True), TypeError, r"returned an array of bool .*make a bool of it"),
+        (lambda state: (state, {}), TypeError, "returned a tuple"),
+        (jstep.increment_global_step, ValueError, "returned a state at step 3: must be at step 2"),
+        (lambda s: s.replace(params={"v": s.params["w"]}), ValueError, "without 'params/w'.*; with 'params/v'"),
+        (lambda s: s.replace(params={"w": jnp.ones(3)}), ValueError, r"'params/w' is float32 of shape \(3,\)"),
+        (lambda s: s.replace(params={"w": np.ones(2, np.int32)}), ValueError, "'params/w' is int32"),
+        (lambda s: s.replace(params={"w": 3.0}), ValueError, "'params/w' is a float: must be float32"),
+        (lambda s: STEP(s, DATA[0])[0], ValueError, "at step 3: must be at step 2"),
+    ],
+)
+def test_a_wrong_answer_is_named(answer, error, words):
+    with pytest.raises(error, match=words):
+        train(6, hooks=[give(answer)])
+
+
+def test_numpy_truth_and_all_are_called():
+    first, second = Calls(), Calls()
+    state = train(9, hooks=[first, give(lambda state: np.bool_(True)), second, give(lambda state: False)])
+    assert jstep.global_step(state) == 2
+    assert first.steps() == second.steps() == [1, 2]
+
+
+def test_end_may_return_a_state(tmp_path):
+    class End(jstep.Hook):
+        def end(self, step, state):
+            return scaled(state, 0.5)
+
+    state = train(4, hooks=[End(), End()], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    np.testing.assert_allclose(state.params["w"], 0.25 * by_hand(4).params["w"], rtol=1e-6)
+    assert same(jstep.Saver(tmp_path).restore(make_state()), state)
+
+
+# Memory
+
+
+class Remembers(jstep.Hook):
+    def __init__(self, value=0, stop_at=None):
+        self.value, self.stop_at, self.events = value, stop_at, []
+
+    def begin(self, state):
+        self.events.append("begin")
+        self.value = 0
+
+    def after_step(self, step, state, metrics):
+        self.value += 1
+
+    def get_state(self):
+        return {"value": self.value}
+
+    def set_state(self, kept):
+        self.events.append("set_state")
+        self.value = kept["value"]
+        return self.value == self.stop_at
+
+
+class Other(Remembers):
+    """Of another class."""
+
+
+def test_hooks_find_what_they_remember_by_class_and_order(tmp_path):
+    first, other, second = Remembers(), Other(), Remembers()
+    train(4, hooks=[first, jstep.every(3, lambda *args: None), other, second], checkpoint_dir=tmp_path)
+    kept = jstep.Saver(tmp_path).extra()["hooks"]
+    assert kept == {"Remembers": {"value": 4}, "Other": {"value": 4}, "Remembers#1": {"value": 4}}
+    new_other, new_first, new_second = Other(), Remembers(), Remembers()
+    train(6, hooks=[new_other, new_first, new_second], checkpoint_dir=tmp_path)  # in another order of classes
+    assert (new_first.value, new_other.value, new_second.value) == (6, 6, 6)
+    assert new_first.events == ["begin", "set_state"]
+    assert Remembers().events == []
+
+
+def test_a_fresh_run_sets_nothing(tmp_path):
+    hook = Remembers()
+    train(2, hooks=[hook], checkpoint_dir=tmp_path)
+    assert hook.events == ["begin"]
+
+
+def test_a_true_result_of_set_state_is_no_step(tmp_path):
+    train(4, hooks=[Remembers()], checkpoint_dir=tmp_path)
+    calls = Calls()
+    state = train(9, hooks=[Remembers(stop_at=4), calls], checkpoint_dir=tmp_path)
+    assert jstep.global_step(state) == 4
+    assert calls.steps() == []
+    assert calls.steps("end") == [4]
+
+
+def test_a_state_whose_hook_is_gone_is_a_line(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    train(4, hooks=[Remembers()], checkpoint_dir=tmp_path)
+    state = train(6, checkpoint_dir=tmp_path)
+    assert jstep.global_step(state) == 6
+    assert "the state of Remembers, which is not among them any more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "value", [{1, 2}, np.float32(1), jnp.ones(2), {3: 4}, {"a": [object()]}, float("nan"), b"x"], ids=repr
+)
+def test_what_is_not_json_names_the_hook_at_the_first_save(value, tmp_path):
+    class Wrong(Remembers):
+        def get_state(self):
+            return value
+
+    with pytest.raises(TypeError, match=r"Wrong.get_state\(\) returned is not JSON") as caught:
+        train(9, hooks=[Wrong()], checkpoint_dir=tmp_path, save_checkpoint_steps=3)
+    assert jstep.global_step(caught.value.state) == 3
+
+
+def test_what_is_remembered_at_the_end_is_in_the_last_checkpoint(tmp_path):
+    class Late(Remembers):
+        def end(self, step, state):
+            self.value = 100
+
+    train(4, hooks=[Late()], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    assert jstep.Saver(tmp_path).extra()["hooks"] == {Late.__qualname__: {"value": 100}}
+
+
+# A Saver of one's own, a decorated step
+
+
+def test_a_saver_of_ones_own(tmp_path):
+    with jstep.Saver(tmp_path, prefix="mine", max_to_keep=2) as saver:
+        train(6, checkpoint_dir=saver, save_checkpoint_steps=1)
+        assert saver.all_steps() == [5, 6]
+        state = train(8, checkpoint_dir=saver)  # it is not closed
+        saver.save(jax.tree.map(jnp.copy, by_hand(9)))
+        assert saver.latest_step() == 9
+    assert same(state, by_hand(8))
+    with pytest.raises(ValueError, match="checkpoint_prefix='other': checkpoint_dir is a Saver, whose own prefix"):
+        train(9, checkpoint_dir=saver, checkpoint_prefix="other")
+
+
+def test_a_decorated_step_is_another_step():
+    """functools.wraps copies what hangs on a function."""
+
+    def plain(state, batch):
+        return state.replace(params={"w": state.params["w"] + 1}, global_step=state.global_step + 1), {}
+
+    train(4, step=plain, steps_per_call=2)
+
+    @functools.wraps(plain)
+    def decorated(state, batch):
+        state, metrics = plain(state, batch)
+        return scaled(state, 2.0), metrics
+
+    assert train(4, step=decorated, steps_per_call=2).params["w"].tolist() == [46, 46]
+    assert train(4, step=plain, steps_per_call=2).params["w"].tolist() == [5, 5]
+
+
+def test_a_run_leaves_no_state_behind():
+    """What a run holds of its state is gone with it."""
+    import weakref
+
+    state = train(5, hooks=[jstep.every(2, lambda step, state, metrics: scaled(state, 0.5))])
+    seen = weakref.ref(state)
+    del state
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_no_transfer_guard_is_in_the_way(steps_per_call, tmp_path):
+    pytest.importorskip("tensorboard")
+    hooks = [
+        jstep.NanLossHook(2),
+        jstep.EvaluationHook(jstep.evaluator(lambda params, x: {"w": x @ params["w"]}, [DATA[0]["x"]]), 2),
+        jstep.MetricsHook(lambda step, values: None, 2, mean=True),
+        jstep.LoggingHook(2),
+        jstep.SummarySaverHook(save_steps=2, histograms="params/*"),
+        jstep.StopAtStepHook(last_step=6),
+    ]
+    state, target = make_state(), make_state()
+    with jax.transfer_guard("disallow"):
+        state = train(
+            8, state=state, hooks=hooks, checkpoint_dir=tmp_path / "c", logdir=tmp_path / "l", steps_per_call=steps_per_call,
+            progress=None,
+        )  # fmt: skip
+        state = train(9, state=target, checkpoint_dir=tmp_path / "c")
+    np.testing.assert_allclose(state.params["w"], by_hand(9).params["w"], rtol=1e-5)
