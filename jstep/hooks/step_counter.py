@@ -54,6 +54,7 @@ class StepCounterHook(CadencedHook):
         self._writer, self._clock = check_writer(summary_writer), clock
         self._takes_writer = summary_writer is None
         self._since: tuple[int, float] | None = None
+        self._compiled = 0
         self._held: deque[tuple[int, list[Any]]] = deque()
         self._rows: int | None = None
         self.steps_per_sec: float | None = None
@@ -82,14 +83,16 @@ class StepCounterHook(CadencedHook):
 
     def after_first_call(self, step: int) -> None:
         """The first interval begins here: what had to be compiled is compiled."""
-        self._since = (step, self._clock())
+        self._since, self._compiled = (step, self._clock()), step
         self._every.start()
 
     def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
         """As `after_first_call`, where the loop can say more: the first call's steps may not even have begun."""
         self._rows = rows
         finished = all(marker.is_ready() for marker in _markers(metrics))
-        self.after_first_call(steps[-1] if finished else steps[0] - 1)
+        self.after_first_call(steps[-1])
+        if not finished:
+            self._since = (steps[0] - 1, self._clock())
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """When due, notes the step and looks how far the device is."""
@@ -116,13 +119,16 @@ class StepCounterHook(CadencedHook):
         if self._since is None or not finished or finished[-1] <= self._since[0]:
             return
         (first, then), now = self._since, self._clock()
+        if finished[-1] <= self._compiled:
+            self._since = (finished[-1], now)  # of a call that was compiled there is no figure
+            return
         self.steps_per_sec = (finished[-1] - first) / max(now - then, 1e-9)
         self._since = (finished[-1], now)
         if self._writer is not None:
             from jstep.hooks.summaries import scalar
 
             for step in finished:
-                if step > first:
+                if step > max(first, self._compiled):
                     self._writer.add_summary(scalar(TAG, self.steps_per_sec), step)
 
 

@@ -34,8 +34,7 @@ def is_number(value: Any, ndim: int = 0) -> bool:
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         if value.ndim != ndim:
             return False
-        kind = value.dtype.kind
-        if kind in "biuf":
+        if getattr(value.dtype, "kind", "") in ("b", "i", "u", "f"):  # a key has a dtype without one
             return True
         return bool(jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
     return ndim == 0 and isinstance(value, int | float)

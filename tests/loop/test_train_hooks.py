@@ -272,8 +272,8 @@ def test_no_transfer_guard_is_in_the_way(steps_per_call, tmp_path):
     state, target = make_state(), make_state()
     with jax.transfer_guard("disallow"):
         state = train(
-            8, state=state, hooks=hooks, checkpoint_dir=tmp_path / "c", logdir=tmp_path / "l", steps_per_call=steps_per_call,
-            progress=None,
+            8, state=state, hooks=hooks, checkpoint_dir=tmp_path / "c", logdir=tmp_path / "l",
+            steps_per_call=steps_per_call, progress=None,
         )  # fmt: skip
         state = train(9, state=target, checkpoint_dir=tmp_path / "c")
     np.testing.assert_allclose(state.params["w"], by_hand(9).params["w"], rtol=1e-5)

@@ -1,0 +1,25 @@
+"""A small run for tests of hooks: its loss at step N is N, to be told apart."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import jstep
+
+OPTIMIZER = jstep.gradient_descent(0.5)
+
+
+def loss_fn(params, x):
+    return x[0] + jnp.sum(params["w"]) * 0.0, {"batch": x[0].astype(jnp.int32), "vector": x, "half": x[0] > 2}
+
+
+STEP = jstep.minimize(loss_fn, OPTIMIZER, has_aux=True)
+
+
+def batches(step):
+    return np.full(3, step + 1, np.float32)
+
+
+def train(last_step, hooks, start=0, **kwargs):
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER, global_step=start)
+    kwargs.setdefault("progress", False)
+    return jstep.train(STEP, state, kwargs.pop("batches", batches), last_step, hooks=hooks, **kwargs)

@@ -1,0 +1,170 @@
+"""When the stock hooks are due, and what they refuse."""
+
+import math
+
+import numpy as np
+import pytest
+from stock import Clock, Saves, Writer, state_at
+
+import jstep
+from jstep.hooks.hook import NEVER
+
+CADENCED = {
+    "counter": lambda steps: jstep.StepCounterHook(steps),
+    "logging": lambda steps: jstep.LoggingHook(steps),
+    "summary": lambda steps: jstep.SummarySaverHook(Writer(), steps),
+    "evaluation": lambda steps: jstep.EvaluationHook(lambda state: {}, steps),
+    "checkpoint": lambda steps: jstep.CheckpointSaverHook("unused", save_steps=steps),
+}
+
+
+@pytest.mark.parametrize("name", CADENCED)
+@pytest.mark.parametrize(("steps", "start"), [(10, 0), (10, 5), (10, 10), (1, 0), (1, 7), (7, 2**31)])
+def test_due_at_the_multiples_wherever_the_run_begins(name, steps, start):
+    hook = CADENCED[name](steps)
+    dues, step = [], start
+    for _ in range(3):
+        step = hook.next_due(step)
+        dues.append(step)
+    first = (start // steps + 1) * steps
+    assert dues == [first, first + steps, first + 2 * steps]
+    assert first > start
+    assert [hook.next_due(start) for _ in range(3)] == [first] * 3  # pure
+    assert hook.next_multiple(start) == first
+
+
+SECONDS = {
+    "counter": lambda clock: jstep.StepCounterHook(every_n_secs=5, clock=clock),
+    "logging": lambda clock: jstep.LoggingHook(every_n_secs=5, clock=clock),
+    "summary": lambda clock: jstep.SummarySaverHook(Writer(), save_secs=5, clock=clock),
+    "evaluation": lambda clock: jstep.EvaluationHook(lambda state: {}, every_n_secs=5, clock=clock),
+    "checkpoint": lambda clock: jstep.CheckpointSaverHook("unused", save_secs=5, clock=clock),
+}
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_seconds_count_from_the_begin_and_then_from_the_last_time(name):
+    clock = Clock()
+    hook = SECONDS[name](clock)
+    hook.begin(state_at())
+    assert hook.next_due(3) is None  # asked after every call
+    assert hook.next_multiple(3) == NEVER
+    dues = []
+    for step in range(1, 20):
+        clock.now += 1
+        if hook._every.due(step):
+            dues.append(step)
+            hook._every.done()
+    assert dues == [5, 10, 15]
+
+
+def test_seconds_or_steps_whichever_comes_first(tmp_path):
+    clock = Clock()
+    saves = Saves(tmp_path, save_secs=5, save_steps=4, clock=clock)
+    saves.hook.begin(state_at())
+    for step in range(1, 14):
+        clock.now += 1 if step < 6 else 5
+        saves.hook.after_step(step, state_at(step), {})
+    assert saves.steps() == [4, *range(6, 14)]
+    assert saves.hook.next_multiple(5) == 8  # a call of several steps ends there
+    assert saves.hook.next_due(5) is None
+
+
+BAD = [
+    (lambda: jstep.StepCounterHook(0), ValueError, "every_n_steps=0: must be at least 1"),
+    (lambda: jstep.StepCounterHook(2.5), TypeError, "every_n_steps=2.5: must be an integer"),
+    (lambda: jstep.StepCounterHook(True), TypeError, "every_n_steps=True: must be an integer"),
+    (lambda: jstep.StepCounterHook(None), ValueError, "every_n_steps=None and every_n_secs=None: say how often"),
+    (lambda: jstep.LoggingHook(None), ValueError, "say how often"),
+    (lambda: jstep.LoggingHook(every_n_secs=-1), ValueError, "every_n_secs=-1: must be > 0"),
+    (lambda: jstep.LoggingHook(every_n_secs=math.nan), ValueError, "every_n_secs=nan: must be > 0"),
+    (lambda: jstep.LoggingHook(every_n_secs=math.inf), ValueError, "every_n_secs=inf: must be > 0 and finite"),
+    (lambda: jstep.LoggingHook(every_n_secs="5"), TypeError, "every_n_secs='5': must be a number of seconds"),
+    (lambda: jstep.SummarySaverHook("logs"), TypeError, "summary_writer='logs': must have a method add_summary"),
+    (lambda: jstep.SummarySaverHook(Writer(), -3), ValueError, "save_steps=-3: must be at least 1"),
+    (lambda: jstep.CheckpointSaverHook("d", save_steps=0), ValueError, "save_steps=0: must be at least 1"),
+    (lambda: jstep.CheckpointSaverHook("d", 0), ValueError, "save_secs=0: must be > 0"),
+    (lambda: jstep.CheckpointSaverHook(7), TypeError, "directory"),
+    (lambda: jstep.StopAtStepHook(), ValueError, "num_steps=None, last_step=None: give exactly one"),
+    (lambda: jstep.StopAtStepHook(1, 2), ValueError, "num_steps=1, last_step=2: give exactly one"),
+    (lambda: jstep.StopAtStepHook(0), ValueError, "num_steps=0: must be at least 1"),
+    (lambda: jstep.NanLossHook(0), ValueError, "every_n_steps=0: must be at least 1"),
+    (
+        lambda: jstep.ProfilerHook("d", 5, 5),
+        ValueError,
+        "start_step=5, stop_step=5: must be 0 ≤ start_step < stop_step",
+    ),
+    (lambda: jstep.ProfilerHook("d", 1.0, 5), TypeError, "start_step=1.0: must be an integer"),
+    (lambda: jstep.EvaluationHook(3, 1), TypeError, "evaluate=3: must be a function of the state"),
+    (lambda: jstep.EvaluationHook(lambda state: {}), ValueError, "every_n_steps=None and every_n_secs=None"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), BAD)
+def test_bad_arguments_are_named(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+def test_numpy_integers_will_do():
+    assert jstep.LoggingHook(np.int64(10)).next_due(3) == 10
+    assert jstep.StopAtStepHook(last_step=np.int32(5)).next_due(0) == 5
+
+
+def test_the_base_class_does_nothing():
+    hook = jstep.Hook()
+    assert hook.begin(state_at()) is None
+    assert hook.after_step(1, state_at(1), {}) is None
+    assert hook.next_due(3) is None
+    assert hook.next_multiple(3) is None
+    hook.after_first_call(1)
+    hook.after_call(range(1, 3), {})
+    assert hook.before_save(1) is None
+    hook.end(1, state_at(1))
+    hook.close()
+
+
+BOTH = {
+    "counter": lambda clock, steps: jstep.StepCounterHook(steps, 5, clock=clock),
+    "logging": lambda clock, steps: jstep.LoggingHook(steps, 5, clock=clock),
+    "summary": lambda clock, steps: jstep.SummarySaverHook(Writer(), steps, 5, clock=clock),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("steps", [100, 7])
+def test_steps_that_are_said_count_though_seconds_are_given_too(name, steps):
+    """100 is what they are where nothing is said; said, they are as good as any other number."""
+    hook = BOTH[name](Clock(), steps)
+    hook.begin(state_at())
+    assert hook.next_multiple(3) == steps
+    assert hook._every.due(steps)
+
+
+MORE_BAD = [
+    (lambda: jstep.CheckpointSaverHook("d", before_save=print), TypeError, "before_save: must be a tuple of functions"),
+    (lambda: jstep.CheckpointSaverHook("d", before_save=(3,)), TypeError, "before_save[0]=3: must be a function"),
+    (lambda: jstep.CheckpointSaverHook("d", extra=3), TypeError, "extra=3: must be a function () -> values or None"),
+    (lambda: jstep.EvaluationHook(print, 1, summary_writer=3), TypeError, "summary_writer=3: must have a method"),
+    (lambda: jstep.StepCounterHook(1, summary_writer=3), TypeError, "summary_writer=3: must have a method"),
+    (lambda: jstep.SummarySaverHook(Writer), TypeError, "must have a method add_summary"),
+    (lambda: jstep.SummarySaverHook(Writer(), histograms=3), TypeError, "histograms=3: must be globs of paths"),
+    (lambda: jstep.SummarySaverHook(Writer(), histograms=["a", 3]), TypeError, "must be globs of paths"),
+    (lambda: jstep.SummarySaverHook(Writer(), leave_out=3), TypeError, "leave_out=3: must be a function"),
+    (lambda: jstep.LoggingHook(leave_out="loss"), TypeError, "leave_out='loss': must be a function"),
+    (lambda: jstep.LoggingHook(counter=3), TypeError, "counter=3: must be a StepCounterHook"),
+    (lambda: jstep.LoggingHook(level="loud"), ValueError, "level='loud': must be a level of logging"),
+    (lambda: jstep.LoggingHook(clock=3), TypeError, "clock=3: must be a function"),
+    (lambda: jstep.NanLossHook(None), TypeError, "every_n_steps=None: must be an integer"),
+    (lambda: jstep.NanLossHook(10, "no"), TypeError, "fail_on_nan_loss='no': must be True or False"),
+    (lambda: jstep.ProfilerHook(3, 1, 2), TypeError, "logdir=3: must be a string or a path"),
+    (lambda: jstep.EvaluationHook(print, 1, prefix=3), TypeError, "prefix=3: must be a text"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), MORE_BAD)
+def test_what_would_fail_hours_later_fails_when_made(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)

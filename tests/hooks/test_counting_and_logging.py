@@ -1,0 +1,215 @@
+"""Steps per second, log lines, the progress bar."""
+
+import logging
+
+import jax.numpy as jnp
+import pytest
+from stock import Clock, Writer, lines, state_at
+
+import jstep
+
+# StepCounterHook
+
+
+def test_the_rate_leaves_the_first_step_out():
+    clock, writer = Clock(), Writer()
+    hook = jstep.StepCounterHook(10, summary_writer=writer, clock=clock)
+    hook.begin(state_at())
+    clock.now += 60  # compilation
+    hook.after_first_call(1)
+    clock.now += 9
+    hook.after_step(10, state_at(10), {})
+    assert hook.steps_per_sec == pytest.approx(1.0)
+    clock.now += 5
+    hook.after_step(20, state_at(20), {})
+    assert hook.steps_per_sec == pytest.approx(2.0)
+    assert writer.points == [(10, ("global_step/sec",)), (20, ("global_step/sec",))]
+
+
+def test_a_first_call_that_ends_where_it_is_due_gives_no_rate():
+    hook = jstep.StepCounterHook(10, clock=Clock())
+    hook.begin(state_at())
+    hook.after_first_call(10)
+    hook.after_step(10, state_at(10), {})
+    assert hook.steps_per_sec is None
+
+
+def test_without_a_loop_the_first_due_step_begins_the_interval():
+    clock = Clock()
+    hook = jstep.StepCounterHook(10, clock=clock)
+    hook.begin(state_at())
+    for step in (10, 20):
+        clock.now += 2
+        hook.after_step(step, state_at(step), {})
+    assert hook.steps_per_sec == pytest.approx(5.0)
+
+
+def test_a_second_run_forgets_the_first():
+    clock = Clock()
+    hook = jstep.StepCounterHook(10, clock=clock)
+    for start in (0, 100):
+        hook.begin(state_at(start))
+        assert hook.steps_per_sec is None
+        hook.after_first_call(start + 1)
+        clock.now += 1
+        hook.after_step(start + 10, state_at(), {})
+        assert hook.steps_per_sec == pytest.approx(9.0)
+        clock.now += 500
+
+
+def test_a_state_without_a_step():
+    with pytest.raises(RuntimeError) as caught:
+        jstep.StepCounterHook().begin(state_at().replace(global_step=None))
+    assert str(caught.value) == "Global step should be created to use StepCounterHook."
+
+
+# LoggingHook
+
+
+class Late:
+    """A value the device is still computing."""
+
+    def __init__(self, value):
+        self.value, self.ready, self.read = value, False, 0
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Arrays that are ready when told, and say whether they were read."""
+    from jstep.hooks import deferred, logging_hook
+
+    monkeypatch.setattr(logging_hook, "scalars", lambda metrics, leave_out: metrics)
+    monkeypatch.setattr(deferred, "start_transfer", lambda values: None)
+    monkeypatch.setattr(deferred, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(deferred, "read", lambda values: values)
+    monkeypatch.setattr(
+        logging_hook, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
+    )
+    return Late
+
+
+def test_a_line_comes_when_its_values_are_there(late, caplog):
+    caplog.set_level(logging.INFO)
+    hook, values = jstep.LoggingHook(10), [late(i) for i in range(4)]
+    hook.begin(state_at())
+    hook.after_step(10, state_at(), {"loss": values[0]})
+    hook.after_step(20, state_at(), {"loss": values[1]})
+    assert lines(caplog) == []  # two intervals behind, and still it does not wait
+    values[0].ready = values[2].ready = True
+    hook.after_step(30, state_at(), {"loss": values[2]})
+    assert lines(caplog) == ["step 10  loss 0"]  # in order
+    values[1].ready = values[3].ready = True
+    hook.after_step(35, state_at(), {"loss": values[3]})
+    assert lines(caplog) == ["step 10  loss 0"]  # not due
+    hook.end(40, state_at())
+    assert lines(caplog) == ["step 10  loss 0", "step 20  loss 1", "step 30  loss 2"]
+
+
+def test_a_line(caplog):
+    caplog.set_level(logging.DEBUG, logger="jstep")
+    counter = jstep.StepCounterHook(10)
+    hook = jstep.LoggingHook(10, counter=counter, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG)
+    hook.begin(state_at())
+    counter.steps_per_sec = 812.34
+    metrics = {
+        "accuracy": jnp.float32(0.5),
+        "beta1": jnp.float32(0.9),
+        "learning_rate": jnp.float32(1e-3),
+        "loss": jnp.bfloat16(0.125),
+        "tokens": jnp.int32(1234567),
+        "vector": jnp.ones(3),
+        "nothing": None,
+        "host": 2,
+    }
+    hook.after_step(10, state_at(), metrics)
+    hook.end(10, state_at())
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert (
+        record.getMessage()
+        == "step 10  loss 0.125  learning_rate 0.001  accuracy 0.5  host 2  tokens 1234567  (812.3 steps/s)"
+    )
+
+
+# ProgressHook
+
+
+class Terminal:
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_shows_step_loss_rate_and_time_left():
+    pytest.importorskip("tqdm")
+    clock, file = Clock(), Terminal()
+    hook = jstep.ProgressHook(40, every_n_secs=1, file=file, clock=clock)
+    hook.begin(state_at(10))
+    for step in range(11, 31):
+        clock.now += 0.1
+        hook.after_step(step, state_at(step), {"loss": jnp.float32(1 / step), "learning_rate": 1.0})
+    hook.end(30, state_at(30))
+    hook.close()
+    hook.close()
+    last = file.text.split("\r")[-1]
+    assert "30/40" in last
+    assert "75%" in last
+    assert "loss 0.03" in last
+    assert "learning_rate" not in file.text
+    assert file.text.endswith("\n")
+
+
+def test_progress_without_tqdm(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
+    with pytest.raises(ImportError, match=r"pip install 'jstep\[progress\]'"):
+        jstep.ProgressHook(1)
+
+
+# log_every_n
+
+
+def test_log_every_n_counts_by_line(caplog):
+    caplog.set_level(logging.INFO)
+    for i in range(7):
+        jstep.log_every_n(logging.INFO, "here %d", 3, i)
+        jstep.log_every_n("warning", "there %d", 5, i)
+    assert lines(caplog) == ["here 0", "there 0", "here 3", "there 5", "here 6"]
+    assert {record.filename for record in caplog.records} == {"test_counting_and_logging.py"}
+    assert [record.levelno for record in caplog.records][:2] == [logging.INFO, logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("level", "n", "error", "words"),
+    [
+        ("info", 0, ValueError, "n=0"),
+        ("info", 1.5, TypeError, "n=1.5"),
+        ("info", True, TypeError, "n=True"),
+        ("loud", 1, ValueError, "level='loud': must be a level of logging"),
+    ],
+)
+def test_log_every_n_refuses(level, n, error, words):
+    with pytest.raises(error, match=words):
+        jstep.log_every_n(level, "message", n)
+
+
+def test_log_every_n_formats_only_what_it_logs(caplog):
+    caplog.set_level(logging.INFO)
+
+    read = set()
+
+    class Value:
+        def __init__(self, number):
+            self.number = number
+
+        def __str__(self):
+            read.add(self.number)
+            return "value"
+
+    for i in range(10):
+        jstep.log_every_n(logging.INFO, "%s", 5, Value(i))
+    assert read == {0, 5}

@@ -1,0 +1,218 @@
+"""`MetricsHook`, and means over intervals: every number arrives, and nobody waits for it."""
+
+import csv
+import json
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hooked_runs import batches, train
+
+import jstep
+
+
+def rows_of(last_step, every_n_steps, mean=False, **kwargs):
+    rows = []
+    hook = jstep.MetricsHook(lambda step, values: rows.append((step, values)), every_n_steps, mean)
+    train(last_step, [hook], **kwargs)
+    return rows
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3, 100])
+@pytest.mark.parametrize("start", [0, 5])
+def test_floats_at_the_multiples_and_at_the_last_step(steps_per_call, start):
+    rows = rows_of(14, 4, steps_per_call=steps_per_call, start=start)
+    steps = [n for n in (4, 8, 12, 14) if n > start]
+    assert rows == [(n, {"loss": n, "learning_rate": 0.5, "batch": n, "half": n > 2}) for n in steps]
+    assert all(type(value) is float for _, values in rows for value in values.values())
+    assert all(type(step) is int for step, _ in rows)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3, 100])
+def test_means_over_the_interval_the_last_partial_one_too(steps_per_call):
+    rows = rows_of(14, 4, True, steps_per_call=steps_per_call)
+    assert [(step, values["loss"]) for step, values in rows] == [(4, 2.5), (8, 6.5), (12, 10.5), (14, 13.5)]
+    assert rows[0][1]["half"] == 0.5
+    assert rows[0][1]["learning_rate"] == 0.5
+    assert "vector" not in rows[0][1]
+
+
+def test_means_after_a_restart_within_an_interval():
+    assert [(step, values["loss"]) for step, values in rows_of(10, 4, True, start=6)] == [(8, 7.5), (10, 9.5)]
+
+
+class Late:
+    """A value that the device is still computing; reading it before would be to wait."""
+
+    def __init__(self):
+        self.ready = False
+
+
+def test_it_never_waits(monkeypatch):
+    from jstep.hooks import deferred, metrics_hook
+
+    monkeypatch.setattr(metrics_hook, "scalars", lambda metrics: metrics)
+    monkeypatch.setattr(deferred, "start_transfer", lambda values: None)
+    monkeypatch.setattr(deferred, "is_ready", lambda values: values["loss"].ready)
+    monkeypatch.setattr(deferred, "read", lambda values: {"loss": 1.0})
+    rows, values = [], [Late() for _ in range(5)]
+    hook = jstep.MetricsHook(lambda step, values: rows.append(step), 10)
+    hook.begin(None)
+    for i in range(3):
+        hook.after_step(10 * (i + 1), None, {"loss": values[i]})
+    assert rows == []
+    values[1].ready = True
+    hook.after_step(40, None, {"loss": values[3]})
+    assert rows == []  # in order
+    values[0].ready = True
+    hook.after_step(50, None, {"loss": values[4]})
+    assert rows == [10, 20]
+    hook.after_last(55, {"loss": Late()})
+    assert rows == [10, 20, 30, 40, 50, 55]
+
+
+def test_what_belongs_to_steps_before_a_checkpoint_is_written_before_it(tmp_path):
+    rows = []
+
+    class Look(jstep.Hook):
+        def before_save(self, step):
+            saved.append((step, list(rows)))
+
+    saved = []
+    hook = jstep.MetricsHook(lambda step, values: rows.append(step), 2)
+    train(9, [hook, Look()], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
+    assert saved == [(5, [2, 4]), (9, [2, 4, 6, 8, 9])]
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_all_is_written_where_an_error_ends_the_run(mean):
+    rows = []
+
+    def broken(step):
+        if step == 7:
+            raise OSError("no shard")
+        return batches(step)
+
+    with pytest.raises(OSError, match="no shard"):
+        train(20, [jstep.MetricsHook(lambda *row: rows.append(row), 5, mean)], batches=broken)
+    assert [(step, values["loss"]) for step, values in rows] == ([(5, 3.0), (7, 6.5)] if mean else [(5, 5.0), (7, 7.0)])
+
+
+def test_what_write_raises_stops_the_run_with_the_step_named():
+    def write(step, values):
+        if step >= 10:
+            raise OSError("no network")
+
+    with pytest.raises(OSError, match="no network") as caught:
+        train(100, [jstep.MetricsHook(write, 5)])
+    assert "given the metrics of step 10" in "\n".join(caught.value.__notes__)
+    assert jstep.global_step(caught.value.state) < 100
+
+
+def test_one_hook_may_serve_several_runs():
+    rows = []
+    hook = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), 4, True)
+    for _ in range(2):
+        train(6, [hook])
+    assert rows == [(4, 2.5), (6, 5.5)] * 2
+
+
+def test_the_recipes_of_the_docstring(tmp_path):
+    with open(tmp_path / "m.csv", "w", newline="") as table, open(tmp_path / "m.jsonl", "w") as lines:
+        writer = csv.writer(table)
+        to_json = jstep.MetricsHook(lambda step, v: print(json.dumps({"step": step, **v}), file=lines, flush=True), 2)
+        train(4, [jstep.MetricsHook(lambda step, v: writer.writerow([step, v["loss"]]), 2), to_json])
+    assert (tmp_path / "m.csv").read_text().split() == ["2,2.0", "4,4.0"]
+    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [2, 4]
+
+
+def test_wandb(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(project="jstep", dir=str(tmp_path)) as run:
+        train(4, [jstep.MetricsHook(lambda step, values: run.log(values, step=step), 2)])
+        assert run.summary["loss"] == 4.0
+
+
+def test_mlflow(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    with mlflow.start_run() as run:
+        train(4, [jstep.MetricsHook(lambda step, values: mlflow.log_metrics(values, step=step), 2)])
+    history = mlflow.tracking.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(2, 2.0), (4, 4.0)]
+
+
+BAD = [
+    (lambda: jstep.MetricsHook(3), TypeError, "write=3: must be a function (step, values)"),
+    (lambda: jstep.MetricsHook(print, 0), ValueError, "every_n_steps=0: must be at least 1"),
+    (lambda: jstep.MetricsHook(print, None), TypeError, "every_n_steps=None: must be an integer"),
+    (lambda: jstep.MetricsHook(print, 10, "no"), TypeError, "mean='no': must be True or False"),
+    (lambda: jstep.LoggingHook(mean=1), TypeError, "mean=1: must be True or False"),
+    (lambda: jstep.SummarySaverHook(mean="no"), TypeError, "mean='no': must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), BAD)
+def test_bad_arguments(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+# Means in lines and summaries
+
+
+class Writer:
+    def __init__(self):
+        self.points = []
+
+    def add_summary(self, summary, global_step=None):
+        for part in summary.parts:
+            self.points.append((global_step, part.tags[0], float(np.asarray(part.values).reshape(-1)[0])))
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_means_in_summaries(steps_per_call):
+    writer = Writer()
+    train(8, [jstep.SummarySaverHook(writer, 4, mean=True)], steps_per_call=steps_per_call)
+    assert [point for point in writer.points if point[1] == "loss"] == [(4, "loss", 2.5), (8, "loss", 6.5)]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_means_in_lines_and_the_last_step_always(steps_per_call, caplog):
+    caplog.set_level(logging.INFO)
+    train(10, [jstep.LoggingHook(4, mean=True)], steps_per_call=steps_per_call)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split("  ")[:2] for line in lines] == [
+        ["step 4", "loss 2.5"], ["step 8", "loss 6.5"], ["step 10", "loss 9.5"],
+    ]  # fmt: skip
+
+
+def test_the_last_step_is_logged_however_the_run_ends(caplog):
+    caplog.set_level(logging.INFO)
+
+    def broken(step):
+        if step == 7:
+            raise OSError("no shard")
+        return batches(step)
+
+    with pytest.raises(OSError, match="no shard"):
+        train(20, [jstep.LoggingHook(5)], batches=broken)
+    train(20, [jstep.LoggingHook(5), jstep.StopAtStepHook(last_step=6)])
+    train(3, [jstep.LoggingHook(5)])
+    lines = [record.getMessage().split("  ")[0] for record in caplog.records]
+    assert lines == ["step 5", "step 7", "step 5", "step 6", "step 3"]
+
+
+def test_what_is_no_real_number_is_no_metric():
+    from jstep.hooks.values import is_number, scalars
+
+    found = scalars({"a": jnp.float32(1), "key": jax.random.key(0), "z": jnp.complex64(1j), "b": True})
+    assert list(found) == ["a", "b"]
+    assert is_number(np.bool_(True))
+    assert is_number(math.pi)

@@ -1,0 +1,126 @@
+"""Checkpoints, summaries and evaluations on the way."""
+
+import logging
+
+import jax.numpy as jnp
+import pytest
+from stock import Saves, Writer, lines, state_at
+
+import jstep
+
+# CheckpointSaverHook
+
+
+def test_it_saves_the_last_step_once(tmp_path):
+    saves = Saves(tmp_path, save_steps=5)
+    saves.hook.begin(state_at())
+    for step in range(1, 6):
+        saves.hook.after_step(step, state_at(step), {})
+    before = (tmp_path / "model-5").stat().st_mtime_ns
+    saves.hook.end(5, state_at(5))
+    assert saves.steps() == [5]
+    assert (tmp_path / "model-5").stat().st_mtime_ns == before
+    saves.hook.begin(state_at(7))
+    saves.hook.end(7, state_at(7))
+    assert saves.steps() == [5, 7]
+
+
+def test_what_was_restored_is_not_saved_again(tmp_path):
+    saves = Saves(tmp_path)
+    saves.hook.begin(state_at(3))
+    saves.hook.is_saved(3)
+    saves.hook.end(3, state_at(3))
+    assert saves.steps() == []
+
+
+def test_extra_and_checks(tmp_path):
+    asked = []
+    saves = Saves(
+        tmp_path,
+        save_steps=1,
+        extra=lambda: {"position": 7},
+        before_save=(lambda step: step == 2, lambda step: asked.append(step)),
+    )
+    saves.hook.begin(state_at())
+    for step in (1, 2, 3):
+        saves.hook.after_step(step, state_at(step), {})
+    assert saves.steps() == [1, 3]
+    assert asked == [1, 2, 3]
+    assert saves.saver.extra(3) == {"position": 7}
+
+
+def test_a_state_at_another_step_is_not_saved(tmp_path):
+    saves = Saves(tmp_path, save_steps=1)
+    saves.hook.begin(state_at())
+    with pytest.raises(
+        ValueError, match=r"global_step is 1 after the update that makes step 2: .* must advance it by one"
+    ):
+        saves.hook.after_step(2, state_at(1), {})
+    assert saves.steps() == []
+
+
+def test_a_directory_will_do_for_several_runs(tmp_path):
+    hook = jstep.CheckpointSaverHook(tmp_path / "new", save_steps=2)
+    for start in (0, 2):
+        hook.begin(state_at(start))
+        hook.after_step(start + 2, state_at(start + 2), {})
+        hook.end(start + 2, state_at(start + 2))
+        hook.close()
+        hook.close()
+    assert jstep.Saver(tmp_path / "new").all_steps() == [2, 4]
+
+
+# SummarySaverHook
+
+
+def test_summaries_of_metrics_and_of_the_state():
+    writer = Writer()
+    hook = jstep.SummarySaverHook(writer, 2, histograms=["params/*", "slots/momentum/*"], leave_out=lambda: {"beta"})
+    hook.begin(state_at())
+    made = jstep.summary.scalar("made/in/the/step", 1.0, collections=())
+    metrics = {"loss": jnp.float32(1), "beta": jnp.float32(0.9), "summary": made, "vector": jnp.ones(2)}
+    for step in range(1, 5):
+        hook.after_step(step, state_at(), metrics)
+    tags = ("loss", "made/in/the/step"), ("params/w", "slots/momentum/w")
+    assert writer.points == [(2, tags[0]), (2, tags[1]), (4, tags[0]), (4, tags[1])]
+
+
+def test_histograms_of_nothing():
+    hook = jstep.SummarySaverHook(Writer(), 1, histograms="params/v")
+    hook.begin(state_at())
+    with pytest.raises(ValueError, match=r"histograms: 'params/v' matches nothing.*params/w"):
+        hook.after_step(1, state_at(), {})
+
+
+def test_no_metrics_no_summary():
+    writer = Writer()
+    jstep.SummarySaverHook(writer, 1).after_step(1, state_at(), {})
+    assert writer.points == []
+
+
+# EvaluationHook
+
+
+def test_evaluation(caplog):
+    caplog.set_level(logging.INFO)
+    writer = Writer()
+    hook = jstep.EvaluationHook(
+        lambda state: {"w": state.params["w"].sum()}, 10, summary_writer=writer, prefix="validation"
+    )
+    hook.begin(state_at())
+    for step in (5, 10, 15):
+        hook.after_step(step, state_at(step, step), {})
+    assert list(hook.results) == [10]
+    hook.end(10, state_at(10, 10.0))
+    assert list(hook.results) == [10]
+    hook.end(15, state_at(15, 15.0))
+    assert {step: float(values["w"]) for step, values in hook.results.items()} == {10: 30, 15: 45}
+    assert writer.points == [(10, ("validation/w",)), (15, ("validation/w",))]
+    assert lines(caplog) == ["step 10  validation/w 30", "step 15  validation/w 45"]
+
+
+def test_evaluation_of_no_mapping():
+    hook = jstep.EvaluationHook(lambda state: 0.5, 1)
+    hook.begin(state_at())
+    with pytest.raises(TypeError, match="evaluate returned float; it must return a mapping"):
+        hook.after_step(1, state_at(), {})

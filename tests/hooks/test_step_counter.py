@@ -1,0 +1,122 @@
+"""`StepCounterHook`: steps that the device has finished, not those that the loop has handed out."""
+
+import logging
+
+import jax.numpy as jnp
+import pytest
+from hooked_runs import train
+from stock import Clock, state_at
+
+import jstep
+from jstep.hooks import step_counter
+
+
+class Marker:
+    """What a step leaves on the device: there when the device has finished it."""
+
+    def __init__(self):
+        self.ready = False
+
+    def is_ready(self):
+        return self.ready
+
+    def block_until_ready(self):
+        self.ready = True
+        return self
+
+
+class Points:
+    def __init__(self):
+        self.points = []
+
+    def add_summary(self, summary, global_step=None):
+        self.points.append((global_step, float(summary.parts[0].values)))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(step_counter, "_markers", lambda metrics: [metrics["loss"]] if "loss" in metrics else [])
+    clock, writer = Clock(), Points()
+    hook = jstep.StepCounterHook(10, summary_writer=writer, clock=clock)
+    hook.begin(state_at())
+    return hook, clock, writer
+
+
+def test_the_loop_may_be_far_ahead(counted):
+    """Handed out in a moment, finished at one step a second: the figure is 1, not 1e4 and then nothing."""
+    hook, clock, writer = counted
+    markers = {step: Marker() for step in range(10, 60, 10)}
+    markers[1] = Marker()
+    markers[1].ready = True
+    hook.started(range(1, 2), {"loss": markers[1]}, 4)
+    for step in (10, 20):  # the loop runs ahead
+        clock.now += 0.001
+        hook.after_step(step, None, {"loss": markers[step]})
+    assert hook.steps_per_sec is None
+    clock.now += 9 - 0.002
+    markers[10].ready = True
+    hook.after_step(30, None, {"loss": markers[30]})
+    assert hook.steps_per_sec == pytest.approx(1.0)
+    assert hook.examples_per_sec == pytest.approx(4.0)
+    clock.now += 20
+    markers[20].ready = markers[30].ready = True
+    hook.after_step(40, None, {"loss": markers[40]})
+    assert hook.steps_per_sec == pytest.approx(1.0)
+    clock.now += 10
+    hook.after_last(41, {})
+    assert [step for step, _ in writer.points] == [10, 20, 30, 40]
+    assert [rate for _, rate in writer.points] == pytest.approx([1.0] * 4)
+
+
+def test_a_first_call_that_the_device_has_not_begun_counts(counted):
+    hook, clock, _writer = counted
+    hook.started(range(1, 11), {"loss": Marker()}, None)
+    markers = [Marker(), Marker()]
+    hook.after_step(10, None, {"loss": markers[0]})
+    clock.now += 20
+    markers[0].ready = markers[1].ready = True
+    hook.after_step(20, None, {"loss": markers[1]})
+    assert hook.steps_per_sec == pytest.approx(1.0)  # 20 steps in 20 s, and not 10
+    assert hook.examples_per_sec is None
+
+
+def test_every_due_step_has_a_point_however_quick_the_run_is():
+    for steps_per_call in (1, 4, 100):
+        writer = Points()
+        train(20, [jstep.StepCounterHook(5, summary_writer=writer)], steps_per_call=steps_per_call)
+        # None of a first call that is compiled and ends where it is due.
+        assert [step for step, _ in writer.points] == [5, 10, 15, 20][steps_per_call == 100 :]
+        assert all(rate > 0 for _, rate in writer.points)
+
+
+def test_one_among_the_hooks_takes_the_place_of_the_stock_one(tmp_path, caplog):
+    """It writes to train's logdir, and the lines show its figure."""
+    pytest.importorskip("tensorboard")
+    caplog.set_level(logging.INFO)
+    hook = jstep.StepCounterHook(4)
+    for run in ("a", "b"):  # and serves a second run
+        train(10, [hook], logdir=tmp_path / run, log_steps=2, progress=None)
+        points = []
+        for path in (tmp_path / run).iterdir():
+            for event in jstep.summary.summary_iterator(path):
+                points += [event.step for value in event.summary.value if value.tag == "global_step/sec"]
+        assert points == [4, 8]
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(line.endswith(f"{hook.steps_per_sec:.4g} steps/s)") for line in lines)
+    assert any("examples/s, " in line for line in lines)
+
+
+def test_examples_of_batches_of_many_shapes():
+    def rate(batches, **kwargs):
+        hook = jstep.StepCounterHook(2)
+        optimizer = jstep.gradient_descent(0.1)
+        state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        step = jstep.minimize(lambda params, *args: params["w"] ** 2, optimizer)
+        jstep.train(step, state, lambda n: batches, 8, hooks=[hook], progress=False, **kwargs)
+        return hook.examples_per_sec, hook.steps_per_sec
+
+    for steps_per_call in (1, 2):
+        examples, steps = rate((jnp.ones((6, 2)), jnp.ones(6)), steps_per_call=steps_per_call)
+        assert examples == pytest.approx(6 * steps)
+        assert rate((jnp.ones((6, 2)), jnp.ones(5)), steps_per_call=steps_per_call)[0] is None
+        assert rate(jnp.float32(1), steps_per_call=steps_per_call)[0] is None
