@@ -4,10 +4,13 @@ import dataclasses
 import json
 import os
 import re
+import threading
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from jstep.core.checks import shown
+from jstep.stores import Growing, Objects, is_url, opened, split
 
 NAME = "fingerprints.jsonl"
 _HEX = re.compile("[0-9a-f]{16}")
@@ -51,12 +54,12 @@ class Log:
 
 
 def read(path: str) -> Log:
-    """Reads a log; the later of two lines of a step counts.
+    """Reads a log, a file or an object; the later of two lines of a step counts.
 
     Raises:
         OSError: It cannot be read.
     """
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return parsed(file.read())
 
 
@@ -90,13 +93,29 @@ def _entry(raw: bytes) -> Entry | None:
     return Entry(step, state, leaves)
 
 
-class Appender:
-    """Appends to a log; its torn last line, if any, is cut off first.
+class Appender(Protocol):
+    """Adds lines to a log."""
+
+    def append(self, entry: Entry) -> None:
+        """Adds a line."""
+
+    def flush(self, *, to_disk: bool) -> None:
+        """Hands the lines on: to the system, or, where asked, to where a crash does not reach them."""
+
+    def close(self) -> None:
+        """Ends it; raises where lines would be lost."""
+
+
+def appender(path: str) -> Appender:
+    """What adds to a log; its torn last line, if any, is cut off first.
 
     Raises:
         OSError: It cannot be made or written.
     """
+    return _ObjectAppender(path) if is_url(path) else _FileAppender(path)
 
+
+class _FileAppender:
     def __init__(self, path: str) -> None:
         folder = os.path.dirname(path)
         if folder:
@@ -124,6 +143,42 @@ class Appender:
         if not self._file.closed:
             self.flush(to_disk=True)
             self._file.close()
+
+
+class _ObjectAppender:
+    """One object, kept in memory and written anew in the background every so many seconds."""
+
+    def __init__(self, path: str) -> None:
+        above, name = split(path)
+        objects = Objects(above)
+        with objects.within(38):
+            data = objects.read(name).data or b""
+            whole = data[: parsed(data).whole]
+            header = whole if not whole or whole.endswith(b"\n") else whole + b"\n"
+            self._growing = Growing(objects, lambda: name, header, segmented=False)
+        self._thread: threading.Thread | None = None
+
+    def append(self, entry: Entry) -> None:
+        """As `Appender.append`."""
+        self._growing.write(entry.line().encode())
+
+    def flush(self, *, to_disk: bool) -> None:
+        """As `Appender.flush`: the step never waits for an upload, a checkpoint does."""
+        if to_disk:
+            self._wait()
+            self._growing.upload()
+        elif self._growing.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._growing.upload, name="jstep-fingerprints", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """As `Appender.close`."""
+        self._wait()
+        self._growing.close()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
 
 def _ends_line(path: str) -> bool:

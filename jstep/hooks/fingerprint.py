@@ -16,6 +16,7 @@ from jstep.fingerprints.fingerprint import named_leaves, stacked
 from jstep.hooks.hook import Hook, Metrics
 from jstep.hooks.values import LeaveOut
 from jstep.state import TrainState
+from jstep.stores import join, location
 
 _logger = logging.getLogger("jstep")
 
@@ -94,7 +95,7 @@ class FingerprintHook(Hook):
         self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
         if path is not None and not isinstance(path, str | os.PathLike):
             raise TypeError(f"path={shown(path)}: must be the path of a log, got {type(path).__name__}")
-        self._given = None if path is None else os.fspath(path)
+        self._given = None if path is None else location(path, "path")
         self._per_leaf = as_bool(per_leaf, "per_leaf")
         self._raises = one_of(on_divergence, "on_divergence", ("log", "raise")) == "raise"
         self._logdir: str | None = None
@@ -116,13 +117,13 @@ class FingerprintHook(Hook):
         """
         if self._given is None and self._logdir is None:
             raise ValueError("FingerprintHook has nowhere to write: give it a path, or give train a logdir")
-        self._path = self._given or os.path.join(self._logdir or "", _log.NAME)
+        self._path = self._given or join(self._logdir or "", _log.NAME)
         self._pending.clear()
         self._before = {}
         named_leaves(state)  # what cannot be named is said now, not in an hour
         if jax.process_index() == 0:
             self._before = _entries_of(self._path)
-            self._file = _log.Appender(self._path)
+            self._file = _log.appender(self._path)
         if self._raises and not agreement.is_alone():
             self._before = _told_to_all(self._before)
 
@@ -215,9 +216,10 @@ class FingerprintHook(Hook):
 
 
 def _entries_of(path: str) -> dict[int, _log.Entry]:
-    if not os.path.exists(path):
+    try:
+        found = _log.read(path)
+    except FileNotFoundError:
         return {}
-    found = _log.read(path)
     for problem in found.damaged:
         _logger.warning("%s: %s; it is passed over", path, problem)
     return dict(found.entries)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 
@@ -21,10 +22,12 @@ _logger = logging.getLogger("jstep")
 class Growing:
     """What is written, as one object or a row of them. A failed upload loses nothing: the next one has it all.
 
+    One thread may write while another one uploads.
+
     Args:
         objects: Where.
         next_key: Gives the key of the first object, and of each one after it.
-        header: What each object begins with.
+        header: What each object begins with; the first is written at once, so that what cannot be is said at once.
         secs: Seconds between two uploads.
         segmented: Whether the next object begins past `SEGMENT` bytes; one object however large where not.
 
@@ -46,11 +49,11 @@ class Growing:
         self._full: list[tuple[str, bytes]] = []
         self._key, self._data = next_key(), bytearray(header)
         self._changed, self._failing = True, False
+        self._lock = threading.Lock()
         self._last = -math.inf
         self.path = objects.at(self._key)
         """The URL of the first object."""
-        if header:
-            self._put()
+        self._put()
 
     def write(self, data: bytes) -> None:
         """Adds bytes that stay together; does not upload.
@@ -58,6 +61,10 @@ class Growing:
         Raises:
             StoreError: Uploads have failed for so long that memory would not hold it.
         """
+        with self._lock:
+            self._add(data)
+
+    def _add(self, data: bytes) -> None:
         if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MOST:
             raise StoreError(f"{self.path}: {MOST} bytes wait in memory, since uploads fail")
         self._data += data
@@ -99,6 +106,11 @@ class Growing:
         while self._full:
             self._objects.write(*self._full[0])
             del self._full[0]
-        if self._changed:
-            self._objects.write(self._key, bytes(self._data))
-            self._changed = False
+        with self._lock:
+            key, data, changed, self._changed = self._key, bytes(self._data), self._changed, False
+        try:
+            if changed:
+                self._objects.write(key, data)
+        except BaseException:
+            self._changed = True
+            raise

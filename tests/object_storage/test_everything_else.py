@@ -1,0 +1,102 @@
+"""Whatever takes a directory takes a URL: fingerprints, the best checkpoints, the whole of a run."""
+
+import json
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.fingerprints import log
+from jstep.stores import Objects, objects
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
+
+
+optimizer = jstep.momentum(0.1, 0.9)
+train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x) ** 2), optimizer)
+data = np.arange(24, dtype=np.float32).reshape(8, 3)
+
+
+def run(url, last_step, seed=0, **options):
+    state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+    places = {"checkpoint_dir": url, "logdir": f"{url}/logs", "save_checkpoint_steps": 5, "progress": False}
+    return jstep.train(train_step, state, jstep.batches(data, 2, seed=seed), last_step, **places | options)
+
+
+def steps(store, key="run/logs/fingerprints.jsonl"):
+    return [json.loads(line)["step"] for line in store.data(key).splitlines()]
+
+
+def test_fingerprints(store, caplog):
+    run(store.run, 5, hooks=[jstep.FingerprintHook(1)])
+    assert steps(store) == [1, 2, 3, 4, 5]
+    run(store.run, 8, hooks=[jstep.FingerprintHook(1)])
+    assert steps(store) == [1, 2, 3, 4, 5, 6, 7, 8]
+    for step in (5, 8):
+        jstep.Saver(store.run)
+        with store.lock:
+            for key in store.keys(f"run/model-{step}/"):
+                if step == 8:
+                    del store.objects["bkt"][key]
+    with caplog.at_level(logging.WARNING, "jstep"):
+        run(store.run, 8, hooks=[jstep.FingerprintHook(1)])
+        assert not [record for record in caplog.records if "made again" in record.message]
+        with store.lock:
+            for key in store.keys("run/model-8/"):
+                del store.objects["bkt"][key]
+        run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(1)])
+    assert [record for record in caplog.records if "made again" in record.message]
+    assert sorted(log.read(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_log_that_was_torn_is_mended(store):
+    path = f"{store.run}/own.jsonl"
+    run(store.run, 3, hooks=[jstep.FingerprintHook(1, path)])
+    whole = store.data("run/own.jsonl")
+    Objects(store.run).write("own.jsonl", whole + b'{"step": 4, "sta')
+    run(store.run, 5, hooks=[jstep.FingerprintHook(1, path)])
+    assert steps(store, "run/own.jsonl") == [1, 2, 3, 4, 5]
+    assert store.data("run/own.jsonl").startswith(whole)
+
+
+def test_a_log_that_cannot_be_written_is_said_at_once(store):
+    made = []
+    hooks = [jstep.FingerprintHook(1), jstep.every(1, lambda step, state, metrics: made.append(step))]
+    store.fail = [("PUT|POST", "fingerprints" if store.run.startswith("s3") else "", 403, 99)]
+    with pytest.raises(PermissionError, match="cannot write"):
+        run(store.run, 3, hooks=hooks, checkpoint_dir=None)
+    assert not made
+
+
+def test_the_best_checkpoints(store):
+    def loss(params, x):
+        return {"loss": jnp.mean((params["w"][None] - x) ** 2)}
+
+    evaluate = jstep.evaluator(loss, jstep.batches(data, 4, num_epochs=1, shuffle=False, drop_remainder=False))
+    best = f"{store.run}/best"
+
+    def hooks():
+        return [jstep.EvaluationHook(evaluate, every_n_steps=2, then=[jstep.KeepBest(best, "loss", keep=2)])]
+
+    run(store.run, 6, hooks=hooks())
+    run(store.run, 12, hooks=hooks())
+    saver = jstep.Saver(best, prefix="best")
+    kept = saver.all_steps()
+    assert len(kept) == 2
+    assert set(saver.extra(kept[0])) == {"loss"}
+    assert jstep.latest_checkpoint(best).startswith(f"{best}/best-")
+    with pytest.raises(ValueError, match="of the run.s own checkpoints"):
+        run(
+            store.run,
+            14,
+            hooks=[
+                jstep.EvaluationHook(
+                    evaluate, every_n_steps=2, then=[jstep.KeepBest(store.run + "/", "loss", prefix="model")]
+                )
+            ],
+        )
