@@ -80,7 +80,9 @@ class Growing:
     def upload(self) -> bool:
         """Uploads what is new. Where that fails, it says so once and keeps all of it; whether it went well."""
         try:
-            self._put()
+            # What keeps failing holds up those who wait for it no longer than this.
+            with self._objects.within(5 if self._failing else math.inf):
+                self._put()
         except OSError as error:
             if not self._failing:
                 _logger.warning("%s; what was written is kept, and tried again", error)

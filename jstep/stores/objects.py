@@ -17,7 +17,7 @@ ABSENT = b"\x02"
 """The stamp of what is not there."""
 RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
 """22 seconds in all. tensorstore's own 32 retries take a quarter of an hour to say that a host has no such name."""
-SECONDS = 30.0
+SECONDS = 26.0
 """What a verb may take, beside a second for each `RATE` bytes: a store that does not answer at all is given up."""
 RATE = 1e6
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from jstep.stores import Directory, Pending
 
 START = 38.0
 """Seconds in which the start of a run has found out whether it can read, list and write."""
+_HURRIED = 5.0
+"""Seconds for what may as well not be done."""
 _AT_ONCE = 16
 
 _logger = logging.getLogger("jstep")
@@ -41,7 +44,7 @@ class ObjectStore:
         self._save: ObjectSave | None = None
         self._saving = ""
         self._keys: list[str] | None = None
-        self._warned = False
+        self._warned = self._hurried = False
 
     # Reading.
 
@@ -58,7 +61,9 @@ class ObjectStore:
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """As `Store.newest_first`: what has a manifest. Objects are not looked for one by one, restoring does that."""
         del trusted
-        keys = self._list(prefix) if self._keys is None else self._keys
+        hurried, self._hurried = self._hurried, False
+        with self._objects.within(_HURRIED if hurried else math.inf):
+            keys = self._list(prefix) if self._keys is None else self._keys
         for step, name in Checkpoints(keys, prefix).newest_first():
             yield step, self.path(name)
 
@@ -229,9 +234,10 @@ class ObjectStore:
 
     def abandon(self, path: str) -> None:
         """As `Store.abandon`: what is left is cleared by the next save."""
+        self._hurried = True  # an error is to name what there is; where the store is down, it does without
         folder, self._saving = self._saving, ""
         if folder:
-            with contextlib.suppress(OSError), self._objects.within(5):
+            with contextlib.suppress(OSError), self._objects.within(_HURRIED):
                 left = self._objects.list(f"{folder}/", f"{folder}0")
                 self._delete([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still wait for it
 
@@ -271,7 +277,7 @@ class ObjectStore:
         if not wait and self._save is not None:
             self._save.let_go()
         if self._claimed is not None:
-            self._claimed.release(5 if wait else 1)
+            self._claimed.release(_HURRIED if wait else 1)
             self._claimed = None
 
 
