@@ -1,6 +1,7 @@
 """Where the leaves of a state lie on a mesh: from what users say to a sharding for each leaf."""
 
 import fnmatch
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -117,7 +118,8 @@ def state_shardings(
 
     Args:
         params: The parameters.
-        slots: Their slots: a leaf lies as the parameter at its path does, everything else on every device.
+        slots: Their slots: a leaf lies as the parameter at its path does, also where it has not all of its dimensions,
+            everything else on every device.
         mesh: A mesh with Auto axes.
         param_specs: See `specs_of`.
         slot_axis: The axis over which slots of replicated parameters are split.
@@ -145,7 +147,7 @@ def state_shardings(
             return jax.tree.map(lambda _: on_all, tree)
         return treedef.unflatten(
             [
-                None if leaf is None else sharding if np.shape(leaf) == np.shape(parameter) else on_all
+                None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis)
                 for leaf, sharding, (_, parameter) in zip(leaves, for_slots, named, strict=True)
             ]
         )
@@ -168,6 +170,34 @@ def split_replicated(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...]
         return sharding
     dim = largest_divisible(shape, axis_size(mesh, axis, "slot_axis"))
     return sharding if dim is None else NamedSharding(mesh, PartitionSpec(*[None] * dim, axis))
+
+
+def of_slot(
+    mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: Any
+) -> NamedSharding:
+    """The sharding of a slot's leaf: its parameter's, without the dimensions that the slot has not.
+
+    Args:
+        mesh: The mesh.
+        sharding: How slots of the parameter's shape lie.
+        shape: The parameter's shape.
+        slot_shape: The slot's: the parameter's, that without some dimensions (a mean over them), or any other, which
+            lies on every device.
+        slot_axis: The axis over which slots of replicated parameters are split.
+    """
+    if slot_shape == shape:
+        return sharding
+    spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+    kept = [
+        PartitionSpec(*(spec[dim] for dim in dims))
+        for dims in itertools.combinations(range(len(shape)), len(slot_shape))
+        if tuple(shape[dim] for dim in dims) == slot_shape
+    ]
+    if not kept or not slot_shape:
+        return everywhere(mesh)
+    # Of a square parameter either dimension may be the one that is gone: the more parts, the less memory.
+    most = max(kept, key=lambda one: sum(part is not None for part in one))
+    return split_replicated(mesh, NamedSharding(mesh, most), slot_shape, slot_axis)
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:

@@ -44,7 +44,7 @@ def _clip(g: Array, p: Array, ratio: Any, axes: UnitAxes, path: str) -> Array:
     norm = _norm(wide, over)
     # As in the other ways of clipping, a norm that is not finite turns what it clips to NaN.
     by = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, LEAST_GRADIENT_NORM), jnp.full_like(norm, jnp.nan))
-    return jnp.where(norm <= limit, wide, wide * by).astype(g.dtype)
+    return jnp.where(norm <= limit, wide, wide * by)
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:

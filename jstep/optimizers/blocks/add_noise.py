@@ -63,4 +63,4 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
 def _noisy(g: Array, sigma: Array, key: Array, i: int) -> Array:
     dtype = trees.compute_dtype(g.dtype)
     noise = jax.random.normal(jax.random.fold_in(key, i), g.shape, dtype)
-    return (g.astype(dtype) + sigma.astype(dtype) * noise).astype(g.dtype)
+    return g.astype(dtype) + sigma.astype(dtype) * noise

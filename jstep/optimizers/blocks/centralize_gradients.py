@@ -50,7 +50,5 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
 def _centred(g: Array, path: str, p: Array, axes: UnitAxes) -> Array:
     over = axes_of(axes, path, p, lambda shape: tuple(range(1, len(shape))))
-    if not over:
-        return g
     wide = g.astype(trees.compute_dtype(g.dtype))
-    return (wide - jnp.mean(wide, axis=over, keepdims=True)).astype(g.dtype)
+    return wide - jnp.mean(wide, axis=over, keepdims=True) if over else wide

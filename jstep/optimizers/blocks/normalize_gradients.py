@@ -53,4 +53,4 @@ def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> A
         return within(IndexedSlices(values, rows.indices, g.dense_shape))
     dtype = trees.compute_dtype(g.dtype)
     by = scale / ((global_norm(g) if norm is None else norm).astype(dtype) + EPSILON)
-    return (g.astype(dtype) * by.astype(dtype)).astype(g.dtype)
+    return g.astype(dtype) * by.astype(dtype)

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_int, as_number
@@ -15,8 +14,8 @@ from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.wrapped import wrapped
 from jstep.optimizers.wrappers.skip_nonfinite import LOSS_SCALE, SCALE_SINCE, all_finite, unless_skipped
 
-SMALLEST = float(np.finfo(np.float32).tiny)
-LARGEST = float(np.finfo(np.float32).max)
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+"""Within these the scale and its reciprocal are ordinary float32 numbers."""
 
 
 def dynamic_loss_scale(
@@ -68,7 +67,7 @@ def dynamic_loss_scale(
         made = jnp.asarray(step).astype(since.dtype) + 1
         grows = finite & (made - since >= length)
         larger, smaller = scale * by, jnp.maximum(scale / by, SMALLEST)
-        new = jnp.where(finite, jnp.where(grows & jnp.isfinite(larger), larger, scale), smaller)
+        new = jnp.where(finite, jnp.where(grows & (larger <= LARGEST), larger, scale), smaller)
         changed = {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, made)}
         return updates, inner, changed
 
@@ -88,6 +87,7 @@ def _unscaled(updates: Updates, scale: Any) -> Updates:
         if not trees.is_array(g) or not trees.is_floating(g.dtype):
             return g
         dtype = trees.compute_dtype(g.dtype)
-        return g.astype(dtype) / scale.astype(dtype)
+        # A product, which XLA makes again in each kernel that reads it; a quotient it would keep in memory.
+        return g.astype(dtype) * (1 / scale).astype(dtype)
 
     return jax.tree.map(leaf, updates, is_leaf=is_slices)

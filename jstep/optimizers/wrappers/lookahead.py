@@ -75,9 +75,14 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
 
 
 def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> tuple[Array, Array]:
-    fast = apply_updates(p, u).astype(slow.dtype)
-    nearer = slow + rate.astype(slow.dtype) * (fast - slow)
-    return jnp.where(due, nearer - p.astype(slow.dtype), u.astype(slow.dtype)), jnp.where(due, nearer, slow)
+    """The update to slow + α·(p + u − slow) where it is due, else u; and the new slow weights."""
+    dtype = slow.dtype
+    # In terms of u once: read twice, XLA would keep it in memory.
+    back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
+    update = back * (slow - p.astype(dtype)) + jnp.where(due, rate, 1.0).astype(dtype) * u.astype(dtype)
+    # The parameters first, and the slow weights from them: the other way round XLA copies what it overwrites.
+    nearer = jax.lax.optimization_barrier(apply_updates(p, update)) if p.dtype == dtype else p.astype(dtype) + update
+    return update, jnp.where(due, nearer, slow)
 
 
 def slow_params(state: TrainState, name: str = SLOW) -> Params:

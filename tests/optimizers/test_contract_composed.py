@@ -1,0 +1,122 @@
+"""Every optimizer in company: skipped steps, fresh slots late, restarts, averages on top, halves, sparse rows."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract import each, kinds, mixed_gradients, mixed_params, of, same
+from optimizer_table import TABLE
+
+import jstep
+
+PARAMS = {"a": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, -0.5])}
+
+
+def gradients(scale: float) -> Any:
+    return {"a": scale * jnp.array([[0.5, 0.25], [-1.0, 0.125]]), "b": scale * jnp.array([2.0, -0.5])}
+
+
+def compiled(optimizer: jstep.Optimizer) -> Any:
+    return jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert same(one, other)
+
+
+CLOCKLESS = [name for name, entry in TABLE.items() if not entry.by_step]
+
+
+@pytest.mark.parametrize("name", CLOCKLESS)
+def test_fresh_slots_at_step_10000_are_fresh(name: str) -> None:
+    optimizer = of(name)
+    step = compiled(optimizer)
+    early, late = (jstep.TrainState.create(PARAMS, optimizer, start) for start in (0, 10_000))
+    for scale in (1.0, -0.5, 0.75):
+        early, late = step(early, gradients(scale)), step(late, gradients(scale))
+        assert_same(early.params, late.params)
+
+
+@pytest.mark.parametrize("name", [name for name in CLOCKLESS if "last_finite_step" not in TABLE[name].scalars])
+def test_a_skipped_step_leaves_no_trace_but_the_steps(name: str) -> None:
+    optimizer = jstep.skip_nonfinite(of(name))
+    step = compiled(optimizer)
+    a = b = jstep.TrainState.create(PARAMS, optimizer)
+    for scale in (1.0, np.nan, -0.5, 0.75):
+        a = step(a, gradients(scale * a.slots.get("loss_scale", 1.0))) if np.isfinite(scale) else a
+        b = step(b, gradients(scale * b.slots.get("loss_scale", 1.0)))
+    assert_same(a.params, b.params)
+    assert int(b.slots["last_finite_step"]) == int(b.global_step) == 4
+    for slot, tree in a.slots.items():
+        last = slot.rsplit("/", 1)[-1]
+        if last == "start_step":
+            assert int(b.slots[slot]) == 1
+        elif last not in ("loss_scale", "scale_since", "last_finite_step"):
+            assert_same(tree, b.slots[slot])
+
+
+@each
+def test_a_restart_changes_no_bit(name: str, tmp_path: Path) -> None:
+    optimizer = of(name)
+    step = compiled(optimizer)
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    through = state
+    for scale in (1.0, -0.5):
+        state = step(state, gradients(scale))
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(state)
+        again = saver.restore(jstep.TrainState.create(PARAMS, optimizer))
+    for scale in (1.0, -0.5, 0.75, 0.25):
+        through = step(through, gradients(scale))
+    for scale in (0.75, 0.25):
+        again = step(again, gradients(scale))
+    assert_same(through, again)
+
+
+@each
+def test_averages_on_top_follow_the_parameters(name: str) -> None:
+    ema = jstep.ExponentialMovingAverage(0.5, name="top")
+    optimizer = jstep.with_moving_average(of(name), ema)
+    step = compiled(optimizer)
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    want = PARAMS
+    for scale in (1.0, -0.5):
+        state = step(state, gradients(scale))
+        want = jax.tree.map(lambda avg, p: avg - 0.5 * (avg - p), want, state.params)
+    for a, b in zip(jax.tree.leaves(jstep.averaged_params(state, "top")), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@each
+def test_two_halves_with_labels_that_begin_alike(name: str) -> None:
+    def by_path(path: str, leaf: Any) -> str | None:
+        return None if path == "b/scalar" else "net" if path == "a" else "net/deep"
+
+    optimizer = jstep.partition({"net": of(name), "net/deep": of(name)}, by_path)
+    before = jstep.TrainState.create(mixed_params(), optimizer)
+    after = compiled(optimizer)(before, mixed_gradients())
+    assert kinds(before) == kinds(after)
+    assert same(before.params["b"]["scalar"], after.params["b"]["scalar"])
+    assert not same(before.params["a"], after.params["a"]) or name == "frozen"
+    assert sorted(jstep.get_slot_names(after)) == sorted(
+        f"{label}/{slot}" for label in ("net", "net/deep") for slot in TABLE[name].slots
+    )
+
+
+@each
+def test_rows_named_by_a_sparse_gradient_move_as_by_a_dense_one(name: str) -> None:
+    optimizer = of(name)
+    step = compiled(optimizer)
+    table = {"a": jnp.arange(1.0, 9.0).reshape(4, 2), "b": jnp.array([0.5, -0.5])}
+    state = jstep.TrainState.create(table, optimizer)
+    rows = jstep.IndexedSlices(jnp.array([[1.0, 2.0], [0.5, -1.0], [1.0, 1.0]]), jnp.array([2, 0, 2]), (4, 2))
+    grads = {"a": rows, "b": jnp.array([0.25, 1.0])}
+    sparse, dense = step(state, grads), step(state, grads | {"a": rows.to_dense()})
+    assert kinds(sparse) == kinds(dense) == kinds(state)
+    np.testing.assert_allclose(sparse.params["a"][jnp.array([0, 2])], dense.params["a"][jnp.array([0, 2])], rtol=1e-5)
+    np.testing.assert_allclose(sparse.params["b"], dense.params["b"], rtol=1e-5)

@@ -1,0 +1,115 @@
+"""What every optimizer keeps to, alone and put together: slots, structure, dtypes, leaves without gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract import each, kinds, mixed_gradients, mixed_params, of, same
+from optimizer_entries.entry import MADE_AT
+from optimizer_table import TABLE
+
+import jstep
+
+
+@each
+def test_slots_have_the_contracts_names_and_initial_values(name: str) -> None:
+    entry, params = TABLE[name], mixed_params()
+    state = jstep.TrainState.create(params, of(name), 7)
+    assert tuple(jstep.get_slot_names(state)) == entry.slots
+    assert sorted(set(state.slots) - set(entry.slots)) == sorted(entry.scalars)
+    for scalar, first in entry.scalars.items():
+        value = state.slots[scalar]
+        assert value.shape == ()
+        assert value.dtype == (jnp.float32 if isinstance(first, float) else jnp.int32)
+        assert value == (7 if first is MADE_AT else jnp.asarray(first, value.dtype))
+    for slot, initial in entry.initial.items():
+        check_slot(state, slot, initial)
+
+
+def check_slot(state: jstep.TrainState, slot: str, initial: float | str) -> None:
+    floats = {"a", "b/a", "b/scalar", "half"}
+    seen = set()
+    for path in ("a", "b/a", "b/scalar", "half", "count", "flags", "key", "b/none"):
+        leaf = jstep.get_slot(state, slot, path)
+        if path not in floats:
+            assert leaf is None
+            continue
+        if leaf is None:  # another label's, or a leaf that has none
+            assert "/" in slot or initial == "other"
+            continue
+        seen.add(path)
+        assert leaf.dtype == jnp.float32
+        if initial != "other":
+            param = functools.reduce(lambda tree, key: tree[key], path.split("/"), mixed_params())
+            first = param.astype(jnp.float32) if initial == "copy" else np.full(param.shape, np.float32(initial))
+            np.testing.assert_array_equal(leaf, first)
+    assert seen or initial == "other"
+    assert seen == floats or "/" in slot or initial == "other"
+    # The tree of a slot has the containers of params.
+    is_leaf = lambda x: x is None or isinstance(x, jax.Array)  # noqa: E731
+    want = jax.tree.structure(state.params, is_leaf=is_leaf)
+    assert jax.tree.structure(state.slots[slot], is_leaf=is_leaf) == want
+
+
+@each
+def test_structure_dtype_and_untrained_leaves_are_kept(name: str) -> None:
+    optimizer = of(name)
+    before = jstep.TrainState.create(mixed_params(), optimizer)
+    after = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(before, mixed_gradients())
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    assert kinds(before) == kinds(after)
+    for path in ("count", "flags", "key"):
+        assert same(before.params[path], after.params[path])
+    for old, new in ((before.params["a"], after.params["a"]), (before.params["half"], after.params["half"])):
+        assert not np.array_equal(old, new)
+    assert int(after.global_step) == 1
+
+
+@each
+def test_update_is_pure_and_the_same_compiled_or_not(name: str) -> None:
+    optimizer = of(name)
+    before = jstep.TrainState.create(mixed_params(), optimizer)
+    copy = jax.tree.map(lambda x: x.copy(), before)
+    eager = jstep.apply_gradients(before, mixed_gradients(), optimizer)
+    compiled = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(before, mixed_gradients())
+    assert jax.tree.all(jax.tree.map(same, before, copy))
+    eager, compiled = (s.replace(params=s.params | {"key": None}) for s in (eager, compiled))
+    for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-5)
+
+
+@each
+def test_a_leaf_without_gradient_keeps_value_and_slots(name: str) -> None:
+    optimizer = of(name)
+    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
+    before = step(jstep.TrainState.create(mixed_params(), optimizer), mixed_gradients())
+    grads = mixed_gradients(2.0)
+    grads["a"] = grads["b"]["scalar"] = None
+    after = step(before, grads)
+    for path in ("a", "b/scalar"):
+        pick = functools.partial(functools.reduce, lambda t, k: t[k], path.split("/"))
+        assert same(pick(before.params), pick(after.params))
+        for slot in jstep.get_slot_names(before):
+            if slot in TABLE[name].averages:  # averages go on averaging the value that stays
+                continue
+            old, new = jstep.get_slot(before, slot, path), jstep.get_slot(after, slot, path)
+            assert (old is None and new is None) or same(old, new)
+    assert not same(before.params["half"], after.params["half"])
+
+
+@each
+def test_no_gradient_at_all_is_an_error(name: str) -> None:
+    optimizer = of(name)
+    state = jstep.TrainState.create({"a": 1.0, "b": 2.0}, optimizer)
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        jstep.apply_gradients(state, {"a": None, "b": None}, optimizer)
+
+
+@each
+def test_gradients_of_another_precision_are_taken(name: str) -> None:
+    optimizer = of(name)
+    state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)
+    new = jstep.apply_gradients(state, {"a": jnp.ones(2, jnp.bfloat16)}, optimizer)
+    assert kinds(new) == kinds(state)

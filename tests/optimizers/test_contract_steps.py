@@ -1,0 +1,151 @@
+"""Every optimizer in a compiled step: hyperparameters, one compilation, vmap, scan, derivatives, convergence."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract import each, of
+from optimizer_table import TABLE, Entry
+
+import jstep
+
+converging = pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.steps])
+
+
+@each
+def test_hyperparameters_are_named_and_scheduled(name: str) -> None:
+    entry = TABLE[name]
+    optimizer = of(name, lambda step: 0.5 / (1.0 + jnp.asarray(step).astype(jnp.float32)))
+    values = optimizer.hyperparameters(3)
+    assert sorted(values) == sorted(entry.hyper)
+    for key, value in values.items():
+        assert np.shape(value) == ()
+        assert np.asarray(value).dtype == np.float32
+        if key.rsplit("/", 1)[-1] == "learning_rate":
+            assert float(value) == 0.125
+    compiled = jax.jit(optimizer.hyperparameters)(3)
+    for key, value in values.items():
+        np.testing.assert_array_equal(compiled[key], value)
+
+
+@each
+def test_one_compile(name: str, compilations: Any) -> None:
+    traces = []
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        traces.append(1)
+        return jnp.sum((params["a"] * x - params["b"]) ** 2)
+
+    optimizer = of(name, jstep.exponential_decay(0.01, 10, 0.5))
+    # Python numbers and NumPy arrays: their weak types must not cost a second compilation.
+    state = jstep.TrainState.create({"a": np.ones(2, np.float32), "b": 2.0}, optimizer)
+    step = jstep.minimize(loss, optimizer, metrics=("grad_norm", "update_norm", "param_norm"))
+    x = jnp.ones(2)
+    state, _ = step(state, x)
+    with compilations() as seen:
+        for _ in range(3):
+            state, metrics = step(state, x)
+    assert seen == []
+    assert len(traces) == 1
+    assert int(state.global_step) == 4
+    assert all(value.shape == () for value in metrics.values())
+
+
+def quadratic(params: Any) -> jax.Array:
+    a, b = params["a"], params["b"]
+    return 0.5 * jnp.sum(jnp.array([1.0, 3.0, 10.0]) * (a - jnp.array([1.0, -2.0, 0.5])) ** 2) + (b - 3.0) ** 2
+
+
+def rosenbrock(params: Any) -> jax.Array:
+    """A curved valley, less steep than Rosenbrock's, with its minimum 0 at (1, 1)."""
+    x, y = params["x"], params["y"]
+    return (1.0 - x) ** 2 + 5.0 * (y - x * x) ** 2
+
+
+def trained(entry: Entry, loss: Any, params: Any, steps: int) -> jstep.TrainState:
+    optimizer = entry.make(entry.rate)
+    step = jstep.minimize(loss, optimizer, jit=False)
+    state = jstep.TrainState.create(params, optimizer)
+    return jax.jit(lambda s: jax.lax.scan(lambda s, _: step(s), s, length=steps)[0])(state)
+
+
+@converging
+def test_converges_on_a_quadratic(name: str) -> None:
+    entry = TABLE[name]
+    state = trained(entry, quadratic, {"a": jnp.zeros(3), "b": jnp.float32(0)}, entry.steps)
+    assert float(quadratic(state.params)) < 1e-3
+    assert int(state.global_step) == entry.steps
+
+
+@converging
+def test_converges_in_a_curved_valley(name: str) -> None:
+    entry = TABLE[name]
+    start = {"x": jnp.float32(-0.5), "y": jnp.float32(1.0)}
+    state = trained(entry, rosenbrock, start, 2 * entry.steps)
+    assert float(rosenbrock(start)) > 4
+    assert float(rosenbrock(state.params)) < 1e-2
+
+
+@each
+def test_vmap_over_learning_rates(name: str) -> None:
+    params, grads = (
+        {"a": jnp.array([1.0, 2.0]), "b": jnp.float32(3)},
+        {"a": jnp.array([0.5, -1.0]), "b": jnp.float32(2)},
+    )
+
+    def two_updates(rate: Any) -> Any:
+        optimizer = of(name, rate)
+        state = jstep.TrainState.create(params, optimizer)
+        for _ in range(2):
+            state = jstep.apply_gradients(state, grads, optimizer)
+        return state
+
+    rates = jnp.array([0.01, 0.1, 0.5])
+    together = jax.jit(jax.vmap(two_updates))(rates)
+    one = jax.jit(two_updates)
+    for i, rate in enumerate(rates):
+        alone = one(rate)
+        for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=TABLE[name].rtol, atol=1e-6)
+
+
+@each
+def test_scanned_steps_equal_single_ones(name: str) -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((params["a"] @ x - params["b"]) ** 2)
+
+    optimizer = of(name, jstep.inverse_time_decay(0.05, 2, 0.5))
+    params = {"a": jnp.arange(3.0), "b": 1.0}
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 4)), jnp.float32)
+    step = jstep.minimize(loss, optimizer)
+    state = jstep.TrainState.create(params, optimizer)
+    losses = []
+    for x in xs:
+        state, metrics = step(state, x)
+        losses.append(metrics)
+    scanned, stacked = jstep.scan_steps(step)(jstep.TrainState.create(params, optimizer), xs)
+    assert int(scanned.global_step) == 5
+    assert jax.tree.structure(scanned) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    assert stacked.keys() == losses[0].keys()
+    for key, value in stacked.items():
+        np.testing.assert_allclose(value, [m[key] for m in losses], rtol=2e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.slope])
+def test_learning_rate_can_be_differentiated(name: str) -> None:
+    def after(rate: jax.Array) -> jax.Array:
+        optimizer = of(name, rate)
+        state = jstep.TrainState.create({"a": jnp.array([1.0, 2.0])}, optimizer)
+        for g in (0.5, 0.25):
+            state = jstep.apply_gradients(state, {"a": jnp.array([g, -g])}, optimizer)
+        return state.params["a"][0]
+
+    rate, h = 0.1, 1e-2
+    slope = jax.jit(jax.grad(after))(jnp.float32(rate))
+    one = jax.jit(after)
+    numeric = (one(jnp.float32(rate + h)) - one(jnp.float32(rate - h))) / (2 * h)
+    np.testing.assert_allclose(slope, numeric, rtol=2e-2, atol=1e-3)
