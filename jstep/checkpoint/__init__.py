@@ -1,10 +1,11 @@
-"""Checkpoints: on disk whole or not at all. The only package that imports orbax, and only when a Saver is made."""
+"""Checkpoints: whole or not there at all. The only package that imports orbax, and only when a Saver saves."""
 
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
 from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.store.open import open_store
 from jstep.core.public import publish as _publish
 
-__all__ = ["CheckpointError", "Saver", "checkpoint_name", "latest_checkpoint"]
+__all__ = ["CheckpointError", "Saver", "checkpoint_name", "latest_checkpoint", "open_store"]
 
 _publish(globals())

@@ -12,6 +12,7 @@ from jstep.core.checks import as_function, as_int, as_number, as_text, kind, sho
 from jstep.stores import absolute, is_url, location
 
 _LONGEST = 180  # of the 255 bytes that names have, some go to the step and to what is put behind it for a while
+_DEEPEST = 100  # levels of nesting; Python reads JSON by recursion, and may be deep in its stack already
 
 
 def directory(directory: Any) -> str:
@@ -78,16 +79,15 @@ def json_copy(value: Any, name: str) -> Any:
     Raises:
         TypeError: It is no JSON value (names where), or holds itself.
     """
-    try:
-        _check_json(value, name, ())
-        return json.loads(json.dumps(value))
-    except RecursionError:
-        raise TypeError(f"{name}: is nested too deeply for JSON; flatten it") from None
+    _check_json(value, name, ())
+    return json.loads(json.dumps(value))
 
 
 def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
     if id(value) in above:
         raise TypeError(f"{name}: holds itself, which JSON cannot say; leave that part out")
+    if len(above) > _DEEPEST:
+        raise TypeError(f"{name[:100]}…: is nested deeper than {_DEEPEST} levels; flatten it")
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -26,7 +26,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
     """The path of the newest whole checkpoint, that of the highest step; None where there is none.
 
     Args:
-        directory: Where the checkpoints are; it may be missing.
+        directory: Where the checkpoints are, a path or a URL; it may be missing.
         prefix: Of their names; any where None.
 
     Example:

@@ -181,17 +181,24 @@ class Reader:
     def _damaged(self, path: str, problems: Sequence[str]) -> CheckpointError:
         """The error for a damaged checkpoint: what is wrong, which one is whole, and what to delete to go on."""
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        rest = f"No other checkpoint {self._prefix}-* in {self._store.directory} is whole."
-        later = []
+        return CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}{more}. {self._way_out(path)}.")
+
+    def _way_out(self, path: str) -> str:
+        later: list[str] = []
         for step, other in self._store.newest_first(self._prefix):
-            if other == path or not is_intact(self._store, other, step):
-                later.append(other)
-                continue
-            later += [line.partition(": ")[0] for line in self._store.broken(self._prefix, step)]
-            rest = f"The newest step that is whole is {step} ({other}): Saver.restore(target, step={step}) restores it"
-            rest += f"; to go on from it, delete {' and '.join(later)}." if later else "."
-            break
-        return CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}{more}. {rest}")
+            if other != path and is_intact(self._store, other, step):
+                whole = f"The newest step that is whole is {step} ({other}): Saver.restore(target, step={step}) "
+                return whole + "restores it" + _delete(later + self._broken(step), "go on from it")
+            later.append(other)
+        none = f"No other checkpoint {self._prefix}-* in {self._store.directory} is whole"
+        return none + _delete(later + self._broken(-1), "start anew")
+
+    def _broken(self, above: int) -> list[str]:
+        return [line.partition(": ")[0] for line in self._store.broken(self._prefix, above)]
+
+
+def _delete(paths: Sequence[str], purpose: str) -> str:
+    return f"; to {purpose}, delete {' and '.join(paths)}" if paths else ""
 
 
 def newest_in_words(store: Store, prefix: str) -> str:

@@ -39,7 +39,8 @@ class Saver:
     Each save leaves some 20 kB in the process, lists that tensorstore's own metrics never free.
 
     Args:
-        directory: Where the checkpoints are, on a file system all processes share; made by the first `save`.
+        directory: Where the checkpoints are: a path on a file system that all processes share, made by the first
+            `save`, or a URL, `gs://bucket/prefix` or `s3://bucket/prefix`.
         prefix: Of their names.
         max_to_keep: How many to keep: a save deletes the lowest steps beyond. None or 0 keeps all.
         keep_checkpoint_every_n_hours: Of those deleted, one for every so many hours stays for good. Remembered after a

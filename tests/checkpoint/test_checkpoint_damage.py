@@ -76,7 +76,8 @@ class TestDamage:
             path = saver.save(state_at(1))
             saver.wait()
             flip(f"{path}/_METADATA", 5)
-            with pytest.raises(CheckpointError, match=f"No other checkpoint model-\\* in {tmp_path} is whole"):
+            said = f"No other checkpoint model-\\* in {tmp_path} is whole; to start anew, delete {path}\\."
+            with pytest.raises(CheckpointError, match=said):
                 saver.restore(state_at(0))
 
     def test_the_newest_whole_one_is_looked_for(self, saved):

@@ -31,6 +31,12 @@ class TestNames:
             checkpoint_name("model", -1)
         with pytest.raises(ValueError, match="prefix='a/b'"):
             checkpoint_name("a/b", 1)
+        for prefix in ("\\a", "a\\b", "..", "a\0b", "x" * 181, "\ud800"):
+            with pytest.raises(ValueError, match="prefix="):
+                Saver("unused", prefix=prefix)
+        for step in (np.True_, jnp.ones((1,), jnp.int32), np.array([3])):
+            with pytest.raises(TypeError, match="step="):
+                checkpoint_name("model", step)
         with pytest.raises(ValueError, match="prefix=''"):
             checkpoint_name("", 1)
         with pytest.raises(TypeError, match="prefix=3"):
@@ -73,7 +79,26 @@ class TestNames:
         assert back.table.tolist() == [0, 1, 2]
 
 
+def cyclic():
+    value = {"a": [1]}
+    value["a"].append(value)
+    return value
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 class TestExtra:
+    def test_twice_is_not_cyclic(self, tmp_path):
+        shared = [1]
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1), extra={"a": shared, "b": [shared, shared]})
+            assert saver.extra() == {"a": [1], "b": [[1], [1]]}
+
     def test_comes_back(self, tmp_path):
         extra = {"epoch": 3, "loss": [0.5, None, float("inf")], "name": "é\n", "on": True, "deep": {"a": {"b": 2**70}}}
         with Saver(tmp_path) as saver:
@@ -95,6 +120,8 @@ class TestExtra:
             ({"a": b"x"}, r"extra\['a'\]: bytes"),
             ({"a": {1, 2}}, r"extra\['a'\]: set"),
             pytest.param(object(), "extra: object", id="object"),
+            pytest.param(cyclic(), r"extra\['a'\]\[1\]: holds itself", id="cyclic"),
+            pytest.param(nested(100_000), "extra.*: is nested deeper than 100", id="deep"),
         ],
         ids=repr,
     )

@@ -247,6 +247,23 @@ class TestWithoutLocks:
                 assert socket.gethostname() in file.read()
 
 
+def test_a_file_that_another_user_left(tmp_path, monkeypatch):
+    with open(_claim.file_of(str(tmp_path), "model"), "w") as file:
+        file.write("{}")
+    opened = os.open
+
+    def refusing(path, flags, *args):
+        if str(path).endswith(".jstep-writer") and flags & os.O_RDWR and os.path.exists(path):
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with Saver(tmp_path) as saver, Saver(tmp_path) as other:
+        saver.claim()
+        with pytest.raises(CheckpointError, match="one writer"):
+            other.claim()
+
+
 def test_what_the_claim_says_may_be_anything(tmp_path):
     for text in (b"", b"[]", b"\xff", b"{", b'{"pid": "x"}'):
         path = _claim.file_of(str(tmp_path), "model")

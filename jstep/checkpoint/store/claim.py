@@ -67,10 +67,12 @@ class Claim:
 
 def _locked(path: str, directory: str, prefix: str) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        handle, ours = _opened(path)
         try:
             if not _lock(handle):
                 _refuse(handle, directory, prefix)
+            if not ours:
+                os.unlink(path)  # what a killed writer left, who was another user
             # Whoever had it before may have removed the file between our opening and our locking it.
             if _same_file(handle, path):
                 _write(handle, owner.this_process())
@@ -79,6 +81,15 @@ def _locked(path: str, directory: str, prefix: str) -> int:
             os.close(handle)
             raise
         os.close(handle)
+
+
+def _opened(path: str) -> tuple[int, bool]:
+    """The file, opened, and whether it may be written: one that another user left may not, as a rule."""
+    flags = getattr(os, "O_CLOEXEC", 0)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), True
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | flags), False
 
 
 def _lock(handle: int) -> bool:
