@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import average, corrections, direction
-from jstep.optimizers.age import after_parameter, ordered_after
 from jstep.optimizers.arguments import adam_hyper
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -53,6 +52,7 @@ def adabelief(
         prepare=corrections,
         aged=True,
         sparse=False,
+        late=("v",),
     )
 
 
@@ -60,6 +60,4 @@ def adabelief_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tup
     """A leaf's update and moments."""
     m, g = jax.lax.optimization_barrier((average(slots["m"], g, h["beta1"]), g))
     v = average(slots["v"], jnp.square(g - m), h["beta2"]) + h["epsilon_root"]
-    u = -h["learning_rate"] * direction(m, v, h)
-    (new_p,) = after_parameter(p, u, h["dtype"])
-    return u, {"m": m, "v": ordered_after(v, new_p)}
+    return -h["learning_rate"] * direction(m, v, h), {"m": m, "v": v}

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jstep.core.checks import as_bool
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
-from jstep.optimizers.adam import average, corrections, direction, moments
-from jstep.optimizers.age import after_parameter, ordered_after
+from jstep.optimizers.adam import corrections, direction, moments
 from jstep.optimizers.arguments import adam_hyper, decay_flags, decay_hyper, low_dtype, with_decay
 from jstep.optimizers.leafwise import Hyper, Slot, leafwise
 
@@ -61,13 +60,15 @@ def adamw(
     """
     amsgrad, kept = as_bool(amsgrad, "amsgrad"), low_dtype("m_dtype", m_dtype)
     return leafwise(
-        adamw_rule if kept is None else low_adamw_rule,
+        adamw_rule,
         slots={"m": Slot(dtype=kept), "v": 0.0} | ({"v_max": 0.0} if amsgrad else {}),
         hyper=adam_hyper(learning_rate, beta1, beta2, epsilon) | decay_hyper(weight_decay),
         flags=decay_flags(weight_decay_mask),
         prepare=corrections,
         aged=True,
         sparse=False,
+        # The parameter comes of m before it is rounded, and so of the old one.
+        late=() if kept is None else ("m",),
     )
 
 
@@ -78,10 +79,3 @@ def adamw_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
     if "v_max" in slots:
         v = new["v_max"] = jnp.maximum(slots["v_max"], v)
     return -h["learning_rate"] * with_decay(direction(m, v, h), p, h), new
-
-
-def low_adamw_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """As `adamw_rule`, where m is kept rounded: the parameter comes of m before that, and before m is overwritten."""
-    u, new = adamw_rule(g, p, slots, h)
-    new_p, m, g = after_parameter(p, u, h["dtype"], slots["m"], g)
-    return u, new | {"m": ordered_after(average(m, g, h["beta1"]), new_p)}

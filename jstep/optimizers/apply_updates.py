@@ -1,12 +1,15 @@
 """Params + updates."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
-from jstep.core.types import Array, Params, Updates
+from jstep.core.types import Array, Params, Slots, Updates
+from jstep.optimizers.age import after_parameter, ordered_after
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
@@ -29,6 +32,39 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     return treedef.unflatten(
         [leaf if trees.is_none(update) else _add(leaf, update) for leaf, update in zip(leaves, found, strict=True)]
     )
+
+
+def written_late(slots: Slots, names: Iterable[str], params: Params, updates: Updates) -> Slots:
+    """Some slots, ordered after the parameters that `apply_updates` will make.
+
+    What a parameter is made of may not be overwritten before it, and XLA makes a copy unless data says which comes
+    first. The sums here are those of `apply_updates`, which XLA sees and makes once.
+
+    Args:
+        slots: The new slots.
+        names: Which of them; trees like params.
+        params: The parameters.
+        updates: The updates that will be added to them.
+    """
+    leaves, treedef = trees.flatten(params)
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
+    late = {}
+    for name in names:
+        parts = zip(leaves, found, treedef.flatten_up_to(slots[name]), strict=True)
+        late[name] = treedef.unflatten([_late(*part) if _is_dense(*part) else part[2] for part in parts])
+    return slots | late
+
+
+def _is_dense(leaf: Any, update: Any, slot: Any) -> bool:
+    shapes = {np.shape(x) for x in (leaf, update, slot) if not (trees.is_none(x) or is_slices(x))}
+    return len(shapes) == 1 and not any(trees.is_none(x) or is_slices(x) for x in (update, slot))
+
+
+@jax.jit
+def _late(leaf: Array, update: Array, slot: Array) -> Array:
+    dtype = trees.compute_dtype(leaf.dtype)
+    (new,) = after_parameter(leaf.astype(dtype), update.astype(dtype), leaf.dtype)
+    return ordered_after(slot, new)
 
 
 @jax.jit

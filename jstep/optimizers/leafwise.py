@@ -40,6 +40,7 @@ from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, within
 from jstep.core.types import Array, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import age_of, new_start_step
+from jstep.optimizers.apply_updates import written_late
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper as Hyper
 from jstep.optimizers.hyper import checked, report, value_at, values_at
@@ -88,6 +89,7 @@ def leafwise(
     aged: bool = False,
     sparse: bool = True,
     finished: bool | None = None,
+    late: tuple[str, ...] = (),
 ) -> Optimizer:
     """An optimizer that treats each leaf by the same rule: `rule(g, p, slots, h) -> (update, slots)`.
 
@@ -107,6 +109,8 @@ def leafwise(
         sparse: Whether the rule, applied to some rows of a table, leaves the other rows as they are. Where
             it does not, sparse gradients are made dense.
         finished: Whether the updates have −learning_rate in them; where there is such a hyperparameter unless told.
+        late: Slots whose old values the update is made of, but not the new ones (Lion's m): where they are written
+            after the parameters, XLA need not copy them.
 
     Returns:
         An `Optimizer`.
@@ -130,6 +134,7 @@ def leafwise(
         0.5
     """
     scalars, flags = scalars or {}, flags or {}
+    is_finished = "learning_rate" in hyper if finished is None else finished
     hyper = {name: checked(name, value) for name, value in hyper.items()}
     held = held_names(hyper)
     scalar_names = (*([START_STEP] if aged else []), *scalars, *held)
@@ -186,13 +191,14 @@ def leafwise(
             for name, value in new_slots.items():
                 mine[name][i] = value
         new: Slots = {name: treedef.unflatten(values) for name, values in mine.items()} | kept
+        if is_finished:  # else the chain, which knows the finished ones
+            new = written_late(new, late, params, treedef.unflatten(new_updates))
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
     def names(params: Params) -> tuple[str, ...]:
         return (*specs_for(params), *scalar_names)
 
-    is_finished = "learning_rate" in hyper if finished is None else finished
-    return Optimizer(Init(init, names, is_finished), update, report(hyper))
+    return Optimizer(Init(init, names, is_finished, late), update, report(hyper))
 
 
 def _scalar(name: str, value: Any, global_step: Step) -> Array:

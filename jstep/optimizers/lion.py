@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
-from jstep.optimizers.age import after_parameter, ordered_after
 from jstep.optimizers.arguments import beta, decay_flags, decay_hyper, low_dtype, rate, with_decay
 from jstep.optimizers.leafwise import Hyper, Slot, leafwise
 
@@ -55,6 +54,7 @@ def lion(
         | decay_hyper(weight_decay),
         flags=decay_flags(weight_decay_mask),
         sparse=False,
+        late=("m",),
     )
 
 
@@ -62,5 +62,4 @@ def lion_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
     """A leaf's update and average."""
     m = slots["m"]
     u = -h["learning_rate"] * with_decay(jnp.sign(average(m, g, h["beta1"])), p, h)
-    new_p, m, g = after_parameter(p, u, h["dtype"], m, g)
-    return u, {"m": ordered_after(average(m, g, h["beta2"]), new_p)}
+    return u, {"m": average(m, g, h["beta2"])}

@@ -17,11 +17,13 @@ class Init:
         make: `make(params, global_step) -> slots`.
         names: `names(params)`: the names of the slots, or None where they cannot be told.
         finished: Whether the updates are finished, with −learning_rate in them, fit to be added.
+        late: Slots that updates are made of as they were, and that are written after the parameters: see `leafwise`.
     """
 
     make: Callable[[Params, Step], Slots]
     names: Callable[[Params], Iterable[str] | None]
     finished: bool = False
+    late: tuple[str, ...] = ()
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
         """The slots for `params`, created at `global_step`."""
@@ -64,6 +66,11 @@ def _traced_names(fn: Callable[[Step], Iterable[str]]) -> list[str]:
     names: list[str] = []
     jax.eval_shape(lambda step: names.extend(fn(step)), jax.ShapeDtypeStruct((), trees.default_int()))
     return names
+
+
+def late_slots(optimizer: Optimizer) -> tuple[str, ...]:
+    """The slots of an element of a chain that are to be written after the parameters."""
+    return optimizer.init.late if isinstance(optimizer.init, Init) and not optimizer.init.finished else ()
 
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:

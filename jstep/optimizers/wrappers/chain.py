@@ -3,8 +3,9 @@
 import warnings
 
 from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.apply_updates import written_late
 from jstep.optimizers.merge import check_names, merged_hyperparameters, merged_init
-from jstep.optimizers.names import makes_finished_updates, own_slots
+from jstep.optimizers.names import late_slots, makes_finished_updates, own_slots
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -59,6 +60,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         for optimizer in optimizers:
             updates, own = optimizer.update(updates, own_slots(optimizer, slots, params), params, step)
             new |= own
-        return updates, new
+        late = [name for one in optimizers for name in late_slots(one) if name in new]
+        return updates, written_late(new, late, params, updates)
 
     return Optimizer(merged_init(parts), update, merged_hyperparameters(parts))

@@ -1,0 +1,128 @@
+"""A chain of blocks is the optimizer: the same numbers, slots and hyperparameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import DECAY, DECAYED, RATE, RISING, ours, same, written
+
+import jstep
+
+LR, WD, MU, MASK = written(RATE), written(DECAY), written(RISING), list(DECAYED)
+DECAYS = {"weight_decay": WD, "weight_decay_mask": MASK}
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "adamw": (
+        lambda: jstep.adamw(LR, MU, 0.99, 1e-6, WD, MASK),
+        lambda: (jstep.scale_by_adam(MU, 0.99, 1e-6), jstep.add_weight_decay(WD, MASK)),
+    ),
+    "lion": (
+        lambda: jstep.lion(LR, MU, 0.9, WD, MASK),
+        lambda: (jstep.scale_by_lion(MU, 0.9), jstep.add_weight_decay(WD, MASK)),
+    ),
+    "lamb": (
+        lambda: jstep.lamb(LR, 0.9, 0.99, 1e-6, WD, MASK),
+        lambda: (
+            jstep.scale_by_adam(0.9, 0.99, 1e-6),
+            jstep.add_weight_decay(WD, MASK),
+            jstep.scale_by_trust_ratio(),
+        ),
+    ),
+    "sgd": (
+        lambda: jstep.sgd(LR, MU, weight_decay=WD, weight_decay_mask=MASK),
+        lambda: (jstep.add_weight_decay(WD, MASK), jstep.trace(MU)),
+    ),
+    "sgd-nesterov": (
+        lambda: jstep.sgd(LR, MU, use_nesterov=True, weight_decay=WD, weight_decay_mask=MASK),
+        lambda: (jstep.add_weight_decay(WD, MASK), jstep.trace(MU, use_nesterov=True)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_chain_is_the_optimizer(name: str) -> None:
+    make, blocks = CASES[name]
+    whole, chain = make(), jstep.chain(*blocks(), jstep.scale_by_learning_rate(LR))
+    (found, state), (other, its) = ours(whole), ours(chain)
+    same(found, other, rtol=1e-6, atol=1e-6)
+    assert state.slots.keys() == its.slots.keys()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.slots, its.slots)
+    have, want = chain.hyperparameters(3), whole.hyperparameters(3)
+    assert have.keys() == want.keys() - {"dampening"}
+    for key, value in have.items():
+        np.testing.assert_allclose(value, want[key], rtol=1e-6)
+
+
+def elementwise() -> dict[str, jstep.Optimizer]:
+    """What needs no temporary the size of the parameters, whatever it overwrites."""
+    chains = {
+        name: jstep.chain(*blocks, jstep.scale_by_learning_rate(LR))
+        for name, blocks in (
+            ("adamw", (jstep.scale_by_adam(), jstep.add_weight_decay(WD))),
+            ("lion", (jstep.scale_by_lion(), jstep.add_weight_decay(WD))),
+            ("sgd", (jstep.add_weight_decay(WD), jstep.trace(MU))),
+            ("nesterov", (jstep.trace(MU, use_nesterov=True),)),
+        )
+    }
+    return {f"chain-{name}": chain for name, chain in chains.items()} | {
+        "sgd-nesterov": jstep.sgd(LR, 0.9, use_nesterov=True, weight_decay=WD),
+        "adamw-amsgrad": jstep.adamw(LR, amsgrad=True),
+        "adamw-m_dtype": jstep.adamw(LR, m_dtype=jnp.bfloat16),
+        "lion": jstep.lion(LR, weight_decay=WD),
+        "lion-m_dtype": jstep.lion(LR, m_dtype=jnp.bfloat16),
+        "nadam": jstep.nadam(LR, momentum_decay=0.1),
+        "radam": jstep.radam(LR),
+        "ademamix": jstep.ademamix(LR, weight_decay=WD),
+        "schedule_free_adamw": jstep.schedule_free_adamw(LR, weight_decay=WD),
+        "schedule_free_sgd": jstep.schedule_free_sgd(LR, weight_decay=WD),
+        "adadelta": jstep.adadelta(LR),
+        "adabelief": jstep.adabelief(LR),
+        "adan": jstep.adan(LR, weight_decay=WD),
+        "adopt": jstep.adopt(LR),
+    }
+
+
+@pytest.mark.parametrize("name", elementwise())
+def test_elementwise_updates_take_no_memory(name: str) -> None:
+    optimizer = elementwise()[name]
+    params = [jnp.ones((64, 64)) for _ in range(2)]
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    memory = step.lower(jstep.TrainState.create(params, optimizer), params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 1024
+
+
+def test_rms_factors_and_orthogonal_updates() -> None:
+    params = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
+    grads = {"w": jnp.array([[3.0, -1.0], [2.0, 2.0]])}
+    by_rms = jstep.chain(jstep.scale_by_rms(0.75, 0.0), jstep.scale(-0.5))
+    state = jstep.apply_gradients(jstep.TrainState.create(params, by_rms), grads, by_rms)
+    np.testing.assert_allclose(state.params["w"], params["w"] - jnp.sign(grads["w"]), rtol=1e-6)
+    assert by_rms.hyperparameters(0).keys() == {"decay", "epsilon", "factor"}
+    turned = jstep.chain(
+        jstep.orthogonalize(scale=None, ns_steps=30, ns_coefficients=(1.5, -0.5, 0.0)), jstep.scale(-1.0)
+    )
+    state = jstep.apply_gradients(jstep.TrainState.create(params, turned), grads, turned)
+    u, _, vt = np.linalg.svd(grads["w"])
+    np.testing.assert_allclose(params["w"] - state.params["w"], u @ vt, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sparse_gradient_touches_its_rows_where_it_can() -> None:
+    slices = jstep.IndexedSlices(jnp.ones((2, 3)), jnp.array([1, 1]), (4, 3))
+    for optimizer in (
+        jstep.chain(jstep.trace(0.9), jstep.scale_by_learning_rate(0.5)),
+        jstep.sgd(0.5, 0.9),
+        jstep.chain(jstep.scale_by_rms(), jstep.add_weight_decay(0.0), jstep.scale(-0.5)),
+    ):
+        state = jstep.TrainState.create({"t": jnp.zeros((4, 3))}, optimizer)
+        updates, _ = optimizer.update({"t": slices}, state.slots, state.params, 0)
+        assert isinstance(updates["t"], jstep.IndexedSlices)
+    for optimizer in (jstep.sgd(0.5, weight_decay=0.1), jstep.adamw(0.5), jstep.muon(0.5), jstep.soap(0.5)):
+        dense, _ = optimizer.update(
+            {"t": slices}, optimizer.init({"t": jnp.ones((4, 3))}), {"t": jnp.ones((4, 3))}, jnp.int32(1)
+        )
+        again, _ = optimizer.update(
+            {"t": slices.to_dense()}, optimizer.init({"t": jnp.ones((4, 3))}), {"t": jnp.ones((4, 3))}, jnp.int32(1)
+        )
+        np.testing.assert_array_equal(dense["t"], again["t"])
