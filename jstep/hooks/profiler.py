@@ -8,6 +8,7 @@ from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import own_transfers
 from jstep.hooks.hook import NEVER, Hook, Metrics
 from jstep.state import TrainState, global_step
+from jstep.stores import is_url, location
 
 
 class ProfilerHook(Hook):
@@ -31,7 +32,12 @@ class ProfilerHook(Hook):
         start_step, stop_step = as_int(start_step, "start_step"), as_int(stop_step, "stop_step")
         if not 0 <= start_step < stop_step:
             raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
-        self._logdir, self._start, self._stop = os.fspath(logdir), start_step, stop_step
+        self._logdir, self._start, self._stop = location(logdir, "logdir"), start_step, stop_step
+        if is_url(self._logdir):
+            raise ValueError(
+                f"logdir={self._logdir!r}: must be on a file system, to which JAX's profiler writes; give a local "
+                "directory and copy it when the run has ended"
+            )
         self._running = False
 
     def begin(self, state: TrainState) -> None:

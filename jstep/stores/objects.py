@@ -20,6 +20,8 @@ RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
 SECONDS = 26.0
 """What a verb may take, beside a second for each `RATE` bytes: a store that does not answer at all is given up."""
 RATE = 1e6
+_ERRORS = (ValueError, RuntimeError, OverflowError, NotImplementedError)
+"""What tensorstore raises."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +50,27 @@ class Pending:
         Raises:
             OSError: It went wrong, or took too long.
         """
-        began = time.monotonic()
-        left = min(self._until, self._objects.deadline()) - began
+        left = min(self._until, self._objects.deadline()) - time.monotonic()
+        # Raised outside of `except`: tensorstore's own error, which may hold anything, is not even its context.
         try:
             return self._future.result(timeout=max(0.01, left))
         except TimeoutError:
             self._future.cancel()
-            raise errors.no_answer(self.url, self._verb, max(1.0, left)) from None
-        except (ValueError, RuntimeError, OverflowError, NotImplementedError) as error:
-            raise errors.translated(error, self._verb, self.url) from None
+            problem = errors.no_answer(self.url, self._verb, max(1.0, left))
+        except _ERRORS as error:
+            problem = errors.translated(error, self._verb, self.url)
+        raise problem
+
+    def stamp(self) -> bytes:
+        """The stamp of what was written.
+
+        Raises:
+            OSError: It was not written.
+        """
+        generation = bytes(self.result().generation)
+        if not generation:
+            raise errors.StoreError(f"{self.url}: cannot write: the store speaks of a condition, and there was none")
+        return generation
 
     def give_up(self) -> None:
         """Waits no longer for it, and is not told what becomes of it."""
@@ -104,7 +118,7 @@ class Objects:
 
     def write(self, key: str, data: bytes) -> bytes:
         """Writes an object, whatever was there; its stamp."""
-        return bytes(self.start_write(key, data).result().generation)
+        return self.start_write(key, data).stamp()
 
     def start_write(self, key: str, data: Any) -> Pending:
         """Begins to write an object."""
@@ -168,8 +182,9 @@ class Objects:
         kv = self._store()
         try:
             return Pending(self, ask(kv), verb, key, nbytes)
-        except (ValueError, RuntimeError) as error:
-            raise errors.translated(error, verb, self.at(key)) from None
+        except _ERRORS as error:
+            problem = errors.translated(error, verb, self.at(key))
+        raise problem
 
     def _store(self) -> Any:
         with self._lock:

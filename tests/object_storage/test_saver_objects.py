@@ -267,6 +267,25 @@ def test_without_the_right_to_delete_saves_succeed(store, caplog):
     assert "storage.objects.delete" in said[0] or "s3:DeleteObject" in said[0]
 
 
+def test_under_any_guard_and_mesh(store):
+    with jax.transfer_guard("disallow"), jax.set_mesh(jax.make_mesh((8,), ("data",))), jstep.Saver(store.run) as saver:
+        state = jstep.TrainState.create({"w": np.ones(8, np.float32)}, jstep.adam())
+        saver.save(state)
+        back = saver.restore(state)
+        saver.restore(jax.eval_shape(lambda: state))
+    assert same(back, state)
+
+
+def test_a_checkpoint_is_deleted_without_a_claim(store):
+    with jstep.Saver(store.run) as saver:
+        for step in (1, 2):
+            saver.save(state_at(step))
+    other = jstep.Saver(store.run)
+    other.delete(1)
+    assert other.all_steps() == [2]
+    assert store.keys("run/model-1/") == []
+
+
 def test_requests_of_300_leaves(store):
     store.page = 1000
     params = {f"layer{i}": {"w": jnp.full((50, 50), i, jnp.float32)} for i in range(100)}

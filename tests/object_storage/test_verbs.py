@@ -103,7 +103,7 @@ def test_errors_say_what_where_and_the_way_out(store, quick, status, kind, text)
         assert "secret" not in message
         assert "AKIA" not in message
         assert caught.value.__cause__ is None
-        assert caught.value.__suppress_context__
+        assert caught.value.__context__ is None
 
 
 def test_no_bucket(store, quick):
@@ -141,6 +141,19 @@ def test_expired_keys_of_s3_come_as_400(s3, quick):
     s3.code, s3.fail = "PermanentRedirect", [("", "", 301, 99)]
     with pytest.raises(StoreError, match="AWS_REGION"):
         Objects("s3://bkt/run").write("a", b"")
+
+
+def test_an_answer_that_fits_no_question_is_no_success(store, quick):
+    there = Objects(store.run)
+    store.fail = [("", "", 412, 1)]
+    with pytest.raises(StoreError, match="speaks of a condition"):
+        there.write("a", b"1")
+    store.fail = [("", "", 412, 1)]
+    with pytest.raises(StoreError, match="fits no question"):
+        there.read("a")
+    store.fail = [("", "", 412, 1)]
+    assert there.write_if("a", b"1", ABSENT)
+    assert there.read("a").data == b"1"
 
 
 # Lists.

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from jstep.checkpoint.format.manifest import NAME
 
 _KEY = re.compile(r"(?P<name>(?P<prefix>[^/]+)-(?P<step>0|[1-9][0-9]*))/(?P<rest>.+)", re.DOTALL)
-_ATTEMPT = re.compile(r"data\.([0-9]{1,15})-([0-9a-f]{1,32})")
+_ATTEMPT = re.compile(r"data\.(?:([0-9]{1,15})-)?[^/]+", re.DOTALL)
 HOUR = 3600
 
 
@@ -36,7 +36,7 @@ def is_attempt(name: str | None) -> bool:
 def is_old(attempt: str) -> bool:
     """Whether an attempt began more than an hour ago: nobody writes it any more, and nobody reads it."""
     match = _ATTEMPT.fullmatch(attempt)
-    return match is not None and time.time() - int(match[1]) > HOUR
+    return match is not None and match[1] is not None and time.time() - int(match[1]) > HOUR
 
 
 class Checkpoints:

@@ -246,7 +246,7 @@ class ObjectStore:
         with self._never_failing():
             name = self._name(path)
             key = f"{name}/{_manifest.NAME}"
-            keys = self._list(self._prefix) if self._keys is None else self._keys
+            keys = self._list(name.rpartition("-")[0]) if self._keys is None else self._keys
             there = self._objects.read(key)
             if there.data is None or not self._objects.delete(key, there.stamp):
                 return

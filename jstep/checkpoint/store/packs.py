@@ -80,7 +80,7 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
 
     def end_one() -> None:
         name, nbytes, pending = writing.pop(0)
-        packs[name] = {"bytes": nbytes, "stamp": bytes(pending.result().generation).hex()}
+        packs[name] = {"bytes": nbytes, "stamp": pending.stamp().hex()}
 
     try:
         for number, group in enumerate(_groups(blocks, compress)):
