@@ -56,7 +56,7 @@ class Pending:
             return self._future.result(timeout=max(0.01, left))
         except TimeoutError:
             self._future.cancel()
-            problem = errors.no_answer(self.url, self._verb, max(1.0, left))
+            problem: OSError = errors.no_answer(self.url, self._verb, max(1.0, left))
         except _ERRORS as error:
             problem = errors.translated(error, self._verb, self.url)
         raise problem
