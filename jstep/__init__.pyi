@@ -190,9 +190,11 @@ from jstep.state import (
 )
 from jstep.tools import (
     NonFinite,
+    Plan,
     Replay,
     ResumeReport,
     find_nonfinite,
+    plan,
     replay,
     verify_resume,
 )
@@ -231,6 +233,7 @@ __all__ = [
     "NonFinite",
     "Optimizer",
     "OutOfRangeError",
+    "Plan",
     "Preempted",
     "PrefetchIterator",
     "ProfilerHook",
@@ -333,6 +336,7 @@ __all__ = [
     "orthogonalize",
     "partition",
     "piecewise_constant",
+    "plan",
     "polynomial_decay",
     "prefetch_to_device",
     "prodigy",

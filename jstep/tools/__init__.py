@@ -2,14 +2,17 @@
 
 from jstep.core.public import publish as _publish
 from jstep.tools.find_nonfinite import NonFinite, find_nonfinite
+from jstep.tools.plan import Plan, plan
 from jstep.tools.replay import Replay, replay
 from jstep.tools.verify_resume import ResumeReport, verify_resume
 
 __all__ = [
     "NonFinite",
+    "Plan",
     "Replay",
     "ResumeReport",
     "find_nonfinite",
+    "plan",
     "replay",
     "verify_resume",
 ]

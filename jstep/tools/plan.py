@@ -1,0 +1,181 @@
+"""What will be: the hyperparameters of all steps, and when hooks are due, before the first step."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.checks import as_int, kind, shown
+from jstep.core.contexts import own_transfers
+from jstep.core.types import Optimizer, Schedule
+from jstep.loop.checks import list_of_hooks
+from jstep.tools import due as _due
+from jstep.tools import table as _table
+
+
+class Due(Mapping[Any, Any]):
+    """Hook → the steps at which it is due; a hook is found by itself, and by the name of its class.
+
+    The steps are a range, or a tuple where they are not evenly spaced.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._pairs = tuple(pairs)
+
+    def __getitem__(self, hook: Any) -> Any:
+        found = [steps for one, steps in self._pairs if one is hook]
+        if not found and isinstance(hook, str):
+            found = [steps for one, steps in self._pairs if _due.name_of(one) == hook]
+        if len(found) != 1:
+            names = ", ".join(_due.name_of(one) for one, _ in self._pairs)
+            raise KeyError(f"{len(found)} hooks are {shown(hook)}; there are: {names or 'none'}")
+        return found[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (hook for hook, _ in self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{_due.name_of(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What will be.
+
+    Attributes:
+        steps: Steps N from the first to the last, int64 `[points]`: those of the updates N → N + 1.
+        hyperparameters: Name → values at these steps, `[points]`.
+        due: Hook → the steps after which it is called, of hooks that are due by steps alone or also by steps.
+        last_step: Where the run ends.
+    """
+
+    steps: np.ndarray[Any, Any]
+    hyperparameters: Mapping[str, np.ndarray[Any, Any]]
+    due: Mapping[Any, Any]
+    last_step: int
+
+    def __str__(self) -> str:
+        return _table.plan_text(self.steps, self.hyperparameters, self._dues(), self.last_step)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws a panel for each hyperparameter that changes, and a line of marks for each hook.
+
+        Args:
+            path: The picture; its suffix (`.png`, `.svg`, `.pdf`) is its format.
+
+        Raises:
+            ImportError: matplotlib is not installed: `pip install jstep[plot]`.
+        """
+        from jstep.tools.picture import draw_plan
+
+        draw_plan(os.fspath(path), self.steps, self.hyperparameters, self._dues(), self.last_step)
+
+    def _dues(self) -> list[tuple[str, Any]]:
+        return [(_due.name_of(hook), steps) for hook, steps in self.due.items()]
+
+
+def plan(
+    optimizer: Optimizer | Schedule | Mapping[str, Schedule | float],
+    last_step: int,
+    *,
+    start: int = 0,
+    hooks: Sequence[Any] = (),
+    points: int = 200,
+) -> Plan:
+    """What a run will do: its hyperparameters at steps from start to last_step − 1, and when its hooks are due.
+
+    A learning rate that has decayed to nothing after a tenth of the run, a warm-up in the wrong unit, a checkpoint
+    every step: seen before an hour is spent.
+
+    Args:
+        optimizer: An optimizer, a schedule, or a dict of schedules and numbers.
+        last_step: What `train` is to be given.
+        start: The step of the state that it is to be given.
+        hooks: What `train` is to be given. Hooks that are due by the clock alone are left out.
+        points: At how many steps to look, evenly spaced; the first and the last are among them.
+
+    Returns:
+        A `Plan`: `str()` is a table, `plot(path)` a picture.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: `start` is not before last_step, or a number is out of range.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.linear_warmup(jstep.cosine_decay(0.1, 1000), 100)
+        >>> plan = jstep.plan(jstep.adam(schedule), 1000, hooks=[jstep.LoggingHook(250)], points=5)
+        >>> print(plan)
+        steps 0 to 999
+        <BLANKLINE>
+        step  learning_rate
+           0          0.001
+         250      0.0853553
+         500           0.05
+         749      0.0147559
+         999     2.4674e-07
+        <BLANKLINE>
+        constant  beta1 0.9, beta2 0.999, epsilon 1e-08
+        <BLANKLINE>
+        LoggingHook  every 250 steps, 4 times: 250, 500, 750, 1 000
+    """
+    last_step = as_int(last_step, "last_step", 1)
+    start, points = as_int(start, "start", 0), as_int(points, "points", 1)
+    if start >= last_step:
+        raise ValueError(f"start={start}: must be before last_step={last_step}, or there is no step to make")
+    functions = _functions(optimizer)
+    dtype = jax.dtypes.canonicalize_dtype(np.int64)
+    if last_step > np.iinfo(dtype).max:
+        raise ValueError(
+            f"last_step={last_step}: must be at most {np.iinfo(dtype).max}, the last step that {dtype} counts; under "
+            "jax_enable_x64 steps are int64"
+        )
+    steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64)) if points > 1 else None
+    steps = np.array([start]) if steps is None else steps
+    pairs = [(hook, _due.steps_of(hook, start, last_step)) for hook in list_of_hooks(hooks)]
+    return Plan(
+        steps,
+        _values(functions, steps, dtype),
+        Due([(hook, due) for hook, due in pairs if due is not None]),
+        last_step,
+    )
+
+
+def _functions(optimizer: Any) -> Any:
+    """A function from the step to a dict of values."""
+    if callable(getattr(optimizer, "hyperparameters", None)):
+        return optimizer.hyperparameters
+    if isinstance(optimizer, Mapping):
+        for name, one in optimizer.items():
+            if not (callable(one) or _is_number(one)) or isinstance(one, type):
+                raise TypeError(f"optimizer[{name!r}]={shown(one)}: must be a schedule or a number, got {kind(one)}")
+        return lambda step: {str(name): one(step) if callable(one) else one for name, one in optimizer.items()}
+    if callable(optimizer) and not isinstance(optimizer, type):
+        return lambda step: {"schedule": optimizer(step)}
+    raise TypeError(
+        f"optimizer={shown(optimizer)}: must be an optimizer, a schedule or a dict of schedules, got {kind(optimizer)}"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool | str) or np.ndim(value):
+        return False
+    return isinstance(value, int | float) or (hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.number))
+
+
+def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """The values at each step, computed as a compiled step computes them; by the host where they cannot be traced."""
+    compiled = jax.jit(lambda step: {name: jnp.asarray(value) for name, value in function(step).items()})
+    try:
+        with own_transfers():
+            rows = jax.device_get([compiled(np.asarray(step, dtype)) for step in steps])
+    except jax.errors.ConcretizationTypeError:
+        rows = [{name: np.asarray(value) for name, value in function(int(step)).items()} for step in steps]
+    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}

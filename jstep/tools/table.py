@@ -1,0 +1,107 @@
+"""Tables of text, a hundred columns wide at most."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+WIDTH = 100
+_ROWS = 11
+
+
+def plan_text(
+    steps: np.ndarray[Any, Any], values: Mapping[str, np.ndarray[Any, Any]], due: Sequence[tuple[str, Any]], last: int
+) -> str:
+    """A plan: what changes in columns, then what does not, then the hooks."""
+    changing = {name: column for name, column in values.items() if column.ndim == 1 and len(np.unique(column)) > 1}
+    rows = np.unique(np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int))
+    lines = [f"steps {_count(steps[0])} to {_count(last - 1)}"]
+    step_width = max(4, *(len(_count(step)) for step in steps[rows]))
+    for names in _that_fit(list(changing), step_width):
+        widths = [max(12, len(_cut(name))) for name in names]
+        heads = [f"{_cut(name):>{w}}" for name, w in zip(names, widths, strict=True)]
+        lines += ["", "  ".join([f"{'step':>{step_width}}", *heads])]
+        for row in rows:
+            cells = [f"{number(changing[name][row]):>{w}}" for name, w in zip(names, widths, strict=True)]
+            lines.append("  ".join([f"{_count(steps[row]):>{step_width}}", *cells]))
+    same = [name for name in values if name not in changing]
+    if same:
+        lines += ["", *wrapped("constant", [f"{_cut(name)} {_constant(values[name])}" for name in same])]
+    if due:
+        width = min(40, max(len(name) for name, _ in due))
+        lines += ["", *(_cut(f"{_cut(name, 40):<{width}}  {due_text(when)}", WIDTH) for name, when in due)]
+    return "\n".join(lines)
+
+
+def due_text(due: Any) -> str:
+    """When a hook is due, in words."""
+    if not len(due):
+        return "not due"
+    if isinstance(due, range) and len(due) > 1:
+        if due.step == 1:
+            return f"every step, {_count(len(due))} times"
+        return f"every {_count(due.step)} steps, {_count(len(due))} times: {_listed(due)}"
+    return f"{'once' if len(due) == 1 else f'{len(due)} times'}: {_listed(due)}"
+
+
+def wrapped(title: str, words: Sequence[str]) -> list[str]:
+    """Words after a title, over as many lines as they need."""
+    lines = [f"{title}  "]
+    for i, word in enumerate(words):
+        more = word + ("" if i + 1 == len(words) else ", ")
+        if len(lines[-1]) + len(more.rstrip()) > WIDTH:
+            lines.append(" " * (len(title) + 2))
+        lines[-1] += more
+    return [line.rstrip() for line in lines]
+
+
+def number(value: Any) -> str:
+    """A number in six digits at most."""
+    value = np.asarray(value)
+    return f"{value.item():.6g}" if value.ndim == 0 else f"{value.dtype}{list(value.shape)}"
+
+
+def size(count: float) -> str:
+    """A number of bytes."""
+    return scaled(count, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"))
+
+
+def scaled(count: float, unit: str, base: int = 1000, prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P")) -> str:
+    """A number with a prefix of its unit: 1.5 GFLOP."""
+    power = 0
+    while abs(count) >= base and power + 1 < len(prefixes):
+        count, power = count / base, power + 1
+    digits = f"{count:.0f}" if power == 0 or abs(count) >= 100 else f"{count:.3g}"
+    return f"{digits} {prefixes[power]}{unit}"
+
+
+def _constant(column: np.ndarray[Any, Any]) -> str:
+    return number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
+
+
+def _listed(due: Any) -> str:
+    if len(due) <= 4:
+        return ", ".join(map(_count, due))
+    return f"{_count(due[0])}, {_count(due[1])}, …, {_count(due[-1])}"
+
+
+def _that_fit(names: list[str], step_width: int) -> list[list[str]]:
+    """The names in groups whose columns fit the width."""
+    groups: list[list[str]] = []
+    left = 0
+    for name in names:
+        width = max(12, len(_cut(name))) + 2
+        if not groups or width > left:
+            groups.append([])
+            left = WIDTH - step_width
+        groups[-1].append(name)
+        left -= width
+    return groups
+
+
+def _cut(text: str, longest: int = 36) -> str:
+    return text if len(text) <= longest else "…" + text[1 - longest :] if longest < WIDTH else text[: longest - 1] + "…"
+
+
+def _count(number: Any) -> str:
+    return f"{int(number):,}".replace(",", " ")

@@ -1,0 +1,131 @@
+"""What will be: hyperparameters and hooks of all steps, as numbers, as a table, as a picture."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+RATE = jstep.linear_warmup(jstep.cosine_decay(0.1, 1000), 100)
+
+
+def test_values_are_those_of_the_run():
+    plan = jstep.plan(jstep.adam(RATE), 1000, points=5)
+    assert plan.steps.tolist() == [0, 250, 500, 749, 999]
+    for name, value in jstep.adam(RATE).hyperparameters(jnp.int32(250)).items():
+        np.testing.assert_allclose(plan.hyperparameters[name][1], np.asarray(value), rtol=1e-6)
+    assert set(plan.hyperparameters) == set(jstep.adam(RATE).hyperparameters(0))
+
+
+def test_prefixes_of_a_partition():
+    optimizer = jstep.partition({"a": jstep.adam(RATE), "b": jstep.gradient_descent(0.5)}, lambda path, leaf: "a")
+    plan = jstep.plan(optimizer, 10)
+    assert plan.hyperparameters["b/learning_rate"].tolist() == [0.5] * 10
+    assert "a/learning_rate" in plan.hyperparameters
+    assert "constant" in str(plan)
+
+
+def test_a_schedule_and_a_dict():
+    (values,) = jstep.plan(RATE, 1000, start=990).hyperparameters.values()
+    np.testing.assert_allclose(values, [float(RATE(step)) for step in range(990, 1000)], rtol=1e-6)
+    plan = jstep.plan({"rate": RATE, "beta": 0.9, "numpy": np.float32(2)}, 100, points=3)
+    assert plan.hyperparameters["beta"].tolist() == pytest.approx([0.9] * 3)
+    assert set(plan.hyperparameters) == {"rate", "beta", "numpy"}
+
+
+def test_a_schedule_of_python():
+    plan = jstep.plan(lambda step: 0.5 if step < 5 else 0.25, 10, points=3)
+    assert plan.hyperparameters["schedule"].tolist() == [0.5, 0.5, 0.25]
+
+
+def test_a_billion_steps_and_few():
+    plan = jstep.plan(RATE, 10**9, hooks=[jstep.LoggingHook(7)])
+    assert len(plan.steps) == 200
+    assert plan.steps[-1] == 10**9 - 1
+    (due,) = plan.due.values()
+    assert due == range(7, 10**9 + 1, 7)
+    assert jstep.plan(RATE, 3).steps.tolist() == [0, 1, 2]
+    assert jstep.plan(RATE, 3, points=1).steps.tolist() == [0]
+    assert jstep.plan(RATE, 1).steps.tolist() == [0]
+
+
+class Each(jstep.Hook):
+    def after_step(self, step, state, metrics):
+        pass
+
+
+class AtTheEnd(jstep.Hook):
+    def end(self, step, state):
+        pass
+
+
+class Powers(Each):
+    def next_due(self, step):
+        return 2 ** (step.bit_length())
+
+
+def test_when_hooks_are_due(tmp_path):
+    hooks = [
+        jstep.LoggingHook(100),
+        jstep.CheckpointSaverHook(tmp_path, save_secs=60, save_steps=300),
+        jstep.CheckpointSaverHook(tmp_path, save_secs=60),
+        jstep.StopAtStepHook(last_step=700),
+        jstep.every(5000, print),
+        Each(),
+        AtTheEnd(),
+        Powers(),
+    ]
+    due = jstep.plan(RATE, 1000, start=250, hooks=hooks).due
+    assert due[hooks[0]] == due["LoggingHook"] == range(300, 1001, 100)
+    assert due[hooks[1]] == range(300, 1000, 300)
+    assert hooks[2] not in due  # due by the clock alone
+    assert list(due[hooks[3]]) == [700]
+    assert len(due[hooks[4]]) == 0
+    assert due[hooks[5]] == range(251, 1001)
+    assert hooks[6] not in due
+    assert due[hooks[7]] == (256, 512)
+    with pytest.raises(KeyError, match="0 hooks are 'Nobody'; there are: LoggingHook"):
+        due["Nobody"]
+
+
+def test_text_fits_a_hundred_columns():
+    optimizer = jstep.partition(
+        {f"a_long_label_of_part_{i}": jstep.adam(RATE, beta1=jstep.linear(0.8, 0.9, 100)) for i in range(5)},
+        lambda path, leaf: "a_long_label_of_part_0",
+    )
+    hooks = [jstep.LoggingHook(10)]
+    text = str(jstep.plan(optimizer, 123_456_789, hooks=hooks))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "LoggingHook  every 10 steps, 12 345 678 times: 10, 20, …, 123 456 780" in text
+    assert "a_long_label_of_part_4/learning_rate" in text
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_pictures(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan.{suffix}"
+    hooks = [jstep.LoggingHook(1), jstep.every(300, print)]
+    jstep.plan(jstep.adam(RATE, beta1=RATE), 1000, hooks=hooks).plot(path)
+    assert path.stat().st_size > 2000
+    jstep.plan(jstep.gradient_descent(0.5), 10).plot(path)  # nothing changes
+
+
+BAD = [
+    ({"optimizer": 3}, TypeError, "optimizer=3: must be an optimizer, a schedule or a dict"),
+    ({"optimizer": float}, TypeError, "optimizer="),
+    ({"optimizer": {"a": "x"}}, TypeError, r"optimizer\['a'\]='x': must be a schedule or a number"),
+    ({"last_step": 0}, ValueError, "last_step=0: must be at least 1"),
+    ({"last_step": 1.5}, TypeError, "last_step=1.5: must be an integer"),
+    ({"last_step": 2**31 + 1}, ValueError, "must be at most 2147483647"),
+    ({"start": 10}, ValueError, "start=10: must be before last_step=10"),
+    ({"start": -1}, ValueError, "start=-1"),
+    ({"points": 0}, ValueError, "points=0"),
+    ({"hooks": print}, TypeError, "hooks="),
+    ({"hooks": [print]}, TypeError, r"hooks\[0\]"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD, ids=str)
+def test_bad_arguments(wrong, error, message):
+    with pytest.raises(error, match=message):
+        jstep.plan(**{"optimizer": RATE, "last_step": 10} | wrong)
