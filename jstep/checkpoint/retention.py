@@ -84,6 +84,7 @@ class Keeper:
         self._kept: Kept | None = None
         self._mentioned = False
         self._times: dict[int, float] = {}
+        self._whole: set[int] = set()
 
     def commit_of(self, manifest: Manifest) -> "Saving":
         """What ends the save of a manifest that lacks files and retention."""
@@ -94,7 +95,8 @@ class Keeper:
         kept = self._kept or self._remembered()
         if self._max_to_keep is None:
             return [], kept
-        found = dict(self._store.newest_first(self._prefix, trusted=kept.steps))
+        found = dict(self._store.newest_first(self._prefix, trusted=kept.steps | self._whole))
+        self._whole = set(found)  # not looked into at the next save
         found.pop(manifest.step, None)
         times = {step: self._saved_at(step, path, kept) for step, path in found.items()}
         times[manifest.step] = manifest.saved_at
@@ -106,6 +108,7 @@ class Keeper:
         """The checkpoint is there."""
         self._kept = kept
         self._times[manifest.step] = manifest.saved_at
+        self._whole.add(manifest.step)
         for path in victims:
             self._store.evict(path)
 
