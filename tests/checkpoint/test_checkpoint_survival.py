@@ -29,24 +29,25 @@ def test_sigkill_at_twenty_random_instants(tmp_path):
         shapes = {"w1": (64, 512), "w2": (512, 64)}
         return jstep.TrainState.create({k: random.normal(size=s).astype("f") for k, s in shapes.items()}, optimizer)
 
-    def train(state, last_step, saver=None):
+    def train(state, last_step, saver=None, told=lambda: None):
         for n in range(int(state.global_step), last_step):
             state, _ = step(state, np.random.default_rng(n).normal(size=(8, 64)).astype("f"))
             if saver is not None:
                 saver.save(state, extra={"position": n + 1})
+                told()
         return state
 
     def run(ready, last_step):
         train(fresh(), 1)  # compiles
-        os.write(ready, b"!")
         with Saver(directory, max_to_keep=2) as saver:
             state = fresh()
             if saver.latest_step() is not None:
                 state = saver.restore(state)
                 assert saver.extra() == {"position": int(state.global_step)}
-            train(state, last_step, saver)
+            train(state, last_step, saver, lambda: os.write(ready, b"!"))
 
-    def child(last_step):
+    def child(last_step, saves):
+        # Starts a run, and returns when it has begun so many saves, each of which waits for the one before.
         # The parent uses no device before the last fork: JAX has no threads there yet.
         readable, ready = os.pipe()
         pid = os.fork()
@@ -60,22 +61,23 @@ def test_sigkill_at_twenty_random_instants(tmp_path):
                 traceback.print_exc()
             os._exit(code)
         os.close(ready)
-        os.read(readable, 1)
-        os.close(readable)
-        return pid
+        for _ in range(saves):
+            assert os.read(readable, 1) == b"!"
+        return pid, readable
 
     newest = 0
     for _ in range(20):
-        pid = child(10**6)
-        time.sleep(random.uniform(0, 0.3))
+        pid, readable = child(10**6, random.randrange(1, 6))
+        time.sleep(random.uniform(0, 0.02))
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        os.close(readable)
         path = latest_checkpoint(directory)
         assert path is not None or newest == 0
         assert path is None or (is_intact(store, path) and int(path.rsplit("-", 1)[1]) >= newest)
         newest = int(path.rsplit("-", 1)[1]) if path else 0
     last_step = newest + 3
-    assert os.waitpid(child(last_step), 0)[1] == 0
+    assert os.waitpid(child(last_step, 3)[0], 0)[1] == 0
 
     undisturbed = jax.tree.leaves(train(fresh(), last_step))
     restored = jax.tree.leaves(Saver(directory).restore(jax.eval_shape(fresh)))
