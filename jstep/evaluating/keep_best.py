@@ -14,6 +14,7 @@ from jstep.core.contexts import own_transfers
 from jstep.evaluating.scores import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo
 from jstep.state import TrainState
+from jstep.stores import is_url, location
 
 _logger = logging.getLogger("jstep")
 
@@ -67,7 +68,7 @@ class KeepBest:
         self.metric, self._mode = checked_metric(metric, mode)
         self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
         checkpoint_name(prefix, 0)  # says what a prefix must be
-        self._directory, self._prefix = directory, prefix
+        self._directory, self._prefix = location(directory, "directory"), prefix
         self._saver: Saver | None = None
         self.values: dict[int, float] = {}
 
@@ -157,4 +158,4 @@ class KeepBest:
 
 
 def _place(directory: str) -> str:
-    return directory.rstrip("/") if "://" in directory else os.path.realpath(directory)
+    return directory if is_url(directory) else os.path.realpath(directory)

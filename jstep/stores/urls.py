@@ -70,12 +70,14 @@ def _url(scheme: str, rest: str, name: str) -> str:
             "cloud's own tools have them, never from a URL"
         )
     if not bucket:
-        raise ValueError(f"{name}={scheme}://{rest}: must name a bucket, as in {scheme}://bucket/run")
+        raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, as in {scheme}://bucket/run")
     if not _BUCKET.fullmatch(bucket):
-        raise ValueError(f"{name}={scheme}://{rest}: must name a bucket, and {bucket!r} cannot be one")
+        raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, and {bucket!r} cannot be one")
     parts = [part for part in parts if part]
     if {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
-        raise ValueError(f"{name}={scheme}://{rest!r}: must be without '.', '..' and line ends: keys are not paths")
+        raise ValueError(
+            f"{name}={scheme + '://' + rest!r}: must be without '.', '..' and line ends: keys are not paths"
+        )
     return "/".join([f"{scheme}://{bucket}", *parts])
 
 

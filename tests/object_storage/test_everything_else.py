@@ -73,6 +73,17 @@ def test_a_log_that_cannot_be_written_is_said_at_once(store):
     assert not made
 
 
+def test_what_is_no_place_is_said_at_once():
+    for make in (jstep.Saver, jstep.latest_checkpoint, jstep.summary.SummaryWriter, jstep.summary.summary_iterator):
+        with pytest.raises(ValueError, match="gs://bucket/… or s3://bucket/…"):
+            make("az://bkt/run")
+    for make in (lambda url: jstep.KeepBest(url, "loss"), lambda url: jstep.FingerprintHook(1, url)):
+        with pytest.raises(ValueError, match="must name a bucket"):
+            make("gs://")
+    with pytest.raises(ValueError, match="must be on a file system"):
+        jstep.ProfilerHook("gs://bkt/run", 1, 2)
+
+
 def test_the_best_checkpoints(store):
     def loss(params, x):
         return {"loss": jnp.mean((params["w"][None] - x) ** 2)}
