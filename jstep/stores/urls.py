@@ -72,7 +72,7 @@ def _url(scheme: str, rest: str, name: str) -> str:
     if not bucket:
         raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, as in {scheme}://bucket/run")
     if not _BUCKET.fullmatch(bucket):
-        raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, and {bucket!r} cannot be one")
+        raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, which {bucket!r} cannot be")
     parts = [part for part in parts if part]
     if {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
         raise ValueError(

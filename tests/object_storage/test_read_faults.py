@@ -1,0 +1,107 @@
+"""Reading while requests fail, at each of them: the right numbers or an error that says why, and odd names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+from jstep.stores import objects
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
+
+
+def state_at(step):
+    params = {"w": np.full((4, 3), float(step), np.float32)}
+    state = jstep.TrainState.create(params, jstep.gradient_descent(0.1))
+    return state.replace(global_step=jnp.int32(step))
+
+
+def read(url):
+    """Everything that reads, with what it has to give."""
+    reader = jstep.Saver(url)
+    back = reader.restore(state_at(0))
+    return (
+        jstep.latest_checkpoint(url),
+        reader.latest_step(),
+        reader.all_steps(),
+        reader.extra(),
+        int(back.global_step),
+        np.asarray(back.params["w"]).tolist(),
+    )
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+@pytest.mark.parametrize("status", [503, 403, 401, 404, 0])
+def test_a_fault_at_each_request(store, status, lasts):
+    store.page = 1000
+    with jstep.Saver(store.run) as saver:
+        for step in (1, 2):
+            saver.save(state_at(step), extra=step)
+    before = len(store.seen)
+    right = read(store.run)
+    assert right[1:5] == (2, [1, 2], 2, 2)
+    count = len(store.seen) - before
+    wrong = []
+    for n in range(count):
+        store.fail = [("", "", None, n), ("", "", status, 10**6 if lasts else 1)]
+        try:
+            found = read(store.run)
+        except (OSError, jstep.CheckpointError) as error:
+            assert "bkt" in str(error)  # noqa: PT017
+            assert "secret" not in str(error)  # noqa: PT017
+            assert lasts or status in (403, 401, 404)
+        else:
+            wrong += [n] if found != right else []
+    store.fail = []
+    # What is told that there is no such object believes it, but for lists.
+    assert status == 404 or not wrong
+
+
+@pytest.mark.parametrize("prefix", ["my model%25", "a+b&c=d;?#", "модель", "~~", "model-1"])
+def test_odd_prefixes(store, prefix):
+    """Prefixes that sort after the mark have one of their own."""
+    store.page = 1000
+    with jstep.Saver(store.run, prefix=prefix, max_to_keep=2) as saver:
+        for step in (1, 2, 3):
+            path = saver.save(state_at(step))
+        assert saver.all_steps() == [2, 3]
+        assert path == f"{store.run}/{prefix}-3"
+        assert saver.restore(state_at(0)).params["w"][0, 0] == 3
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(1))
+    assert jstep.latest_checkpoint(store.run) == path
+    assert jstep.latest_checkpoint(store.run, "model") == f"{store.run}/model-1"
+    assert jstep.Saver(store.run, prefix=prefix).all_steps() == [2, 3]
+
+
+def test_a_whole_bucket(store):
+    url = store.run.removesuffix("/run")
+    with jstep.Saver(url) as saver:
+        assert saver.save(state_at(1)) == f"{url}/model-1"
+    assert jstep.latest_checkpoint(url) == f"{url}/model-1"
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(5))
+    assert jstep.Saver(url).all_steps() == [1]
+
+
+def test_kinds_of_leaves_on_meshes(store):
+    sharding = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+    kinds = ["bfloat16", "float8_e4m3fn", "int4", "uint4", "bool", "int8", "complex64", "float16"]
+    params = {kind: jax.device_put(np.arange(16).astype(jnp.dtype(kind)), sharding) for kind in kinds}
+    params["key"] = jax.device_put(jax.random.split(jax.random.key(0), 8), sharding)
+    params["scalar"] = jax.device_put(jnp.float32(2.0), NamedSharding(sharding.mesh, P()))
+    state = jstep.TrainState(params, {}, jnp.int32(1))
+    with jstep.Saver(store.run) as saver:
+        saver.save(state)
+        back = saver.restore(state)
+    for kind in [*kinds, "scalar"]:
+        assert back.params[kind].dtype == params[kind].dtype
+        assert back.params[kind].sharding == params[kind].sharding
+        assert jnp.array_equal(back.params[kind], params[kind])
+    assert jnp.array_equal(jax.random.key_data(back.params["key"]), jax.random.key_data(params["key"]))
