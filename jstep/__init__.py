@@ -38,7 +38,7 @@ Evaluating: evaluator; EarlyStopping, KeepBest, ReduceOnPlateau act on what an E
 Checkpoints: Saver, latest_checkpoint, checkpoint_name, CheckpointError.
 Many devices: shard_state, shard_batch, fsdp_specs; distributed.initialize for many processes.
 Tools: verify_resume (a ResumeReport), replay (a Replay), fingerprint and DivergenceError, find_nonfinite (a NonFinite);
-    before a run: plan (a Plan).
+    before a run: plan (a Plan), cost (a Cost with Collective entries).
 Summaries for TensorBoard: summary.scalar and others, summary.SummaryWriter. `python -m jstep --help`: the command line.
 """
 
@@ -54,7 +54,9 @@ __all__ = [
     "CancelledError",
     "CheckpointError",
     "CheckpointSaverHook",
+    "Collective",
     "Coordinator",
+    "Cost",
     "DivergenceError",
     "EarlyStopping",
     "EvaluationHook",
@@ -122,6 +124,7 @@ __all__ = [
     "constant",
     "cosine_decay",
     "cosine_decay_restarts",
+    "cost",
     "create_global_step",
     "cyclical",
     "decay_weights",

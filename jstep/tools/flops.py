@@ -1,0 +1,116 @@
+"""How much more a program computes than one that goes through each loop once."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jstep.tools.nonfinite.sites import Body, Site
+
+_FREE = frozenset(
+    [
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "concatenate",
+        "pad",
+        "rev",
+        "gather",
+        "copy",
+        "copy_p",
+        "convert_element_type",
+        "iota",
+        "optimization_barrier",
+        "split",
+        "bitcast_convert_type",
+        "stop_gradient",
+    ]
+)
+"""They move numbers and compute none."""
+
+
+class Work(NamedTuple):
+    """What a program takes, all devices together.
+
+    Attributes:
+        once: Operations, each loop gone through once as XLA counts it.
+        all: Operations, loops gone through as often as they are.
+        once_bytes: Bytes read and written, likewise.
+        all_bytes: Bytes read and written, likewise.
+        unknown: Loops whose number of iterations depends on values; they count once.
+    """
+
+    once: float = 0.0
+    all: float = 0.0
+    once_bytes: float = 0.0
+    all_bytes: float = 0.0
+    unknown: int = 0
+
+    def plus(self, other: "Work") -> "Work":
+        """The sum."""
+        return Work(
+            self.once + other.once,
+            self.all + other.all,
+            self.once_bytes + other.once_bytes,
+            self.all_bytes + other.all_bytes,
+            self.unknown + other.unknown,
+        )
+
+    def times(self, once: int, total: int) -> "Work":
+        """A loop of it, in whose program it is `once` times, and which runs it `total` times."""
+        return Work(once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown)
+
+
+def work_of(body: Body) -> Work:
+    """The work of a program."""
+    total = Work()
+    for site in body.sites:
+        total = total.plus(_of_site(site))
+    return total
+
+
+def _of_site(site: Site) -> Work:
+    inner = [work_of(body) for body in site.bodies]
+    if site.kind == "call":
+        return inner[0]
+    if site.kind == "cond":
+        return max(inner, key=lambda work: work.all)
+    if site.kind == "while":
+        both = inner[0].plus(inner[1])
+        return both._replace(unknown=both.unknown + 1)
+    if site.kind == "scan":
+        length = site.eqn.params["length"]
+        unroll = min(max(1, int(site.eqn.params["unroll"])), max(1, length))
+        # The rest of a loop that does not divide is a second copy of its program.
+        return inner[0].times(unroll + length % unroll if length > unroll else max(1, length), length)
+    flops = _flops(site.eqn)
+    moved = sum(_bytes(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars))
+    return Work(flops, flops, moved, moved)
+
+
+def _flops(eqn: Any) -> float:
+    name, params = eqn.primitive.name, eqn.params
+    size = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
+    if name == "dot_general":
+        ((contracted, _), _) = params["dimension_numbers"]
+        return 2.0 * size * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, params["dimension_numbers"]
+        return 2.0 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+    if name in _FREE:
+        return 0.0
+    if name.startswith(("reduce_", "arg", "cum")):
+        return float(sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.invars[:1]))
+    return float(size)
+
+
+def _bytes(aval: Any) -> float:
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.generic):
+        return 0.0
+    return float(math.prod(aval.shape) * dtype.itemsize)

@@ -1,0 +1,139 @@
+"""What a step takes, before it runs: operations, memory, what moves between devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jstep
+from jstep.tools.collectives import collectives_of
+
+SIDE, ROWS, LAYERS = 64, 32, 4
+OPTIMIZER = jstep.momentum(0.1, 0.9)
+PRODUCTS = 6 * ROWS * LAYERS * SIDE * SIDE
+"""Of a step: a product of matrices for each layer, and two for its gradients, but for that of the batch."""
+
+
+def scanned(params, x):
+    return (jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, params["w"])[0] ** 2).mean()
+
+
+def plain(params, x):
+    for w in params["w"]:
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def state():
+    return jstep.TrainState.create({"w": jnp.ones((LAYERS, SIDE, SIDE))}, OPTIMIZER)
+
+
+STEP, SCANNED = (jstep.minimize(loss, OPTIMIZER) for loss in (plain, scanned))
+BATCH = jnp.ones((ROWS, SIDE))
+
+
+def test_operations_count_loops_as_often_as_they_run():
+    flops = jstep.cost(STEP, state(), BATCH).flops
+    assert 0.85 * PRODUCTS < flops < 1.25 * PRODUCTS
+    assert jstep.cost(SCANNED, state(), BATCH).flops == pytest.approx(flops, rel=0.15)
+    many = jstep.cost(jstep.scan_steps(STEP), state(), jnp.stack([BATCH] * 5))
+    assert many.flops == pytest.approx(5 * flops, rel=0.05)
+    parts = jstep.cost(jstep.minimize(plain, OPTIMIZER, num_microbatches=4), state(), BATCH)
+    assert parts.flops == pytest.approx(flops, rel=0.15)
+
+
+def test_shapes_will_do_and_nothing_runs():
+    shapes = jax.eval_shape(state)
+    cost = jstep.cost(STEP, shapes, jax.ShapeDtypeStruct((ROWS, SIDE), jnp.float32))
+    one = 4 * LAYERS * SIDE * SIDE
+    assert (cost.params_bytes, cost.slots_bytes) == (one, one)
+    assert cost.argument_bytes == pytest.approx(2 * one + 4 * ROWS * SIDE, abs=64)
+    assert cost.alias_bytes >= 2 * one
+    assert cost.peak_bytes == cost.argument_bytes + cost.output_bytes - cost.alias_bytes + cost.temp_bytes
+    assert cost.collectives == {}
+    assert cost.compile_seconds > 0
+    alive = state()
+    jstep.cost(STEP, alive, BATCH)
+    assert not alive.params["w"].is_deleted()
+
+
+def test_a_step_of_ones_own_and_a_loop_of_unknown_length():
+    def step(state, x):
+        params = jax.lax.while_loop(lambda p: p["w"].sum() < x, lambda p: {"w": p["w"] + 1}, state.params)
+        return state.replace(params=params), {"loss": x}
+
+    cost = jstep.cost(step, state(), jnp.float32(3))
+    assert cost.loops_unknown == 1
+    assert cost.alias_bytes == 0
+    assert "1 loops of unknown length" in str(cost)
+
+
+def test_on_a_mesh():
+    mesh = jax.make_mesh((8,), ("data",))
+    rows = jstep.shard_batch(np.ones((ROWS, SIDE), np.float32), mesh)
+    alone = jstep.cost(STEP, state(), BATCH)
+    replicated = jstep.shard_state(state(), mesh, PartitionSpec())
+    cost = jstep.cost(SCANNED, replicated, rows)
+    assert cost.devices == 8
+    assert cost.params_bytes == alone.params_bytes
+    assert cost.flops < 0.5 * alone.flops
+    reduced = cost.collectives["all-reduce"]
+    assert reduced.number >= LAYERS
+    assert reduced.bytes >= cost.params_bytes
+    assert "all-reduce" in str(cost)
+    split = jstep.shard_state(state(), mesh, PartitionSpec(None, None, "data"))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), split)
+    cost = jstep.cost(STEP, shapes, rows)
+    assert cost.params_bytes * 8 == alone.params_bytes
+    assert cost.slots_bytes * 8 == alone.slots_bytes
+    assert cost.alias_bytes >= cost.params_bytes
+    assert max(map(len, str(cost).splitlines())) <= 100
+
+
+def test_it_says_where_it_does_not_fit():
+    cost = jstep.cost(STEP, state(), BATCH)
+    text = str(jstep.Cost(**{**vars(cost), "memory_bytes": 1000, "devices": 4}))
+    assert "of 1000 B: it does not fit" in text
+    assert text.startswith("a step on each of 4 devices")
+
+
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %r = f32[] add(%a, %a)
+}
+
+%body (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %g = f32[4,8]{1,0} get-tuple-element(%p), index=1
+  %all-reduce.1 = f32[4,8]{1,0} all-reduce(%g), replica_groups={{0,1}}, to_apply=%add
+  %rs = bf16[4]{0} reduce-scatter(%g), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add
+}
+
+%cond (p: (s32[], f32[4,8])) -> pred[] {
+  ROOT %lt = pred[] compare(%p, %p), direction=LT
+}
+
+ENTRY %main (x: f32[4,8]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %w = (s32[], f32[4,8]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %ags = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %agd = f32[8,8]{1,0} all-gather-done(%ags)
+  %ar2 = (f32[2]{0}, f32[3]{0}) all-reduce(%x, %x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %r = f32[4,8]{1,0} copy(%x)
+}
+"""
+
+
+def test_collectives_of_a_program():
+    found = collectives_of(PROGRAM)
+    assert found == {"all-reduce": (6, 5 * 128 + 20), "all-gather": (1, 256), "reduce-scatter": (5, 5 * 8 * 2)}
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="train_step=3: must be a function"):
+        jstep.cost(3, state())
+    with pytest.raises(TypeError, match="state: must be a TrainState"):
+        jstep.cost(STEP, {}, BATCH)
