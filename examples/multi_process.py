@@ -50,12 +50,19 @@ def work(args):
     # Scale, line 1: the state lies on the mesh, Adam's slots split over it (ZeRO-1).
     state = jstep.TrainState.create(init, optimizer, mesh=mesh, slot_axis="data")
 
+    every = args.steps // 8
+
     class Pace(jstep.Hook):
         """Makes a step as slow as that of a large model, so that the kill meets a run under way."""
 
         def after_step(self, step, state, metrics):
             time.sleep(0.01)
             if jax.process_index() == 1 and step == args.die_at:
+                # Once the last checkpoint is whole, which is written in the background: what was lost is known then.
+                while (jstep.latest_checkpoint(args.dir) or "") != os.path.join(
+                    args.dir, f"model-{step // every * every}"
+                ):
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     state = jstep.train(
@@ -65,7 +72,7 @@ def work(args):
         last_step=args.steps,
         hooks=[Pace()],
         checkpoint_dir=args.dir,
-        save_checkpoint_steps=args.steps // 8,
+        save_checkpoint_steps=every,
         log_steps=args.steps // 4,
         # Scale, line 2: each process's rows become its part of the global batch.
         batch_sharding=NamedSharding(mesh, PartitionSpec("data")),

@@ -1,18 +1,14 @@
 """examples/multi_process.py, as a user runs it, shortened."""
 
 import os
-import pathlib
 import re
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).parents[1]
+from programs import finished
 
 
 def test_a_killed_run_that_is_started_again_ends_with_the_same_weights():
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    command = [sys.executable, ROOT / "examples" / "multi_process.py", "--steps", "80", "--heartbeat", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    done = finished("multi_process.py", "--steps", 80, "--heartbeat", 5, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert "The final weights match an undisturbed run" in done.stdout
     codes = re.search(r"exit codes \[(-?\d+), (-?\d+)\]", done.stdout)

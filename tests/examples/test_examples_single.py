@@ -1,34 +1,15 @@
 """Each example runs as a user runs it, in a process of its own, shortened."""
 
-import os
-import pathlib
 import re
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from programs import ENVIRONMENT, command, finished, run
 
 import jstep
-
-ROOT = pathlib.Path(__file__).parents[1]
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
-
-
-def command(script, args):
-    return [sys.executable, ROOT / "examples" / script, *map(str, args)]
-
-
-def finished(script, *args):
-    return subprocess.run(command(script, args), capture_output=True, text=True, env=ENVIRONMENT, check=False)
-
-
-def run(script, *args):
-    done = finished(script, *args)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def events(directory):
@@ -106,11 +87,14 @@ def test_digits_goes_on_after_ctrl_c_as_if_nothing_had_happened(digits, tmp_path
     with subprocess.Popen(
         command("digits.py", args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as process:
-        for line in process.stderr:
-            if line.startswith("step 100  loss"):
-                process.send_signal(signal.SIGINT)
-                break
-        out, err = process.communicate()
+        try:
+            for line in process.stderr:
+                if line.startswith("step 100  loss"):
+                    process.send_signal(signal.SIGINT)
+                    break
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
     stopped = int(re.search(r"SIGINT stopped the run after step (\d+), which is saved", err).group(1))

@@ -1,0 +1,206 @@
+"""`train` and signals: the step in flight ends, the state is saved, the program leaves."""
+
+import signal
+import time
+
+import pytest
+from children import end, kill_all, start, until
+
+from jstep.checkpoint import Saver
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on():
+    yield
+    kill_all()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_step_in_flight(number, tmp_path):
+    script = """
+class Slow(jstep.Hook):
+    def after_step(self, step, state, metrics):
+        say("step", step)
+        time.sleep(0.05)
+        say("over", step)
+    def end(self, step, state):
+        say("end")
+try:
+    train(100, Counted(), hooks=[Slow()], checkpoint_dir=directory, progress=None, log_steps=None)
+except BaseException as error:
+    say("left", type(error).__name__, getattr(error, "code", None), jstep.Saver(directory).latest_step())
+    raise
+"""
+    process = start(script, tmp_path)
+    until(process, "step 5")
+    process.send_signal(number)
+    out, err = end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
+    assert "over 5" in out  # what was under way went on to its end
+    assert "step 6" not in out
+    assert "end" not in out
+    name, code = ("Preempted", "143") if number == signal.SIGTERM else ("KeyboardInterrupt", "None")
+    assert f"left {name} {code} 5" in out
+    assert f"{number.name} stopped the run after step 5, which is saved; start the run again to go on" in err
+    assert Saver(tmp_path).extra() == {"batches": {"base64": "NQ=="}}
+    script = """
+say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, Counted())))
+"""
+    assert end(start(script, tmp_path))[0] == "True\n"
+
+
+def test_sigterm_without_a_checkpoint_dir(tmp_path):
+    process = start('train(10**9, hooks=[jstep.EvaluationHook(lambda s: say("here") or {}, 100)])', tmp_path)
+    until(process, "here")
+    process.terminate()
+    _, err = end(process, 143)
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "quick", "kind"),
+    [
+        (signal.SIGTERM, True, "Counted"),
+        (signal.SIGINT, True, "object"),
+        (signal.SIGTERM, False, "object"),
+        (signal.SIGINT, False, "Counted"),
+    ],
+)
+def test_a_signal_while_the_loop_waits_for_a_batch(number, quick, kind, tmp_path):
+    script = f"""
+class Hangs({kind}):
+    def __iter__(self):
+        return self
+    def __next__(self):
+        time.sleep({0 if quick else 0.001})
+        n = self.at = getattr(self, "at", 0) + 1
+        if n == 13:
+            say("hangs")
+            time.sleep(1000)
+        return DATA[n - 1]
+train(100, Hangs(), checkpoint_dir=directory)
+"""
+    process = start(script, tmp_path)
+    until(process, "hangs")
+    time.sleep(0.2)  # the steps before are over, the loop waits
+    process.send_signal(number)
+    end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
+    saver = Saver(tmp_path)
+    assert saver.latest_step() == 12
+    assert saver.extra() == ({"batches": {"base64": "MTI="}} if kind == "Counted" else {})
+
+
+def test_a_second_sigint_leaves_at_once(tmp_path):
+    script = """
+class Stuck(jstep.Hook):
+    def after_step(self, step, state, metrics):
+        if step == 5:
+            say("stuck")
+            time.sleep(1000)
+try:
+    train(100, hooks=[Stuck()], checkpoint_dir=directory, save_checkpoint_steps=3)
+except KeyboardInterrupt:
+    say("left")
+"""
+    process = start(script, tmp_path)
+    until(process, "stuck")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert end(process)[0] == "left\n"
+    assert Saver(tmp_path).all_steps() == [3]
+
+
+@pytest.mark.parametrize("where", ["begin", "end"])
+def test_a_signal_around_the_steps(where, tmp_path):
+    """Before the first step there is nothing to save; after the last one the run is not called off."""
+    script = f"""
+class Slow(jstep.Hook):
+    def {where}(self, *args):
+        say("here")
+        for _ in range(50):
+            time.sleep(0.02)
+        say("over")
+train(6, hooks=[Slow()], checkpoint_dir=directory)
+say("not reached")
+"""
+    process = start(script, tmp_path)
+    until(process, "here")
+    process.terminate()
+    out, _ = end(process, 143)
+    assert out == ("over\n" if where == "end" else "")
+    assert Saver(tmp_path).all_steps() == ([6] if where == "end" else [])
+
+
+def test_a_nan_is_not_saved_by_a_signal_either(tmp_path):
+    script = """
+class Slow(jstep.Hook):
+    def after_step(self, step, state, metrics):
+        say("step", step)
+        time.sleep(0.1)
+train(100, lambda n: {"x": np.full((8, 8), np.nan if n == 3 else 1, np.float32)},
+      hooks=[jstep.NanLossHook(50), Slow()], checkpoint_dir=directory, save_checkpoint_steps=3)
+"""
+    process = start(script, tmp_path)
+    until(process, "step 5")
+    process.terminate()
+    _, err = end(process, 1)
+    assert "NanLossDuringTrainingError: the loss is nan at step 4" in err
+    assert Saver(tmp_path).all_steps() == [3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_state_and_all_metrics_come_out_by_a_signal(number, tmp_path):
+    script = """
+rows = []
+def tell(step, state, metrics):
+    say("step", step)
+    time.sleep(0.02)
+try:
+    train(1000, hooks=[jstep.every(1, tell), jstep.MetricsHook(lambda *row: rows.append(row), 100)])
+except BaseException as error:
+    assert jstep.global_step(error.state) == rows[-1][0], (error.state, rows)
+    assert np.isfinite(np.asarray(error.state.params["w"])).all()
+    (note,) = error.__notes__
+    assert "the state after step" in note, note
+    say("left", type(error).__name__)
+"""
+    process = start(script, tmp_path)
+    until(process, "step 5")
+    process.send_signal(number)
+    out, _ = end(process)
+    assert out.endswith("left Preempted\n" if number == signal.SIGTERM else "left KeyboardInterrupt\n")
+
+
+def test_a_sigint_that_is_ignored_stays_ignored(tmp_path):
+    """As under nohup, or in a background job of a script."""
+    script = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+def interrupt(step, state, metrics):
+    os.kill(os.getpid(), signal.SIGINT)
+state = train(6, hooks=[jstep.every(2, interrupt)], checkpoint_dir=directory)
+assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+say("end", state.global_step)
+"""
+    out, _ = end(start(script, tmp_path))
+    assert out == "end 6\n"
+
+
+def test_a_second_sigint_while_it_saves_leaves_a_short_traceback(tmp_path):
+    script = """
+def interrupt(step, state, metrics):
+    os.kill(os.getpid(), signal.SIGINT)
+def save(self, state, extra=None):
+    def deep(n):
+        if n:
+            return deep(n - 1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    deep(200)
+jstep.Saver.save = save
+train(100, hooks=[jstep.every(5, interrupt)], checkpoint_dir=directory)
+"""
+    _, err = end(start(script, tmp_path), -signal.SIGINT)
+    assert "KeyboardInterrupt: SIGINT came twice: the run was left at once, at step 5" in err
+    assert len(err.splitlines()) < 40
+    assert "deep" not in err
