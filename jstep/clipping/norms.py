@@ -23,7 +23,8 @@ def norm_of(arrays: Sequence[Array], axes: Any = None) -> Array:
     # Of numbers within ±2¹²⁸ some must exceed 2⁵⁰ for a sum of squares to overflow. Scaled by 2⁻¹⁰⁰ the largest is
     # below 2²⁸, and what is lost at the lower end is too small to count.
     def again(arrays: Sequence[Array]) -> Array:
-        return root(_squares(arrays, axes, shift)) * jnp.asarray(2.0**shift, plain.dtype)
+        scaled = root(_squares(arrays, axes, shift)) * jnp.asarray(2.0**shift, plain.dtype)
+        return jnp.where(jnp.isinf(plain), scaled, plain)
 
     return jax.lax.cond(jnp.any(jnp.isinf(plain)), again, lambda arrays: plain, list(arrays))
 
@@ -34,7 +35,8 @@ def _squares(arrays: Sequence[Array], axes: Any, shift: int) -> Array:
         parts = [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
         for part in parts:
             part = part.astype(trees.compute_dtype(part.dtype))
-            part = part * jnp.asarray(2.0**-shift, part.dtype) if shift else part
+            # Behind a barrier, or XLA would make of (x·s)² a product x²·s².
+            part = jax.lax.optimization_barrier(part * jnp.asarray(2.0**-shift, part.dtype)) if shift else part
             square = jnp.sum(jnp.square(part), axis=axes, keepdims=axes is not None)
             if total is None:
                 total = square
@@ -71,4 +73,6 @@ def factors(norm: Array, clip_norm: Any) -> tuple[Array, Array]:
     over = norm > limit
     second = jnp.where(over, limit / jnp.where(over, norm * first, one), one)
     # Zero of what is finite, NaN of the rest: a constant NaN would trip `jax.debug_nans` with nothing wrong.
-    return jnp.where(over, first, one), second + jax.lax.stop_gradient(norm - norm)
+    second = second + jax.lax.stop_gradient(norm - norm)
+    # Behind a barrier, or XLA would multiply the two first where both are constants.
+    return jnp.where(over, first, one), jax.lax.optimization_barrier(second)

@@ -1,13 +1,12 @@
 """Which parameters are meant: the four forms of `var_list` and of masks."""
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import paths, trees
 from jstep.core.types import Params
 
 VarList: TypeAlias = Callable[[str, Any], bool] | str | Sequence[str] | Any | None
@@ -75,22 +74,27 @@ def _chosen(
         var_list = [var_list]
     if isinstance(var_list, list | tuple | set | frozenset) and all(isinstance(entry, str) for entry in var_list):
         entries = sorted(var_list) if isinstance(var_list, set | frozenset) else var_list
-        return _by_globs(named, trainable, entries, argument)
+        return _by_globs(named, paths.names_of(params), trainable, entries, argument)
     if callable(var_list) and trees.is_function(var_list):
         return [_as_bool(var_list(path, leaf), path, argument) for path, leaf in named]
     return _by_bools(params, named, var_list, argument)
 
 
-def _by_globs(named: list[tuple[str, Any]], trainable: list[bool], entries: Any, argument: str) -> list[bool]:
+def _by_globs(
+    named: list[tuple[str, Any]], names: list[tuple[str, ...]], trainable: list[bool], entries: Any, argument: str
+) -> list[bool]:
     chosen = [False] * len(named)
     for entry in entries:
-        matches = [i for i, (path, _) in enumerate(named) if path == entry or fnmatch.fnmatchcase(path, entry)]
+        matches = [i for i, known in enumerate(names) if paths.matches(known, entry)]
         if not matches:
-            paths = [path for path, _ in named]
-            hint = trees.nearest(entry, paths) or f"; paths are {paths[:20]}"
-            under = [path for path in paths if path.startswith(f"{entry}/")]
+            every = [path for path, _ in named]
+            hint = trees.nearest(entry, every) or f"; paths are {every[:20]}"
+            under = [path for path in every if path.startswith(f"{entry}/")]
             hint = f"; for all below it write {entry + '/*'!r}" if under else hint
             raise ValueError(f"{argument}: {entry!r} matches no parameter{hint}")
+        exact = [i for i in matches if named[i][0] == entry]
+        if len(exact) > 1:
+            raise ValueError(paths.ambiguous(argument, entry, len(exact)))
         if not any(trainable[i] for i in matches):
             raise ValueError(
                 f"{argument}: {entry!r} matches only {[named[i][0] for i in matches][:20]}, whose dtype "

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jstep.core.checks import shown
 from jstep.core.contexts import own_transfers
 from jstep.core.trees import leaves_with_paths, path_str, quoted
+from jstep.sharding.rows import place_rows
 
 
 def placement(sharding: Any) -> Callable[[Any], Any]:
@@ -33,7 +34,7 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
             with own_transfers():
                 if local:
                     return jax.device_put(item, sharding)
-                return jax.tree.map(_place_local_rows, item, jax.tree.broadcast(sharding, item))
+                return jax.tree.map(place_rows, item, jax.tree.broadcast(sharding, item))
         except ValueError as error:
             _explain(item, sharding, error)
             raise
@@ -46,14 +47,6 @@ def _place_on_default_device(item: Any) -> Any:
     with own_transfers():
         # An array of JAX lies where somebody put it, perhaps over other processes too.
         return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), item)
-
-
-def _place_local_rows(leaf: Any, sharding: Any) -> jax.Array:
-    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    if is_global or getattr(sharding, "is_fully_addressable", True):
-        return jax.device_put(leaf, sharding)
-    # Also of an array on this process's device: device_put would take it for the whole, the same on all processes.
-    return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
 
 def _explain(item: Any, sharding: Any, error: ValueError) -> None:

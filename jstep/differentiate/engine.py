@@ -12,7 +12,7 @@ from jstep.core.checks import as_bool, as_function, as_int, kind, shown
 from jstep.core.collecting import collecting
 from jstep.core.loops import Unroll, as_unroll
 from jstep.core.types import Array, Params
-from jstep.core.var_list import VarList, selected
+from jstep.core.var_list import VarList, check_form, selected
 from jstep.differentiate.connected import watched
 from jstep.differentiate.gating import GATE_OP, GATES, gated
 from jstep.differentiate.lookup import tables
@@ -63,6 +63,7 @@ class Differentiation:
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
+        check_form(self.var_list, "var_list")
         as_bool(self.has_aux, "has_aux")
         as_bool(self.has_model_state, "has_model_state")
         as_bool(self.adaptive, "adaptive")

@@ -44,18 +44,22 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
         raise TypeError(f"xs: no leaf is floating point, got dtypes {[str(jnp.result_type(leaf)) for leaf in leaves]}")
 
     def of_some(some: list[Any]) -> Any:
-        return fn(treedef.unflatten(trees.with_leaves(leaves, places, some)))
+        return _checked(fn(treedef.unflatten(trees.with_leaves(leaves, places, some))))
 
     ys, pull_back = jax.vjp(of_some, [jnp.asarray(leaves[i]) for i in places])
     (found,) = pull_back(_cotangents(ys, grad_ys))
     return treedef.unflatten(trees.with_leaves([None] * len(leaves), places, found))
 
 
+def _checked(ys: Any) -> Any:
+    for path, y in trees.leaves_with_paths(ys):
+        if not (trees.is_array(y) or isinstance(y, bool | int | float | complex)):
+            raise TypeError(f"fn returned {kind(y)} at {trees.quoted(path)}, which is no array")
+    return jax.tree.map(jnp.asarray, ys)
+
+
 def _cotangents(ys: Any, grad_ys: Any) -> Any:
     named = trees.leaves_with_paths(ys)
-    for path, y in named:
-        if not hasattr(y, "dtype"):
-            raise TypeError(f"fn returned {kind(y)} at {trees.quoted(path)}, which is no array")
     if not any(jnp.issubdtype(y.dtype, jnp.inexact) for _, y in named):
         raise TypeError(f"fn returned no floating-point array, but dtypes {[str(y.dtype) for _, y in named]}")
     try:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jstep.core.checks import as_int
 from jstep.core.meshes import auto_mesh
 from jstep.core.types import Params
 from jstep.sharding.layout import axis_size, largest_divisible
@@ -35,10 +36,7 @@ def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2*
 
     Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
     """
-    if isinstance(min_size, bool) or not isinstance(min_size, int):
-        raise TypeError(f"min_size={min_size!r}: must be an integer number of elements")
-    if min_size < 0:
-        raise ValueError(f"min_size={min_size}: must be ≥ 0")
+    as_int(min_size, "min_size", 0, "a number of elements")
     size = axis_size(auto_mesh(mesh), axis, f"axis={axis!r}")
 
     def spec(leaf: Any) -> PartitionSpec:

@@ -1,6 +1,5 @@
 """Where the leaves of a state lie on a mesh: from what users say to a sharding for each leaf."""
 
-import fnmatch
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.paths import matches, names_of
 from jstep.core.types import Params, Slots
 
 MODEL_STATE = "model_state"
@@ -50,7 +50,7 @@ def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
     if param_specs is None or isinstance(param_specs, PartitionSpec):
         return [param_specs or PartitionSpec()] * len(named)
     if isinstance(param_specs, list | tuple) and all(_is_rule(rule) for rule in param_specs):
-        return _by_rules(named, param_specs)
+        return _by_rules(named, names_of(params), param_specs)
     if trees.is_function(param_specs):
         return [_as_spec(param_specs(path, leaf), path) for path, leaf in named]
     try:
@@ -68,14 +68,16 @@ def _is_rule(rule: Any) -> bool:
     return isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
 
 
-def _by_rules(named: list[tuple[str, Any]], rules: Sequence[tuple[str, Any]]) -> list[PartitionSpec]:
+def _by_rules(
+    named: list[tuple[str, Any]], names: list[tuple[str, ...]], rules: Sequence[tuple[str, Any]]
+) -> list[PartitionSpec]:
     for glob, _ in rules:
-        if not any(fnmatch.fnmatchcase(path, glob) for path, _ in named):
+        if not any(matches(known, glob) for known in names):
             hint = trees.nearest(glob, [path for path, _ in named])
             raise ValueError(f"param_specs: the rule {glob!r} matches no parameter{hint}")
     return [
-        next((_as_spec(spec, path) for glob, spec in rules if fnmatch.fnmatchcase(path, glob)), PartitionSpec())
-        for path, _ in named
+        next((_as_spec(spec, path) for glob, spec in rules if matches(known, glob)), PartitionSpec())
+        for known, (path, _) in zip(names, named, strict=True)
     ]
 
 
@@ -181,13 +183,16 @@ def of_slot(
         mesh: The mesh.
         sharding: How slots of the parameter's shape lie.
         shape: The parameter's shape.
-        slot_shape: The slot's: the parameter's, that without some dimensions (a mean over them), or any other, which
-            lies on every device.
+        slot_shape: The slot's: the parameter's, that without some dimensions (a mean over them) or with 1 in their
+            place, or any other, which lies on every device.
         slot_axis: The axis over which slots of replicated parameters are split.
     """
     if slot_shape == shape:
         return sharding
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+    if len(slot_shape) == len(shape) and all(size in (1, whole) for size, whole in zip(slot_shape, shape, strict=True)):
+        kept_dims = (part if size == whole else None for part, size, whole in zip(spec, slot_shape, shape, strict=True))
+        return split_replicated(mesh, NamedSharding(mesh, PartitionSpec(*kept_dims)), slot_shape, slot_axis)
     kept = [
         PartitionSpec(*(spec[dim] for dim in dims))
         for dims in itertools.combinations(range(len(shape)), len(slot_shape))

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.meshes import auto_mesh
 from jstep.sharding.layout import axis_size
+from jstep.sharding.rows import place_rows
 
 
 def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
@@ -52,7 +53,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
                 f"local_batch: the leaf at {path} has {here} rows on this process, which do not split over the "
                 f"{local_parts} parts that axis {axis!r} ({parts} in all) has here; use a multiple of {local_parts}"
             )
-        return jax.make_array_from_process_local_data(sharding, np.asarray(rows))
+        return place_rows(rows, sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, local_batch)
 

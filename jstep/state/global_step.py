@@ -1,14 +1,19 @@
 """The one clock: the number of updates that have been applied."""
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.checks import kind
 from jstep.core.meshes import own_work
 from jstep.core.types import Array, Step
+
+NO_STEP = "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
 
 
 @own_work()
@@ -53,16 +58,45 @@ def _dtype_of(value: Any) -> Any:
 def get_global_step(state: Any) -> Array | None:
     """The global step of a state as an array, or None where the state has none.
 
+    Args:
+        state: A state, or anything else with a `global_step`; or a step itself, an integer scalar.
+
+    Raises:
+        TypeError: It is neither a step nor has one.
+
     Example:
         >>> import jstep
         >>> print(jstep.get_global_step(jstep.TrainState.create({"w": 1.0}, jstep.adam())))
         0
     """
-    return getattr(state, "global_step", None)
+    if isinstance(state, bool | np.bool_) or not (_is_step(state) or _has_step(state)):
+        raise TypeError(f"state: must be a state with a global_step, or a step (an integer scalar), got {kind(state)}")
+    if not _has_step(state):
+        return state if isinstance(state, jax.Array) else create_global_step(state)
+    step = state["global_step"] if isinstance(state, Mapping) else state.global_step
+    if step is not None and not _is_step(step):
+        raise TypeError(f"the state's global_step must be an integer scalar, got {kind(step)}")
+    return step
+
+
+def _has_step(x: Any) -> bool:
+    return "global_step" in x if isinstance(x, Mapping) else hasattr(x, "global_step")
+
+
+def _is_step(x: Any) -> bool:
+    if isinstance(x, int | np.integer):
+        return not isinstance(x, bool)
+    return hasattr(x, "dtype") and hasattr(x, "shape") and bool(jnp.issubdtype(x.dtype, jnp.integer))
 
 
 def get_or_create_global_step(state: Any) -> Array:
     """The global step of a state as an array, or a zero where the state has none.
+
+    Args:
+        state: A state, or a step itself.
+
+    Raises:
+        TypeError: It is neither a step nor has one.
 
     Example:
         >>> import jstep
@@ -77,33 +111,51 @@ def get_or_create_global_step(state: Any) -> Array:
 def global_step(state: Any) -> int:
     """The global step as a Python int. Waits for the device: keep it out of the training loop.
 
+    Args:
+        state: A state, or a step itself.
+
     Raises:
-        ValueError: The state has no global step.
+        TypeError: It is neither a step nor has one.
+        ValueError: The state's global step is None, or no scalar.
 
     Example:
         >>> import jstep
         >>> jstep.global_step(jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1)))
         0
     """
-    step = get_global_step(state)
-    if step is None:
-        raise ValueError(
-            "the state has no global step: give it one with state.replace(global_step=create_global_step())"
+    step = _scalar_step(state)
+    if isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted():
+        raise RuntimeError(
+            "the state's global_step was donated to an earlier step, whose result holds its memory now. Go on with the "
+            "state a step returns, or keep old states alive with minimize(..., donate=False)."
         )
     return int(step)
 
 
+def _scalar_step(state: Any) -> Array:
+    step = get_global_step(state)
+    if step is None:
+        raise ValueError(NO_STEP)
+    if np.ndim(step):
+        raise ValueError(
+            f"global_step: must be a scalar, got shape {np.shape(step)}; of stacked states take one, or map over them "
+            "with jax.vmap"
+        )
+    return step
+
+
 @own_work()
 def increment_global_step(state: Any, amount: Step = 1) -> Any:
-    """A new state whose global step is larger by `amount`.
+    """A new state whose global step is larger by `amount`; of a step itself, the step + amount.
 
     Args:
-        state: The state; one without a global step starts from zero.
+        state: A state, or a step.
         amount: An integer ≥ 0, traced or not.
 
     Raises:
-        TypeError: `amount` is not an integer.
-        ValueError: `amount` is negative.
+        TypeError: `state` is neither a step nor has one, or `amount` is not an integer.
+        ValueError: The state's global step is None, `amount` is negative, or the count would not fit. Traced, a count
+            that would not fit stays at the last one that does.
 
     Example:
         >>> import jstep
@@ -115,8 +167,24 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
         more = create_global_step(amount)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace("global_step", "amount", 1)) from None
-    step = get_or_create_global_step(state)
-    before, by = trees.concrete(step), trees.concrete(more)
-    if before is not None and by is not None and int(before) + int(by) > np.iinfo(step.dtype).max:
-        raise ValueError(f"amount={by}: step {before} + {by} does not fit {step.dtype}; enable jax_enable_x64")
-    return state.replace(global_step=step + more.astype(step.dtype))
+    later = later_step(_scalar_step(state), more)
+    if not _has_step(state):
+        return later
+    return {**state, "global_step": later} if isinstance(state, Mapping) else state.replace(global_step=later)
+
+
+def later_step(step: Array, by: Any = 1) -> Array:
+    """The step that comes `by` later; where it is traced and would not fit its dtype, the last one that does.
+
+    Raises:
+        ValueError: It is not traced, and does not fit.
+    """
+    last = int(np.iinfo(step.dtype).max)
+    before, more = trees.concrete(step), trees.concrete(by)
+    if before is not None and more is not None and int(before) + int(more) > last:
+        raise ValueError(
+            f"global_step: {before} + {more} does not fit {step.dtype}, whose last step is {last}; enable "
+            "jax_enable_x64 for int64 steps"
+        )
+    by = jnp.asarray(by).astype(step.dtype)
+    return jnp.minimum(step, jnp.asarray(last, step.dtype) - by) + by

@@ -5,9 +5,8 @@ from typing import Any
 from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.types import Array
+from jstep.state.global_step import NO_STEP
 from jstep.state.train_state import TrainState
-
-NO_STEP = "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
 
 
 def require_state(value: Any, argument: str = "state") -> TrainState:

@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core import trees
+from jstep.core.checks import as_text
+from jstep.core.paths import place_of
 from jstep.core.types import Params
+from jstep.state.require import require_state
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
 
 
@@ -32,7 +34,7 @@ def get_slot_names(state: TrainState) -> list[str]:
     """
     return sorted(
         name
-        for name, tree in state.slots.items()
+        for name, tree in require_state(state).slots.items()
         if name != MODEL_STATE and not is_scalar_slot(name, tree, state.params)
     )
 
@@ -43,7 +45,12 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     Args:
         state: The state.
         name: The name of the slot, such as `"m"` or `"embed/accumulator"`.
-        path: The path of a parameter, such as `"dense/kernel"`.
+        path: The path of a parameter, such as `"dense/kernel"`. A variable of Flax NNX is found without the `/value` at
+            the end of its path.
+
+    Raises:
+        TypeError: `state` is no state, `name` or `path` no text.
+        ValueError: Several leaves share the path.
 
     Example:
         >>> import jstep
@@ -51,7 +58,8 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
         >>> print(jstep.get_slot(state, "accumulator", "dense/kernel"))
         0.1
     """
-    tree = state.slots.get(name)
+    tree = require_state(state).slots.get(as_text(name, "name"))
     if path is None or tree is None:
         return tree
-    return dict(trees.leaves_with_paths(tree)).get(path)
+    place = place_of(tree, as_text(path, "path"), "get_slot")
+    return None if place is None else jax.tree.leaves(tree)[place]

@@ -18,6 +18,7 @@ from jstep.core.meshes import auto_axes, auto_mesh, on_auto_axes, own_work
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.sharding import layout
 from jstep.state.global_step import create_global_step
+from jstep.state.variables import refuse_untrained
 
 MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
@@ -146,6 +147,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 def _fresh(
     cls: type[TrainState], params: Any, optimizer: Optimizer, step: Array, model_state: Any, *, copy: bool
 ) -> TrainState:
+    refuse_untrained(params)
     params = on_auto_axes(_as_arrays(params, copy=copy))
     slots = _unshared(params, dict(optimizer.init(params, step)))
     if model_state is not None:

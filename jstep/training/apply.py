@@ -9,6 +9,7 @@ from jstep.core.types import Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.matched import matched_gradients
 from jstep.state import MODEL_STATE, TrainState, is_start_step, require_alive, require_state, step_of
+from jstep.state.global_step import later_step
 
 
 def apply_gradients(
@@ -56,7 +57,7 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         own = {name: held[name] if is_start_step(name) else tree for name, tree in own.items()}
     params = apply_updates(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})
-    return (new.replace(global_step=step + 1) if increment else new), updates
+    return (new.replace(global_step=later_step(step)) if increment else new), updates
 
 
 def _check_slots(held: Slots, own: Slots) -> None:

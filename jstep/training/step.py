@@ -86,6 +86,7 @@ class TrainStep:
         self._pure = pure(step)
         self._programs: dict[Any, Any] = {}
         self._constants = Constants({})
+        self._converts = False  # whether batches have come on Explicit axes
         # The state last returned, and the program that made it: one attribute, so that threads see both or neither.
         self._latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
@@ -129,7 +130,7 @@ class TrainStep:
     def _call(self, state: TrainState, args: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
         last, program = self._latest
         # A state that this step returned lies where it lay; only others have to be looked at.
-        if last() is not state or program is None or self._pure.looks_at_rows:
+        if last() is not state or program is None or self._pure.looks_at_rows or self._converts:
             state, args = on_auto_axes(state), on_auto_axes(args)
             program = self._for(state, args)
         try:
@@ -155,6 +156,7 @@ class TrainStep:
             if "Mesh for all inputs should be equal" in str(error) and any(
                 map(lies_explicitly, trees.flatten(args)[0])
             ):
+                self._converts = True
                 return program(state, *on_auto_axes(args))
             if not ("Disallowed" in str(error) and "transfer" in str(error)):
                 raise

@@ -1,0 +1,36 @@
+"""Variables that say of themselves that they are not trained."""
+
+from typing import Any
+
+import jax
+
+from jstep.core import trees
+
+NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "RngState"})
+"""Of Flax NNX, by name: jstep imports no network library."""
+
+
+def refuse_untrained(params: Any) -> None:
+    """Refuses a whole `nnx.Module` as params, whose running statistics and random state nobody would move.
+
+    Raises:
+        TypeError: There is a variable that is not trained; names it, and the right way.
+    """
+    for keys, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable):
+        kinds = _kinds(node) & NOT_TRAINED if _is_variable(node) else set()
+        if kinds:
+            raise TypeError(
+                f"params: the variable at {trees.quoted(trees.path_str(keys))} is an nnx.{type(node).__name__}, which "
+                "is not trained. Split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, make "
+                "TrainState.create(params, optimizer, model_state=rest), and in a loss with has_model_state=True put "
+                "it together: `model = nnx.merge(graphdef, params, rest, copy=True)`; return `nnx.state(model, ...)` "
+                "of what is not nnx.Param as the new model_state."
+            )
+
+
+def _is_variable(node: Any) -> bool:
+    return "Variable" in _kinds(node)
+
+
+def _kinds(node: Any) -> set[str]:
+    return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.nnx")}

@@ -1,0 +1,107 @@
+"""Norms whose square does not fit, norms that are none, and arguments that fit nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+CLIPS = {
+    "norm": lambda t, c: jstep.clip_by_norm(t, c),
+    "rows": lambda t, c: jstep.clip_by_norm(t, c, axes=0),
+    "average": lambda t, c: jstep.clip_by_average_norm(t, c),
+    "global": lambda t, c: jstep.clip_by_global_norm(t, c)[0],
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1e19, 1e30, 2e38])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_finite_gradients_are_clipped_not_zeroed(name: str, dtype: str, size: float, wrap: Any) -> None:
+    x = jnp.array([size, -size / 4], jnp.float32).astype(dtype)
+    got = np.asarray(wrap(CLIPS[name])(x, 2.0), np.float64)
+    exact = np.asarray(x, np.float64)
+    norm = np.linalg.norm(exact) / (2 if name == "average" else 1)
+    np.testing.assert_allclose(got, exact * 2.0 / norm, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
+
+
+def test_the_global_norm_is_what_float32_can_hold() -> None:
+    tree = {"a": jnp.full((4,), 1e38), "b": jnp.array([1e20])}
+    np.testing.assert_allclose(jstep.global_norm(tree), 2e38, rtol=1e-5)
+    np.testing.assert_allclose(jstep.global_norm(jnp.full((3,), 1.0) * 1e-3), np.sqrt(3) * 1e-3, rtol=1e-6)
+    assert float(jstep.global_norm({"a": jnp.array([3.0]), "b": jnp.array([3e38, 3e38])})) == np.inf
+    np.testing.assert_allclose(
+        jax.vmap(jstep.global_norm)(jnp.array([[3.0, 4.0], [3e30, 4e30]])), [5.0, 5e30], rtol=1e-6
+    )
+    rows = jstep.IndexedSlices(jnp.full((2, 1), 1e30), jnp.array([1, 1]), (4, 1))
+    np.testing.assert_allclose(jstep.global_norm({"t": rows}), 2e30, rtol=1e-6)
+
+
+def test_derivatives_stay_finite() -> None:
+    for x in (jnp.zeros(3), jnp.array([3e30, 4e30, 0.0]), jnp.array([3.0, 4.0, 0.0])):
+        for clip in CLIPS.values():
+            derivative = jax.grad(lambda x, clip=clip: jnp.sum(clip(x, 1.0)))(x)
+            assert np.all(np.isfinite(derivative))
+        assert np.all(np.isfinite(jax.grad(jstep.global_norm)(x)))
+        assert np.all(np.isfinite(jax.vmap(jax.grad(jstep.global_norm))(jnp.stack([x, x]))))
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_norm_that_is_none_makes_nan_of_what_it_clips(name: str, bad: float) -> None:
+    assert np.all(np.isnan(CLIPS[name](jnp.array([1.0, bad]), 1.0)))
+    tree = CLIPS[name]({"a": jnp.array([1.0, bad]), "b": jnp.array([0.5])}, 1.0)
+    assert np.isnan(tree["b"][0]) == (name == "global")
+
+
+def test_rows_are_clipped_each_by_itself() -> None:
+    x = jnp.array([[3.0, 4.0], [1e30, 0.0], [np.nan, 1.0], [0.3, 0.4]])
+    got = jstep.clip_by_norm(x, 1.0, axes=1)
+    np.testing.assert_allclose(got[0], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(got[1], [1.0, 0.0])
+    assert np.all(np.isnan(got[2]))
+    np.testing.assert_array_equal(got[3], x[3])
+
+
+def test_complex_leaves_count_by_their_absolute_values() -> None:
+    x = {"z": jnp.array([3 + 4j]), "r": jnp.array([12.0])}
+    np.testing.assert_allclose(jstep.global_norm(x), 13.0)
+    clipped, _ = jstep.clip_by_global_norm(x, 1.3)
+    np.testing.assert_allclose(clipped["z"], [0.3 + 0.4j], rtol=1e-6)
+    np.testing.assert_allclose(jstep.clip_by_norm(x["z"], 1.0), [0.6 + 0.8j], rtol=1e-6)
+
+
+def test_nothing_trips_debug_nans() -> None:
+    with jax.debug_nans(True):
+        for clip in CLIPS.values():
+            clip({"a": jnp.array([3.0, 4.0])}, 1.0)
+            clip({"a": jnp.array([3e30, 4.0])}, 1.0)
+
+
+BAD = [
+    (lambda: jstep.clip_by_norm([3.0, 4.0], 1.0), TypeError, "list or tuple of numbers.*give an array"),
+    (lambda: jstep.clip_by_norm({"a": (3.0, 4.0)}, 1.0), TypeError, "numbers at 'a'"),
+    (lambda: jstep.clip_by_average_norm((3.0, 4.0), 1.0), TypeError, "give an array"),
+    (lambda: jstep.clip_by_global_norm([3.0, 4.0], 1.0), TypeError, "give an array"),
+    (lambda: jstep.clip_by_value([3.0, 4.0], 0.0, 1.0), TypeError, "give an array"),
+    (lambda: jstep.clip_by_norm(jnp.ones(2), 1.0, axes="x"), TypeError, "axes='x': must be an integer"),
+    (lambda: jstep.clip_by_norm(jnp.ones(2), 1.0, axes=True), TypeError, "axes=True: must be an integer"),
+    (lambda: jstep.clip_by_norm(jnp.ones(2), 1.0, axes=(0, 0)), ValueError, "names an axis twice"),
+    (lambda: jstep.clip_by_norm(jnp.ones((2, 2)), 1.0, axes=(0, -2)), ValueError, "names an axis twice"),
+    (lambda: jstep.clip_by_value({"a": jnp.ones(2)}, jnp.zeros(3), 1.0), ValueError, "min: has shape .3,.*'a'"),
+    (lambda: jstep.clip_by_value(jnp.ones(2), jnp.zeros(2), jnp.ones(3)), ValueError, "do not fit together"),
+    (lambda: jstep.clip_by_value(jnp.array([1j]), 0.0, 1.0), TypeError, "has no order|no order"),
+    (lambda: jstep.gradients(jnp.sum, "x"), TypeError, "xs: at .* stands a str"),
+    (lambda: jstep.gradients(3, jnp.ones(2)), TypeError, "fn=3: must be a function"),
+    (lambda: jstep.gradients(lambda x: "y", jnp.ones(2)), TypeError, "fn returned"),
+]
+
+
+@pytest.mark.parametrize(("act", "kind", "words"), BAD)
+def test_bad_arguments(act: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        act()

@@ -1,0 +1,76 @@
+"""Slots of other shapes than their parameter, and models that look like functions."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import BOTH, DATA
+
+import jstep
+from jstep.core.meshes import auto_mesh
+from jstep.sharding.layout import of_slot
+
+MESH = auto_mesh(BOTH)
+
+CASES = [
+    ((8, 4), P("data", "model"), (8, 4), P("data", "model")),
+    ((8, 4), P("data", "model"), (8,), P("data")),
+    ((8, 4), P("data", "model"), (4,), P("model")),
+    ((8, 4), P("data"), (4,), P()),
+    ((2, 8, 4), P(None, "data", "model"), (2, 8), P(None, "data")),
+    ((8, 8), P(None, "model"), (8,), P("model")),  # either axis may be the one dropped
+    ((8, 8), P("data", "model"), (8, 1), P("data", None)),
+    ((8, 4), P("data", "model"), (), P()),
+    ((8, 4), P("data", "model"), (3, 5), P()),
+]
+
+
+@pytest.mark.parametrize(("shape", "spec", "slot", "want"), CASES)
+def test_a_slot_lies_as_its_parameter_without_the_dropped_axis(shape: Any, spec: Any, slot: Any, want: Any) -> None:
+    got = of_slot(MESH, NamedSharding(MESH, spec), shape, slot, None)
+    assert got.is_equivalent_to(NamedSharding(MESH, want), len(slot))
+
+
+def test_factored_slots_stay_where_they_lie() -> None:
+    optimizer = jstep.adafactor(0.1, min_dim_size_to_factor=1)
+    params = {"w": jnp.ones((8, 16))}
+    state = jstep.TrainState.create(params, optimizer, mesh=DATA, param_specs=P("data"))
+    assert tuple(state.slots["v_row"]["w"].sharding.spec) in {("data",), ()}
+    step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
+    new, _ = step(state)
+    for name in ("v_row", "v_col"):
+        leaf, before = new.slots[name]["w"], state.slots[name]["w"]
+        assert leaf.sharding.is_equivalent_to(before.sharding, leaf.ndim)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A model as Equinox has them: a tree of arrays that can be called."""
+
+    w: Any
+    b: Any
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.w + self.b[None]
+
+
+def test_a_model_with_a_call_is_no_function() -> None:
+    model = Linear(jnp.ones((8, 2)), jnp.zeros(2))
+    specs = jstep.fsdp_specs(model, DATA, min_size=4)
+    optimizer = jstep.momentum(0.1, 0.9)
+    for state in (
+        jstep.shard_state(jstep.TrainState.create(model, optimizer), DATA, specs),
+        jstep.TrainState.create(model, optimizer, mesh=DATA, param_specs=specs),
+    ):
+        assert tuple(state.params.w.sharding.spec) == ("data",)
+        state, _ = jstep.minimize(lambda m, x: jnp.mean(m(x)), optimizer)(state, np.ones((8, 8), np.float32))
+        assert tuple(state.slots["momentum"].w.sharding.spec) == ("data",)
+    flags = Linear(True, False)
+    _, grads = jstep.compute_gradients(lambda m, x: jnp.mean(m(x)), var_list=flags)(model, jnp.ones((1, 8)))
+    assert grads.b is None

@@ -1,0 +1,108 @@
+"""The functions of the step: of states, of steps themselves, and where the count would not fit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+LAST = 2**31 - 1
+OPTIMIZER = jstep.gradient_descent(0.1)
+ALL = [
+    jstep.get_global_step,
+    jstep.get_or_create_global_step,
+    jstep.global_step,
+    jstep.increment_global_step,
+]
+
+
+def state(step: Any = 0) -> jstep.TrainState:
+    return jstep.TrainState.create({"w": 1.0}, OPTIMIZER, step)
+
+
+@pytest.mark.parametrize("step", [7, np.int64(7), jnp.int32(7), jstep.create_global_step(7)])
+def test_a_step_itself(step: Any) -> None:
+    for get in (jstep.get_global_step, jstep.get_or_create_global_step):
+        got = get(step)
+        assert int(got) == 7
+        assert got.dtype == jnp.int32
+    assert jstep.global_step(step) == 7
+    later = jstep.increment_global_step(step)
+    assert int(later) == 8
+    assert later.dtype == jnp.int32
+    assert int(jstep.increment_global_step(step, 3)) == 10
+    assert int(jax.jit(jstep.increment_global_step)(step)) == 8
+
+
+@pytest.mark.parametrize("of", ALL)
+@pytest.mark.parametrize("what", [1.5, "7", None, True, jnp.float32(7), {"w": 1}, [7], object()])
+def test_what_is_neither_a_step_nor_has_one(of: Any, what: Any) -> None:
+    with pytest.raises(TypeError, match="must be a state with a global_step, or a step"):
+        of(what)
+
+
+def test_a_state_whose_field_is_none() -> None:
+    empty = state().replace(global_step=None)
+    assert jstep.get_global_step(empty) is None
+    assert int(jstep.get_or_create_global_step(empty)) == 0
+    for of in (jstep.global_step, jstep.increment_global_step):
+        with pytest.raises(ValueError, match=r"no global step: give it one with state\.replace"):
+            of(empty)
+
+
+def test_a_mapping_and_a_population() -> None:
+    assert jstep.global_step({"global_step": jnp.int32(3)}) == 3
+    assert int(jstep.increment_global_step({"global_step": jnp.int32(3), "w": 1})["global_step"]) == 4
+    several = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, OPTIMIZER, 2))(jnp.ones(3))
+    assert jstep.get_global_step(several).shape == (3,)
+    with pytest.raises(ValueError, match=r"must be a scalar, got shape \(3,\)"):
+        jstep.global_step(several)
+    assert jax.vmap(jstep.increment_global_step)(several).global_step.tolist() == [3, 3, 3]
+
+
+def test_a_donated_step_is_said() -> None:
+    old = state()
+    jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(old)
+    with pytest.raises(RuntimeError, match="donated"):
+        jstep.global_step(old)
+
+
+# Where the count would not fit.
+
+
+def test_outside_a_trace_it_is_an_error() -> None:
+    full = state(LAST)
+    for act in (
+        lambda: jstep.increment_global_step(full),
+        lambda: jstep.increment_global_step(jstep.create_global_step(LAST - 1), 2),
+        lambda: jstep.apply_gradients(full, {"w": jnp.float32(1)}, OPTIMIZER),
+    ):
+        with pytest.raises(ValueError, match=r"does not fit int32, whose last step is 2147483647"):
+            act()
+    kept = jstep.apply_gradients(full, {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=False)
+    assert jstep.global_step(kept) == LAST
+
+
+def test_a_compiled_step_stays_at_the_last() -> None:
+    step = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)
+    at = state(LAST - 1)
+    for _ in range(3):
+        at, _ = step(at)
+        assert jstep.global_step(at) == LAST
+    assert int(jax.jit(jstep.increment_global_step)(jnp.int32(LAST), 5)) == LAST
+    assert int(jax.jit(jstep.increment_global_step)(jnp.int32(LAST - 9), 5)) == LAST - 4
+
+
+def test_steps_under_x64(x64: None) -> None:
+    at = state(LAST)
+    at, _ = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(at)
+    assert jstep.global_step(at) == LAST + 1
+
+
+@pytest.mark.parametrize("amount", [-1, 1.5, True, "1", 2**40])
+def test_bad_amounts(amount: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="amount="):
+        jstep.increment_global_step(state(), amount)
