@@ -66,37 +66,23 @@ class _Walker:
             return self.block(
                 body, dict(zip(body.arguments, inputs, strict=True)), self.builder.scope(scope, callee), []
             )
-        if op.name in _OPENED:
-            return self._regions(op, env, self.builder.scope(scope, short), inputs, where)
         outputs = [*map(_tensor, op.results)]
         attrs = {name: str(op.attributes[name]) for name in op.attributes}
         kind = "Const" if op.name == "stablehlo.constant" else op.name
+        if op.name in _OPENED:
+            # What happens inside lies in a scope, beside a node that takes what comes in and what is returned there.
+            scope = self.builder.scope(scope, short)
+            inputs += self._inside(op, env, scope, inputs, where)
         return self.builder.add([scope], short, kind, inputs, outputs, attrs)[: len(outputs)]
 
-    def _regions(self, op: Any, env: Env, scope: str, inputs: Sequence[Ref], where: list[str]) -> list[Ref]:
-        names = _OPENED[op.name]
-        is_loop = op.name == "stablehlo.while"
-        if is_loop:
-            inputs = [
-                self.builder.add([scope], "carry", "WhileCarry", [ref], [_tensor(value)])[0]
-                for ref, value in zip(inputs, op.results, strict=True)
-            ]
-        regions = []
-        for i, region in enumerate(op.regions):
+    def _inside(self, op: Any, env: Env, scope: str, inputs: Sequence[Ref], where: list[str]) -> list[Ref]:
+        names = _OPENED[op.name] or [f"branch_{i}" for i, _ in enumerate(op.regions)]
+        returned = []
+        for name, region in zip(names, op.regions, strict=True):
             block = region.blocks[0]
-            opened = self.builder.scope(scope, names[i] if names else f"branch_{i}")
-            arguments = dict(zip(block.arguments, inputs if is_loop else [], strict=True))
-            regions.append(self.block(block, env | arguments, opened, where))
-        if is_loop:
-            (go_on,), results = regions
-            control = f"^{go_on.partition(':')[0]}"
-            merged = [("exit", "WhileExit", [ref, control]) for ref in results]
-        else:
-            merged = [("merge", "Merge", [inputs[0], *refs]) for refs in zip(*regions, strict=True)]
-        return [
-            self.builder.add([scope], name, kind, refs, [_tensor(value)])[0]
-            for (name, kind, refs), value in zip(merged, op.results, strict=True)
-        ]
+            arguments = dict(zip(block.arguments, inputs, strict=False))
+            returned += self.block(block, env | arguments, self.builder.scope(scope, name), where)
+        return returned
 
 
 def _operations(op: Any) -> list[Any]:
