@@ -57,6 +57,7 @@ _SETTINGS = tuple(
 """`jax.config.jax_<name>` reads the value of this thread, `jax.<name>(value)` is the context manager that sets it."""
 
 _GUARDS = tuple(name for name in _SETTINGS if name.startswith("transfer_guard_"))
+_NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +140,14 @@ def own_transfers() -> contextlib.AbstractContextManager[object]:
         >>> float(x)
         3.0
     """
-    forbidden = [name for name in _GUARDS if str(_read(name)).startswith("disallow")]
-    if not forbidden:
-        return contextlib.nullcontext()
-    return _allowed(forbidden)
+    config = jax.config  # read in line: it lies on the way of every scalar that is logged
+    if not (
+        config.jax_transfer_guard_host_to_device  # type: ignore[attr-defined]
+        or config.jax_transfer_guard_device_to_host  # type: ignore[attr-defined]
+        or config.jax_transfer_guard_device_to_device  # type: ignore[attr-defined]
+    ):
+        return _NO_GUARD
+    return _allowed([name for name in _GUARDS if str(_read(name)).startswith("disallow")])
 
 
 @contextlib.contextmanager
