@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.core.contexts import own_transfers
+
 Box = tuple[slice, ...]
 
 
@@ -39,13 +41,15 @@ def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
         if isinstance(array, jax.Array):
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:
-                    shard.data.copy_to_host_async()
+                    with own_transfers():
+                        shard.data.copy_to_host_async()
                     shards.append((name, shard.index, shard.data))
         elif jax.process_index() == 0:
             shards.append((name, (slice(None),) * array.ndim, array))
     blocks = []
     for name, index, data in shards:
-        host = np.asarray(jax.device_get(data))
+        with own_transfers():
+            host = np.asarray(jax.device_get(data))
         start = tuple(0 if part.start is None else part.start for part in index)
         for box in boxes(host.shape, host.dtype.itemsize, most):
             begin = tuple(a + part.start for a, part in zip(start, box, strict=True))

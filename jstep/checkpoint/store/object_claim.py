@@ -135,10 +135,13 @@ class ObjectClaim:
         """Gives it up, for which it asks the store no longer than that; what stays is taken over by the next."""
         self._ended.set()
         _held.pop(self.id, None)
-        if self._pid != os.getpid() or self._lost:
+        if self._pid != os.getpid() or self._lost or not self._lock.acquire(timeout=seconds):
             return
-        with self._lock, contextlib.suppress(OSError), self._objects.within(seconds):
-            self._objects.delete(key_of(self._prefix), self._stamp)
+        try:
+            with contextlib.suppress(OSError), self._objects.within(seconds):
+                self._objects.delete(key_of(self._prefix), self._stamp)
+        finally:
+            self._lock.release()
 
 
 def _renew(claim: "weakref.ref[ObjectClaim]", ended: threading.Event) -> None:

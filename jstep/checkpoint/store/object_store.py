@@ -44,7 +44,7 @@ class ObjectStore:
         self._save: ObjectSave | None = None
         self._saving = ""
         self._keys: list[str] | None = None
-        self._warned = self._hurried = False
+        self._warned = self._forbidden = self._hurried = False
 
     # Reading.
 
@@ -200,7 +200,8 @@ class ObjectStore:
             self._saving = ""
             with self._never_failing():
                 commit.committed()
-                self._tidy(Checkpoints(keys, self._prefix), name, attempt)
+                if not self._forbidden:
+                    self._tidy(Checkpoints(keys, self._prefix), name, attempt)
         finally:
             self._keys = None
 
@@ -243,6 +244,8 @@ class ObjectStore:
 
     def evict(self, path: str) -> None:
         """As `Store.evict`: the manifest first, on condition, then the data that is ours."""
+        if self._forbidden and self._keys is not None:
+            return  # asking anew at each save, for ever more of them, is of no use
         with self._never_failing():
             name = self._name(path)
             key = f"{name}/{_manifest.NAME}"
@@ -268,6 +271,7 @@ class ObjectStore:
         try:
             yield
         except (OSError, CheckpointError) as error:
+            self._forbidden = self._forbidden or isinstance(error, PermissionError)
             if not self._warned:
                 self._warned = True
                 _logger.warning("old checkpoints in %s stay: %s", self.directory, error)

@@ -15,6 +15,7 @@ from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.blocks import Box, overlap
 from jstep.checkpoint.store.packs import Stored
 from jstep.checkpoint.store.protocol import DamagedError
+from jstep.core.contexts import own_transfers
 from jstep.stores import Objects, Pending, TruncatedError
 
 _Key = tuple[tuple[int, int], ...]
@@ -94,9 +95,10 @@ def arrays(
             shape = kinds[name][0]
             index = sharding.addressable_devices_indices_map(shape)
             # Of its own memory: on the CPU an array may be built on NumPy's, which then is not reused when donated.
-            local = [
-                jax.device_put(mine[_key(box, shape)].values, device, may_alias=False) for device, box in index.items()
-            ]
+            with own_transfers():
+                local = [
+                    jax.device_put(mine[_key(box, shape)].values, at, may_alias=False) for at, box in index.items()
+                ]
             out[name] = jax.make_array_from_single_device_arrays(shape, sharding, local)
     return out
 

@@ -1,0 +1,105 @@
+"""One writer of a prefix below a URL, whatever became of the one before."""
+
+import pytest
+from object_states import state_at
+
+import jstep
+from jstep.checkpoint.store import object_claim
+from jstep.stores import objects
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
+
+
+def test_a_second_writer_is_refused(store):
+    with jstep.Saver(store.run) as first, jstep.Saver(store.run) as second:
+        first.save(state_at(1))
+        with pytest.raises(jstep.CheckpointError, match=r"is being written by process \d+ on .*, which is this one"):
+            second.save(state_at(2))
+        with pytest.raises(jstep.CheckpointError, match="is being written"):
+            second.claim()
+        jstep.Saver(store.run, prefix="best").save(state_at(2))
+        assert second.all_steps() == [1]
+    with jstep.Saver(store.run) as third:
+        third.save(state_at(2))
+
+
+def test_a_saver_that_nobody_holds_is_no_obstacle(store):
+    jstep.Saver(store.run).save(state_at(1))
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(2))
+
+
+def forge(store, monkeypatch, beat):
+    monkeypatch.setattr(object_claim, "SILENT", 0.2)
+    text = b'{"host": "elsewhere", "pid": 12, "id": "x", "beat": %d}'
+    store.put("bkt", "run/~claims/model", text % 0)
+    if beat:
+        reads = []
+
+        def renew(number):
+            if "~claims" in store.seen[-1]:
+                reads.append(number)
+                with store.lock:
+                    store.put("bkt", "run/~claims/model", text % len(reads))
+
+        store.watch = renew
+
+
+def test_a_claim_of_another_host_that_is_renewed_holds(store, monkeypatch):
+    forge(store, monkeypatch, beat=True)
+    with pytest.raises(jstep.CheckpointError, match="process 12 on elsewhere"):
+        jstep.Saver(store.run).claim()
+
+
+def test_a_claim_of_another_host_that_is_silent_does_not(store, monkeypatch):
+    forge(store, monkeypatch, beat=False)
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(1))
+
+
+def test_who_lost_the_claim_commits_nothing(store):
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(1))
+        saver.wait()
+        with store.lock:
+            store.put("bkt", "run/~claims/model", b'{"host": "elsewhere", "pid": 12, "id": "x"}')
+        saver.save(state_at(2))
+        with pytest.raises(jstep.CheckpointError, match="process 12 on elsewhere"):
+            saver.wait()
+        assert saver.all_steps() == [1]
+    assert store.data("run/~claims/model").startswith(b'{"host": "elsewhere"')
+
+
+def test_a_claim_is_renewed(store, monkeypatch):
+    monkeypatch.setattr(object_claim, "BEAT", 0.01)
+    with jstep.Saver(store.run) as saver:
+        saver.claim()
+        first = store.data("run/~claims/model")
+        for _ in range(300):
+            if store.data("run/~claims/model") != first:
+                break
+            saver._store._claimed._ended.wait(0.01)
+        assert store.data("run/~claims/model") != first
+        saver.save(state_at(1))
+
+
+def test_two_writers_of_one_step(store):
+    """Where both got past the claim, the manifest's condition holds one of them back."""
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(1))
+        saver.wait()
+        theirs = store.data("run/model-1/manifest.json").replace(b'"step": 1', b'"step": 1 ')
+
+        def commit(number):
+            if "pack.0.0" in store.seen[-1]:
+                with store.lock:
+                    store.put("bkt", "run/model-1/manifest.json", theirs)
+
+        store.watch = commit
+        saver.save(state_at(1, 5))
+        with pytest.raises(jstep.CheckpointError, match="another writer"):
+            saver.wait()
+        assert store.data("run/model-1/manifest.json") == theirs
