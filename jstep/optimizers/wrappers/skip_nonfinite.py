@@ -67,11 +67,11 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
 
 def all_finite(gradients: Updates, params: Params) -> Array:
-    """Whether the norm of the gradients is finite.
+    """Whether the gradients are finite, and the sum of their squares.
 
-    The norm rather than each element: a finite gradient whose square overflows would poison the slots.
+    A finite gradient whose square overflows would poison the slots.
     """
-    return jnp.isfinite(global_norm(matched_gradients(gradients, params)))
+    return jnp.isfinite(jnp.square(global_norm(matched_gradients(gradients, params))))
 
 
 def unless_skipped(
