@@ -1,0 +1,132 @@
+"""Random optimizers made of optimizers, and what each leaf of the parameters should see of them."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+import jstep
+
+# Names that are prefixes of one another, that contain slashes, and that slots themselves have.
+NAMES = ("a", "a/b", "a/b/c", "m", "decoder", "decoder/attn", "held", "start_step")
+WRAPPERS = ("scope", "average", "skip", "chain")
+BASES = {
+    "sgd": lambda: jstep.gradient_descent(0.1),
+    "momentum": lambda: jstep.momentum(0.1, 0.9),
+    "adam": lambda: jstep.adam(jstep.exponential_decay(0.1, 3, 0.5)),
+    "adagrad": lambda: jstep.adagrad(0.1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    kind: str
+
+    def build(self):
+        return BASES[self.kind]()
+
+    def base_of(self, path):
+        return self.kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """A scope, an average, a guard or a chain with one element, around another."""
+
+    how: str
+    name: str
+    inner: object
+
+    def build(self):
+        inner = self.inner.build()
+        if self.how == "scope":
+            return jstep.scope(self.name, inner)
+        if self.how == "average":
+            return jstep.with_moving_average(inner, jstep.ExponentialMovingAverage(0.5, name=f"avg_{self.name}"))
+        if self.how == "skip":
+            return jstep.skip_nonfinite(inner)
+        return jstep.chain(jstep.clip_gradients(by_value=1e6), inner)
+
+    def base_of(self, path):
+        return self.inner.base_of(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioned:
+    """Leaves go round the labels; one of them may be frozen."""
+
+    parts: Mapping[str, object]
+
+    def label(self, path):
+        labels = list(self.parts)
+        label = labels[sum(map(ord, path)) % len(labels)]
+        return None if self.parts[label] is None else label
+
+    def build(self):
+        inner = {label: part.build() for label, part in self.parts.items() if part is not None}
+        return jstep.partition(inner, labels=lambda path, leaf: self.label(path))
+
+    def base_of(self, path):
+        label = self.label(path)
+        return None if label is None else self.parts[label].base_of(path)
+
+
+def _partitions(children):
+    parts = st.dictionaries(st.sampled_from(NAMES), st.one_of(children, st.none()), min_size=1, max_size=3)
+    return parts.filter(lambda parts: any(part is not None for part in parts.values())).map(Partitioned)
+
+
+def nests():
+    """Nested optimizers, a few storeys high."""
+    return st.recursive(
+        st.sampled_from(sorted(BASES)).map(Base),
+        lambda children: st.one_of(
+            st.builds(
+                Wrapped, st.sampled_from(["scope", "average", "skip", "chain"]), st.sampled_from(NAMES), children
+            ),
+            _partitions(children),
+        ),
+        max_leaves=4,
+    )
+
+
+PATHS = ("w", "b", "decoder/w", "decoder/attn/w", "m")
+
+
+def params_of(rng):
+    """A tree whose paths are prefixes of one another, with an integer and a None among its leaves."""
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return {
+        "w": array(3),
+        "b": array(2, 2),
+        "decoder": {"w": array(3), "attn": {"w": array(3)}, "steps": jnp.int32(7), "nothing": None},
+        "m": array(3),
+    }
+
+
+def gradients_of(rng, params):
+    """Gradients for the floating leaves; None for the others."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) if leaf.dtype == jnp.float32 else None,
+        params,
+    )
+
+
+def leaf_at(tree, path):
+    for key in path.split("/"):
+        tree = tree[key]
+    return tree
+
+
+def alone(kind, leaf, gradients):
+    """What one leaf becomes under one optimizer that has nothing else to do."""
+    if kind is None:
+        return np.asarray(leaf)
+    optimizer = BASES[kind]()
+    state = jstep.TrainState.create({"x": leaf}, optimizer)
+    for gradient in gradients:
+        state = jstep.apply_gradients(state, {"x": gradient}, optimizer)
+    return np.asarray(state.params["x"])

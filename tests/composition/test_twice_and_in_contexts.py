@@ -1,0 +1,149 @@
+"""Everything twice, wrapped, bound, and under every context that a user's JAX may be in."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import jstep
+
+
+def auto_mesh():
+    return jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2))
+
+
+def explicit_mesh():
+    return jax.set_mesh(jax.make_mesh((2, 4), ("data", "model")))
+
+
+CONTEXTS = {
+    "none": contextlib.nullcontext,
+    "rbg": lambda: jax.default_prng_impl("rbg"),
+    "auto mesh": auto_mesh,
+    "explicit mesh": explicit_mesh,
+    "x64": lambda: jax.enable_x64(True),
+    "transfer guard": lambda: jax.transfer_guard("disallow"),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "leaks": jax.checking_leaks,
+    "no jit": jax.disable_jit,
+    "default device": lambda: jax.default_device(jax.devices()[3]),
+}
+
+ROWS = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+
+
+def loss_fn(params, rows, rng):
+    noise = jax.random.normal(rng, (), params["w"].dtype)
+    error = rows.astype(params["w"].dtype) @ params["w"] - 1
+    return jnp.mean(jnp.square(error)) * (1 + noise.astype(error.dtype) / 1000)
+
+
+def key():
+    """A key of the implementation in force; that it is moved to the device is JAX's affair."""
+    with jax.transfer_guard("allow"):
+        return jax.random.key(0)
+
+
+def make():
+    optimizer = jstep.with_moving_average(
+        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(jstep.cosine_decay(0.1, 20))),
+        jstep.ExponentialMovingAverage(0.9, num_updates=True),
+    )
+    state = jstep.TrainState.create({"w": np.ones(4, np.float32)}, optimizer)
+    return state, jstep.minimize(loss_fn, optimizer, rng=key(), metrics=("grad_norm",))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_run_in_one_go_is_a_run_in_two(context, tmp_path):
+    with CONTEXTS[context]():
+        state, train_step = make()
+        data = jstep.batches(ROWS, 8, seed=3)
+        run = functools.partial(jstep.train, train_step, batches=data, progress=False, save_checkpoint_secs=None)
+        whole = run(make()[0], last_step=8)
+        run(state, last_step=4, checkpoint_dir=tmp_path)
+        halves = run(make()[0], last_step=8, checkpoint_dir=tmp_path)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(halves), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert jstep.global_step(halves) == 8
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_several_steps_a_call(context):
+    with CONTEXTS[context]():
+        state, train_step = make()
+        other, _ = make()
+        data = jstep.batches(ROWS, 8, seed=3)
+        one = jstep.train(train_step, state, data, last_step=6, progress=False)
+        three = jstep.train(train_step, other, data, last_step=6, steps_per_call=3, progress=False)
+    np.testing.assert_allclose(one.params["w"], three.params["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_hooks_serve_two_runs(context):
+    lines = []
+    with CONTEXTS[context]():
+        hooks = [
+            jstep.NanLossHook(),
+            jstep.StepCounterHook(2),
+            jstep.EvaluationHook(lambda state: {"norm": jnp.sum(jnp.square(state.params["w"]))}, every_n_steps=3),
+            jstep.every(2, lambda step, state, metrics: lines.append(step)),
+        ]
+        for _ in range(2):
+            state, train_step = make()
+            jstep.train(train_step, state, jstep.batches(ROWS, 8), last_step=6, hooks=hooks, progress=False)
+    assert lines == [2, 4, 6] * 2
+
+
+def decorated(step):
+    @functools.wraps(step)
+    def twice(state, *args):
+        state, metrics = step(state, *args)
+        return state.replace(params=jax.tree.map(lambda p: 2 * p, state.params)), metrics
+
+    return twice
+
+
+class Bound:
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, state, *args):
+        return self.step(state, *args)
+
+    def method(self, state, *args):
+        return self.step(state, *args)
+
+
+WRAPPINGS = {
+    "as it is": lambda step: step,
+    "partial": functools.partial,
+    "object": Bound,
+    "method": lambda step: Bound(step).method,
+    "lambda": lambda step: lambda state, *args: step(state, *args),
+    "wraps": decorated,
+    "wraps of wraps": lambda step: decorated(decorated(step)),
+    "scanned before": lambda step: (jstep.scan_steps(step), step)[1],
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_the_step_that_is_given_is_the_step_that_trains(wrapping):
+    """Also where several steps make a call: what wraps a step may not be looked through."""
+    ends = []
+    for steps_per_call in (1, 3):
+        optimizer = jstep.gradient_descent(0.1)
+        state = jstep.TrainState.create({"w": np.ones(4, np.float32)}, optimizer)
+        train_step = WRAPPINGS[wrapping](
+            jstep.minimize(lambda params, rows: jnp.mean(jnp.square(rows @ params["w"])), optimizer)
+        )
+        data = jstep.batches(ROWS, 8, shuffle=False)
+        # An undecorated run between, which must leave nothing behind.
+        jstep.train(train_step, state, data, last_step=3, steps_per_call=steps_per_call, progress=False)
+        state = jstep.TrainState.create({"w": np.ones(4, np.float32)}, optimizer)
+        end = jstep.train(train_step, state, data, last_step=3, steps_per_call=steps_per_call, progress=False)
+        ends.append(np.asarray(end.params["w"]))
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)
