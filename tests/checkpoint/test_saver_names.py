@@ -25,7 +25,9 @@ def renamed():
 MAPPING = {"params/kernel": "params/w", "slots/momentum/kernel": "slots/momentum/w"}
 
 
-@pytest.mark.parametrize("names", [MAPPING, MAPPING.get, lambda path: path.replace("kernel", "w")], ids=repr)
+@pytest.mark.parametrize(
+    "names", [MAPPING, MAPPING.get, lambda path: path.replace("kernel", "w")], ids=["mapping", "method", "function"]
+)
 def test_mapping_and_function(saver, names):
     for target in (renamed(), jax.eval_shape(renamed)):
         back = saver.restore(target, names=names)
@@ -66,7 +68,6 @@ def test_shapes_are_compared_under_the_new_name(saver):
         ("params/w", TypeError, "names='params/w': must be a mapping"),
         ([("a", "b")], TypeError, "must be a mapping"),
     ],
-    ids=repr,
 )
 def test_refused(saver, names, error, match, partial):
     with pytest.raises(error, match=match):

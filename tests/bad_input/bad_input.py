@@ -1,0 +1,58 @@
+"""Everything wrong that can be passed in: how to call it, and what the message must say."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jstep
+
+PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}, "n": jnp.arange(2)}
+GRADS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}, "n": None}
+create = jstep.TrainState.create
+adam = jstep.adam()
+
+
+def linear(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(x @ params["dense"]["kernel"] + params["dense"]["bias"][None])
+
+
+def apply(grads: Any, optimizer: jstep.Optimizer = adam, state_optimizer: jstep.Optimizer | None = None) -> Any:
+    return jstep.apply_gradients(create(PARAMS, state_optimizer or optimizer), grads, optimizer)
+
+
+def changed(**changes: Any) -> Any:
+    return {**GRADS, "dense": {**GRADS["dense"], **changes}}
+
+
+def compute(loss_fn: Any = linear, x: Any = None, **kwargs: Any) -> Any:
+    return jstep.compute_gradients(loss_fn, **kwargs)(PARAMS, jnp.ones((6, 2)) if x is None else x)
+
+
+def step(loss_fn: Any = linear, optimizer: Any = adam, state: Any = None, args: Any = None, **kwargs: Any) -> Any:
+    state = create(PARAMS, adam) if state is None else state
+    return jstep.minimize(loss_fn, optimizer, **kwargs)(state, *((jnp.ones((6, 2)),) if args is None else args))
+
+
+def rows(values: Any = (2, 1), indices: Any = (0, 1), shape: Any = (4, 1)) -> jstep.IndexedSlices:
+    return jstep.IndexedSlices(jnp.ones(values), jnp.asarray(indices), shape)
+
+
+def sparse(slices: jstep.IndexedSlices) -> Any:
+    optimizer = jstep.gradient_descent(1.0)
+    return jstep.apply_gradients(create({"table": jnp.zeros((4, 1))}, optimizer), {"table": slices}, optimizer)
+
+
+Case = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
+"""A call, the error it must raise, and what the message must say: argument, value, path, way out."""
+
+
+def check(case: Case) -> None:
+    call, kind, fragments = case
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    missing = [fragment for fragment in fragments if fragment not in message]
+    assert not missing, f"{message!r} does not say {missing}"
