@@ -126,7 +126,8 @@ def get_hyperparameter(state: Any, name: str) -> float:
         >>> jstep.get_hyperparameter(jstep.TrainState.create({"w": 1.0}, optimizer), "embed/rate")
         0.5
     """
-    return float(state.slots[_slot_of(state, name)])
+    slot = _slot_of(state, name)
+    return float(state.slots[slot])
 
 
 def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
@@ -150,7 +151,8 @@ def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
     """
     slot = _slot_of(state, name)
     new = held(slot.rsplit("/", 1)[-1], value).value
-    if trees.concrete(new) is not None and not np.isfinite(np.float32(np.asarray(new))):
+    number = trees.concrete(new)
+    if number is not None and abs(float(number)) > float(np.finfo(np.float32).max):
         raise ValueError(f"value={value!r}: does not fit float32")
     old = state.slots[slot]
     if trees.is_traced(old) or trees.is_traced(new):

@@ -1,0 +1,146 @@
+"""Hyperparameters that the state holds."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+
+def state_of(optimizer: Any, **kwargs: Any) -> Any:
+    return jstep.TrainState.create({"w": jnp.array([1.0, 2.0])}, optimizer, **kwargs)
+
+
+def loss_fn(params: Any) -> Any:
+    return jnp.sum(params["w"])
+
+
+def test_it_is_read_set_and_costs_no_second_compilation(compilations: Any) -> None:
+    optimizer = jstep.gradient_descent(jstep.held("learning_rate", 0.5))
+    state = state_of(optimizer)
+    assert state.slots["held/learning_rate"].dtype == jnp.float32
+    assert "learning_rate" not in optimizer.hyperparameters(0)
+    step = jstep.minimize(loss_fn, optimizer)
+    state, _ = step(state)
+    np.testing.assert_allclose(state.params["w"], [0.5, 1.5])
+    with compilations() as seen:
+        state = jstep.set_hyperparameter(state, "learning_rate", 0.25)
+        state, _ = step(state)
+        state = jstep.set_hyperparameter(state, "learning_rate", np.float64(0.125))
+        state, _ = step(state)
+    assert seen == []
+    np.testing.assert_allclose(state.params["w"], [0.125, 1.125])
+    assert jstep.get_hyperparameter(state, "learning_rate") == 0.125
+    assert isinstance(jstep.get_hyperparameter(state, "learning_rate"), float)
+
+
+def test_it_stands_wherever_a_schedule_may() -> None:
+    optimizer = jstep.chain(
+        jstep.clip_gradients(by_global_norm=jstep.held("clip", 10.0)),
+        jstep.scope("deep", jstep.adam(jstep.held("rate", 0.1), beta2=jstep.held("b2", 0.99))),
+        jstep.decay_weights(jstep.held("decay", 0.0)),
+        jstep.scale_updates({"*": jstep.held("factor", 1.0)}),
+    )
+    state = state_of(optimizer)
+    assert {name for name in state.slots if "held" in name} == {
+        "deep/held/b2", "deep/held/rate", "held/clip", "held/decay", "held/factor",
+    }  # fmt: skip
+    plain = jstep.adam(0.1, beta2=0.99)
+    a = jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
+    b = jstep.apply_gradients(state_of(plain), {"w": jnp.ones(2)}, plain)
+    np.testing.assert_allclose(a.params["w"], b.params["w"], rtol=1e-5)
+    frozen = jstep.set_hyperparameter(a, "factor", 0)
+    again = jstep.apply_gradients(frozen, {"w": jnp.ones(2)}, optimizer)
+    np.testing.assert_array_equal(again.params["w"], a.params["w"])
+    assert jstep.get_hyperparameter(again, "deep/rate") == pytest.approx(0.1)
+
+
+def test_under_a_label_and_a_guard() -> None:
+    optimizer = jstep.skip_nonfinite(
+        jstep.partition({"net/a": jstep.gradient_descent(jstep.held("rate", 0.5))}, lambda path, leaf: "net/a")
+    )
+    state = jstep.apply_gradients(state_of(optimizer), {"w": jnp.full(2, jnp.nan)}, optimizer)
+    assert jstep.get_hyperparameter(state, "net/a/rate") == 0.5
+    assert jstep.get_hyperparameter(jstep.set_hyperparameter(state, "net/a/rate", 0.25), "net/a/rate") == 0.25
+
+
+def test_names_that_are_not_there() -> None:
+    state = state_of(jstep.scope("embed", jstep.gradient_descent(jstep.held("rate", 0.5))))
+    for act in (
+        lambda: jstep.get_hyperparameter(state, "rate"),
+        lambda: jstep.set_hyperparameter(state, "embed/held/rate", 1.0),
+    ):
+        with pytest.raises(KeyError, match="embed/rate"):
+            act()
+    with pytest.raises(KeyError, match="it holds none"):
+        jstep.get_hyperparameter(state_of(jstep.adam()), "rate")
+    with pytest.raises(TypeError, match="must be a TrainState"):
+        jstep.get_hyperparameter(None, "rate")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e39, jnp.float32(jnp.inf)])
+def test_what_is_not_finite_is_refused(value: Any) -> None:
+    state = state_of(jstep.gradient_descent(jstep.held("rate", 0.5)))
+    with pytest.raises(ValueError, match=r"finite|float32"):
+        jstep.set_hyperparameter(state, "rate", value)
+    with pytest.raises(TypeError, match="must be a number"):
+        jstep.set_hyperparameter(state, "rate", "0.1")
+    with pytest.raises(ValueError, match="scalar"):
+        jstep.set_hyperparameter(state, "rate", [0.1] and np.ones(2))
+
+
+def test_its_first_value_is_checked_as_a_number() -> None:
+    with pytest.raises(ValueError, match=r"learning_rate=-1\.0"):
+        jstep.adam(jstep.held("rate", -1.0))
+    with pytest.raises(ValueError, match="beta1"):
+        jstep.adam(beta1=jstep.held("b", 1.0))
+    for wrong in ("0.1", None, True, lambda step: 0.1, jstep.held("x", 1.0)):
+        with pytest.raises(TypeError, match="value"):
+            jstep.held("rate", wrong)
+    for name in ("", "/a", "a/", "a/held"):
+        with pytest.raises(ValueError, match="name"):
+            jstep.held(name, 1.0)
+    with pytest.raises(TypeError, match="name"):
+        jstep.held(3, 1.0)  # type: ignore[arg-type]
+
+
+def test_two_of_one_name_collide_and_say_where() -> None:
+    with pytest.raises(ValueError, match="learning_rate and epsilon both hold a hyperparameter named 'x'"):
+        jstep.adam(jstep.held("x", 0.1), epsilon=jstep.held("x", 0.1))
+    with pytest.raises(ValueError, match=r"optimizers\[0\] and optimizers\[1\] both have a slot named 'held/x'.*scope"):
+        jstep.chain(jstep.clip_gradients(by_norm=jstep.held("x", 1.0)), jstep.adam(jstep.held("x", 0.1)))
+    with pytest.raises(ValueError, match="in lookahead and lookahead both have a slot named 'held/x'"):
+        jstep.lookahead(jstep.adam(jstep.held("x", 0.1)), slow_step_size=jstep.held("x", 0.5))
+
+
+def test_a_class_is_no_schedule() -> None:
+    with pytest.raises(TypeError, match=r"learning_rate=float: .* got a class"):
+        jstep.adam(float)
+
+
+def test_sharding_is_kept_and_vmap_and_x64_work() -> None:
+    optimizer = jstep.gradient_descent(jstep.held("rate", 0.5))
+    mesh = jax.make_mesh((8,), ("data",))
+    state = jstep.shard_state(state_of(optimizer), mesh)
+    new = jstep.set_hyperparameter(state, "rate", 0.25)
+    assert new.slots["held/rate"].sharding == state.slots["held/rate"].sharding
+
+    def after(rate: Any) -> Any:
+        state = jstep.set_hyperparameter(state_of(optimizer), "rate", rate)
+        return jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer).params["w"]
+
+    np.testing.assert_allclose(jax.vmap(after)(jnp.array([0.0, 1.0]))[:, 0], [1.0, 0.0])
+    with jax.enable_x64(True):
+        wide = jstep.TrainState.create({"w": np.ones(2)}, optimizer)
+        assert wide.slots["held/rate"].dtype == jnp.float32
+        jstep.apply_gradients(wide, {"w": jnp.ones(2, jnp.float64)}, optimizer)
+
+
+def test_it_is_saved_and_restored(tmp_path: Any) -> None:
+    optimizer = jstep.gradient_descent(jstep.held("rate", 0.5))
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(jstep.set_hyperparameter(state_of(optimizer), "rate", 0.125))
+        assert jstep.get_hyperparameter(saver.restore(state_of(optimizer)), "rate") == 0.125

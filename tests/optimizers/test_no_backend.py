@@ -1,0 +1,37 @@
+"""Building optimizers touches no device: `jax.distributed.initialize` may come after it."""
+
+import os
+import subprocess
+import sys
+
+CODE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import jax, numpy as np
+import jstep
+sys.path.insert(0, "tests")
+key = np.array([0, 7], np.uint32)
+jax.random.key = lambda seed: key  # a key of the caller's own would start the backend
+from optimizer_table import TABLE
+schedule = jstep.linear_warmup(jstep.exponential_decay(0.1, 10, 0.5), 5)
+for name, entry in TABLE.items():
+    for rate in (0.1, schedule, np.float32(0.1), jstep.held("rate", 0.1)):
+        if name != "from_optax":
+            optimizer = entry.make(rate)
+            jstep.chain(jstep.stateless(lambda u, p, n: u), jstep.scope("s", optimizer))
+print("built", len(TABLE))
+"""
+
+
+def test_no_backend_is_started() -> None:
+    """A platform that does not exist: whatever asked for a device would fail."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, "JAX_PLATFORMS": "none_such"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "built" in done.stdout

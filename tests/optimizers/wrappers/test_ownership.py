@@ -1,0 +1,140 @@
+"""A slot belongs to the part that made it, whatever its name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {"decoder": {"attn": jnp.ones(2), "mlp": jnp.ones(2)}, "head": jnp.ones(2)}
+GRADS = jax.tree.map(jnp.ones_like, PARAMS)
+
+
+def by_place(path: str, leaf: Any) -> str | None:
+    return {"decoder/attn": "decoder/attn", "decoder/mlp": "decoder", "head": None}[path]
+
+
+def update(state: Any, optimizer: Any, grads: Any = GRADS) -> Any:
+    return jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, grads)
+
+
+@pytest.mark.parametrize("frozen", ["decoder/mlp", "decoder/attn"])
+def test_labels_that_begin_alike_keep_apart_where_one_has_no_gradients(frozen: str) -> None:
+    optimizer = jstep.partition({"decoder/attn": jstep.adam(0.1), "decoder": jstep.adam(0.1)}, by_place)
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    grads = {"decoder": {"attn": jnp.ones(2), "mlp": jnp.ones(2)}, "head": None}
+    grads["decoder"][frozen.split("/")[1]] = None
+    for _ in range(2):
+        state = update(state, optimizer, grads)
+    moved = {"decoder/attn": "decoder/attn/v", "decoder/mlp": "decoder/v"}
+    for path, slot in moved.items():
+        value = jstep.get_slot(state, slot, path)
+        np.testing.assert_allclose(value, 0.0 if path == frozen else 1e-3 + 1e-3 * 0.999, rtol=1e-6)
+
+
+def test_scopes_that_begin_alike_and_nest() -> None:
+    nothing = jstep.stateless(lambda updates, params, step: updates)
+    optimizer = jstep.chain(
+        jstep.scope("a", jstep.scope("b", jstep.skip_nonfinite(jstep.adam(0.1)))),
+        jstep.scope("a/b/c", jstep.with_moving_average(nothing, jstep.ExponentialMovingAverage(0.5))),
+        jstep.scope("a/bc", jstep.decay_weights(0.1)),
+    )
+    state = update(jstep.TrainState.create(PARAMS, optimizer), optimizer)
+    assert sorted(state.slots) == [
+        "a/b/c/ExponentialMovingAverage",
+        "a/b/last_finite_step",
+        "a/b/m",
+        "a/b/start_step",
+        "a/b/v",
+    ]
+    assert int(state.slots["a/b/last_finite_step"]) == 1
+    assert {"a/b/learning_rate", "a/bc/decoupled_weight_decay"} <= set(optimizer.hyperparameters(0))
+
+
+def test_frozen_leaves_have_no_slots_and_stay() -> None:
+    optimizer = jstep.partition({"net": jstep.momentum(0.1, 0.9)}, lambda path, leaf: None if path == "head" else "net")
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    assert jstep.get_slot(state, "net/momentum", "head") is None
+    new = update(state, optimizer)
+    np.testing.assert_array_equal(new.params["head"], PARAMS["head"])
+    np.testing.assert_allclose(new.params["decoder"]["mlp"], 0.9)
+    with pytest.raises(ValueError, match="No gradients provided"):
+        update(state, optimizer, {"decoder": {"attn": None, "mlp": None}, "head": jnp.ones(2)})
+
+
+def test_an_optimizer_of_ones_own_may_hand_back_what_it_was_given() -> None:
+    """It sees its own slots alone, so that it cannot overwrite others'."""
+    seen = []
+
+    def own(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+        seen.append(sorted(slots))
+        return updates, {**slots, "calls": slots["calls"] + 1}
+
+    mine = jstep.Optimizer(lambda params, global_step=0: {"calls": jnp.zeros((), jnp.int32)}, own, lambda step: {})
+    optimizer = jstep.chain(jstep.adam(0.1), jstep.scope("mine", mine), mine)
+    state = update(jstep.TrainState.create(PARAMS, optimizer), optimizer)
+    assert seen == [["calls"], ["calls"]]
+    assert int(state.slots["calls"]) == int(state.slots["mine/calls"]) == 1
+    assert float(state.slots["m"]["head"][0]) > 0
+
+
+def test_collisions_point_to_scope() -> None:
+    with pytest.raises(ValueError, match=r"label 'a' and .* label 'a/b' both have a slot named 'a/b/m'.*jstep.scope"):
+        jstep.partition({"a": jstep.scope("b", jstep.adam()), "a/b": jstep.adam()}, lambda path, leaf: "a")
+    with pytest.raises(ValueError, match="and skip_nonfinite both have a slot named 'last_finite_step'"):
+        jstep.skip_nonfinite(jstep.skip_nonfinite(jstep.adam()))
+    with pytest.raises(ValueError, match="both have a hyperparameter named 'decoupled_weight_decay'"):
+        jstep.chain(jstep.adam(), jstep.decay_weights(0.1), jstep.decay_weights(0.2))
+
+
+def test_two_finished_updates_in_a_row_are_warned_about() -> None:
+    first, second = jstep.scope("a", jstep.adam(1.0)), jstep.gradient_descent(0.1)
+    with pytest.warns(UserWarning, match=r"optimizers\[0\] makes finished updates.*climb.*scale_by_adam.*partition"):
+        optimizer = jstep.chain(first, second)
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    state = jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer)
+    np.testing.assert_allclose(state.params["w"], 0.1, rtol=1e-6)  # up the gradient
+    with pytest.raises(ValueError, match="'learning_rate'") as caught:
+        jstep.chain(jstep.adam(1.0), second)
+    assert "climb" in str(caught.value.__notes__)
+    held = jstep.scope("b", jstep.gradient_descent(jstep.held("rate", 0.1)))
+    with pytest.warns(UserWarning, match="climb"):
+        jstep.chain(jstep.skip_nonfinite(first), held)
+    mine = jstep.Optimizer(lambda p, global_step=0: {}, lambda u, s, p, n: (u, s), lambda n: {"x/learning_rate": 0.1})
+    with pytest.warns(UserWarning, match="climb"):
+        jstep.chain(first, mine)
+    jstep.chain(first, jstep.clip_gradients(by_norm=1.0), jstep.decay_weights(0.1), jstep.scale_updates({"*": 0.5}))
+
+
+def test_a_list_of_optimizers_is_told_in_a_line() -> None:
+    with pytest.raises(TypeError, match=r"chain\(\*\[…\]\)") as caught:
+        jstep.chain([jstep.adam(), jstep.momentum(0.1, 0.9)])  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 150
+
+
+@pytest.mark.parametrize("name", ["held", "a/held", "held/b"])
+def test_the_mark_of_held_values_is_no_prefix(name: str) -> None:
+    with pytest.raises(ValueError, match="must not have the part 'held'"):
+        jstep.scope(name, jstep.adam())
+    with pytest.raises(ValueError, match="must not have the part 'held'"):
+        jstep.partition({name: jstep.adam()}, lambda path, leaf: name)
+
+
+def test_masks_speak_of_all_parameters_inside_partition() -> None:
+    mask, bools = ["decoder/*", "head"], {"decoder": True, "head": False}
+    optimizer = jstep.partition(
+        {
+            "decoder": jstep.chain(jstep.gradient_descent(0.0), jstep.decay_weights(0.5, mask)),
+            "head": jstep.chain(jstep.gradient_descent(0.0), jstep.decay_weights(0.5, bools)),
+        },
+        lambda path, leaf: path.split("/")[0],
+    )
+    new = update(jstep.TrainState.create(PARAMS, optimizer), optimizer).params
+    np.testing.assert_allclose(new["decoder"]["attn"], 0.5)
+    np.testing.assert_allclose(new["head"], 1.0)
+    wrong = jstep.partition({"all": jstep.decay_weights(0.5, ["decoder/atn"])}, lambda path, leaf: "all")
+    with pytest.raises(ValueError, match=r"mask: 'decoder/atn' matches no parameter; nearest: 'decoder/attn'"):
+        update(jstep.TrainState.create(PARAMS, wrong), wrong)
