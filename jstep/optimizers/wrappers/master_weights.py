@@ -86,7 +86,7 @@ def _to_rounding(p: Any, master: Any) -> Any:
 
 def _floating_dtype(dtype: Any) -> Any:
     try:
-        found = jnp.dtype(dtype)
+        found = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
     except TypeError:
         raise TypeError(f"dtype={shown(dtype)}: must be a floating dtype such as float32, got {kind(dtype)}") from None
     if not trees.is_floating(found) or found.itemsize < 4:

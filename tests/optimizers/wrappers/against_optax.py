@@ -1,0 +1,43 @@
+"""The same gradients through Optax and through jstep."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jstep
+
+_RNG = np.random.default_rng(0)
+
+
+def _tree(scale: float = 1.0) -> Any:
+    shapes = {"w": (3, 4), "c": (2, 3, 4), "b": (4,), "k": (2, 2, 3, 2)}
+    return {name: jnp.asarray(scale * _RNG.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+PARAMS = _tree()
+GRADS = [_tree(scale) for scale in (1.0, 0.1, 3.0, 1.0, 0.5)]
+
+
+def ours(optimizer: jstep.Optimizer, grads: Any = GRADS, params: Any = PARAMS) -> jstep.TrainState:
+    state = jstep.TrainState.create(params, optimizer)
+    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
+    for g in grads:
+        state = step(state, g)
+    return state
+
+
+def theirs(transformation: Any, grads: Any = GRADS, params: Any = PARAMS) -> Any:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        kept, update = transformation.init(params), jax.jit(transformation.update)
+        for g in grads:
+            updates, kept = update(g, kept, params)
+            params = optax.apply_updates(params, updates)
+    return params
+
+
+def close(a: Any, b: Any, rtol: float = 1e-5) -> None:
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-6)
