@@ -1,0 +1,117 @@
+"""Averages that begin late, move now and then, or are of some parameters alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {"w": jnp.array([1.0, 2.0]), "deep": {"b": jnp.array(3.0)}, "n": jnp.array(4)}
+
+
+def run(optimizer: Any, steps: int, start: int = 0, skipped: tuple[int, ...] = ()) -> tuple[Any, list[Any]]:
+    """The state after each step, and the parameters."""
+    state = jstep.TrainState.create(PARAMS, optimizer, start)
+    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
+    states = []
+    for i in range(steps):
+        g = jnp.float32(jnp.nan if i in skipped else 1.0 + i)
+        state = step(state, {"w": jnp.full(2, g), "deep": {"b": g}, "n": None})
+        states.append(state)
+    return state, states
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("start_step", [0, 1, 4])
+@pytest.mark.parametrize("created", [0, 7])
+def test_swa_is_the_plain_mean(every: int, start_step: int, created: int) -> None:
+    ema = jstep.ExponentialMovingAverage(1.0, zero_debias=True, start_step=start_step, every=every)
+    _, states = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema), 9, created)
+    for state in states:
+        n = int(state.global_step)
+        due = [
+            s for s in states if start_step < int(s.global_step) <= n and (int(s.global_step) - start_step) % every == 0
+        ]
+        if n <= start_step:
+            np.testing.assert_array_equal(jstep.averaged_params(state)["w"], state.params["w"])
+        elif due:
+            mean = np.mean([s.params["w"] for s in due], 0)
+            np.testing.assert_allclose(jstep.averaged_params(state)["w"], mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_updates", [False, True])
+def test_after_the_start_it_moves_when_due(num_updates: bool) -> None:
+    ema = jstep.ExponentialMovingAverage(0.75, num_updates=num_updates, start_step=3, every=2)
+    _, states = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema), 8)
+    want = None
+    for n, state in enumerate(states, 1):
+        p = np.asarray(state.params["w"], np.float64)
+        if n <= 3:
+            want = p
+        elif (n - 3) % 2 == 0:
+            decay = min(0.75, (1 + n) / (10 + n)) if num_updates else 0.75
+            want = want - (1 - decay) * (want - p)
+        np.testing.assert_allclose(jstep.averaged_params(state)["w"], want, rtol=1e-5, atol=1e-6)
+
+
+def test_up_to_the_start_the_averages_are_the_parameters_to_the_bit() -> None:
+    ema = jstep.ExponentialMovingAverage(0.9, start_step=5)
+    state, _ = run(jstep.with_moving_average(jstep.adam(0.3), ema), 5)
+    np.testing.assert_array_equal(jstep.averaged_params(state)["w"], state.params["w"])
+
+
+def test_by_hand_it_needs_the_number_of_updates() -> None:
+    ema = jstep.ExponentialMovingAverage(0.5, every=2)
+    averages = ema.init({"w": jnp.float32(0.0)})
+    with pytest.raises(ValueError, match="num_updates=None"):
+        ema.apply(averages, {"w": jnp.float32(1.0)})
+    for n, want in ((1, 0.0), (2, 0.5), (3, 0.5), (4, 0.75)):
+        averages = ema.apply(averages, {"w": jnp.float32(1.0)}, num_updates=n)
+        assert float(averages["w"]) == want
+
+
+def test_what_is_not_finite_waits_outside() -> None:
+    """Between two moves nothing of the parameters comes in, not even 0 · ∞."""
+    ema = jstep.ExponentialMovingAverage(0.5, every=2)
+    averages = ema.apply(ema.init({"w": jnp.float32(1.0)}), {"w": jnp.float32(jnp.inf)}, num_updates=1)
+    assert float(averages["w"]) == 1.0
+
+
+@pytest.mark.parametrize("name", ["start_step", "every"])
+def test_phases_are_whole_numbers(name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        jstep.ExponentialMovingAverage(0.5, **{name: 1.5})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=name):
+        jstep.ExponentialMovingAverage(0.5, **{name: -1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "var_list", [["w"], "w*", lambda path, leaf: path == "w", {"w": True, "deep": False, "n": False}]
+)
+def test_some_are_averaged_and_the_rest_is_as_it_is(var_list: Any) -> None:
+    ema = jstep.ExponentialMovingAverage(0.5)
+    state, _ = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, var_list), 3)
+    assert jstep.get_slot(state, ema.name, "deep/b") is None
+    averaged = jstep.averaged_params(state)
+    np.testing.assert_array_equal(averaged["deep"]["b"], state.params["deep"]["b"])
+    assert not np.array_equal(averaged["w"], state.params["w"])
+
+
+def test_a_var_list_that_means_nothing() -> None:
+    ema = jstep.ExponentialMovingAverage(0.5)
+    with pytest.raises(ValueError, match=r"var_list: 'dep/b' matches no parameter; nearest: 'deep/b'"):
+        run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, ["dep/b"]), 1)
+    with pytest.raises(TypeError, match="var_list=3"):
+        jstep.with_moving_average(jstep.gradient_descent(0.1), ema, 3)
+
+
+def test_averaged_params_of_something_else() -> None:
+    with pytest.raises(TypeError, match="state=None: must be a TrainState"):
+        jstep.averaged_params(None)  # type: ignore[arg-type]
+    ema = jstep.ExponentialMovingAverage(0.5)
+    state = run(jstep.scope("x", jstep.with_moving_average(jstep.gradient_descent(0.1), ema)), 1)[0]
+    with pytest.raises(ValueError, match=r"nearest: 'x/ExponentialMovingAverage'"):
+        jstep.averaged_params(state)

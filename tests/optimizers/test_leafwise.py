@@ -1,0 +1,156 @@
+"""The engine by a rule that uses all of it, and the helpers for those who write the three functions by hand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.optimizers.masks import by_path, mask
+
+PARAMS = {
+    "w": {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3), jnp.bfloat16)},
+    "n": jnp.array([1, 2]),
+    "c": jnp.array([1.0, 2.0, 3.0]),
+    "none": None,
+}
+
+
+def grads_of(value: float = 1.0) -> Any:
+    return jax.tree.map(lambda p: jnp.full_like(p, value) if jnp.issubdtype(p.dtype, jnp.floating) else None, PARAMS)
+
+
+TRACED: list[Any] = []
+
+
+def rule(g: Any, p: Any, slots: Any, h: Any) -> Any:
+    """Everything at once: slots that are copies, of other shapes, absent and narrow; scalars, sums and flags."""
+    TRACED.append((p.shape, h["decays"], h["axis"]))
+    assert isinstance(h["rate"], float)
+    assert {slot.dtype for slot in slots.values() if slot is not None} == {p.dtype} == {jnp.dtype(jnp.float32)}
+    new = {"z": slots["z"] - h["rate"] * g, "norm": slots["norm"] + jnp.sum(g * g), "m": slots["m"] + g}
+    if slots["row"] is not None:
+        new["row"] = slots["row"] + jnp.mean(g, axis=h["axis"])
+    decayed = g + (p if h["decays"] else 0.0)
+    return -h["rate"] * h["d"] / h["size"] * decayed, new
+
+
+def engine(**changes: Any) -> jstep.Optimizer:
+    given: dict[str, Any] = {
+        "hyper": {"rate": 0.5},
+        "slots": {
+            "z": jstep.Slot("copy"),
+            "norm": jstep.Slot(shape=lambda path, leaf: ()),
+            "row": jstep.Slot(shape=lambda path, leaf: leaf.shape[:1] if leaf.ndim == 2 else None),
+            "m": jstep.Slot(dtype=jnp.bfloat16),
+        },
+        "scalars": {"d": 0.25},
+        "flags": {"decays": mask("decay_mask", ["w/*"]), "axis": by_path(lambda path, leaf: leaf.ndim - 1)},
+        "prepare": lambda h: {"d": 2 * h["d"]},
+        "measure": lambda g, p, slots, h: {"squares": jnp.sum(g * g)},
+        "conclude": lambda h: {"size": jnp.sqrt(h["squares"])},
+        "aged": True,
+        "sparse": False,
+    }
+    return jstep.leafwise(rule, **(given | changes))
+
+
+def test_slots_of_every_kind() -> None:
+    optimizer = engine()
+    state = jstep.TrainState.create(PARAMS, optimizer, 5)
+    assert sorted(state.slots) == ["d", "m", "norm", "row", "start_step", "z"]
+    assert state.slots["d"].dtype == jnp.float32
+    assert state.slots["z"]["w"]["b"].dtype == jnp.float32
+    assert state.slots["z"]["c"].unsafe_buffer_pointer() != state.params["c"].unsafe_buffer_pointer()
+    assert state.slots["m"]["c"].dtype == jnp.bfloat16
+    assert state.slots["norm"]["c"].shape == ()
+    assert state.slots["row"]["c"] is None
+    assert state.slots["row"]["w"]["a"].shape == (2,)
+    TRACED.clear()
+    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
+    state = step(state, grads_of())
+    # Once for each shape, dtype and flags.
+    assert sorted(TRACED) == [((2, 3), True, 1), ((2, 3), True, 1), ((3,), False, 0)]
+    size = np.sqrt(15.0)
+    np.testing.assert_allclose(state.params["c"], PARAMS["c"] - 0.5 * 0.5 / size, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"]["a"], 1 - 0.5 * 0.5 / size * 2, rtol=1e-6)
+    np.testing.assert_allclose(state.slots["z"]["c"], PARAMS["c"] - 0.5)
+    np.testing.assert_allclose(state.slots["norm"]["w"]["b"], 6.0)
+    np.testing.assert_allclose(state.slots["row"]["w"]["b"], 1.0)
+    assert float(state.slots["d"]) == 0.5
+    state = step(state, {**grads_of(), "c": None})
+    np.testing.assert_allclose(state.slots["norm"]["c"], 3.0)
+    assert float(state.slots["d"]) == 1.0
+
+
+def test_leaves_that_differ_by_a_flag_alone_are_told_apart() -> None:
+    flags = {"decays": mask("decay_mask", ["w/a"]), "axis": by_path(lambda path, leaf: leaf.ndim - 1)}
+    optimizer = engine(flags=flags)
+    params = {"w": {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}}
+    state = jstep.TrainState.create(params, optimizer)
+    new = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, jax.tree.map(jnp.ones_like, params))
+    moved = 1 - np.array([new.params["w"]["a"][0, 0], new.params["w"]["b"][0, 0]])
+    np.testing.assert_allclose(moved[0], 2 * moved[1], rtol=1e-5)
+
+
+def test_slots_of_other_params_are_refused_by_path() -> None:
+    optimizer = engine()
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    other = {**PARAMS, "w": {"a": jnp.ones((4, 3)), "b": jnp.ones((2, 3), jnp.bfloat16)}}
+    with pytest.raises(ValueError, match=r"slot 'z' has shape \(2, 3\) at 'w/a'"):
+        jstep.apply_gradients(state.replace(params=other), {**grads_of(), "w": {"a": None, "b": None}}, optimizer)
+    row = {**state.slots, "row": jax.tree.map(lambda x: x[:1], state.slots["row"])}
+    with pytest.raises(ValueError, match=r"slot 'row' has shape \(1,\) at 'w/a'.*should have \(2,\)"):
+        jstep.apply_gradients(state.replace(slots=row), grads_of(), optimizer)
+
+
+def test_slots_that_are_known_by_the_params() -> None:
+    optimizer = jstep.leafwise(
+        lambda g, p, slots, h: (-g, {}),
+        hyper={},
+        slots=lambda params: {f"axis_{i}": 0.0 for i in range(max(leaf.ndim for leaf in jax.tree.leaves(params)))},
+    )
+    state = jstep.TrainState.create({"a": jnp.ones((2, 2))}, jstep.scope("s", optimizer))
+    assert sorted(state.slots) == ["s/axis_0", "s/axis_1"]
+    jstep.apply_gradients(state, {"a": jnp.ones((2, 2))}, jstep.scope("s", optimizer))
+
+
+def test_hyperparameters_of_ones_own_are_checked_and_scheduled() -> None:
+    def sign(rate: Any) -> jstep.Optimizer:
+        return jstep.leafwise(lambda g, p, slots, h: (-h["rate"] * jnp.sign(g), {}), hyper={"rate": rate})
+
+    for rate in (0.5, np.float32(0.5), jnp.float32(0.5), lambda step: 0.5, jstep.held("rate", 0.5)):
+        state = jstep.TrainState.create({"a": jnp.ones(2)}, sign(rate))
+        new = jstep.apply_gradients(state, {"a": jnp.array([3.0, -3.0])}, sign(rate))
+        np.testing.assert_allclose(new.params["a"], [0.5, 1.5])
+    with pytest.raises(TypeError, match="rate='x'"):
+        sign("x")
+
+
+def test_a_number_or_a_schedule_becomes_a_function() -> None:
+    assert jstep.as_schedule(0.1)(3) == 0.1
+    assert float(jstep.as_schedule(jstep.exponential_decay(1.0, 1, 0.5))(1)) == 0.5
+    assert float(jstep.as_schedule(jnp.float32(2.0))(jnp.int32(3))) == 2.0
+    with pytest.raises(TypeError, match="rate"):
+        jstep.as_schedule("0.1", "rate")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="held"):
+        jstep.as_schedule(jstep.held("x", 0.1))
+
+
+def test_the_map_over_leaves_meets_everything() -> None:
+    rows = jstep.IndexedSlices(jnp.ones((1, 3)), jnp.array([1]), (2, 3))
+    grads = {**grads_of(), "w": {"a": rows, "b": None}}
+    seen = {}
+
+    def leaf(path: str, p: Any, g: Any) -> Any:
+        seen[path] = (p.dtype, g.shape)
+        return -g
+
+    updates = jstep.map_leaves(leaf, PARAMS, grads)
+    assert seen == {"c": (jnp.float32, (3,)), "w/a": (jnp.float32, (2, 3))}
+    assert updates["n"] is updates["w"]["b"] is updates["none"] is None
+    assert jstep.apply_updates(PARAMS, updates)["c"].shape == (3,)
+    with pytest.raises(ValueError, match="structure of params"):
+        jstep.map_leaves(leaf, PARAMS, {"c": 1.0})
