@@ -5,12 +5,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jstep.cli import events, plot
+from jstep.cli import diff, events, inspect, plot
 from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import complain
 from jstep.summary import DataLossError
 
 COMMANDS: tuple[Command, ...] = (
+    inspect.COMMAND,
+    diff.COMMAND,
     plot.COMMAND,
     events.COMMAND,
 )

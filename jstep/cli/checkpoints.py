@@ -1,0 +1,150 @@
+"""Checkpoints as the command line reads them: found by path, and leaf by leaf."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.checkpoint import CheckpointError, open_store
+from jstep.checkpoint.format.leaves import from_stored, ids
+from jstep.checkpoint.format.manifest import Leaf, Manifest
+from jstep.stores import absolute, is_directory, is_url, names_in, split
+
+_NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
+_AT_ONCE = 2**28
+"""So many bytes of leaves are read together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint.
+
+    Attributes:
+        path: Where it is.
+        prefix: Of its name.
+        step: Of its name.
+        manifest: What it says it holds.
+        store: What reads it.
+    """
+
+    path: str
+    prefix: str
+    step: int
+    manifest: Manifest
+    store: Any
+
+    @property
+    def name(self) -> str:
+        """`prefix-step`."""
+        return f"{self.prefix}-{self.step}"
+
+    def leaves(self) -> Iterator[tuple[Leaf, np.ndarray[Any, Any]]]:
+        """Every leaf with its numbers, in order; PRNG keys as their data.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        together: list[Leaf] = []
+        for leaf in self.manifest.leaves:
+            if together and sum(one.nbytes for one in together) + leaf.nbytes > _AT_ONCE:
+                yield from self._read(together)
+                together = []
+            together.append(leaf)
+        yield from self._read(together)
+
+    def _read(self, leaves: list[Leaf]) -> Iterator[tuple[Leaf, np.ndarray[Any, Any]]]:
+        wanted: dict[str, Any] = {leaf.array: None for leaf in leaves if leaf.array is not None}
+        try:
+            arrays = self.store.restore(self.path, self.manifest, wanted) if wanted else {}
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]) from error
+        for leaf in leaves:
+            if leaf.array is None:
+                yield leaf, np.zeros(leaf.shape, jnp.dtype(leaf.dtype) if leaf.key_impl is None else np.uint32)
+            else:
+                array = np.asarray(arrays[leaf.array])
+                yield leaf, array if leaf.key_impl is not None else np.asarray(from_stored(leaf, array))
+
+    def problems(self) -> list[str]:
+        """What is wrong with its files, in words."""
+        found: list[str] = self.store.damage(self.path, self.manifest)
+        return found
+
+
+def names_of(checkpoint: Checkpoint) -> list[str]:
+    """A name for each leaf: its path, and a number where several have one."""
+    return [
+        path if number in (0, 1) else f"{path}#{number}"
+        for path, number in ids(leaf.path for leaf in checkpoint.manifest.leaves)
+    ]
+
+
+def at(path: str) -> Checkpoint | None:
+    """The checkpoint of a path; None where there is none.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    path = absolute(path) if is_url(path) else os.path.abspath(path)
+    above, last = split(path.rstrip("/"))
+    match = _NAME.fullmatch(last)
+    if match is None:
+        return None
+    store, step = open_store(above), int(match[2])
+    found = store.at(match[1], step)
+    if found is None:
+        broken = [line for line in store.broken(match[1], step - 1) if line.startswith(path)]
+        if broken:
+            raise CheckpointError(f"{broken[0]}: the checkpoint is damaged")
+        return None
+    manifest = store.manifest(found)
+    if manifest.step != step:
+        raise CheckpointError(
+            f"{path}: its name says step {step}, and it holds step {manifest.step}: a copy, or renamed; give it its "
+            f"name {match[1]}-{manifest.step}, or delete it"
+        )
+    return Checkpoint(found, match[1], step, manifest, store)
+
+
+def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints in a directory, by prefix and step, and what is wrong with others, in words."""
+    directory = absolute(directory) if is_url(directory) else os.path.abspath(directory)
+    store = open_store(directory)
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    for prefix in _prefixes(directory, store):
+        for _, path in store.newest_first(prefix):
+            found[path] = prefix
+        problems += store.broken(prefix, -1)
+    checkpoints = []
+    for path in found:
+        try:
+            one = at(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if one is not None:
+            checkpoints.append(one)
+    return sorted(checkpoints, key=lambda one: (one.prefix, one.step)), problems
+
+
+def _prefixes(directory: str, store: Any) -> list[str]:
+    names = [split(path)[1] for _, path in store.newest_first(None)]
+    if not is_url(directory) and is_directory(directory):
+        names += names_in(directory)
+    return sorted({match[1] for name in names if (match := _NAME.fullmatch(name))})
+
+
+def time_of(seconds: float) -> str:
+    """A time in UTC, to the second."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds").replace("+00:00", " UTC")
+    except (OverflowError, ValueError, OSError):  # no time of this calendar
+        return f"{seconds:g} s"

@@ -1,0 +1,199 @@
+"""`diff`: the first step at which two runs part, and the leaves; or the leaves of two checkpoints."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jstep.cli.checkpoints import Checkpoint, at, below, names_of
+from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command
+from jstep.cli.compare import LeafDifference, difference
+from jstep.cli.output import as_json, complain, printable
+from jstep.fingerprints import log as _log
+from jstep.stores import is_directory, is_url, join, location, names_in
+
+_SHOWN = 40
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "a checkpoint, a directory of checkpoints, or a log of fingerprints (or the logdir that has one)"
+    parser.add_argument("a", metavar="A", help=what)
+    parser.add_argument("b", metavar="B", help="the same of the other run")
+    parser.add_argument("--json", action="store_true", help="one JSON object, in one line")
+
+
+@dataclasses.dataclass
+class _Side:
+    """What is compared: one of these."""
+
+    path: str
+    kind: str
+    checkpoint: Checkpoint | None = None
+    checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)
+    log: _log.Log | None = None
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
+    if a.kind != b.kind:
+        raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: give two of a kind")
+    compare: dict[str, Callable[[_Side, _Side], dict[str, Any]]] = {
+        "a checkpoint": _checkpoints,
+        "a directory of checkpoints": _directories,
+        "a log of fingerprints": _logs,
+    }
+    result = compare[a.kind](a, b)
+    if arguments.json:
+        print(as_json(result))
+    else:
+        print("\n".join(_text(result)))
+    problems = [*a.problems, *b.problems]
+    for problem in problems:
+        complain("diff", problem)
+    return TROUBLE if problems else OK if result["same"] else DIFFERENT
+
+
+def _side(path: str) -> _Side:
+    one = at(path)
+    if one is not None:
+        return _Side(path, "a checkpoint", checkpoint=one)
+    if is_directory(path):
+        checkpoints, problems = below(path)
+        if checkpoints or problems:
+            return _Side(path, "a directory of checkpoints", checkpoints=checkpoints, problems=problems)
+        if _log.NAME not in names_in(path):
+            raise FileNotFoundError(f"no checkpoints and no {_log.NAME} in {path}")
+        path = join(path, _log.NAME)
+    elif not is_url(path) and not os.path.lexists(path):
+        raise FileNotFoundError(f"no such checkpoint, directory or log: {path}")
+    elif not is_url(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is neither a directory nor a regular file")
+    found = _log.read(path)
+    problems = [f"{path}: {problem}; the other lines are compared" for problem in found.damaged]
+    if not found.entries:
+        why = problems[0] if problems else f"{path} is empty"
+        raise ValueError(f"{why}. A log of fingerprints, as jstep.FingerprintHook writes it, has a JSON object a line")
+    return _Side(path, "a log of fingerprints", log=found, problems=problems)
+
+
+def _checkpoints(a: _Side, b: _Side) -> dict[str, Any]:
+    assert a.checkpoint is not None
+    assert b.checkpoint is not None
+    found = list(_leaves(a.checkpoint, b.checkpoint))
+    steps = {"a": a.checkpoint.step, "b": b.checkpoint.step}
+    count = len({*names_of(a.checkpoint), *names_of(b.checkpoint)})
+    return _result(a, b, found, steps=steps, compared=count)
+
+
+def _directories(a: _Side, b: _Side) -> dict[str, Any]:
+    of_a, of_b = ({(one.prefix, one.step): one for one in side.checkpoints} for side in (a, b))
+    prefixes = [{prefix for prefix, _ in of} for of in (of_a, of_b)]
+    if not prefixes[0] & prefixes[1] and len(prefixes[0]) == len(prefixes[1]) == 1:
+        of_a, of_b = ({("", step): one for (_, step), one in of.items()} for of in (of_a, of_b))
+    common = sorted(of_a.keys() & of_b.keys(), key=lambda key: (key[1], key[0]))
+    if not common:
+        raise ValueError(_nothing_common(a, sorted(s for _, s in of_a), b, sorted(s for _, s in of_b)))
+    for before, key in enumerate(common):
+        found = list(_leaves(of_a[key], of_b[key]))
+        if found:
+            return _result(a, b, found, step=key[1], common=[step for _, step in common], same_before=before)
+    return _result(a, b, [], common=[step for _, step in common])
+
+
+def _logs(a: _Side, b: _Side) -> dict[str, Any]:
+    assert a.log is not None
+    assert b.log is not None
+    common = sorted(a.log.entries.keys() & b.log.entries.keys())
+    if not common:
+        raise ValueError(_nothing_common(a, sorted(a.log.entries), b, sorted(b.log.entries)))
+    for before, step in enumerate(common):
+        found = _log.difference(a.log.entries[step], b.log.entries[step])
+        if found is None:
+            continue
+        leaves = [
+            LeafDifference(path, "only in A", "only in A")
+            if path in found.first_only
+            else LeafDifference(path, "only in B", "only in B")
+            if path in found.second_only
+            else LeafDifference(path, "fingerprint", "")
+            for path in found.leaves or ()
+        ]
+        known = {} if found.leaves is not None else {"leaves_known": False}
+        return _result(a, b, leaves, step=step, common=common, same_before=before, same=False, **known)
+    return _result(a, b, [], common=common)
+
+
+def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
+    names_a, names_b = names_of(a), names_of(b)
+    in_a, in_b = set(names_a), set(names_b)
+    for one in (a, b):
+        if problems := one.problems():
+            raise ValueError(f"{one.path} is damaged: {'; '.join(problems[:3])}")
+    kinds_b = {name: (leaf.dtype, leaf.key_impl) for name, leaf in zip(names_b, b.manifest.leaves, strict=True)}
+    # Leaf after leaf of both, in the order of A: two checkpoints need not fit into memory.
+    later = _by_name(b, names_b)
+    for name, (leaf, array) in zip(names_a, a.leaves(), strict=True):
+        if name not in in_b:
+            yield LeafDifference(name, "only in A", "only in A")
+        elif kinds_b[name] != (leaf.dtype, leaf.key_impl):
+            yield LeafDifference(name, "dtype", f"{leaf.dtype} in A, {kinds_b[name][0]} in B")
+        elif (found := difference(name, array, later(name))) is not None:
+            yield found
+    yield from (LeafDifference(name, "only in B", "only in B") for name in names_b if name not in in_a)
+
+
+def _by_name(one: Checkpoint, names: list[str]) -> Callable[[str], Any]:
+    """Reads on until a leaf is there, and keeps what came before it for later."""
+    rest = zip(names, one.leaves(), strict=True)
+    kept: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        while name not in kept:
+            at_name, (_, array) = next(rest)
+            kept[at_name] = array
+        return kept.pop(name)
+
+    return get
+
+
+def _nothing_common(a: _Side, steps_a: list[int], b: _Side, steps_b: list[int]) -> str:
+    def some(steps: list[int]) -> str:
+        return ", ".join(map(str, steps[:4])) + (f", …, {steps[-1]}" if len(steps) > 4 else "") if steps else "none"
+
+    return f"no step in common: {a.path} has {some(steps_a)}, and {b.path} has {some(steps_b)}"
+
+
+def _result(a: _Side, b: _Side, found: list[LeafDifference], **more: Any) -> dict[str, Any]:
+    leaves = [{key: value for key, value in vars(one).items() if value is not None} for one in found]
+    return {"a": a.path, "b": b.path, "kind": a.kind, "same": not found, "leaves": leaves} | more
+
+
+def _text(result: dict[str, Any]) -> list[str]:
+    leaves, common = result["leaves"], result.get("common")
+    if result["same"]:
+        if common is None:
+            return [f"the same: {result['compared']} leaves, every bit"]
+        return [f"the same at all {len(common)} steps in common, {common[0]} to {common[-1]}"]
+    if common is None:
+        steps = result["steps"]
+        at_steps = f"step {steps['a']}" if steps["a"] == steps["b"] else f"step {steps['a']} in A, {steps['b']} in B"
+        lines = [f"{len(leaves)} of {result['compared']} leaves differ ({at_steps})"]
+    else:
+        before = result["same_before"]
+        steps_before = "the step" if before == 1 else f"the {before} steps"
+        same = f"the same at {steps_before} in common before it" if before else "the first in common"
+        lines = [f"the runs part at step {result['step']} ({same}, {len(common)} in common)"]
+        if result.get("leaves_known", True):
+            lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
+        else:
+            lines.append("which leaves is not known: a log was written with per_leaf=False")
+    width = max((len(printable(one["path"])) for one in leaves[:_SHOWN]), default=0)
+    lines += [f"  {printable(one['path']):<{width}}  {printable(one['detail'])}".rstrip() for one in leaves[:_SHOWN]]
+    if len(leaves) > _SHOWN:
+        lines.append(f"  and {len(leaves) - _SHOWN} more (--json lists all)")
+    return lines
+
+
+COMMAND = Command("diff", "find where two runs part: checkpoints, directories of them, logs", _add_arguments, _run)

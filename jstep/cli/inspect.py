@@ -1,0 +1,145 @@
+"""`inspect`: what a checkpoint holds, or which checkpoints a directory has."""
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from jstep.checkpoint import CheckpointError
+from jstep.cli.checkpoints import Checkpoint, at, below, names_of, time_of
+from jstep.cli.command import OK, TROUBLE, Command
+from jstep.cli.output import as_json, complain, printable
+from jstep.stores import is_directory, location
+from jstep.tools.nonfinite.numbers import is_inexact, range_of
+from jstep.tools.table import size
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="a checkpoint (run/model-1000), or a directory of them")
+    parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums")
+    parser.add_argument("--json", action="store_true", help="one JSON object, in one line")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    path = location(arguments.path, "path")
+    one = at(path)
+    if one is not None:
+        return _checkpoint(one, arguments)
+    if not is_directory(path):
+        raise FileNotFoundError(f"no checkpoint and no directory of checkpoints: {path}")
+    return _directory(path, arguments)
+
+
+def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
+    problems = one.problems() if arguments.verify else []
+    for problem in problems:
+        complain("inspect", f"{one.path} is damaged: {problem}")
+    if problems:
+        return TROUBLE
+    rows = [
+        {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
+        for name, (leaf, array) in zip(names_of(one), one.leaves(), strict=True)
+    ]
+    about = _about(one)
+    if arguments.json:
+        verified = {"verified": True} if arguments.verify else {}
+        print(as_json({**about, "extra": one.manifest.extra, "leaves": rows, **verified}))
+        return OK
+    print(printable(f"{one.path}"))
+    print(
+        f"step {one.step}, saved {about['time']}, by jstep {printable(one.manifest.jstep)}, {len(rows)} leaves, "
+        f"{size(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}"
+    )
+    if one.manifest.extra is not None:
+        print(f"extra {printable(as_json(one.manifest.extra))}")
+    print()
+    heads = ("leaf", "dtype", "shape", "bytes", "min", "max", "mean", "non-finite")
+    _table(heads, [[_cell(row.get(key)) for key in ("path", "dtype", "shape", "bytes", "min", "max", "mean")]
+                   + [_cell(row["nonfinite"])] for row in rows], left=3)  # fmt: skip
+    return OK
+
+
+def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Least, greatest and mean of the finite numbers; nothing of keys."""
+    nothing = {"min": None, "max": None, "mean": None}
+    if leaf.key_impl is not None:
+        return {**nothing, "nonfinite": None}
+    found = range_of(array)
+    nonfinite = found.nans + found.infinities
+    if found.low is None:
+        return {**nothing, "nonfinite": nonfinite}
+    values = np.abs(array) if np.iscomplexobj(array) else array
+    values = values.astype(np.float64)
+    mean = float(np.mean(values, where=np.isfinite(values)))
+    whole = not is_inexact(array)
+    return {
+        "min": int(array.min()) if whole else found.low,
+        "max": int(array.max()) if whole else found.high,
+        "mean": mean,
+        "nonfinite": nonfinite,
+    }
+
+
+def _directory(path: str, arguments: argparse.Namespace) -> int:
+    checkpoints, problems = below(path)
+    if not checkpoints and not problems:
+        raise FileNotFoundError(
+            f"no checkpoints in {path}: they are folders such as model-1000, in what train has as checkpoint_dir"
+        )
+    rows = []
+    for one in checkpoints:
+        wrong = []
+        if arguments.verify:
+            try:
+                wrong = one.problems()
+            except (CheckpointError, OSError) as error:
+                wrong = [str(error)]
+        problems += [f"{one.path} is damaged: {problem}" for problem in wrong]
+        rows.append({"name": one.name, **_about(one), "leaves": len(one.manifest.leaves)})
+        if arguments.verify:
+            rows[-1]["verified"] = not wrong
+    if arguments.json:
+        print(as_json({"path": path, "checkpoints": rows, "problems": problems}))
+    elif rows:
+        heads = ["checkpoint", "saved", "step", "leaves", "size"] + ["every byte"] * arguments.verify
+        verdict = {True: "as written", False: "DAMAGED", None: ""}
+        _table(heads, [[printable(row["name"]), row["time"], str(row["step"]), str(row["leaves"]), size(row["bytes"])]
+                       + [verdict[row.get("verified")]] * arguments.verify for row in rows], left=2)  # fmt: skip
+    for problem in problems:
+        complain("inspect", problem)
+    return TROUBLE if problems else OK
+
+
+def _about(one: Checkpoint) -> dict[str, Any]:
+    return {
+        "path": one.path,
+        "step": one.step,
+        "saved_at": one.manifest.saved_at,
+        "time": time_of(one.manifest.saved_at),
+        "jstep": one.manifest.jstep,
+        "bytes": sum(leaf.nbytes for leaf in one.manifest.leaves),
+    }
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return printable(value)
+
+
+def _table(heads: Any, rows: list[list[str]], left: int) -> None:
+    """Prints columns, the first ones flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in [list(heads), *rows]:
+        cells = [
+            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+COMMAND = Command("inspect", "show what a checkpoint holds, or the checkpoints of a directory", _add_arguments, _run)

@@ -1,0 +1,266 @@
+"""`inspect` and `diff`: what a checkpoint holds, and where two runs part."""
+
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jstep
+from jstep.cli.compare import difference
+from jstep.cli.main import main
+
+OPTIMIZER = jstep.momentum(0.1, 0.9)
+
+
+def strict(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def state(step=0, **params):
+    leaves = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2, jnp.bfloat16), "key": jax.random.key(1)} | params
+    return jstep.TrainState.create(leaves, OPTIMIZER, global_step=step)
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(where, *states, prefix="model", extra=None):
+        with jstep.Saver(tmp_path / where, prefix=prefix, async_save=False) as saver:
+            for one in states:
+                path = saver.save(one, extra=extra)
+        return os.path.dirname(path), path
+
+    return save
+
+
+def flip(path, where):
+    """Changes a byte in the largest file of a checkpoint."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    file = max((f for f in files if not f.endswith("manifest.json")), key=os.path.getsize)
+    data = bytearray(pathlib.Path(file).read_bytes())
+    data[where] ^= 1
+    pathlib.Path(file).write_bytes(data)
+
+
+def test_inspect_a_checkpoint(save, capsys):
+    _, path = save("run", state(7, bad=jnp.array([1.0, jnp.nan, jnp.inf])), extra={"epoch": 3, "loss": None})
+    assert main(["inspect", path]) == 0
+    out = capsys.readouterr().out
+    assert "step 7" in out
+    assert 'extra {"epoch": 3, "loss": null}' in out
+    (line,) = [line for line in out.splitlines() if line.startswith("params/bad")]
+    assert line.split() == ["params/bad", "float32", "[3]", "12", "1", "1", "1", "2"]
+    assert main(["inspect", path, "--json", "--verify"]) == 0
+    found = strict(capsys.readouterr().out)
+    assert (found["step"], found["extra"]["epoch"], found["verified"]) == (7, 3, True)
+    leaves = {leaf["path"]: leaf for leaf in found["leaves"]}
+    assert leaves["params/w"] == {
+        "path": "params/w", "dtype": "float32", "shape": [2, 3], "bytes": 24, "min": 0.0, "max": 5.0, "mean": 2.5,
+        "nonfinite": 0,
+    }  # fmt: skip
+    assert leaves["params/bad"]["nonfinite"] == 2
+    assert leaves["params/key"]["dtype"].startswith("key")
+    assert leaves["params/key"]["min"] is None
+    assert leaves["global_step"]["max"] == 7
+
+
+def test_inspect_a_directory(save, capsys):
+    directory, _ = save("run", state(1), state(2))
+    save("run", state(2), prefix="best")
+    assert main(["inspect", directory]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["best-2", "model-1", "model-2"]
+    assert main(["inspect", directory, "--json", "--verify"]) == 0
+    found = strict(capsys.readouterr().out)
+    assert [(one["name"], one["step"], one["verified"]) for one in found["checkpoints"]] == [
+        ("best-2", 2, True),
+        ("model-1", 1, True),
+        ("model-2", 2, True),
+    ]
+
+
+def test_damage_is_trouble(save, capsys):
+    directory, path = save("run", state(1), state(2, w=jnp.arange(5000.0)))
+    flip(path, 1000)
+    assert main(["inspect", path, "--verify"]) == 2
+    assert "model-2 is damaged" in capsys.readouterr().err
+    assert main(["inspect", directory, "--verify"]) == 2
+    done = capsys.readouterr()
+    assert "DAMAGED" in done.out
+    assert "model-2 is damaged" in done.err
+    assert main(["diff", path, path]) == 2
+    with open(os.path.join(path, "manifest.json"), "r+b") as file:
+        file.truncate(50)
+    assert main(["inspect", path]) == 2
+    assert main(["inspect", directory]) == 2
+    assert "model-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["inspect", "{}"], ["diff", "{}", "{}"]])
+@pytest.mark.parametrize("where", ["missing", "empty", "file", "fifo"])
+def test_nothing_there_is_trouble(tmp_path, capsys, command, where):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x\n")
+    os.mkfifo(tmp_path / "fifo")
+    assert main([word.format(tmp_path / where) for word in command]) == 2
+    done = capsys.readouterr()
+    assert done.out == ""
+    assert str(tmp_path / where) in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_a_renamed_checkpoint_is_trouble(save, capsys):
+    directory, path = save("run", state(1))
+    os.rename(path, path[:-1] + "9")
+    assert main(["inspect", path[:-1] + "9"]) == 2
+    assert "its name says step 9, and it holds step 1" in capsys.readouterr().err
+    assert main(["inspect", directory]) == 2
+
+
+def test_diff_of_checkpoints(save, capsys):
+    w = np.arange(6, dtype=np.float32).reshape(2, 3)
+    other = w.copy()
+    other[1, 2] = np.nextafter(np.nextafter(other[1, 2], 9, dtype=np.float32), 9, dtype=np.float32)
+    _, a = save("a", state(3, w=jnp.asarray(w), c=jnp.ones(2), old=jnp.ones(1)))
+    _, b = save("b", state(3, w=jnp.asarray(other), c=jnp.ones(3), new=jnp.ones(1)))
+    assert main(["diff", a, a]) == 0
+    assert "the same: 10 leaves, every bit" in capsys.readouterr().out
+    assert main(["diff", a, b]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 6 differ by up to 9.53674e-07 (2 ULPs)" in out
+    assert main(["diff", a, b, "--json"]) == 1
+    found = strict(capsys.readouterr().out)
+    leaves = {leaf["path"]: leaf for leaf in found["leaves"]}
+    assert not found["same"]
+    assert (leaves["params/w"]["number"], leaves["params/w"]["max_ulps"]) == (1, 2)
+    assert leaves["params/c"]["why"] == "shape"
+    assert leaves["params/old"]["why"] == "only in A"
+    assert leaves["params/new"]["why"] == "only in B"
+
+
+def test_diff_of_directories(save, capsys):
+    a, _ = save("a", state(1), state(2), state(4), state(5))
+    b, _ = save("b", state(2), state(4, w=jnp.zeros((2, 3))), state(5, w=jnp.ones((2, 3))))
+    assert main(["diff", a, a]) == 0
+    assert "the same at all 4 steps in common, 1 to 5" in capsys.readouterr().out
+    assert main(["diff", a, b]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("the runs part at step 4 (the same at the step in common before it, 3 in common)")
+    assert "params/w" in out
+    assert "params/b" not in out
+    assert main(["diff", a, b, "--json"]) == 1
+    found = strict(capsys.readouterr().out)
+    assert (found["step"], [leaf["path"] for leaf in found["leaves"]]) == (4, ["params/w"])
+    c, _ = save("c", state(7))
+    assert main(["diff", a, c]) == 2
+    assert "no step in common" in capsys.readouterr().err
+    d, _ = save("d", state(4), prefix="other")
+    assert main(["diff", a, d]) == 0
+
+
+def entry(step, **leaves):
+    hexes = {path: f"{value:016x}" for path, value in leaves.items()}
+    return json.dumps({"step": step, "state": f"{sum(leaves.values()):016x}", "leaves": hexes}) + "\n"
+
+
+def test_diff_of_logs(tmp_path, capsys):
+    a, b = tmp_path / "a.jsonl", tmp_path / "logdir" / "fingerprints.jsonl"
+    b.parent.mkdir()
+    a.write_text("".join(entry(step, w=step, b=7) for step in range(2, 20, 2)))
+    b.write_text("".join(entry(step, w=step + (step >= 9), b=7) for step in range(3, 20, 3)))
+    assert main(["diff", str(a), str(a)]) == 0
+    assert main(["diff", str(a), str(b.parent)]) == 1
+    out = capsys.readouterr().out
+    assert "the runs part at step 12 (the same at the step in common before it, 3 in common)" in out
+    assert "\n  w\n" in out
+    assert main(["diff", str(a), str(b), "--json"]) == 1
+    assert strict(capsys.readouterr().out)["step"] == 12
+
+
+def test_the_later_line_of_a_step_counts(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.write_text(entry(2, w=1) + entry(4, w=2))
+    b.write_text(entry(2, w=1) + entry(4, w=9) + entry(4, w=2))
+    assert main(["diff", str(a), str(b)]) == 0
+
+
+def test_logs_that_are_in_trouble(tmp_path, capsys):
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.write_text(entry(2, w=1) + entry(4, w=2))
+    b.write_text(entry(3, w=1))
+    assert main(["diff", str(a), str(b)]) == 2
+    assert "no step in common" in capsys.readouterr().err
+    b.write_text('{"step": 2, "state"\n' + entry(4, w=2))
+    assert main(["diff", str(a), str(b)]) == 2
+    assert "line 1 is no fingerprint" in capsys.readouterr().err
+    b.write_text(entry(2, w=1) + entry(4, w=3)[:-9])  # a run that is writing, or was killed
+    assert main(["diff", str(a), str(b)]) == 0
+    b.write_text(json.dumps({"step": 2, "state": "f" * 16}) + "\n")
+    capsys.readouterr()
+    assert main(["diff", str(a), str(b)]) == 1
+    assert "per_leaf=False" in capsys.readouterr().out
+    b.write_text(entry(2, v=1, w=0))
+    assert main(["diff", str(a), str(b)]) == 0  # the sum is the same: it is that of all leaves that counts
+    b.write_text(entry(2, v=5))
+    capsys.readouterr()
+    assert main(["diff", str(a), str(b)]) == 1
+    assert "only in A" in capsys.readouterr().out
+
+
+def test_two_kinds_are_trouble(save, tmp_path, capsys):
+    directory, path = save("run", state(1))
+    (tmp_path / "log").write_text(entry(1, w=1))
+    assert main(["diff", path, directory]) == 2
+    assert "give two of a kind" in capsys.readouterr().err
+    assert main(["diff", directory, str(tmp_path / "log")]) == 2
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"])
+def test_units_in_the_last_place(name):
+    dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+    unsigned = f"u{dtype.itemsize}"
+    one = np.ones(3, dtype)
+    other = one.copy()
+    other.view(unsigned)[1] += 5
+    assert difference("x", one, other).max_ulps == 5
+    assert difference("x", one, one) is None
+    zeros = difference("x", np.zeros(1, dtype), -np.zeros(1, dtype))
+    assert (zeros.number, zeros.max_ulps, zeros.max_abs) == (1, 0, 0.0)
+    least = np.zeros(1, dtype)
+    least.view(unsigned)[0] = 1
+    assert difference("x", least, -least).max_ulps == 2
+    assert difference("x", np.full(1, np.nan, dtype), one[:1]).max_ulps is None
+
+
+def test_far_apart():
+    big = np.float64([1.7e308])
+    found = difference("x", big, -big)
+    assert found.max_abs is None  # more than a float64 holds
+    assert found.max_ulps > 2**63
+    ints = difference("x", np.int64([-(2**62) - 1]), np.int64([2**62 + 1]))
+    assert ints.max_abs == 2.0**63
+    assert difference("x", np.uint8([3, 255]), np.uint8([3, 0])).max_abs == 255
+    assert difference("x", np.complex64([1 + 2j]), np.complex64([1 + 4j])).max_abs == 2
+    assert difference("x", np.array([True]), np.array([False])).number == 1
+
+
+def test_names_cannot_play_tricks_on_a_terminal(save, capsys):
+    directory, path = save("run", state(1, **{"\x1b[31mred": jnp.ones(1)}))
+    for arguments in (["inspect", path], ["inspect", directory]):
+        assert main(arguments) == 0
+        assert "\x1b" not in capsys.readouterr().out
+
+
+def test_help_fits_a_screen(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 25
+    assert all(name in out for name in ("inspect", "diff", "plot", "events"))
