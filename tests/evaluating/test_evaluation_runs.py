@@ -163,6 +163,7 @@ def test_results_and_held_hyperparameters_are_in_the_lines(caplog):
     lines = [record.getMessage() for record in caplog.records if record.filename == "logging_hook.py"]
     assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4", "step 6"]
     assert ["eval/loss 0.5" in line for line in lines] == [False, True, False]
+    assert all("learning_rate 0.25" in line for line in lines)
 
 
 def test_results_and_held_hyperparameters_are_in_the_bar(capsys):
@@ -170,6 +171,7 @@ def test_results_and_held_hyperparameters_are_in_the_bar(capsys):
     train(6, [jstep.EvaluationHook(lambda state: {"accuracy": 0.5}, every_n_steps=4)], progress=True)
     last = capsys.readouterr().err.split("\r")[-1]
     assert "eval/accuracy 0.5" in last
+    assert "learning_rate 0.25" in last
 
 
 def test_an_evaluation_that_takes_longer_than_its_period_does_not_come_at_every_step():

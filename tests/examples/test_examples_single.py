@@ -60,13 +60,18 @@ def digits(tmp_path_factory):
 
 def test_digits_learns(digits):
     directory, out = digits
-    found = re.search(r"after 240 updates: ([\d.]+) raw, ([\d.]+) averaged weights", out)
-    raw, averaged = map(float, found.groups())
+    found = re.search(r"best weights, after (\d+) updates: ([\d.]+) raw, ([\d.]+) averaged weights", out)
+    best, raw, averaged = int(found[1]), float(found[2]), float(found[3])
     assert raw >= 0.96
     assert averaged >= 0.96
     rates = scalars(directory, "learning_rate")
     assert (rates[200], rates[220]) == (pytest.approx(2e-3), pytest.approx(1.4e-3))  # a staircase of 200 steps
-    assert scalars(directory, "test/averaged")[DIGITS_STEPS] == pytest.approx(averaged, abs=1e-4)
+    losses = scalars(directory, "validation/loss")
+    assert list(losses) == [50, 100, 150, 200, DIGITS_STEPS]
+    assert best == min(losses, key=losses.get)
+    assert f"of {DIGITS_STEPS} updates, the validation loss was best after {best}: {losses[best]:.4f}" in out
+    with jstep.Saver(directory, prefix="best") as saver:
+        assert saver.all_steps() == [best]
 
 
 def test_digits_can_be_watched(digits):
@@ -103,12 +108,12 @@ def test_digits_goes_on_after_ctrl_c_as_if_nothing_had_happened(digits, tmp_path
 
     again = run("digits.py", *args)
     assert f"model-{stopped}: going on from there" in again
-    assert again.splitlines()[-2:] == expected.splitlines()[-2:]  # the mistakes, the accuracies, the fingerprint
+    assert again.splitlines()[-3:] == expected.splitlines()[-3:]  # with the fingerprint
     assert same_bits(undisturbed, tmp_path)
     assert scalars(tmp_path, "loss") == scalars(undisturbed, "loss")
 
     finished_already = run("digits.py", *args)
-    assert finished_already.splitlines()[-2:] == expected.splitlines()[-2:]
+    assert finished_already.splitlines()[-3:] == expected.splitlines()[-3:]
 
 
 def test_char_lm_has_the_same_losses_on_one_device_and_on_a_mesh(tmp_path):
