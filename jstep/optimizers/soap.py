@@ -71,8 +71,8 @@ def soap(
         return shape
 
     def slots(params: Params) -> dict[str, Any]:
-        most = max([np.ndim(leaf) for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf)], default=0)
-        axes = range(most if most > 1 else 0)
+        # Names that do not depend on whether there is a matrix: two axes always.
+        axes = range(max([2, *(np.ndim(leaf) for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf))]))
         return {"m": 0.0, "v": 0.0} | {
             f"{name}_{axis}": Slot(shape=square(axis)) for axis in axes for name in ("gg", "q")
         }

@@ -35,6 +35,8 @@ class Entry(NamedTuple):
     """Whether a low-precision update is the float32 update, rounded once, to the last place."""
     by_step: bool = False
     """Whether what it does depends on the step as such, as noise and averages that begin late do."""
+    idle: int = 0
+    """How many updates of fresh slots move nothing: they look at the first gradient."""
     rtol: float = 1e-5
     """How near a vmapped run is to a single one."""
 
