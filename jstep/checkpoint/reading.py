@@ -1,6 +1,7 @@
 """Reading checkpoints: which one, whether it is whole, and into what."""
 
 import concurrent.futures
+import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ class Reader:
 
     def extra(self, step: int | None) -> Any:
         """As `Saver.extra`."""
-        return self._again(step, lambda path, manifest: manifest.extra)
+        return self._again(step, lambda path, manifest: copy.deepcopy(manifest.extra))
 
     def restore(self, target: Any, step: int | None, partial: bool, averages: str | None, names: Names | None) -> Any:
         """As `Saver.restore`."""

@@ -105,6 +105,8 @@ class TestExtra:
             saver.save(state_at(1), extra=extra)
             extra["epoch"] = 4  # after save: not ours any more
             assert saver.extra() == extra | {"epoch": 3}
+            saver.extra()["deep"]["a"]["b"] = "mine"
+            assert saver.extra() == extra | {"epoch": 3}
             saver.save(state_at(2))
             assert saver.extra() is None
             assert saver.extra(step=1)["epoch"] == 3
