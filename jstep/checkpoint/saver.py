@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.format.match import Names
 from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.retention import Keeper
-from jstep.checkpoint.store.open import open_store
+from jstep.checkpoint.store.open import leave, open_store
 from jstep.checkpoint.writing import Writer
 from jstep.core.checks import as_bool
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
@@ -101,6 +102,7 @@ class Saver:
         self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
+        weakref.finalize(self, leave, self._store).atexit = False
 
     def claim(self) -> None:
         """Makes sure, ahead of the first save, that this Saver can write and nobody else does.

@@ -7,7 +7,6 @@ import numpy as np
 
 from jstep.checkpoint import arguments as checked
 from jstep.core import trees
-from jstep.state import get_global_step
 
 
 def step_of(state: Any, given: Any = None) -> int:
@@ -22,7 +21,7 @@ def step_of(state: Any, given: Any = None) -> int:
         ValueError: There is none, it is negative, members of a population differ and none is given, or the one
             given is not that of the state.
     """
-    step = state.get("global_step") if isinstance(state, Mapping) else get_global_step(state)
+    step = state.get("global_step") if isinstance(state, Mapping) else getattr(state, "global_step", None)
     if step is None:
         raise ValueError(
             "state: it has no global step, which names the checkpoint; "

@@ -2,15 +2,21 @@
 
 import errno
 import gc
+import logging
 import os
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, owner, place
-from jstep.checkpoint.store.claim import Claim
+from jstep.checkpoint.store.claim import Claim, file_of
 from jstep.checkpoint.store.in_flight import IN_FLIGHT
 from jstep.checkpoint.store.protocol import Commit
+
+_logger = logging.getLogger("jstep")
+_HOLDERS: "weakref.WeakValueDictionary[str, Directory]" = weakref.WeakValueDictionary()
+"""Claims of this process, by their file."""
 
 
 class Directory:
@@ -25,6 +31,7 @@ class Directory:
         self._swept = False
         self._arrays: Any = None
         self._bytes = 0
+        self.is_left = False
 
     def path(self, name: str) -> str:
         """As `Store.path`."""
@@ -61,6 +68,7 @@ class Directory:
         self._make()
         if self._claim is None or not self._claim.is_held():
             self._claim, self._swept = self._take(prefix), False
+            _HOLDERS[os.path.realpath(self._claim.path)] = self
         if not self._swept:
             place.sweep(self.directory, prefix, IN_FLIGHT.__contains__)
             self._swept = True
@@ -71,8 +79,19 @@ class Directory:
         except CheckpointError as error:
             if owner.THIS_ONE not in str(error):
                 raise
-            gc.collect()  # a Saver that nobody holds any more gives its claim up here
+            gc.collect()  # a Saver that nobody holds any more gives its claim up here, or when its write has ended
+            holder = _HOLDERS.get(os.path.realpath(file_of(self.directory, prefix)))
+            if holder is not None and holder.is_left:
+                holder.finish()
             return Claim(self.directory, prefix)
+
+    def finish(self) -> None:
+        """Ends what a Saver that nobody holds has begun; what went wrong is logged, since nobody would hear it."""
+        try:
+            self.wait()
+        except Exception:
+            _logger.exception("what was being saved in %s was not saved", self.directory)
+        self.close()
 
     def _make(self) -> None:
         try:

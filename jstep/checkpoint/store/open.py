@@ -6,6 +6,12 @@ from jstep.checkpoint.store.protocol import Store
 from jstep.stores import is_url
 
 
+def leave(store: Store) -> None:
+    """Nobody holds the Saver of a store any more, which was not closed: whoever comes next may end what it began."""
+    if isinstance(store, Directory):
+        store.is_left = True
+
+
 def open_store(directory: str, prefix: str | None = None) -> Store:
     """The store of a place.
 
