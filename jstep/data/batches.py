@@ -195,6 +195,8 @@ class Batches:
             if part is not None and part < 0:
                 raise IndexError(f"slice {name}={part}: must not be negative, steps count up from 0")
         stride = None if s.step is None else as_int(s.step, "slice step")
+        if stride == 0:
+            raise ValueError("slice step=0: must not be 0")
         if stride is not None and stride < 0 and start is None and self._is_endless:
             raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
         return slice(start, stop, stride)

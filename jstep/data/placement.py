@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jstep.core.checks import shown
+from jstep.core.checks import kind, shown
 from jstep.core.contexts import own_transfers
 from jstep.core.trees import leaves_with_paths, path_str, quoted
 from jstep.sharding.rows import place_rows
@@ -105,10 +105,10 @@ def _as_known(item: Any) -> Any:
         array = leaf
         if not isinstance(leaf, np.ndarray | np.generic):
             if not hasattr(leaf, "__array__"):
-                raise _no_numbers(keys, leaf, type(leaf).__name__)
+                raise _no_numbers(keys, leaf, kind(leaf))
             array = np.asarray(leaf)
         if array.dtype.kind in "OSUMm":
-            raise _no_numbers(keys, leaf, f"{type(leaf).__name__} of {array.dtype}")
+            raise _no_numbers(keys, leaf, f"{kind(leaf)} ({array.dtype})")
         return array
 
     if all(map(_is_known, jax.tree.leaves(item))):  # nearly always, and the quicker way
@@ -120,8 +120,8 @@ def _is_known(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV")
 
 
-def _no_numbers(keys: Any, leaf: Any, kind: str) -> TypeError:
+def _no_numbers(keys: Any, leaf: Any, what: str) -> TypeError:
     return TypeError(
-        f"item: the leaf at {quoted(path_str(keys))} must be a number or an array of numbers, got {shown(leaf, 60)}, a "
-        f"{kind}; leave out of an item what a device cannot hold"
+        f"item: the leaf at {quoted(path_str(keys))} must be a number or an array of numbers, got {shown(leaf, 60)}, "
+        f"{what}; leave out of an item what a device cannot hold"
     )

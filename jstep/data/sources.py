@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.contexts import own_transfers
@@ -35,6 +36,22 @@ class ArraySource:
             return self._array[rows].copy()
         # The rows are in range: "clip" only leaves out the check, row by row.
         return self._array.take(rows, 0, None, "clip") if self._takes else self._array[rows]
+
+
+class KeySource:
+    """PRNG keys, which are rows of a device alone."""
+
+    def __init__(self, keys: jax.Array, path: str) -> None:
+        self._keys = keys
+        self.path = path
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def rows(self, rows: RowNumbers) -> Any:
+        """These keys, a JAX array."""
+        with own_transfers():
+            return self._keys[rows]
 
 
 class ItemSource:
@@ -111,7 +128,7 @@ class ItemSource:
         return True
 
 
-Source: TypeAlias = ArraySource | ItemSource
+Source: TypeAlias = ArraySource | KeySource | ItemSource
 
 
 def as_source(leaf: Any, keys: Sequence[Any]) -> Source:
@@ -134,6 +151,8 @@ def _open(leaf: Any, path: str) -> Source:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if leaf.ndim == 0:
             raise TypeError(f"arrays: the {type(leaf).__name__} at {path} is a scalar and has no rows")
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return KeySource(leaf, path)
         return ArraySource(leaf, path)
     name = type(leaf).__name__
     if isinstance(leaf, str | bytes):

@@ -77,7 +77,7 @@ def test_batches_of_device_arrays_under_a_guard():
     [
         ("x", r"item: the leaf at .* must be a number or an array of numbers, got 'x', a str"),
         ({"label": ["cat"], "x": np.ones(2)}, r"the leaf at 'label/0' .*got 'cat', a str"),
-        ({"label": np.array(["cat"])}, r"the leaf at 'label' .*ndarray of <U3"),
+        ({"label": np.array(["cat"])}, r"the leaf at 'label' .*an array of <U3"),
         ({"when": np.datetime64("2026-01-01")}, r"the leaf at 'when' .*datetime64"),
         ({"f": len}, r"the leaf at 'f' .*builtin_function"),
     ],
@@ -144,3 +144,19 @@ def test_a_slice_is_batches():
     iterator = view.from_step(3)
     next(iterator)
     assert iterator.step == 4
+
+
+def test_prng_keys_are_rows_too():
+    keys = jax.random.split(jax.random.key(0), 10)
+    data = batches({"key": keys, "i": np.arange(10)}, 4, seed=1)
+    with jax.transfer_guard("disallow_explicit"):
+        batch = data[3]
+    np.testing.assert_array_equal(jax.random.key_data(batch["key"]), jax.random.key_data(keys)[batch["i"]])
+    assert batches(keys, 4, shuffle=False)[1].shape == (4,)
+    with prefetch_to_device(data[:1]) as items:
+        assert next(items)["key"].dtype == keys.dtype
+
+
+def test_a_slice_of_no_stride():
+    with pytest.raises(ValueError, match="slice step=0"):
+        batches(np.arange(10), 3)[::0]

@@ -183,3 +183,15 @@ class TestDequeueMany:
         queue.enqueue(2.5)
         with pytest.raises(ValueError, match="dtypes differ at the tree itself"):
             queue.dequeue_many(2)
+
+
+def test_prng_keys_are_stacked():
+    keys = jax.random.split(jax.random.key(0), 3)
+    queue = fifo(5)
+    for key in keys:
+        queue.enqueue({"key": key})
+    np.testing.assert_array_equal(jax.random.key_data(queue.dequeue_many(3)["key"]), jax.random.key_data(keys))
+    queue.enqueue(jax.random.key(0))
+    queue.enqueue(jax.random.key(0, impl="rbg"))
+    with pytest.raises(ValueError, match="dtypes differ"):
+        queue.dequeue_many(2)

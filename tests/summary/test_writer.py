@@ -52,7 +52,7 @@ def test_events(tmp_path):
         ("add_summary", {"loss": 1.0}, r"expected a Summary, not dict; summary\.scalar"),
         ("add_summary", [summary.scalar("a", 1.0)], r"expected a Summary, not list; summary\.merge"),
         ("add_summary", event_pb2.Event(), "expected a Summary, not Event; add_event takes it"),
-        ("add_event", summary_pb2.Summary(), "expected a Event, not Summary; add_summary takes it"),
+        ("add_event", summary_pb2.Summary(), "expected an Event, not Summary; add_summary takes it"),
         ("add_event", summary.scalar("a", 1.0), "add_summary takes it"),
         ("add_event", b"\xff\xff", "2 bytes that are no serialized Event"),
         ("add_summary", b"\xff\xff", "2 bytes that are no serialized Summary"),

@@ -144,6 +144,8 @@ def zero_fraction(value: Any) -> Array:
         value = _as_numbers(value)
     with own_transfers():
         value = jnp.asarray(value)
+        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}")
         zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
         return zeros / jnp.float32(value.size)
 

@@ -48,6 +48,6 @@ def as_serialized(x: Any, name: str, method: str, other: str) -> bytes:
     if not is_message(x, name):
         other_name = "Event" if name == "Summary" else "Summary"
         hint = f"; {other} takes it" if is_message(x, other_name) or type(x) is Summary else _HINTS.get(type(x), "")
-        raise TypeError(f"{method}: expected a {name}, not {type(x).__name__}{hint}")
+        raise TypeError(f"{method}: expected {'an' if name == 'Event' else 'a'} {name}, not {type(x).__name__}{hint}")
     serialized: bytes = x.SerializeToString()
     return serialized
