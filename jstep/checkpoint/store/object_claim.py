@@ -84,12 +84,14 @@ class ObjectClaim:
     def _is_free(self, who: Mapping[str, Any]) -> bool:
         """Whether whoever had it is gone for certain."""
         if who.get("pid") == os.getpid() and owner.is_alive(who):
-            # It may be of a Saver of this process that nobody holds any more, but for the thread that saves.
-            if (held := _held.get(str(who.get("id")))) is not None and held.saving is not None:
-                held.saving.join(max(0.0, self._objects.deadline() - time.monotonic() - 5))
-            del held
-            gc.collect()
-            return str(who.get("id")) not in _held
+            number = str(who.get("id"))
+            if (held := _held.get(number)) is not None:
+                # It may be of a Saver that nobody holds any more, but for the thread that saves.
+                if held.saving is not None:
+                    held.saving.join(max(0.0, self._objects.deadline() - time.monotonic() - 5))
+                del held
+                gc.collect()
+            return number not in _held
         return not who or owner.is_alive(who) is False
 
     def _text(self) -> bytes:
