@@ -131,10 +131,10 @@ def the_second_story(directory):
     train_step = jstep.minimize(noisy_loss, OPTIMIZER)
     runs = {"a": batches_with(seed=1), "b": batches_with(seed=2)}
     for name, batches in runs.items():
-        log = jstep.FingerprintHook(every_n_steps=8)
+        where = directory / name
         jstep.train(
-            train_step, make_state(), batches, 120, hooks=[log], checkpoint_dir=directory / name, logdir=directory / name,
-            save_checkpoint_steps=40, progress=False,
+            train_step, make_state(), batches, 120, hooks=[jstep.FingerprintHook(every_n_steps=8)],
+            checkpoint_dir=where, save_checkpoint_steps=40, logdir=where, progress=False,
         )  # fmt: skip
     print(
         f"Two runs of 120 steps, which add noise to the images from step {NOISE_FROM} on, with two seeds. Each keeps a"
