@@ -55,3 +55,10 @@ def compilations() -> Callable[[], contextlib.AbstractContextManager[list[str]]]
             jax.monitoring.unregister_event_duration_listener(listener)
 
     return watch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes share the tests by their names, which an address in memory would make different in each."""
+    strange = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if strange:
+        raise pytest.UsageError(f"tests are named after an address in memory: {strange[:3]}; give them ids")

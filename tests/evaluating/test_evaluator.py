@@ -205,7 +205,9 @@ class Loader:
 
 
 @pytest.mark.parametrize(
-    "batches", [in_batches(5), tuple(in_batches(5)), Positioned(), Indexed(), Loader(), X[:, None]], ids=str
+    "batches",
+    [in_batches(5), tuple(in_batches(5)), Positioned(), Indexed(), Loader(), X[:, None]],
+    ids=lambda x: type(x).__name__,
 )
 def test_batches_are_gone_through_once_a_call(batches):
     evaluate = jstep.evaluator(metrics, batches)

@@ -194,7 +194,9 @@ def test_a_state_whose_hook_is_gone_is_a_line(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "value", [{1, 2}, np.float32(1), jnp.ones(2), {3: 4}, {"a": [object()]}, float("nan"), b"x"], ids=repr
+    "value",
+    [{1, 2}, np.float32(1), jnp.ones(2), {3: 4}, {"a": [object()]}, float("nan"), b"x"],
+    ids=lambda x: type(x).__name__,
 )
 def test_what_is_not_json_names_the_hook_at_the_first_save(value, tmp_path):
     class Wrong(Remembers):
