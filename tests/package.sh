@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Builds wheel and sdist, checks them, and trains with the wheel alone in an empty environment.
+#
+#   tests/package.sh VENV      VENV has `build` and `twine`
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$(cd "$1" && pwd)
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+
+"$venv/bin/python" -m build -q --outdir "$out" . >/dev/null
+"$venv/bin/twine" check --strict "$out"/*
+wheel=$(ls "$out"/*.whl)
+"$venv/bin/python" - "$wheel" <<'PY'
+import sys
+import zipfile
+
+names = zipfile.ZipFile(sys.argv[1]).namelist()
+assert "jstep/py.typed" in names, "the wheel has no py.typed"
+tests = [name for name in names if "test" in name.split("/")[0]]
+assert not tests, f"the wheel holds tests: {tests[:3]}"
+PY
+
+python3 -m venv "$out/empty"
+"$out/empty/bin/pip" install -q "$wheel"
+cd "$out"  # not in the checkout: what is imported is what was installed
+"$out/empty/bin/python" - <<'PY'
+import jax.numpy as jnp
+import jstep
+
+optimizer = jstep.adam(0.1)
+state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+train_step = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), optimizer)
+batches = jstep.batches(jnp.ones((8, 3)), batch_size=2)
+state = jstep.train(train_step, state, batches, last_step=20, checkpoint_dir="run", progress=False)
+assert jstep.global_step(state) == 20
+assert jstep.latest_checkpoint("run").endswith("model-20")
+PY
+echo "the package builds, is whole, and trains without extras"
