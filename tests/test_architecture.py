@@ -129,7 +129,7 @@ def test_the_root_holds_packages_only() -> None:
     assert (ROOT / "py.typed").exists()
 
 
-OF_ALL_PACKAGES = {"architecture", "docstrings", "golden", "optimizer_contract", "public_names", "averages", "readme"}
+OF_ALL_PACKAGES = {"architecture", "docstrings", "golden", "optimizer_contract", "public_names", "averages"}
 
 
 def test_tests_lie_in_rooms() -> None:

@@ -1,0 +1,274 @@
+"""Makes every picture of the site and of the README.
+
+    python docs/pictures.py            # all of them
+    python docs/pictures.py plan.png   # some
+
+Curves are of real runs, made here; diagrams are drawn from the words below.
+"""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+
+import jstep
+
+PICTURES = pathlib.Path(__file__).parent / "pictures"
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+INK, RED, BLUE, GREY, PAPER = "#333344", "#c0392b", "#4527a0", "#9a9ab0", "#f4f2fa"
+mpl.rcParams.update(
+    {
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "savefig.dpi": 160,
+        "figure.constrained_layout.use": True,
+    }
+)
+
+
+# Runs.
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return (images / 16.0).astype(np.float32), labels.astype(np.int32)
+
+
+def _digits_run(directory: str | None, curve: pathlib.Path, kill_at: int = 0) -> None:
+    """Trains on digits up to step 600, and writes a line every other step; kills its own process at a step."""
+    images, labels = _digits()
+    train_rows, test_rows = slice(0, 1400), slice(1400, None)
+    rate = jstep.warmup_stable_decay(3e-3, warmup_steps=60, stable_steps=360, decay_steps=180, shape="sqrt")
+    optimizer = jstep.with_moving_average(jstep.adamw(rate), jstep.ExponentialMovingAverage(0.99, num_updates=True))
+
+    def logits(params, x):
+        return jnp.tanh(x @ params["in"]) @ params["out"]
+
+    def loss_fn(params, batch):
+        log_p = jax.nn.log_softmax(logits(params, batch["x"]))
+        return -jnp.mean(jnp.take_along_axis(log_p, batch["y"][:, None], axis=1))
+
+    @jax.jit
+    def wrong(params):
+        return jnp.mean(logits(params, images[test_rows]).argmax(-1) != labels[test_rows])
+
+    def watch(step, state, metrics):
+        errors = [float(wrong(params)) for params in (state.params, jstep.averaged_params(state))]
+        with curve.open("a") as lines:
+            print(step, float(metrics["loss"]), float(metrics["learning_rate"]), *errors, file=lines)
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {"in": jax.random.normal(keys[0], (64, 64)) / 8, "out": jax.random.normal(keys[1], (64, 10)) / 8}
+    state = jstep.train(
+        jstep.minimize(loss_fn, optimizer),
+        jstep.TrainState.create(params, optimizer),
+        jstep.batches({"x": images[train_rows], "y": labels[train_rows]}, batch_size=32, seed=0),
+        last_step=600,
+        hooks=[jstep.every(2, watch)],
+        checkpoint_dir=directory,
+        save_checkpoint_steps=25,
+        progress=False,
+    )
+    curve.with_suffix(".fingerprint").write_text(_text(jstep.fingerprint(state)))
+
+
+def one_clock(path: pathlib.Path) -> None:
+    """A run on digits that is killed twice by SIGKILL, over one that is not."""
+    stops = (170, 390)
+    with tempfile.TemporaryDirectory() as folder:
+        killed, whole = pathlib.Path(folder, "killed"), pathlib.Path(folder, "whole")
+        for kill_at in (*stops, 0):
+            subprocess.run([sys.executable, __file__, "--run", folder, killed, str(kill_at)], check=kill_at == 0)
+        _digits_run(None, whole)
+        prints = [curve.with_suffix(".fingerprint").read_text() for curve in (killed, whole)]
+        assert prints[0] == prints[1], "the run that was killed is not the run that was not"
+        killed, whole = (np.loadtxt(curve) for curve in (killed, whole))
+    # Steps since the last checkpoint were made twice, with the same bits.
+    killed = killed[np.unique(killed[:, 0], return_index=True)[1]]
+
+    figure, axes = plt.subplots(3, 1, figsize=(8, 5.2), sharex=True, height_ratios=[2, 1.6, 1.2])
+    for axis in axes:
+        for stop in stops:
+            axis.axvline(stop, color=RED, linestyle=(0, (4, 3)), linewidth=1.2)
+    axes[0].semilogy(whole[:, 0], whole[:, 1], color=GREY, linewidth=4, alpha=0.5, label="never stopped")
+    axes[0].semilogy(killed[:, 0], killed[:, 1], color=BLUE, linewidth=0.9, label="killed at 170 and at 390")
+    axes[0].set_ylabel("loss")
+    axes[0].legend(frameon=False, loc="upper right")
+    axes[1].plot(killed[:, 0], 100 * killed[:, 3], color=GREY, linewidth=0.9, label="weights")
+    axes[1].plot(killed[:, 0], 100 * killed[:, 4], color=BLUE, linewidth=1.4, label="their moving average")
+    axes[1].set_ylim(0, 30)
+    axes[1].set_ylabel("test error, %")
+    axes[1].legend(frameon=False, loc="upper right")
+    axes[2].plot(killed[:, 0], killed[:, 2], color=BLUE, linewidth=1.4)
+    axes[2].set_ylabel("learning rate")
+    axes[2].set_xlabel("global_step")
+    axes[2].set_xlim(0, 600)
+    axes[0].set_title(f"fingerprint of both at step 600: {prints[0]}", fontsize=9, loc="left")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _text(pair) -> str:
+    high, low = (int(word) for word in np.asarray(pair))
+    return f"{high:08x}{low:08x}"
+
+
+def digits_loss(path: pathlib.Path) -> None:
+    """What the digits example logs, drawn by the command line."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = [sys.executable, EXAMPLES / "digits.py", "--logdir", directory]
+        subprocess.run(run, check=True, cwd=directory, stdout=subprocess.DEVNULL)
+        tags = [word for tag in ("loss", "learning_rate", "grad_norm") for word in ("-t", tag)]
+        plot = [sys.executable, "-m", "jstep", "plot", directory, "--log-y", *tags, "-o", path]
+        subprocess.run(plot, check=True)
+
+
+def plan(path: pathlib.Path) -> None:
+    """What will be."""
+    rate = jstep.warmup_stable_decay(3e-4, warmup_steps=100, stable_steps=700, decay_steps=200)
+    optimizer = jstep.adamw(rate, weight_decay=jstep.cosine_decay(0.1, 1000))
+    hooks = [jstep.LoggingHook(100), jstep.NanLossHook()]
+    jstep.plan(optimizer, last_step=1000, hooks=hooks).plot(path)
+
+
+def schedules(path: pathlib.Path) -> None:
+    """The schedules side by side, each over a thousand steps."""
+    all_of_them = {
+        "warmup_cosine_decay": jstep.warmup_cosine_decay(1.0, 100, 1000),
+        "warmup_stable_decay": jstep.warmup_stable_decay(1.0, 100, 600, 300),
+        "one_cycle": jstep.one_cycle(1.0, 1000),
+        "inverse_sqrt_decay": jstep.inverse_sqrt_decay(1.0, 100),
+        "cyclical": jstep.cyclical(0.1, 1.0, 125),
+        "cosine_decay_restarts": jstep.cosine_decay_restarts(1.0, 150, t_mul=2.0, m_mul=0.8),
+        "exponential_decay, staircase": jstep.exponential_decay(1.0, 200, 0.5, staircase=True),
+        "polynomial_decay, cycle": jstep.polynomial_decay(1.0, 300, 0.05, power=2.0, cycle=True),
+        "linear_cosine_decay": jstep.linear_cosine_decay(1.0, 1000, num_periods=3.0),
+        "piecewise_constant": jstep.piecewise_constant([300, 700], [1.0, 0.4, 0.1]),
+        "inverse_time_decay": jstep.inverse_time_decay(1.0, 200, 1.0),
+        "join": jstep.join([jstep.linear(0.0, 1.0, 300), jstep.cosine_decay(1.0, 700)], [300]),
+    }
+    steps = np.arange(1000)
+    figure, axes = plt.subplots(3, 4, figsize=(10, 5.2), sharex=True, sharey=True)
+    for axis, (name, schedule) in zip(axes.flat, all_of_them.items(), strict=True):
+        axis.plot(steps, schedule(steps), color=BLUE, linewidth=1.4)
+        axis.set_title(name, fontsize=9)
+        axis.set_ylim(-0.03, 1.08)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+# Diagrams.
+
+
+def _box(x, y, width, height, text, fill=PAPER, ink=INK, bold=False) -> str:
+    lines = text.split("\n")
+    middle = y + height / 2 - 8.5 * (len(lines) - 1) + 4.5
+    weight = ' font-weight="600"' if bold else ""
+    words = "".join(
+        f'<text x="{x + width / 2}" y="{middle + 17 * i}" text-anchor="middle" fill="{ink}"{weight}>{line}</text>'
+        for i, line in enumerate(lines)
+    )
+    frame = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="{fill}" stroke="{BLUE}"/>'
+    return frame + words
+
+
+def _arrow(x1, y1, x2, y2) -> str:
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{BLUE}" stroke-width="1.6" marker-end="url(#tip)"/>'
+
+
+def _svg(path: pathlib.Path, width: int, height: int, *parts: str) -> None:
+    tip = (
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        f'<path d="M0,0 L8,4 L0,8 z" fill="{BLUE}"/></marker>'
+    )
+    ground = f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>'
+    body = "\n".join(parts)
+    path.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="14">\n<defs>{tip}</defs>\n{ground}\n{body}\n</svg>\n'
+    )
+
+
+def clock(path: pathlib.Path) -> None:
+    """What reads the one step."""
+    readers = [
+        ("batch\nbatches[N]", 20),
+        ("key\nfold_in(key, N)", 170),
+        ("rate, decay, β …\nschedule(N)", 320),
+        ("bias correction\nage N + 1 − start_step", 470),
+        ("average\nnum_updates = N + 1", 650),
+    ]
+    later = [
+        ("checkpoint\nmodel-(N + 1)", 60),
+        ("log line, summaries\nat N + 1", 246),
+        ("hooks due at\nmultiples of …", 432),
+        ("stop condition\nN + 1 = last_step", 618),
+    ]
+    parts = [_box(300, 130, 220, 46, "global_step = N", BLUE, "#ffffff", bold=True)]
+    for text, x in readers:
+        width = 170 if "start_step" in text or "num" in text else 136
+        parts += [_box(x, 24, width, 56, text), _arrow(410, 130, x + width / 2, 82)]
+    for text, x in later:
+        parts += [_box(x, 226, 160, 56, text), _arrow(410, 176, x + 80, 224)]
+    _svg(path, 840, 306, *parts)
+
+
+def commit(path: pathlib.Path) -> None:
+    """From a state to a checkpoint that exists."""
+    stages = [
+        ("state\n(donated on)", 16),
+        ("copy", 156),
+        ("arrays in a\ntemporary folder", 276),
+        ("read back,\nchecksums", 430),
+        ("manifest,\nflushed", 566),
+        ("renamed:\nit exists", 696),
+    ]
+    widths = [112, 92, 126, 108, 102, 112]
+    parts = []
+    for i, ((text, x), width) in enumerate(zip(stages, widths, strict=True)):
+        last = i == len(stages) - 1
+        parts.append(_box(x, 40, width, 60, text, BLUE if last else PAPER, "#ffffff" if last else INK, bold=last))
+        if i:
+            parts.append(_arrow(stages[i - 1][1] + widths[i - 1] + 3, 70, x - 3, 70))
+    parts.append(f'<text x="62" y="126" text-anchor="middle" fill="{GREY}">the loop goes on</text>')
+    told = "killed anywhere here: the checkpoint before is the newest, and whole"
+    parts.append(f'<text x="420" y="150" text-anchor="middle" fill="{RED}">{told}</text>')
+    parts.append(f'<path d="M156 118 v8 h526 v-8" fill="none" stroke="{RED}"/>')
+    _svg(path, 826, 170, *parts)
+
+
+MAKERS = {
+    "one_clock.png": one_clock,
+    "digits_loss.png": digits_loss,
+    "plan.png": plan,
+    "schedules.png": schedules,
+    "clock.svg": clock,
+    "commit.svg": commit,
+}
+
+if __name__ == "__main__" and sys.argv[1:2] == ["--run"]:
+    _digits_run(sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4]))
+elif __name__ == "__main__":
+    for name in sys.argv[1:] or MAKERS:
+        MAKERS[name](PICTURES / name)
+        print(f"docs/pictures/{name}")

@@ -1,0 +1,72 @@
+"""What the pages show, runs; what they link to, is there; what they picture, a script makes."""
+
+import contextlib
+import os
+import pathlib
+import re
+
+import jax
+import pytest
+
+import jstep
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+NEEDS = re.compile(r"<!-- needs: ([\w, ]+) -->")
+
+
+def blocks_of(page: pathlib.Path) -> list[tuple[int, str]]:
+    """The Python blocks of a page with the line each begins at, without the indentation of tabs and lists."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        indent = len(match.group(1))
+        code = "".join(line[indent:] for line in match.group(2).splitlines(keepends=True))
+        found.append((text[: match.start()].count("\n") + 1, code))
+    return found
+
+
+def name_of(page: pathlib.Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=name_of)
+def test_the_code_of_a_page_runs_in_order(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for needed in NEEDS.findall(page.read_text(encoding="utf-8")):
+        for module in needed.split(","):
+            pytest.importorskip(module.strip())
+    names: dict[str, object] = {"__name__": "__main__"}
+    # A page is read with JAX's own settings, not with those of our tests.
+    with contextlib.chdir(tmp_path), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for line, code in blocks_of(page):
+            exec(compile("\n" * line + code, str(page), "exec"), names)
+
+
+def test_every_picture_is_made_by_the_script() -> None:
+    script = (DOCS / "pictures.py").read_text(encoding="utf-8")
+    for picture in (DOCS / "pictures").iterdir():
+        assert f'"{picture.name}"' in script, f"docs/pictures/{picture.name} is made by nothing in docs/pictures.py"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_inside_lead_somewhere(page: pathlib.Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"\w+:", target):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "reference").glob("*.md")))
+    listed = re.findall(r"^::: (jstep\.[\w.]+)$", pages, re.MULTILINE)
+    wanted = [f"jstep.{name}" for name in jstep.__all__ if name not in ("distributed", "summary")]
+    wanted += [f"jstep.summary.{name}" for name in jstep.summary.__all__]
+    wanted += [f"jstep.distributed.{name}" for name in jstep.distributed.__all__]
+    assert sorted(listed) == sorted(wanted)
+
+
+def test_the_site_is_complete() -> None:
+    """The pages of the navigation are the pages there are: a page that nobody can reach is no page."""
+    navigation = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    assert navigation == {os.fspath(name_of(page)) for page in PAGES}
