@@ -205,9 +205,7 @@ class Loader:
 
 
 @pytest.mark.parametrize(
-    "batches",
-    [in_batches(5), tuple(in_batches(5)), Positioned(), Indexed(), Loader(), X[:, None]],
-    ids=lambda x: type(x).__name__,
+    "batches", [in_batches(5), tuple(in_batches(5)), Positioned(), Indexed(), Loader(), X[:, None]], ids=type
 )
 def test_batches_are_gone_through_once_a_call(batches):
     evaluate = jstep.evaluator(metrics, batches)
