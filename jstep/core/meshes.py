@@ -1,13 +1,17 @@
 """Meshes with Explicit axes, which jstep takes with Auto ones: of the arguments, of arrays, of the caller's context."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jstep.core.contexts import own_transfers
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def auto_mesh(mesh: Any) -> Mesh:
@@ -56,6 +60,38 @@ def own_work() -> Iterator[None]:
     """
     with auto_axes(), own_transfers():
         yield
+
+
+@contextlib.contextmanager
+def alike(tree: Any) -> Iterator[Any]:
+    """The arrays of a tree, fit to be computed with together.
+
+    Where a mesh with Explicit axes is set and some of them lie on Auto ones, all are taken as on Auto ones; arrays that
+    all lie as the caller's mesh says stay as they are.
+    """
+    if in_explicit_mesh() and any(map(_lies_on_auto_axes, jax.tree.leaves(tree))):
+        with auto_axes():
+            yield on_auto_axes(tree)
+    else:
+        yield tree
+
+
+def as_own_work(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, whose work on the arrays it is given no transfer guard stops, wherever they lie: see `alike`."""
+
+    @functools.wraps(fn)
+    def work(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with alike((args, kwargs)) as given, own_transfers():
+            return fn(*given[0], **given[1])
+
+    return work
+
+
+def _lies_on_auto_axes(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return False
+    sharding = leaf.sharding
+    return isinstance(sharding, NamedSharding) and AxisType.Auto in sharding.mesh.axis_types
 
 
 def lies_explicitly(leaf: Any) -> bool:

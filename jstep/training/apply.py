@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool
-from jstep.core.meshes import on_auto_axes, own_work
+from jstep.core.meshes import as_own_work
 from jstep.core.types import Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.matched import matched_gradients
@@ -12,6 +12,7 @@ from jstep.state import MODEL_STATE, TrainState, is_start_step, require_alive, r
 from jstep.state.global_step import later_step
 
 
+@as_own_work
 def apply_gradients(
     state: TrainState, grads: Updates, optimizer: Optimizer, *, increment_global_step: bool = True
 ) -> TrainState:
@@ -39,8 +40,7 @@ def apply_gradients(
     Source: `tf.train.Optimizer.apply_gradients`.
     """
     as_bool(increment_global_step, "increment_global_step")
-    with own_work():
-        return applied(on_auto_axes(state), on_auto_axes(grads), optimizer, increment_global_step)[0]
+    return applied(state, grads, optimizer, increment_global_step)[0]
 
 
 def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool) -> tuple[TrainState, Updates]:

@@ -1,0 +1,83 @@
+"""Arguments of a step that cannot be right are refused when it is made."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jstep
+
+OPTIMIZER = jstep.gradient_descent(0.1)
+
+
+def loss_fn(params: Any) -> Any:
+    return params["w"] ** 2
+
+
+BOOLS = ["has_aux", "has_model_state", "jit", "donate", "increment_global_step", "adaptive"]
+
+
+@pytest.mark.parametrize("name", BOOLS)
+@pytest.mark.parametrize("value", ["no", 1, 0, None])
+def test_bools_only(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name}=.*: must be True or False"):
+        jstep.minimize(loss_fn, OPTIMIZER, **{name: value})
+
+
+def test_bools_elsewhere() -> None:
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    with pytest.raises(TypeError, match="has_aux='no': must be True or False"):
+        jstep.compute_gradients(loss_fn, has_aux="no")
+    with pytest.raises(TypeError, match="copy='no': must be True or False"):
+        jstep.TrainState.create({"w": 1.0}, OPTIMIZER, copy="no")
+    with pytest.raises(TypeError, match="increment_global_step=1: must be True or False"):
+        jstep.apply_gradients(state, {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kind", "words"),
+    [
+        (
+            {"rng": jnp.ones(2)},
+            TypeError,
+            r"rng: must be a key, such .*, got an array of float32",
+        ),
+        ({"rng": 3}, TypeError, "rng=3: must be a key"),
+        ({"rng": jax.random.split(jax.random.key(0))}, ValueError, r"rng: must be one key, got keys of shape \(2,\)"),
+        ({"num_microbatches": True}, TypeError, "num_microbatches=True: must be an integer"),
+        ({"num_microbatches": 0}, ValueError, "num_microbatches=0: must be ≥ 1"),
+        ({"weight_fn": 3}, TypeError, "weight_fn=3: must be a function"),
+        ({"gate_gradients": 3}, ValueError, "gate_gradients=3: must be GATE_NONE"),
+        ({"gate_gradients": [1]}, ValueError, "gate_gradients="),
+        ({"aggregation_method": 0}, TypeError, "aggregation_method=0"),
+        ({"var_list": 3}, TypeError, "var_list=3: must be None, a predicate"),
+        ({"metrics": 3}, TypeError, "metrics=3"),
+        ({"metrics": ("gradnorm",)}, ValueError, "nearest: 'grad_norm'"),
+    ],
+)
+def test_bad_arguments(kwargs: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        jstep.minimize(loss_fn, OPTIMIZER, **kwargs)
+
+
+@pytest.mark.parametrize("bad", [3, None, "loss"])
+def test_what_is_no_function(bad: Any) -> None:
+    for make in (lambda: jstep.minimize(bad, OPTIMIZER), lambda: jstep.compute_gradients(bad)):
+        with pytest.raises(TypeError, match=r"loss_fn=.*: must be a function"):
+            make()
+    with pytest.raises(TypeError, match=r"train_step=.*: must be a function"):
+        jstep.scan_steps(bad)
+
+
+def test_scans_of_nothing() -> None:
+    step = jstep.minimize(lambda p, x: p["w"] * x, OPTIMIZER)
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    with pytest.raises(ValueError, match="argument 0 is empty; there is no step to make"):
+        jstep.scan_steps(step)(state, jnp.ones(0))
+    for length, kind in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(kind, match="length="):
+            jstep.scan_steps(step, length=length)
+    for bad in ({"w": 1.0}, None, 3):
+        with pytest.raises(TypeError, match="state: must be a TrainState"):
+            step(bad, jnp.float32(1))

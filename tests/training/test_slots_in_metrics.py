@@ -1,0 +1,91 @@
+"""What a step shows of its state: loss scales, skips, held hyperparameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+X = jnp.arange(1.0, 5.0)
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(params["w"] * x)
+
+
+def fresh(optimizer: jstep.Optimizer) -> jstep.TrainState:
+    return jstep.TrainState.create({"w": jnp.float32(2.0)}, optimizer)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_loss_is_scaled_and_shown_unscaled(n: int) -> None:
+    plain = jstep.gradient_descent(0.5)
+    optimizer = jstep.dynamic_loss_scale(plain, initial=8.0, period=2)
+    kwargs: Any = {"metrics": ("grad_norm", "update_norm"), "num_microbatches": n}
+    want, shown = jstep.minimize(loss_fn, plain, **kwargs)(fresh(plain), X)
+    step = jstep.minimize(loss_fn, optimizer, **kwargs)
+    state, metrics = step(fresh(optimizer), X)
+    np.testing.assert_allclose(state.params["w"], want.params["w"])
+    for name in shown:
+        np.testing.assert_allclose(metrics[name], shown[name], rtol=1e-6)
+    assert float(metrics["loss_scale"]) == 8.0
+    state, metrics = step(state, X)
+    assert (float(metrics["loss_scale"]), float(state.slots["loss_scale"])) == (8.0, 16.0)
+    state, metrics = step(state, X.at[0].set(jnp.inf))
+    assert (float(metrics["loss_scale"]), float(state.slots["loss_scale"])) == (16.0, 8.0)
+    assert jstep.global_step(state) == 3
+
+
+def test_the_loss_is_scaled_wherever_the_slot_is() -> None:
+    optimizer = jstep.scope("outer", jstep.dynamic_loss_scale(jstep.gradient_descent(1.0), initial=4.0))
+    seen: list[Any] = []
+
+    def seeing(params: Any, x: jax.Array) -> jax.Array:
+        @jax.custom_jvp
+        def tap(w: jax.Array) -> jax.Array:
+            return w
+
+        tap.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+        seen.append(1)
+        return jnp.mean(tap(params["w"]) * x)
+
+    state, metrics = jstep.minimize(seeing, optimizer)(fresh(optimizer), X)
+    np.testing.assert_allclose(state.params["w"], 2.0 - 2.5)
+    assert float(metrics["outer/loss_scale"]) == 4.0
+    two = jstep.partition(
+        {"a": jstep.dynamic_loss_scale(jstep.adam()), "b": jstep.dynamic_loss_scale(jstep.adam())},
+        lambda path, leaf: "a" if path == "w" else "b",
+    )
+    both = jstep.TrainState.create({"w": 1.0, "v": 1.0}, two)
+    with pytest.raises(ValueError, match="several loss scales"):
+        jstep.minimize(lambda p: p["w"] * p["v"], two)(both)
+
+
+def test_small_gradients_of_half_precision_survive() -> None:
+    optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(1.0), initial=2.0**15)
+    params = {"w": jnp.float16(1.0)}
+
+    def tiny(params: Any) -> jax.Array:
+        return (params["w"] * jnp.float16(1e-4)).astype(jnp.float32) * 1e-4
+
+    state = jstep.TrainState.create(params, optimizer)
+    _, metrics = jstep.minimize(tiny, optimizer, metrics="grad_norm")(state)
+    np.testing.assert_allclose(metrics["grad_norm"], 1e-8, rtol=1e-2)
+    np.testing.assert_allclose(metrics["loss"], 1e-8, rtol=1e-2)
+
+
+def test_skips_and_held_hyperparameters_are_shown() -> None:
+    optimizer = jstep.skip_nonfinite(jstep.gradient_descent(jstep.held("learning_rate", 0.5)))
+    step = jstep.minimize(loss_fn, optimizer)
+    state, metrics = step(fresh(optimizer), X)
+    assert float(metrics["skipped"]) == 0
+    assert float(metrics["learning_rate"]) == 0.5
+    state = jstep.set_hyperparameter(state, "learning_rate", 0.25)
+    state, metrics = step(state, X * jnp.nan)
+    assert float(metrics["skipped"]) == 1
+    assert float(metrics["learning_rate"]) == 0.25
+    _, metrics = jstep.scan_steps(step)(state, jnp.stack([X, X * jnp.nan]))
+    np.testing.assert_array_equal(metrics["skipped"], [0, 1])

@@ -1,0 +1,71 @@
+"""Loops that are unrolled where XLA would run what is in them slowly."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 6, 1)), jnp.float32)
+OPTIMIZER = jstep.gradient_descent(0.1)
+
+
+def convolved(params: Any, x: jax.Array) -> jax.Array:
+    y = jax.lax.conv_general_dilated(x, params["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jnp.mean(jax.nn.relu(y) ** 2)
+
+
+def dense(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((x * jnp.sum(params["k"])) ** 2)
+
+
+def fresh() -> jstep.TrainState:
+    return jstep.TrainState.create({"k": jnp.ones((3, 3, 1, 2)) / 9}, OPTIMIZER)
+
+
+def loops(step: Any, *args: Any) -> bool:
+    return "stablehlo.while" in step.lower(fresh(), *args).as_text()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "unroll", "want"),
+    [(dense, None, True), (convolved, None, False), (convolved, 1, True), (dense, True, False), (dense, 2, False)],
+)
+def test_scans_and_microbatches_loop_or_not(loss_fn: Any, unroll: Any, want: bool) -> None:
+    step = jstep.minimize(loss_fn, OPTIMIZER)
+    assert loops(jstep.scan_steps(step, unroll=unroll), jnp.stack([IMAGES, IMAGES])) == want
+    assert loops(jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, unroll=unroll), IMAGES) == want
+
+
+def test_values_are_the_same() -> None:
+    want = None
+    for unroll in (None, 1, True, 2):
+        step = jstep.minimize(convolved, OPTIMIZER, num_microbatches=2, unroll=unroll)
+        state, metrics = jstep.scan_steps(step, unroll=unroll)(fresh(), jnp.stack([IMAGES] * 3))
+        got = (state.params["k"], metrics["loss"])
+        want = got if want is None else want
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+def test_the_loss_is_traced_once() -> None:
+    seen = []
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        seen.append(x.shape)
+        return dense(params, x)
+
+    step = jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2)
+    jstep.scan_steps(step)(fresh(), jnp.stack([IMAGES, IMAGES]))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "make", [lambda **k: jstep.scan_steps(len, **k), lambda **k: jstep.minimize(dense, OPTIMIZER, **k)]
+)
+@pytest.mark.parametrize(("unroll", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("all", TypeError)])
+def test_bad_arguments(make: Any, unroll: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="unroll="):
+        make(unroll=unroll)
