@@ -142,7 +142,7 @@ class Saver:
         """
         with self._lock:
             self._check_open()
-            self.wait()
+            self._writer.settle()
             extra = checked.json_copy(extra, "extra")
             path = self._writer.save(state, step, self._now(), extra)
             if not self._async_save:

@@ -40,6 +40,20 @@ class Writer:
                 f"{self._prefix}-* in {self._store.directory} cannot be written; process 0 says why"
             )
 
+    def settle(self) -> None:
+        """As `wait`, and where one process has failed all of them say so: the next save is one that all begin.
+
+        Raises:
+            CheckpointError: It failed, here or elsewhere.
+        """
+        failure = None
+        try:
+            self.wait()
+        except CheckpointError as error:
+            failure = error
+        if processes.on_any(failure is not None):
+            raise failure or CheckpointError("the last checkpoint was not saved; another process says why")
+
     def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
         """Starts to write a state, and returns the path it will have.
 

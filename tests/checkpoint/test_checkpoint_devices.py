@@ -85,12 +85,7 @@ def test_other_devices(tmp_path):
     assert run(script, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8") == ["done"]
 
 
-def test_two_processes(tmp_path):
-    """All take part, each with its shards; one keeps the directory; damage is found by all."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
-    script = """
+TWO = """
     import glob
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -107,7 +102,21 @@ def test_two_processes(tmp_path):
     def state(step):
         params = {"w": everywhere(np.arange(8.0, dtype=np.float32) + step, P("x")), "b": everywhere(np.ones(3), P())}
         return jstep.TrainState(params, {}, everywhere(np.int32(step), P()))
+"""
 
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def test_two_processes(tmp_path):
+    """All take part, each with its shards; one keeps the directory; damage is found by all."""
+    port = free_port()
+    script = (
+        TWO
+        + """
     saver = Saver(directory, max_to_keep=2)
     try:
         saver.save(state(0).replace(global_step=jnp.int32(0)))
@@ -145,6 +154,7 @@ def test_two_processes(tmp_path):
     print("deleted")
     saver.close()
     """
+    )
     processes = [start(script, tmp_path, process, port) for process in range(2)]
     outputs = [end(process) for process in processes]
     assert [out[-4:] for out in outputs] == [["refused", "refused", "found", "deleted"]] * 2
@@ -152,3 +162,45 @@ def test_two_processes(tmp_path):
     with Saver(tmp_path) as saver:  # one process goes on with what two wrote
         assert saver.restore(step=2)["params"]["w"].tolist() == [2 + i for i in range(8)]
     assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2")
+
+
+def test_one_of_two_processes_fails(tmp_path):
+    """Nobody waits for it, nothing is put in its place, all hear of it, and the next save is whole."""
+    port = free_port()
+    script = (
+        TWO
+        + """
+    from jstep.checkpoint.store import checksums, manifest_file
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    saver = Saver(directory, max_to_keep=None)
+    saver.save(state(1))
+    for step, broken in ((2, 1), (4, 0)):
+        saver.wait()
+        if process == broken:
+            module, name = ((checksums, "write_part"), (manifest_file, "write"))[1 - broken]
+            whole = getattr(module, name)
+            setattr(module, name, full)
+        try:
+            saver.save(state(step))
+            saver.save(state(step + 1))
+        except CheckpointError as error:
+            said = str(error)
+            if process == broken:
+                assert "the disk is full" in said, said
+                setattr(module, name, whole)
+            elif broken == 1:
+                assert "process 1 did not write its part" in said, said
+            else:
+                assert "another process says why" in said, said
+            print(step)
+        saver.save(state(step + 1))
+    assert saver.all_steps() == [1, 3, 5], saver.all_steps()
+    saver.close()
+    """
+    )
+    outputs = [end(one) for one in [start(script, tmp_path, process, port) for process in range(2)]]
+    assert [out[-2:] for out in outputs] == [["2", "4"]] * 2
+    assert sorted(os.listdir(tmp_path)) == ["model-1", "model-3", "model-5"]

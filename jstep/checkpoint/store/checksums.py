@@ -104,10 +104,17 @@ def _is_of(path: str, process: int) -> bool:
     return name != path.split("/")[0] and re.match(r"[0-9]*", name)[0] == str(process)  # type: ignore[index]
 
 
-def collect(checkpoint: str) -> dict[str, dict[str, Any]]:
-    """The records of all files of a checkpoint: those that processes left, and the rest computed here."""
+def collect(checkpoint: str, processes: int = 1) -> dict[str, dict[str, Any]]:
+    """The records of all files of a checkpoint: those that processes left, and the rest computed here.
+
+    Raises:
+        OSError: One of several processes left none: it has failed.
+    """
     found: dict[str, dict[str, Any]] = {}
     paths = files_below(checkpoint)
+    for process in range(processes if processes > 1 else 0):
+        if f"{_PART}{process}" not in paths:
+            raise OSError(f"process {process} did not write its part, and says why")
     for path in [path for path in paths if path.startswith(_PART)]:
         with open(os.path.join(checkpoint, path)) as file:
             found |= json.load(file)

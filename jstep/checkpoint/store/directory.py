@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, owner, place
 from jstep.checkpoint.store.claim import Claim, file_of
@@ -114,7 +116,7 @@ class Directory:
         """As `Store.save`."""
 
         def publish(temporary: str, final: str) -> None:
-            manifest = commit.seal(checksums.collect(temporary))
+            manifest = commit.seal(checksums.collect(temporary, jax.process_count()))
             manifest_file.write(temporary, manifest)
             place.publish(temporary, final)
             commit.committed()

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,13 +30,38 @@ _logger = logging.getLogger("jstep")
 _quietly = Quiet(lambda: bool(IN_FLIGHT))
 
 
+class _Failure:
+    """What went wrong on this process while several write together.
+
+    A process that gave up alone would leave the others waiting for it for hours. So each goes on to the end, and says
+    at `wait` what happened to it; nothing is put in its place without the parts of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block whose failure is raised at `wait`; where there is one process, at once."""
+        try:
+            yield
+        except Exception as error:
+            if jax.process_count() == 1:
+                raise
+            self.error = self.error or error
+
+
 class _Written:
     """The end of a process's writes, whether they succeed or not."""
 
-    def __init__(self, futures: Sequence[Any], temporary: str) -> None:
-        self._futures, self._temporary = futures, temporary
+    def __init__(self, futures: Sequence[Any], temporary: str, failure: _Failure) -> None:
+        self._futures, self._temporary, self._failure = futures, temporary, failure
 
     def result(self, timeout: float | None = None) -> None:
+        with self._failure.kept():
+            self._end(timeout)
+
+    def _end(self, timeout: float | None) -> None:
         errors = []
         for future in self._futures:
             try:
@@ -56,14 +81,15 @@ class _Written:
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Writes arrays, compressed or not, and on several processes the checksums of what each one wrote."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, failure: _Failure, **options: Any) -> None:
+        self._failure = failure
         self._handlers = {flag: ocp.PyTreeCheckpointHandler(use_compression=flag, **options) for flag in (False, True)}
 
     async def async_save(self, directory: Any, args: "SaveArgs") -> list[Any]:
         """Starts to write, in the background."""
         arrays = ocp.args.PyTreeSave(args.arrays)
         futures = await self._handlers[args.compress].async_save(directory, args=arrays)
-        return [_Written(futures or [], str(directory))]
+        return [_Written(futures or [], str(directory), self._failure)]
 
     def save(self, directory: Any, args: "SaveArgs") -> None:
         """Not used: `AsyncCheckpointer` calls `async_save`."""
@@ -75,7 +101,9 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     def finalize(self, directory: Any) -> None:
         """Joins what the processes wrote, on the first."""
-        self._handlers[False].finalize(directory)
+        with self._failure.kept():
+            if self._failure.error is None:
+                self._handlers[False].finalize(directory)
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
@@ -122,8 +150,9 @@ class Checkpointer:
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
         self._pid = os.getpid()
         self._publish: Callable[[str, str], None] = _nothing
+        self._failure = _Failure()
         self._async = ocp.AsyncCheckpointer(
-            Handler(type_handler_registry=registry, multiprocessing_options=processes),
+            Handler(self._failure, type_handler_registry=registry, multiprocessing_options=processes),
             # Directories are made within `save`, so that it says at once what is wrong with them.
             async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT, create_directories_asynchronously=False),
             multiprocessing_options=processes,
@@ -142,7 +171,9 @@ class Checkpointer:
 
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, _nothing  # held no longer than the write takes, with all it holds
-        publish(temporary, final)
+        with self._failure.kept():
+            if self._failure.error is None:
+                publish(temporary, final)
 
     def wait(self) -> None:
         """Waits for the write to end, and raises what went wrong."""
@@ -151,10 +182,11 @@ class Checkpointer:
         try:
             with _quietly():
                 self._async.wait_until_finished()
-        except Exception:
+            if self._failure.error is not None:
+                raise self._failure.error
+        finally:
+            self._failure.error = None
             self._forget()
-            raise
-        self._forget()
 
     def _forget(self) -> None:
         for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
