@@ -37,6 +37,8 @@ class Entry(NamedTuple):
     """Whether what it does depends on the step as such, as noise and averages that begin late do."""
     idle: int = 0
     """How many updates of fresh slots move nothing: they look at the first gradient."""
+    alike: int = 50
+    """For how many steps a run on another layout stays alike; 0 where roundings choose among bases from the start."""
     rtol: float = 1e-5
     """How near a vmapped run is to a single one."""
 

@@ -118,6 +118,7 @@ MODERN = {
         rate=0.02,
         copies=9.0,
         idle=1,
+        alike=0,
     ),
     "prodigy": Entry(
         lambda lr: jstep.prodigy(lr, d0=0.1),
@@ -126,6 +127,7 @@ MODERN = {
         PRODIGY_SCALARS,
         rate=0.5,
         copies=2.1,
+        alike=5,
     ),
     "ademamix": Entry(
         lambda lr: jstep.ademamix(lr, beta3=0.99, alpha=2.0),
@@ -156,7 +158,7 @@ MODERN = {
         AGED,
         rate=0.02,
     ),
-    "adopt": Entry(jstep.adopt, ZEROS, ADAM, AGED, rate=0.02, steps=4000, idle=1),
+    "adopt": Entry(jstep.adopt, ZEROS, ADAM, AGED, rate=0.02, steps=4000, idle=1, alike=10),
     "blocks_adamw": Entry(blocks_of_adamw, ZEROS, names(*DECAY), AGED, rate=0.02),
     "blocks_lion": Entry(
         lambda lr: jstep.chain(jstep.scale_by_lion(), jstep.scale_by_learning_rate(lr)),

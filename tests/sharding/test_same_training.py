@@ -16,9 +16,9 @@ from jstep.core.meshes import auto_mesh
 @pytest.mark.parametrize("name", TABLE)
 def test_training_equals_that_of_one_device(name, compilations):
     """50 steps of every optimizer; one compilation, every leaf where it lay, the memory taken over."""
-    optimizer = TABLE[name].make(TABLE[name].rate)
+    optimizer, steps = TABLE[name].make(TABLE[name].rate), TABLE[name].alike or 50
     alone = jstep.TrainState.create(init(), optimizer)
-    want, metrics = run(jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm")), alone)
+    want, metrics = run(jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm")), alone, steps=steps)
     # Each optimizer under one layout, in turn; the one with all there is under every one.
     for layout in LAYOUTS if name == "everything" else [list(LAYOUTS)[list(TABLE).index(name) % 4]]:
         mesh = LAYOUTS[layout][0]
@@ -26,14 +26,16 @@ def test_training_equals_that_of_one_device(name, compilations):
         state = create(layout, optimizer)
         before, first = shardings(state), state
         with compilations() as seen:
-            state, got = run(step, state, lambda batch, mesh=mesh: jstep.shard_batch(batch, mesh))
+            state, got = run(step, state, lambda batch, mesh=mesh: jstep.shard_batch(batch, mesh), steps)
         assert len(seen) == 1
         assert step._cache_size() == 1
         assert shardings(state) == before
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
-        assert_close((state.params, state.slots), (want.params, want.slots))
-        assert_close((got["grad_norm"], got["param_norm"]), (metrics["grad_norm"], metrics["param_norm"]), rtol=1e-3)
-        assert int(state.global_step) == 50
+        assert int(state.global_step) == steps
+        if TABLE[name].alike:
+            norms = ("grad_norm", "param_norm")
+            assert_close((state.params, state.slots), (want.params, want.slots))
+            assert_close([got[norm] for norm in norms], [metrics[norm] for norm in norms], rtol=1e-3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
