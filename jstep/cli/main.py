@@ -19,7 +19,13 @@ COMMANDS: tuple[Command, ...] = (
 """In the order of `--help`. A new command is a module beside this one, and a line here."""
 
 _EPILOG = """\
-PATH may be a URL wherever a directory is taken. `python -m jstep COMMAND --help` lists a command's options.
+examples:
+  python -m jstep inspect run/model-1000 --verify
+  python -m jstep diff run-on-one-host run-on-two
+  python -m jstep plot runs -o loss.png --tags 'loss*'
+  python -m jstep events run --json
+
+A URL (gs://, s3://) will do wherever a path is taken. `python -m jstep COMMAND --help` lists a command's options.
 Exit codes: 0; 1 where diff found a difference; 2 for trouble: a missing path, damage, nothing in common."""
 
 
