@@ -62,7 +62,7 @@ class FingerprintHook(Hook):
 
     Args:
         every_n_steps: How often, in steps: at their multiples.
-        path: The log; None for `fingerprints.jsonl` in the logdir of `train`.
+        path: The log, a file or a URL; None for `fingerprints.jsonl` in the logdir of `train`.
         per_leaf: Whether lines have the fingerprint of each leaf, too.
         on_divergence: `"log"` warns, `"raise"` ends the run, on all processes at the same step and before a checkpoint
             of such a state is saved.

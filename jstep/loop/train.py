@@ -63,7 +63,7 @@ def train(
         checkpoint_prefix: Before the step in their names: `model-1000`.
         save_checkpoint_secs: How often to save, in seconds; None for steps alone.
         save_checkpoint_steps: How often to save, in steps. The last step is always saved.
-        logdir: Where TensorBoard's event files go; None writes none.
+        logdir: Where TensorBoard's event files go, a directory or a URL; None writes none.
         save_summaries_steps: How often to write summaries, in steps; None for never. A `SummarySaverHook` among the
             hooks that was made without a writer says so itself.
         log_steps: How often to log, in steps; None for never. The last step is always logged.

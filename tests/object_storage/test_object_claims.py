@@ -103,3 +103,22 @@ def test_two_writers_of_one_step(store):
         with pytest.raises(jstep.CheckpointError, match="another writer"):
             saver.wait()
         assert store.data("run/model-1/manifest.json") == theirs
+
+
+def test_who_lost_the_claim_while_it_committed_takes_it_back(store):
+    """A process that was suspended between its two requests: another one may have cleared its data meanwhile."""
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(1))
+        saver.wait()
+
+        def take(number):
+            if "manifest" in store.seen[-1] and store.seen[-1].startswith(("PUT", "POST")):
+                with store.lock:
+                    store.put("bkt", "run/~claims/model", b'{"host": "elsewhere", "pid": 12, "id": "x"}')
+
+        store.watch = take
+        saver.save(state_at(2))
+        with pytest.raises(jstep.CheckpointError, match="process 12 on elsewhere"):
+            saver.wait()
+        store.watch = None
+        assert saver.all_steps() == [1]

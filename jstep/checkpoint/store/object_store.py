@@ -3,152 +3,41 @@
 import contextlib
 import dataclasses
 import logging
-import math
-import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jstep.checkpoint.format import manifest as _manifest
-from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.store import object_names as names
-from jstep.checkpoint.store import packs, unpack
+from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.blocks import own_blocks
 from jstep.checkpoint.store.object_claim import ObjectClaim
 from jstep.checkpoint.store.object_names import Checkpoints
+from jstep.checkpoint.store.object_reader import HURRIED, ObjectReader
 from jstep.checkpoint.store.object_save import OUTCOME, ObjectSave
-from jstep.checkpoint.store.protocol import Commit, DamagedError
-from jstep.stores import Directory, Pending
+from jstep.checkpoint.store.protocol import Commit
+from jstep.stores import Pending
 
 START = 38.0
 """Seconds in which the start of a run has found out whether it can read, list and write."""
-_HURRIED = 5.0
-"""Seconds for what may as well not be done."""
 _AT_ONCE = 16
 
 _logger = logging.getLogger("jstep")
 
 
-class ObjectStore:
+class ObjectStore(ObjectReader):
     """A `Store` below a URL."""
 
-    checks_what_it_reads = True
-
     def __init__(self, url: str) -> None:
-        self.directory = url
-        self._objects = Directory(url)
+        super().__init__(url)
         self._claimed: ObjectClaim | None = None
         self._prefix = ""
         self._save: ObjectSave | None = None
         self._saving = ""
-        self._keys: list[str] | None = None
-        self._warned = self._forbidden = self._hurried = False
-
-    # Reading.
-
-    def path(self, name: str) -> str:
-        """As `Store.path`."""
-        return self._objects.at(name)
-
-    def _name(self, path: str) -> str:
-        return path.removeprefix(self.directory + "/")
-
-    def _list(self, prefix: str | None) -> list[str]:
-        return self._objects.listing("" if prefix is None else f"{prefix}-")
-
-    def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """As `Store.newest_first`: what has a manifest. Objects are not looked for one by one, restoring does that."""
-        del trusted
-        hurried, self._hurried = self._hurried, False
-        with self._objects.within(_HURRIED if hurried else math.inf):
-            keys = self._list(prefix) if self._keys is None else self._keys
-        for step, name in Checkpoints(keys, prefix).newest_first():
-            yield step, self.path(name)
-
-    def at(self, prefix: str, step: int) -> str | None:
-        """As `Store.at`."""
-        name = f"{prefix}-{step}"
-        there = self._objects.read(f"{name}/{_manifest.NAME}").data is not None
-        return self.path(name) if there else None
-
-    def broken(self, prefix: str, above: int) -> list[str]:
-        """As `Store.broken`."""
-        return []
-
-    def manifest(self, path: str) -> Manifest:
-        """As `Store.manifest`."""
-        return self._manifest(path)[0]
-
-    def _manifest(self, path: str) -> tuple[Manifest, bytes]:
-        url = f"{path}/{_manifest.NAME}"
-        found = self._objects.read(f"{self._name(path)}/{_manifest.NAME}")
-        if found.data is None:
-            raise FileNotFoundError(f"{url}: there is no such object: the checkpoint was deleted")
-        try:
-            manifest = _manifest.decode(found.data)
-            if not names.is_attempt(manifest.data):
-                raise CheckpointError("it was written for a local directory; download the whole checkpoint to read it")
-        except CheckpointError as error:
-            raise CheckpointError(f"{url}: {error}") from None
-        return manifest, found.stamp
-
-    def damage(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-        """As `Store.damage`: every byte is read."""
-        try:
-            blocks = self._blocks(path, manifest)
-            mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
-            blocks = [block for block in blocks if block.pack in mine]
-            dtypes = {block.dtype: jax.numpy.dtype(block.dtype) for block in blocks}
-            folder = f"{self._name(path)}/{manifest.data}"
-            unpack.read(
-                self._objects, folder, blocks, lambda block, body: packs.decoded(block, body, dtypes[block.dtype])
-            )
-        except DamagedError as error:
-            return error.problems
-        except (TypeError, ValueError) as error:
-            return [f"{path}: {error}"]
-        return []
-
-    def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Store.restore`: each process reads the blocks it needs, and compares the checksum of each."""
-        if not shardings:
-            return {}
-        folder = f"{self._name(path)}/{manifest.data}"
-        try:
-            return unpack.arrays(self._objects, folder, manifest, self._blocks(path, manifest), shardings)
-        except DamagedError:
-            with contextlib.suppress(CheckpointError, OSError):
-                if self.manifest(path).data != manifest.data:
-                    raise CheckpointError(f"{path} was replaced while it was read; restore it again") from None
-            raise
-
-    def _blocks(self, path: str, manifest: Manifest) -> list[packs.Stored]:
-        """All blocks of a checkpoint, from the parts that its processes wrote."""
-        parts = {key: record for key, record in manifest.files.items() if key.split("/")[-1].startswith("part.")}
-        reading = [(key, parts[key], self._objects.start_read(f"{self._name(path)}/{key}")) for key in parts]
-        blocks: list[packs.Stored] = []
-        problems = []
-        for _, record, pending in reading:
-            data = self._objects.found(pending).data
-            if data is None:
-                problems.append(f"{pending.url}: missing")
-            elif record.get("crc32") != [f"{zlib.crc32(data):08x}"]:
-                problems.append(f"{pending.url}: its checksum differs")
-            else:
-                try:
-                    found = packs.read_index(data)[1]
-                    if any(f"{manifest.data}/{block.pack}" not in manifest.files for block in found):
-                        raise ValueError("it names an object that the manifest does not")
-                    blocks += found
-                except ValueError as error:
-                    problems.append(f"{pending.url}: {error}")
-        if problems:
-            raise DamagedError(problems)
-        return blocks
-
-    # Writing.
+        self._warned = self._forbidden = False
 
     def claim(self, prefix: str) -> None:
         """As `Store.claim`: reads, lists and writes once, inside `START` seconds."""
@@ -190,13 +79,7 @@ class ObjectStore:
         try:
             sealed = commit.seal({f"{attempt}/{key}": record for key, record in files.items()})
             data = _manifest.encode(dataclasses.replace(sealed, data=attempt))
-            if self._claimed is not None:
-                self._claimed.check()
-            if self._objects.write_if(f"{name}/{_manifest.NAME}", data, before) is None:
-                raise CheckpointError(
-                    f"{self.path(name)} was committed by another writer meanwhile, and is as that one left it; give "
-                    "each run a directory or a prefix of its own"
-                )
+            self._put(f"{name}/{_manifest.NAME}", data, before)
             self._saving = ""
             with self._never_failing():
                 commit.committed()
@@ -204,6 +87,25 @@ class ObjectStore:
                     self._tidy(Checkpoints(keys, self._prefix), name, attempt)
         finally:
             self._keys = None
+
+    def _put(self, key: str, data: bytes, before: bytes) -> None:
+        """Writes the manifest, where the claim holds and nobody else has written it meanwhile."""
+        if self._claimed is not None:
+            self._claimed.check()
+        stamp = self._objects.write_if(key, data, before)
+        if stamp is None:
+            raise CheckpointError(
+                f"{self._objects.at(key)} was written by another writer meanwhile, and is as that one left it; give "
+                "each run a directory or a prefix of its own"
+            )
+        try:  # who was suspended between the two may have lost its claim, and its data: no such checkpoint
+            if self._claimed is not None:
+                self._claimed.check()
+        except OSError:
+            pass
+        except CheckpointError:
+            self._objects.delete(key, stamp)
+            raise
 
     def _tidy(self, listed: Checkpoints, new: str, attempt: str) -> None:
         """Clears what the new manifest has replaced, and what saves that were cut short have left."""
@@ -238,7 +140,7 @@ class ObjectStore:
         self._hurried = True  # an error is to name what there is; where the store is down, it does without
         folder, self._saving = self._saving, ""
         if folder:
-            with contextlib.suppress(OSError), self._objects.within(_HURRIED):
+            with contextlib.suppress(OSError), self._objects.within(HURRIED):
                 left = self._objects.list(f"{folder}/", f"{folder}0")
                 self._delete([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still wait for it
 
@@ -281,7 +183,7 @@ class ObjectStore:
         if not wait and self._save is not None:
             self._save.let_go()
         if self._claimed is not None:
-            self._claimed.release(_HURRIED if wait else 1)
+            self._claimed.release(HURRIED if wait else 1)
             self._claimed = None
 
 

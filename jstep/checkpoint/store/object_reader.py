@@ -1,0 +1,133 @@
+"""Reading checkpoints below a URL: which there are, what they say, and their arrays."""
+
+import contextlib
+import math
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jstep.checkpoint.format import manifest as _manifest
+from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.store import object_names as names
+from jstep.checkpoint.store import packs, unpack
+from jstep.checkpoint.store.object_names import Checkpoints
+from jstep.checkpoint.store.protocol import DamagedError
+from jstep.stores import Directory
+
+HURRIED = 5.0
+"""Seconds for what may as well not be done."""
+
+
+class ObjectReader:
+    """The half of a `Store` below a URL that changes nothing."""
+
+    checks_what_it_reads = True
+
+    def __init__(self, url: str) -> None:
+        self.directory = url
+        self._objects = Directory(url)
+        self._keys: list[str] | None = None
+        """The list that a save has made, while it decides what to keep."""
+        self._hurried = False
+
+    def path(self, name: str) -> str:
+        """As `Store.path`."""
+        return self._objects.at(name)
+
+    def _name(self, path: str) -> str:
+        return path.removeprefix(self.directory + "/")
+
+    def _list(self, prefix: str | None) -> list[str]:
+        return self._objects.listing("" if prefix is None else f"{prefix}-")
+
+    def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
+        """As `Store.newest_first`: what has a manifest. Objects are not looked for one by one, restoring does that."""
+        del trusted
+        hurried, self._hurried = self._hurried, False
+        with self._objects.within(HURRIED if hurried else math.inf):
+            keys = self._list(prefix) if self._keys is None else self._keys
+        for step, name in Checkpoints(keys, prefix).newest_first():
+            yield step, self.path(name)
+
+    def at(self, prefix: str, step: int) -> str | None:
+        """As `Store.at`."""
+        name = f"{prefix}-{step}"
+        there = self._objects.read(f"{name}/{_manifest.NAME}").data is not None
+        return self.path(name) if there else None
+
+    def broken(self, prefix: str, above: int) -> list[str]:
+        """As `Store.broken`."""
+        return []
+
+    def manifest(self, path: str) -> Manifest:
+        """As `Store.manifest`."""
+        return self._manifest(path)[0]
+
+    def _manifest(self, path: str) -> tuple[Manifest, bytes]:
+        url = f"{path}/{_manifest.NAME}"
+        found = self._objects.read(f"{self._name(path)}/{_manifest.NAME}")
+        if found.data is None:
+            raise FileNotFoundError(f"{url}: there is no such object: the checkpoint was deleted")
+        try:
+            manifest = _manifest.decode(found.data)
+            if not names.is_attempt(manifest.data):
+                raise CheckpointError("it was written for a local directory; download the whole checkpoint to read it")
+        except CheckpointError as error:
+            raise CheckpointError(f"{url}: {error}") from None
+        return manifest, found.stamp
+
+    def damage(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+        """As `Store.damage`: every byte is read."""
+        try:
+            blocks = self._blocks(path, manifest)
+            mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
+            blocks = [block for block in blocks if block.pack in mine]
+            dtypes = {block.dtype: jax.numpy.dtype(block.dtype) for block in blocks}
+            folder = f"{self._name(path)}/{manifest.data}"
+            unpack.read(
+                self._objects, folder, blocks, lambda block, body: packs.decoded(block, body, dtypes[block.dtype])
+            )
+        except DamagedError as error:
+            return error.problems
+        except (TypeError, ValueError) as error:
+            return [f"{path}: {error}"]
+        return []
+
+    def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Store.restore`: each process reads the blocks it needs, and compares the checksum of each."""
+        if not shardings:
+            return {}
+        folder = f"{self._name(path)}/{manifest.data}"
+        try:
+            return unpack.arrays(self._objects, folder, manifest, self._blocks(path, manifest), shardings)
+        except DamagedError:
+            with contextlib.suppress(CheckpointError, OSError):
+                if self.manifest(path).data != manifest.data:
+                    raise CheckpointError(f"{path} was replaced while it was read; restore it again") from None
+            raise
+
+    def _blocks(self, path: str, manifest: Manifest) -> list[packs.Stored]:
+        """All blocks of a checkpoint, from the parts that its processes wrote."""
+        parts = {key: record for key, record in manifest.files.items() if key.split("/")[-1].startswith("part.")}
+        reading = [(key, parts[key], self._objects.start_read(f"{self._name(path)}/{key}")) for key in parts]
+        blocks: list[packs.Stored] = []
+        problems = []
+        for _, record, pending in reading:
+            data = self._objects.found(pending).data
+            if data is None:
+                problems.append(f"{pending.url}: missing")
+            elif record.get("crc32") != [f"{zlib.crc32(data):08x}"]:
+                problems.append(f"{pending.url}: its checksum differs")
+            else:
+                try:
+                    found = packs.read_index(data)[1]
+                    if any(f"{manifest.data}/{block.pack}" not in manifest.files for block in found):
+                        raise ValueError("it names an object that the manifest does not")
+                    blocks += found
+                except ValueError as error:
+                    problems.append(f"{pending.url}: {error}")
+        if problems:
+            raise DamagedError(problems)
+        return blocks
