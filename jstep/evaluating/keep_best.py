@@ -107,9 +107,6 @@ class KeepBest:
         if not math.isfinite(value) or not self._is_among_the_best(step, value):
             return
         with own_transfers():
-            if step in self.values:
-                saver.delete(step)
-                del self.values[step]
             saver.save(state, extra={self.metric: value})
             self.values[step] = value
             # Whatever happens, the best is on disk before another is deleted.

@@ -1,0 +1,76 @@
+"""Evaluating on several processes: each has its own rows, and all come to the same numbers and decisions."""
+
+import numpy as np
+import pytest
+from processes import run
+
+SCRIPT = """
+def value(params, x):
+    out = jnp.tanh(x @ params["w"] + params["b"][None])
+    return {"each": jnp.sum(out ** 2, axis=1), "mean": jnp.mean(out), "pair": (jnp.sum(out), jnp.sum(out > 0)),
+            "right": out[:, 0] > 0}
+
+state = jstep.TrainState.create(init, optimizer, mesh=mesh)
+for size, rows_in_all in ((16, 64), (16, 55), (8, 19)):
+    part = jstep.batches(data[:rows_in_all], size, shuffle=False, num_epochs=1, drop_remainder=False)
+    evaluate = jstep.evaluator(value, part, batch_sharding=rows)
+    found = evaluate(state)
+    assert evaluate(state) == found
+    print("found", *found.values())
+
+# Loaders that say nothing of their lengths: unequal parts, unequally often.
+parts = np.array_split(data[:21], [4, 9])
+mine = [parts[0], parts[2]] if process == 0 else [parts[1]]
+if count == 1:
+    mine = list(parts)
+print("found", *jstep.evaluator(value, mine, batch_sharding=rows)(state).values())
+
+# What steers a run decides alike; what is best is kept by all of them.
+import itertools
+then = [jstep.EarlyStopping("each", 2), jstep.KeepBest(directory + f"/best{count}", "each")]
+losses = itertools.chain([3.0, 2.0, 1.0], itertools.repeat(1.0))
+hooks = [jstep.EvaluationHook(lambda state: {"each": next(losses)}, 5, then=then), jstep.MetricsHook(
+    lambda step, values: print("metrics", step, *values.values()), 10)]
+end = jstep.train(
+    jstep.minimize(loss_fn, optimizer), state, batches, 100, hooks=hooks, batch_sharding=rows, progress=False,
+    checkpoint_dir=directory + f"/run{count}",
+)
+with jstep.Saver(directory + f"/best{count}", prefix="best") as saver:
+    print("end", jstep.global_step(end), saver.all_steps())
+
+def message(make):
+    try:
+        make()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+print("error", message(lambda: jstep.evaluator(value, part)(end)))
+mine = [] if process == count - 1 else [data]
+print("empty", message(lambda: jstep.evaluator(value, mine, batch_sharding=rows)(end)))
+"""
+
+
+def said(lines, word):
+    return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    (lines,) = run(SCRIPT, 1, tmp_path_factory.mktemp("alone"))
+    return lines
+
+
+def test_the_same_on_two_processes_as_on_one(alone, tmp_path):
+    first, second = run(SCRIPT, 2, tmp_path)
+    expected = [np.array(line.split(), float) for line in said(alone, "found")]
+    assert len(expected) == 4
+    for lines in (first, second):
+        found = [np.array(line.split(), float) for line in said(lines, "found")]
+        np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-6)
+        np.testing.assert_array_equal(np.stack(found)[:, 3], np.stack(expected)[:, 3])  # counted, so the same
+    assert said(first, "found") == said(second, "found")
+    assert said(first, "end") == said(second, "end") == said(alone, "end") == ["25 [15]"]
+    assert len(said(first, "metrics")) == 3
+    assert said(second, "metrics") == []  # the first one writes
+    assert "batch_sharding=None: jstep.batches gives each process its own rows" in said(first, "error")[0]
+    assert "RuntimeError: batches: another process failed" in said(first, "empty")[0]
+    assert "empty, there is nothing to evaluate" in said(second, "empty")[0]
