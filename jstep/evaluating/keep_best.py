@@ -81,7 +81,7 @@ class KeepBest:
         saver = run.saver
         if saver is None or saver.prefix != self._prefix:
             return
-        if _place(saver.directory) == _place(Saver(self._directory, prefix=self._prefix).directory):
+        if _place(saver.directory) == _place(self._directory):
             raise ValueError(
                 f"KeepBest: directory={os.fspath(self._directory)!r}, prefix={self._prefix!r} are those of the run's "
                 "own checkpoints, which it would delete; give another directory, or another prefix"
@@ -136,6 +136,7 @@ class KeepBest:
         return (-value if self._mode == "min" else value), -step
 
     def _open(self) -> Saver:
+        self.close()
         saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None)
         self._saver = saver
         self.values = {}

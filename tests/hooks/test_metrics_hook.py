@@ -129,18 +129,22 @@ def test_the_recipes_of_the_docstring(tmp_path):
     assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [2, 4]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_wandb(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(project="jstep", dir=str(tmp_path)) as run:
         train(4, [jstep.MetricsHook(lambda step, values: run.log(values, step=step), 2)])
+        run.log({"end": 1}, step=5)  # it keeps a step until it sees a later one
         assert run.summary["loss"] == 4.0
 
 
-def test_mlflow(tmp_path):
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
     with mlflow.start_run() as run:
         train(4, [jstep.MetricsHook(lambda step, values: mlflow.log_metrics(values, step=step), 2)])
     history = mlflow.tracking.MlflowClient().get_metric_history(run.info.run_id, "loss")

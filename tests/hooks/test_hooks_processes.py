@@ -1,0 +1,40 @@
+"""Hooks that ask a clock, on several processes: what all have to do together they do at the same steps."""
+
+from processes import run
+
+SCRIPT = """
+import logging
+class Writer:
+    steps = []
+    def add_summary(self, summary, global_step=None):
+        self.steps.append(global_step)
+
+class Slow(jstep.Hook):
+    def after_step(self, step, state, metrics):
+        time.sleep(0.002 * (1 + 3 * process))
+
+lines = []
+logging.getLogger("jstep").addHandler(type("Keep", (logging.Handler,), {"emit": lambda self, r: lines.append(r)})())
+logging.getLogger("jstep").setLevel(logging.INFO)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P("data"))
+writer = Writer()
+hooks = [
+    Slow(), jstep.SummarySaverHook(writer, save_secs=0.1, histograms="params/*"),
+    jstep.LoggingHook(every_n_steps=20, every_n_secs=0.1), jstep.StepCounterHook(every_n_secs=0.05),
+]
+jstep.train(jstep.minimize(loss_fn, optimizer), state, batches, 80, hooks=hooks, batch_sharding=rows, progress=False)
+print("written", *writer.steps)
+print("lines", sum("loss" in line.getMessage() for line in lines))
+"""
+
+
+def test_histograms_by_the_clock_are_counted_at_the_same_steps_on_all(tmp_path):
+    """Each process has a clock of its own; the state lies over both, so that who counts alone waits for ever."""
+    first, second = (
+        {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("written", "lines"))}
+        for lines in run(SCRIPT, 2, tmp_path)
+    )
+    assert first["written"] == second["written"]
+    assert len(first["written"]) > 2
+    assert int(first["lines"][0]) >= 4
+    assert second["lines"] == ["0"]  # process 0 alone logs
