@@ -12,8 +12,8 @@ from jstep.tools.nonfinite.inside import arguments_of
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
 from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, path_to
 
-_TOGETHER = 256
-"""So many operations are made before their results are looked at: the device is not waited for at each."""
+_TOGETHER, _BYTES = 256, 2**30
+"""So many operations, or bytes of results, are made before they are looked at: the device is not waited for at each."""
 
 _probe = jax.jit(probe)
 
@@ -55,6 +55,7 @@ class Search:
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
+        self._bytes = 0
 
     def run(self, body: Body, args: list[Any], depends: list[bool], path: tuple[Step, ...] = ()) -> list[Any]:
         """The results of a program, and whether they depend on an argument of the outermost one.
@@ -84,7 +85,7 @@ class Search:
         Raises:
             Found: The operation is among it.
         """
-        made, self._made = self._made, []
+        made, self._made, self._bytes = self._made, [], 0
         if not made:
             return
         sums = np.asarray(jax.device_get([sum(one.sums[1:], one.sums[0]) for one in made]))
@@ -103,7 +104,8 @@ class Search:
         inexact = [out for out in outs if out is not None and is_inexact(out)]
         if inexact and site.eqn.primitive.name not in HARMLESS:
             self._made.append(_Made(path, site, ins, outs, any(on), [_probe(out) for out in inexact]))
-            if len(self._made) >= _TOGETHER:
+            self._bytes += sum(out.nbytes for out in inexact)
+            if len(self._made) >= _TOGETHER or self._bytes >= _BYTES:
                 self.finish()
         return outs
 
