@@ -154,3 +154,22 @@ def test_the_command_line_reads_them(store, capsys):
         assert main(["events", path]) in (0, None)
         assert "loss = 0.5" in capsys.readouterr().out
     assert jstep.latest_checkpoint(store.run) is None
+
+
+def test_graphs_are_written_to_them_and_the_command_line_draws_them(store, tmp_path, capsys):
+    from jstep.cli import main
+    from jstep.summary import write_graph
+
+    path = write_graph(lambda: 1.0, store.run, "sub/graph.pbtxt")
+    assert path == f"{store.run}/sub/graph.pbtxt"
+    above, name = stores.split(path)
+    assert b"node" in stores.Objects(above).read(name).data
+    for run in ("a", "b"):
+        with SummaryWriter(f"{store.run}/{run}") as writer:
+            writer.add_summary(scalar("loss", 0.5), 3)
+    out = tmp_path / "loss.svg"
+    assert main(["plot", store.run, "-o", str(out)]) == 0
+    assert "<!-- a -->" in out.read_text()
+    assert main(["plot", f"{store.run}/missing", "-o", str(out)]) == 2
+    assert main(["events", f"{store.run}/missing"]) == 2
+    capsys.readouterr()
