@@ -16,6 +16,7 @@ from jstep.summary.read.series import read_scalars
 pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
 
 SERVE = """
+import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
 import sys
 from moto.server import ThreadedMotoServer
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -98,3 +99,30 @@ def test_a_run(moto):
         saver.claim()
         with pytest.raises(jstep.CheckpointError, match="is being written by"):
             second.claim()
+
+
+TENSORBOARD = """
+import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from jstep.stores import growing
+from jstep.summary import SummaryWriter, scalar
+growing.SEGMENT = 600
+with SummaryWriter("s3://bkt/board") as writer:
+    board, seen = None, []
+    for step in range(20):
+        writer.add_summary(scalar("loss", float(step)), step)
+        if step % 5 == 4:
+            writer.flush()
+            board = board or EventAccumulator("s3://bkt/board")
+            seen.append(len(board.Reload().Scalars("loss")))
+print(seen)
+"""
+
+
+def test_tensorboard_reads_them_as_they_grow(moto, port, monkeypatch):
+    monkeypatch.setenv("S3_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    code = [sys.executable, "-c", TENSORBOARD]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[5, 10, 15, 20]"
+    assert len([name for name in Objects("s3://bkt/board").list() if "tfevents" in name]) > 1

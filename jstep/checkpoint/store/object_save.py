@@ -24,6 +24,8 @@ from jstep.stores import Directory
 
 OUTCOME = "outcome.json"
 """Where the first process says how a save has ended, to others if there are any."""
+_LEARN = 1800.0
+"""Seconds that the others wait to hear: the first may have much more to write."""
 _OTHERS = 120.0
 """Seconds that the first process waits for the others' parts, beside ten times what its own took."""
 
@@ -139,7 +141,7 @@ class ObjectSave:
                 _logger.warning("the other processes do not hear what became of %s: %s", self.folder, error)
 
     def _learn(self) -> None:
-        until = time.monotonic() + 7200
+        until = time.monotonic() + _LEARN
         data = self._polled(f"{self.folder}/{OUTCOME}", until, "the first process has not said how it ended")
         if failed := json.loads(data)["failed"]:
             raise CheckpointError(f"on the first process: {failed}")
