@@ -99,7 +99,8 @@ class Growing:
         Raises:
             OSError: That failed.
         """
-        self._put()
+        with self._objects.within(8 if self._failing else math.inf):
+            self._put()
 
     def _put(self) -> None:
         if not self._changed and not self._full:
