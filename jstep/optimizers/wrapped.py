@@ -64,7 +64,7 @@ def wrapped(
         return slots | ({START_STEP: new_start_step(global_step)} if lacks_age(inner) else {})
 
     def names(params: Params) -> list[str] | None:
-        inner = slot_names(optimizer, init_on(params))
+        inner = slot_names(optimizer, params)
         if inner is None:
             return None
         return [*inner, *added, *held, *([START_STEP] if lacks_age(inner) else [])]

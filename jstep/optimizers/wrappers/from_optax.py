@@ -73,7 +73,7 @@ def from_optax(
 
     def skeleton(params: Params) -> "_Kept":
         with _usual_promotion():
-            return _Kept(name, jax.eval_shape(lambda: transformation.init(_seen(params))), params)
+            return _Kept(name, jax.eval_shape(lambda given: transformation.init(_seen(given)), params), params)
 
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         gradients = matched_gradients(updates, params)
