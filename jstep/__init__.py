@@ -42,7 +42,7 @@ Tools: verify_resume (a ResumeReport), replay (a Replay), fingerprint and Diverg
 Summaries for TensorBoard: summary.scalar and others, summary.SummaryWriter. `python -m jstep --help`: the command line.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # A name is written down here and in __init__.pyi.
 __all__ = [

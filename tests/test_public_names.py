@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,11 @@ def test_public_names_have_docstrings(name: str) -> None:
 @pytest.mark.parametrize("name", EXAMPLES_WANTED)
 def test_public_functions_have_a_runnable_example(name: str) -> None:
     assert ">>> " in getattr(jstep, name).__doc__
+
+
+def test_one_version_is_told_everywhere() -> None:
+    top = ROOT.parent
+    version = tomllib.loads((top / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert jstep.__version__ == version
+    assert f"version: {version}" in (top / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"## [{version}]" in (top / "CHANGELOG.md").read_text(encoding="utf-8")
