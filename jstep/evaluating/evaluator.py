@@ -17,7 +17,7 @@ from jstep.evaluating.rows import placer, rows_of
 from jstep.evaluating.totals import Totals, kinds_of
 from jstep.optimizers import averaged_params, schedule_free_params
 from jstep.optimizers.wrappers.exponential_moving_average import NAME
-from jstep.state import MODEL_STATE, TrainState, require_state
+from jstep.state import MODEL_STATE, TrainState, require_alive, require_state
 
 _AHEAD = 2
 """Batches that are handed to the device before the metrics of the first of them are read."""
@@ -80,7 +80,8 @@ def evaluator(
 
     @auto_axes()
     def evaluate(state: TrainState) -> dict[str, float]:
-        state = on_auto_axes(require_state(state))
+        require_alive(require_state(state))
+        state = on_auto_axes(state)
         if batch_sharding is None and isinstance(batches, Batches) and not agreement.is_alone():
             raise ValueError(
                 "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes one "
@@ -128,7 +129,8 @@ class _Compute:
             self._jitted[mesh] = jax.jit(self._compute, out_shardings=everywhere)
         values = self._jitted[mesh](params, on_auto_axes(args))
         for leaf in jax.tree.leaves(values):
-            leaf.copy_to_host_async()
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
         return values, kinds_of(values, rows)
 
 

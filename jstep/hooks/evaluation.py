@@ -1,5 +1,6 @@
 """Evaluating on the way, and what follows from it."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,15 +8,17 @@ from typing import Any
 
 import jax
 
+from jstep.core import trees
 from jstep.core.checks import as_function, as_text, kind, shown
 from jstep.core.contexts import own_transfers
+from jstep.distributed import agreement
 from jstep.hooks import memory
 from jstep.hooks.answers import StopWith, taken_answer
 from jstep.hooks.cadence import CadencedHook, cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo, name_of
 from jstep.hooks.results import numbers_of
 from jstep.hooks.summaries import scalar
-from jstep.hooks.values import LeaveOut, text
+from jstep.hooks.values import LeaveOut, read, text
 from jstep.hooks.writers import check_writer
 from jstep.state import TrainState
 
@@ -142,6 +145,13 @@ class EvaluationHook(CadencedHook):
         values = self._evaluate(state)
         if not isinstance(values, Mapping):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
+        if (path := trees.donated_leaf(state)) is not None:
+            raise RuntimeError(
+                f"evaluate used the state up: its {path!r} was donated, and the run cannot go on with it. Evaluate "
+                "without donation, or a copy: jax.tree.map(jnp.copy, state)"
+            )
+        if self._then and not agreement.is_alone():
+            values = {**values, **_of_process_0(values)}
         self.results[step] = values
         named = {f"{self._prefix}/{name}": value for name, value in values.items()}
         self.newest = (step, numbers_of(named))
@@ -172,6 +182,13 @@ class EvaluationHook(CadencedHook):
 
     def _each(self, method: str, *args: Any) -> list[bool]:
         return [bool(getattr(one, method)(*args)) for one in self._then if hasattr(one, method)]
+
+
+def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of the first process, for all to decide alike by."""
+    numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
+    told = agreement.told_to_all(json.dumps(numbers).encode())
+    return {name: float(value) for name, value in json.loads(told).items()}
 
 
 def _functions(then: Any) -> tuple[Any, ...]:

@@ -1,8 +1,10 @@
 """What happens around the steps: hooks are called when they are due, and what they answer is done."""
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jstep.core.checks import kind
 from jstep.hooks import CheckpointSaverHook
 from jstep.hooks.answers import taken_answer
 from jstep.hooks.cadence import CadencedHook
@@ -137,11 +139,10 @@ class Around:
     def lengths(self, last_step: int, steps_per_call: int) -> Iterator[int]:
         """How many steps each call makes: no hook that says when it is due is passed over."""
         step = self._start
-        known = [
-            getattr(hook, name) for hook in self._hooks for name in ("next_due", "next_multiple") if hasattr(hook, name)
-        ]
+        names = ("next_due", "next_multiple")
+        known = [(hook, name) for hook in self._hooks for name in names if hasattr(hook, name)]
         while step < last_step:
-            dues = [_checked(next_due, step) for next_due in known]
+            dues = [_checked(hook, name, step) for hook, name in known]
             end = min([step + steps_per_call, last_step, *(due for due in dues if due is not None)])
             yield end - step
             step = end
@@ -154,15 +155,20 @@ def _due_of(hook: Any) -> Callable[[int], int]:
         return lambda step: step + 1
 
     def due_of(step: int) -> int:
-        due = _checked(next_due, step)
+        due = _checked(hook, "next_due", step)
         return step + 1 if due is None else due
 
     return due_of
 
 
-def _checked(next_due: Callable[[int], int | None], step: int) -> int | None:
-    due = next_due(step)
-    if due is not None and due <= step:
-        name = getattr(next_due, "__qualname__", repr(next_due))
-        raise ValueError(f"{name}({step}) returned {due}: must be a later step, or None")
-    return due
+def _checked(hook: Any, method: str, step: int) -> int | None:
+    due = getattr(hook, method)(step)
+    if due is None:
+        return None
+    try:
+        later = operator.index(due)
+    except TypeError:
+        raise TypeError(f"{name_of(hook)}.{method}({step}) returned {kind(due)}: must be a step, or None") from None
+    if later <= step:
+        raise ValueError(f"{name_of(hook)}.{method}({step}) returned {due}: must be a later step, or None")
+    return later

@@ -137,6 +137,20 @@ def test_wrong_steering_is_refused_before_the_first_step(make, error, words, tmp
         )
 
 
+def test_an_evaluation_that_uses_the_state_up_says_so():
+    def evaluate(state):
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        return {"loss": 1.0}
+
+    with pytest.raises(RuntimeError, match="evaluate used the state up: its 'params/w' was donated"):
+        train(3, [jstep.EvaluationHook(evaluate, every_n_steps=1)])
+    state = make_state()
+    jax.tree.map(lambda leaf: leaf.delete(), state)
+    with pytest.raises(RuntimeError, match="'params/w' was donated"):
+        jstep.evaluator(lambda params, x: {"x": x}, [np.ones(2)])(state)
+
+
 def no(step, state, metrics):
     raise AssertionError("a step was made")
 

@@ -213,3 +213,21 @@ def test_log_every_n_formats_only_what_it_logs(caplog):
     for i in range(10):
         jstep.log_every_n(logging.INFO, "%s", 5, Value(i))
     assert read == {0, 5}
+
+
+def test_time_left_is_that_of_this_run_after_a_restart():
+    """Steps that an earlier run made took no time in this one."""
+    pytest.importorskip("tqdm")
+    hook = jstep.ProgressHook(1000, every_n_secs=0, file=Terminal(), clock=Clock())
+    hook.begin(state_at(900))
+    hook._bar._time = clock = Clock()
+    clock.now = hook._bar.start_t + 60  # compilation
+    hook._bar.last_print_t = hook._bar.start_t
+    hook.after_first_call(901)
+    began = hook._bar.start_t
+    clock.now += 10
+    hook.after_step(950, state_at(950), {"loss": 1.0})
+    shown = hook._bar.format_dict
+    hook.close()
+    assert (shown["initial"], shown["n"], shown["total"]) == (900, 950, 1000)
+    assert clock.now - began == pytest.approx(10, abs=1)
