@@ -1,5 +1,6 @@
 """Fingerprints on the way."""
 
+import contextlib
 import logging
 import os
 from collections import deque
@@ -162,8 +163,12 @@ class FingerprintHook(Hook):
 
         Raises:
             DivergenceError: A step was made again with other bits.
+            OSError: The log cannot be written.
         """
         self._finish_all()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def close(self) -> None:
         """Writes what is left, also where the run ended by an error, and closes the log."""
@@ -171,14 +176,15 @@ class FingerprintHook(Hook):
         if file is None:
             self._pending.clear()
             return
+        # The device or the disk failed: the error under way is the one to see.
         try:
-            while self._pending:
-                file.append(self._entry(self._pending.popleft()))
-        except Exception as error:  # the device failed; the error under way says so
+            with contextlib.closing(file):
+                while self._pending:
+                    file.append(self._entry(self._pending.popleft()))
+        except Exception as error:
             _logger.warning("%s: the last fingerprints are lost: %s", self._path, error)
         finally:
             self._pending.clear()
-            file.close()
 
     def next_due(self, step: int) -> int:
         """The next multiple."""

@@ -30,6 +30,10 @@ class StoreError(OSError):
     """A store did not do what it was asked, after all the retries there are: too busy, or an answer without a name."""
 
 
+class BusyError(StoreError):
+    """A store took nothing for half a minute: 429 and 5xx, again and again."""
+
+
 class TruncatedError(StoreError):
     """An object is shorter than the bytes that were asked of it."""
 
@@ -74,7 +78,8 @@ def translated(error: Exception, verb: str, url: str) -> OSError:
     if status:
         tries = re.search(r"All ([0-9]+) retry attempts", text)
         after = f", {int(tries[1]) + 1} tries in half a minute" if tries else ""
-        return StoreError(f"{what}: the store did not take it (HTTP {said}{after})")
+        kind = BusyError if tries else StoreError
+        return kind(f"{what}: the store did not take it (HTTP {said}{after})")
     return StoreError(f"{what}: {scrubbed(text)}")
 
 
@@ -87,8 +92,10 @@ def no_bucket(url: str, verb: str) -> FileNotFoundError:
     )
 
 
-def no_answer(url: str, verb: str, seconds: float) -> ConnectionError:
-    """The error for a store that says nothing at all."""
+def no_answer(url: str, verb: str, seconds: float, known: str | None = None) -> OSError:
+    """The error for a store that says nothing at all, or has not after what is known of it already."""
+    if known is not None:
+        return ConnectionError(f"{url}: cannot {verb}: {known}")
     scheme, bucket, _ = urls.bucket(url)
     return ConnectionError(
         f"{url}: cannot {verb}: the store of {scheme}://{bucket} gave no answer in {seconds:.0f} s. Is there a "

@@ -11,15 +11,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.stores import aws, errors, urls
+from jstep.stores import aws, errors, outages, urls
 
 ABSENT = b"\x02"
 """The stamp of what is not there."""
 RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
 """22 seconds in all. tensorstore's own 32 retries take a quarter of an hour to say that a host has no such name."""
-SECONDS = 26.0
-"""What a verb may take, beside a second for each `RATE` bytes: a store that does not answer at all is given up."""
 RATE = 1e6
+"""Bytes a second: large objects have more time than `outages.SECONDS`."""
 _ERRORS = (ValueError, RuntimeError, OverflowError, NotImplementedError)
 """What tensorstore raises."""
 
@@ -42,7 +41,8 @@ class Pending:
 
     def __init__(self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0) -> None:
         self._objects, self._future, self._verb, self.url = objects, future, verb, objects.at(key)
-        self._until = time.monotonic() + SECONDS + nbytes / RATE
+        self._bucket = "://".join(urls.bucket(objects.url)[:2])
+        self._until = time.monotonic() + outages.seconds(self._bucket) + nbytes / RATE
 
     def result(self) -> Any:
         """What tensorstore returned.
@@ -53,12 +53,18 @@ class Pending:
         left = min(self._until, self._objects.deadline()) - time.monotonic()
         # Raised outside of `except`: tensorstore's own error, which may hold anything, is not even its context.
         try:
-            return self._future.result(timeout=max(0.01, left))
+            found = self._future.result(timeout=max(0.01, left))
         except TimeoutError:
             self._future.cancel()
-            problem: OSError = errors.no_answer(self.url, self._verb, max(1.0, left))
+            known = outages.reason(self._bucket)
+            problem = errors.no_answer(self.url, self._verb, max(1.0, left), known)
         except _ERRORS as error:
             problem = errors.translated(error, self._verb, self.url)
+        else:
+            outages.ends(self._bucket)
+            return found
+        if isinstance(problem, errors.BusyError | ConnectionError):
+            outages.begins(self._bucket, str(problem).partition(f"cannot {self._verb}: ")[2])
         raise problem
 
     def stamp(self) -> bytes:

@@ -1,10 +1,14 @@
 """One writer of a prefix below a URL, whatever became of the one before."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from object_states import state_at
 
 import jstep
-from jstep.checkpoint.store import object_claim
+from jstep.checkpoint.store import object_claim, owner
 from jstep.stores import objects
 
 
@@ -122,3 +126,31 @@ def test_who_lost_the_claim_while_it_committed_takes_it_back(store):
             saver.wait()
         store.watch = None
         assert saver.all_steps() == [1]
+
+
+CHILD = """
+import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)
+import jstep
+saver = jstep.Saver(sys.argv[1])
+saver.claim()
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_claim_ends_with_its_process(store):
+    code = [sys.executable, "-c", CHILD, store.run]
+    child = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "claimed\n"
+        with jstep.Saver(store.run) as saver:
+            with pytest.raises(jstep.CheckpointError, match=f"by process {child.pid} on "):
+                saver.save(state_at(1))
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie, which is as dead
+            assert owner.started(child.pid) is None
+            saver.save(state_at(1))
+        assert jstep.Saver(store.run).all_steps() == [1]
+    finally:
+        child.kill()
+        child.communicate(timeout=60)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jstep.stores import ABSENT, Directory, Objects, StoreError, objects
+from jstep.stores import ABSENT, Directory, Objects, StoreError, objects, outages
 
 QUICK = {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"}
 
@@ -132,6 +132,21 @@ def test_a_store_that_never_answers_is_given_up(store):
     with there.within(0.2), pytest.raises(ConnectionError, match="no answer"):
         there.read("a")
     assert there.read("a").data == b"1"
+
+
+def test_where_a_store_is_down_the_next_waits_less(store, quick):
+    there = Objects(store.run)
+    store.fail = [("", "", 503, 99)]
+    with pytest.raises(StoreError, match="HTTP 503"):
+        there.read("a")
+    bucket = store.run.removesuffix("/run")
+    assert outages.seconds(bucket) == outages.WHILE_DOWN
+    store.fail = [("", "", -1, 1)]
+    with there.within(0.1), pytest.raises(ConnectionError, match=r"cannot write: the store did not take it \(HTTP 503"):
+        there.write("b", b"")
+    store.fail = []
+    assert there.read("a").data is None
+    assert outages.seconds(bucket) == outages.SECONDS
 
 
 def test_expired_keys_of_s3_come_as_400(s3, quick):
