@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int
 from jstep.core.loops import Unroll, as_unroll, scan
-from jstep.core.meshes import auto_axes
+from jstep.core.meshes import own_work
 from jstep.state import TrainState
 from jstep.training.constants import Constants
 from jstep.training.step import PureStep, TrainStep, pure
@@ -100,7 +100,7 @@ def last_of(stacked: Any) -> Any:
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and leaf.is_fully_replicated
         return leaf.addressable_data(0) if is_global else leaf
 
-    with auto_axes():
+    with own_work():
         return _last_of(jax.tree.map(here, stacked))
 
 

@@ -135,3 +135,14 @@ def test_other_contexts(name: str, how: Any) -> None:
         keyed(make(**how), ROWS)
         got = trained(make(**how), num_microbatches=2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), got, WANT)
+
+
+def test_the_loop_on_a_mesh_passes_a_transfer_guard() -> None:
+    """The last of several stacked metrics are of the mesh and, the constants among them, of one device."""
+    step = jstep.minimize(loss_fn, OPTIMIZER)
+    state, rows, hooks = make(**HOW), NamedSharding(AUTO, P("data")), [jstep.NanLossHook()]
+    with jax.transfer_guard("disallow"):
+        state = jstep.train(
+            step, state, lambda n: ROWS, 4, steps_per_call=2, batch_sharding=rows, hooks=hooks, progress=False
+        )
+    assert jstep.global_step(state) == 4
