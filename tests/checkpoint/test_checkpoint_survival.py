@@ -11,7 +11,7 @@ from checkpoint_scripts import run, start
 from jstep.checkpoint import Saver
 
 
-def test_sigkill_at_twenty_random_instants(tmp_path):
+def test_sigkill_at_ten_random_instants(tmp_path):
     """Each restart finds a whole checkpoint, and in the end all is as if nothing had happened."""
     script = """
     import random, signal
@@ -66,7 +66,7 @@ def test_sigkill_at_twenty_random_instants(tmp_path):
         return pid, readable
 
     newest = 0
-    for _ in range(20):
+    for _ in range(10):
         pid, readable = child(10**6, random.randrange(1, 6))
         time.sleep(random.uniform(0, 0.02))
         os.kill(pid, signal.SIGKILL)
