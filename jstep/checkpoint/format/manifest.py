@@ -5,9 +5,9 @@ each file by the file's checksums, its own by the one in its last line.
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import math
+import sys
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -92,8 +92,13 @@ class Manifest:
     extra: Any = None
     retention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    jstep: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("jstep"))
+    jstep: str = dataclasses.field(default_factory=lambda: _version())
     data: str | None = None
+
+
+def _version() -> str:
+    """Of the jstep that runs: what is installed under its name may be another, or nothing."""
+    return str(sys.modules["jstep"].__version__)
 
 
 def encode(manifest: Manifest) -> bytes:
