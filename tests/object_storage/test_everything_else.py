@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 import jstep
 from jstep.fingerprints import log
@@ -52,6 +54,20 @@ def test_fingerprints(store, caplog):
         run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(1)])
     assert [record for record in caplog.records if "made again" in record.message]
     assert sorted(log.read(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_paths_of_etils_are_taken_like_strings(store):
+    url = epath.Path(store.run)
+    run(url, 6, logdir=url / "logs", hooks=[jstep.FingerprintHook(2, url / "own.jsonl"), jstep.FingerprintHook(3)])
+    assert steps(store, "run/own.jsonl") == [2, 4, 6]
+    assert steps(store) == [3, 6]
+    assert jstep.latest_checkpoint(url) == f"{store.run}/model-6"
+    with jstep.Saver(url) as saver, jstep.summary.SummaryWriter(url / "more") as writer:
+        assert saver.latest_step() == 6
+        assert list(jstep.summary.summary_iterator(epath.Path(writer.path)))
+    jstep.KeepBest(url / "best", "loss")
+    assert not os.path.exists("gs:")
+    assert not os.path.exists("s3:")
 
 
 def test_a_log_that_was_torn_is_mended(store):
