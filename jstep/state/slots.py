@@ -11,6 +11,9 @@ from jstep.core.types import Params
 from jstep.state.require import require_state
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
 
+OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max", "mu_product", "weight_sum"})
+"""Slots of jstep's optimizers that are one number for all parameters, besides steps and held hyperparameters."""
+
 
 def is_start_step(name: str) -> bool:
     """Whether a slot is `start_step`, under whatever prefix."""
@@ -21,7 +24,12 @@ def is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
     """Whether a slot is one scalar for all parameters, such as `start_step` or `embed/start_step`."""
     if is_start_step(name):
         return True
-    return jax.tree_util.all_leaves([tree]) and np.ndim(tree) == 0 and not jax.tree_util.all_leaves([params])
+    if not jax.tree_util.all_leaves([tree]) or np.ndim(tree):
+        return False
+    # Of params that are one bare leaf, a slot looks like a scalar: then the name or the dtype tells.
+    *prefixes, last = name.split("/")
+    counts = np.issubdtype(getattr(tree, "dtype", np.float32), np.integer)
+    return not jax.tree_util.all_leaves([params]) or counts or last in OF_ALL or "held" in prefixes
 
 
 def get_slot_names(state: TrainState) -> list[str]:

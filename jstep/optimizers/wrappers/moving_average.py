@@ -26,7 +26,8 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
 
     Returns:
         An `Optimizer` with one more slot, named `ema.name`. Where zero_debias needs the age of the averages,
-        it reads the optimizer's `start_step`, or keeps one where the optimizer has none.
+        it reads the optimizer's `start_step`, or keeps one where the optimizer has none. Inside `skip_nonfinite` a
+        skipped update leaves the averages as they are; inside `master_weights` it averages the master.
 
     Raises:
         TypeError: An argument is of the wrong type.
