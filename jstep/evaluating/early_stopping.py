@@ -42,7 +42,7 @@ class EarlyStopping:
     Source: Keras' `EarlyStopping`; there a stop is off by none, and its memory is lost in a restart.
     """
 
-    def __init__(self, metric: str, patience: int, mode: str = "min", min_delta: float = 0.0) -> None:
+    def __init__(self, metric: str, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
         self.metric, self._mode = checked_metric(metric, mode)
         self._patience = as_int(patience, "patience", 1, "a number of evaluations")
         self._min_delta = as_number(min_delta, "min_delta", low=0.0)

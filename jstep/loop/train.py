@@ -9,6 +9,7 @@ import jax
 
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_bool, as_int
+from jstep.core.loops import as_unroll
 from jstep.core.meshes import auto_axes, on_auto_axes
 from jstep.hooks.visible import visible_logging
 from jstep.loop.checks import check, check_places, list_of_hooks
@@ -112,6 +113,7 @@ def train(
         log_steps=log_steps,
     )
     check_batches(batches)
+    unroll = as_unroll(unroll)
     check_places(checkpoint_dir, checkpoint_prefix, logdir, batch_sharding)
     options = Options(
         last_step=last_step,

@@ -15,6 +15,9 @@ directory = sys.argv[1]
 
 def say(*words):
     print(*words, flush=True)
+
+def wait():  # until the test says so
+    sys.stdin.readline()
 """
 
 MODEL = """
@@ -58,6 +61,7 @@ def start(script, directory, prelude=IMPORTS + MODEL, **kwargs):
     process = subprocess.Popen(
         [sys.executable, "-c", prelude + script, str(directory)],
         env=ENV,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=kwargs.pop("stderr", subprocess.PIPE),
         text=True,
@@ -83,6 +87,12 @@ def until(process, word):
         if line.startswith(word):
             return line.split()
     raise AssertionError(process.stderr.read()[-3000:])
+
+
+def go_on(process):
+    """Ends its `wait`; a signal that was sent before is seen before."""
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 def end(process, code=0, timeout=60):

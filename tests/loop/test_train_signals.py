@@ -1,10 +1,9 @@
 """`train` and signals: the step in flight ends, the state is saved, the program leaves."""
 
 import signal
-import time
 
 import pytest
-from children import end, kill_all, start, until
+from children import end, go_on, kill_all, start, until
 
 from jstep.checkpoint import Saver
 
@@ -21,7 +20,8 @@ def test_a_signal_saves_the_step_in_flight(number, tmp_path):
 class Slow(jstep.Hook):
     def after_step(self, step, state, metrics):
         say("step", step)
-        time.sleep(0.05)
+        if step == 5:
+            wait()
         say("over", step)
     def end(self, step, state):
         say("end")
@@ -34,6 +34,7 @@ except BaseException as error:
     process = start(script, tmp_path)
     until(process, "step 5")
     process.send_signal(number)
+    go_on(process)
     out, err = end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
     assert "over 5" in out  # what was under way went on to its end
     assert "step 6" not in out
@@ -74,14 +75,19 @@ class Hangs({kind}):
         time.sleep({0 if quick else 0.001})
         n = self.at = getattr(self, "at", 0) + 1
         if n == 13:
+            while made < 12:
+                time.sleep(0.001)
             say("hangs")
             time.sleep(1000)
         return DATA[n - 1]
-train(100, Hangs(), checkpoint_dir=directory)
+made = 0
+def count(step, state, metrics):
+    global made
+    made = step
+train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
 """
     process = start(script, tmp_path)
-    until(process, "hangs")
-    time.sleep(0.2)  # the steps before are over, the loop waits
+    until(process, "hangs")  # the steps before are over, the loop waits, or is about to
     process.send_signal(number)
     end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
     saver = Saver(tmp_path)
@@ -95,7 +101,9 @@ class Stuck(jstep.Hook):
     def after_step(self, step, state, metrics):
         if step == 5:
             say("stuck")
-            time.sleep(1000)
+            for _ in range(10_000):
+                time.sleep(0.02)
+                say("still")
 try:
     train(100, hooks=[Stuck()], checkpoint_dir=directory, save_checkpoint_steps=3)
 except KeyboardInterrupt:
@@ -104,10 +112,10 @@ except KeyboardInterrupt:
     process = start(script, tmp_path)
     until(process, "stuck")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert process.poll() is None
+    for _ in range(5):
+        until(process, "still")  # it has seen the signal, and goes on
     process.send_signal(signal.SIGINT)
-    assert end(process)[0] == "left\n"
+    assert end(process)[0].endswith("left\n")
     assert Saver(tmp_path).all_steps() == [3]
 
 
@@ -118,8 +126,7 @@ def test_a_signal_around_the_steps(where, tmp_path):
 class Slow(jstep.Hook):
     def {where}(self, *args):
         say("here")
-        for _ in range(50):
-            time.sleep(0.02)
+        wait()
         say("over")
 train(6, hooks=[Slow()], checkpoint_dir=directory)
 say("not reached")
@@ -127,6 +134,8 @@ say("not reached")
     process = start(script, tmp_path)
     until(process, "here")
     process.terminate()
+    if where == "end":
+        go_on(process)
     out, _ = end(process, 143)
     assert out == ("over\n" if where == "end" else "")
     assert Saver(tmp_path).all_steps() == ([6] if where == "end" else [])
