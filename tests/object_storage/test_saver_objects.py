@@ -1,6 +1,7 @@
 """A Saver below a URL: what it saves comes back, what is old goes, and who is second is refused."""
 
 import logging
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -68,19 +69,26 @@ def test_every_kind_of_leaf(store):
     assert type(back.params["numpy"]) is np.ndarray
 
 
-def test_what_was_saved_is_as_it_was_passed(store):
-    big = jnp.arange(300_000, dtype=jnp.float32)
-    state = jstep.TrainState.create({"w": big}, jstep.gradient_descent(1.0))
-    step = jstep.minimize(lambda params: jnp.sum(params["w"]), jstep.gradient_descent(1.0))
+@pytest.mark.parametrize("size", [5, 300_000])
+def test_what_was_saved_is_as_it_was_passed(store, monkeypatch, size):
+    """Steps that donate the state run before a byte of it is written."""
+    write, held = packs.write, threading.Event()
+    monkeypatch.setattr(packs, "write", lambda *args: held.wait(30) and write(*args))
+    state = jstep.TrainState.create({"w": jnp.arange(size, dtype=jnp.float32)}, jstep.adam(1.0))
+    step = jstep.minimize(lambda params: jnp.sum(params["w"] ** 2), jstep.adam(1.0))
+    state, _ = step(state)
+    before, slot = np.array(state.params["w"]), np.array(state.slots["m"]["w"])
     with jstep.Saver(store.run) as saver:
+        saver.save(state)
         for _ in range(3):
-            before = np.asarray(state.params["w"]).copy()
-            number = int(state.global_step)
-            saver.save(state)
             state, _ = step(state)
-            assert np.array_equal(saver.restore(step=number)["params"]["w"], before)
-        again, _ = step(saver.restore(jax.eval_shape(lambda: state)))
-        assert int(again.global_step) == 3
+        jax.block_until_ready(state)
+        held.set()
+        back = saver.restore(jax.eval_shape(lambda: state))
+        assert np.array_equal(back.params["w"], before)
+        assert np.array_equal(back.slots["m"]["w"], slot)
+        again, _ = step(back)
+        assert int(again.global_step) == 2
 
 
 @pytest.mark.parametrize("compress", [False, True])
