@@ -78,8 +78,11 @@ def translated(error: Exception, verb: str, url: str) -> OSError:
     if status:
         tries = re.search(r"All ([0-9]+) retry attempts", text)
         after = f", {int(tries[1]) + 1} tries in half a minute" if tries else ""
-        kind = BusyError if tries else StoreError
-        return kind(f"{what}: the store did not take it (HTTP {said}{after})")
+        if tries or status == 429 or status >= 500:
+            return BusyError(
+                f"{what}: the store did not take it (HTTP {said}{after}). It is busy or down; run again when it answers"
+            )
+        return StoreError(f"{what}: the store did not take it (HTTP {said}); its own log says why")
     return StoreError(f"{what}: {scrubbed(text)}")
 
 
