@@ -82,7 +82,9 @@ def translated(error: Exception, verb: str, url: str) -> OSError:
             return BusyError(
                 f"{what}: the store did not take it (HTTP {said}{after}). It is busy or down; run again when it answers"
             )
-        return StoreError(f"{what}: the store did not take it (HTTP {said}); its own log says why")
+        # S3 answers so where temporary keys have ended, and says it in a body that a HEAD has not.
+        hint = f"; have the credentials ended? {_LOGIN[scheme]}" if status == 400 else "; its own log says why"
+        return StoreError(f"{what}: the store did not take it (HTTP {said}){hint}")
     return StoreError(f"{what}: {scrubbed(text)}")
 
 
