@@ -71,7 +71,7 @@ def held_names(hyper: Mapping[str, Any]) -> tuple[str, ...]:
     """The slots of the held among some hyperparameters.
 
     Raises:
-        ValueError: Two of them have one name.
+        ValueError: Two of them have one name, or one has that of another argument, beside which it would be shown.
     """
     owner: dict[str, str] = {}
     for argument, value in hyper.items():
@@ -83,6 +83,11 @@ def held_names(hyper: Mapping[str, Any]) -> tuple[str, ...]:
                     "give one of them another name"
                 )
             owner[slot] = argument
+            if not isinstance(hyper.get(value.name, value), Held):
+                raise ValueError(
+                    f"{argument} holds a hyperparameter named {value.name!r}, which is the name of another one here; "
+                    f"give it a name of its own, such as held({argument!r}, …)"
+                )
     return tuple(owner)
 
 

@@ -144,6 +144,8 @@ def leafwise(
         return {name: one if isinstance(one, Slot) else Slot(one) for name, one in given.items()}
 
     def init(params: Params, global_step: Step = 0) -> Slots:
+        for flag in flags.values():
+            flag(params)  # a mask that matches nothing is said here, not at the first step
         fresh: Slots = {name: fresh_slot(name, spec, params, global_step) for name, spec in specs_for(params).items()}
         if aged:
             fresh[START_STEP] = new_start_step(global_step)

@@ -99,12 +99,18 @@ def test_axes_of_muon_that_are_none(axes, says) -> None:
         lambda mask: jstep.schedule_free_adamw(weight_decay_mask=mask),
         lambda mask: jstep.chain(jstep.add_weight_decay(0.1, mask), jstep.scale(-0.1)),
         lambda mask: jstep.lars(0.1, trust_ratio_mask=mask),
+        lambda mask: jstep.partition({"all": jstep.adamw(weight_decay_mask=mask)}, lambda path, leaf: "all"),
     ],
 )
 def test_masks_that_match_nothing_name_the_nearest(make) -> None:
     optimizer = make(["dense/kernle"])
     with pytest.raises(ValueError, match="mask: 'dense/kernle' matches no parameter; nearest: 'dense/kernel'"):
-        jstep.apply_gradients(jstep.TrainState.create(PARAMS, optimizer), GRADS, optimizer)
+        jstep.TrainState.create(PARAMS, optimizer)  # before the first step
+
+
+def test_factors_that_match_nothing_are_said_when_the_state_is_made() -> None:
+    with pytest.raises(ValueError, match="factors: 'dense/kernle' matches no parameter; nearest: 'dense/kernel'"):
+        jstep.TrainState.create(PARAMS, jstep.chain(jstep.adam(), jstep.scale_updates({"dense/kernle": 0.5})))
 
 
 def test_schedule_free_params_of_another_state() -> None:

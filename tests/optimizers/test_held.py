@@ -116,6 +116,12 @@ def test_two_of_one_name_collide_and_say_where() -> None:
         jstep.lookahead(jstep.adam(jstep.held("x", 0.1)), slow_step_size=jstep.held("x", 0.5))
 
 
+def test_a_name_that_another_argument_has_collides_too() -> None:
+    with pytest.raises(ValueError, match=r"learning_rate holds .* named 'weight_decay'.*held\('learning_rate', …\)"):
+        jstep.adamw(jstep.held("weight_decay", 0.1))
+    jstep.adamw(jstep.held("weight_decay", 0.1), weight_decay=jstep.held("learning_rate", 0.1))  # each is shown once
+
+
 def test_a_class_is_no_schedule() -> None:
     with pytest.raises(TypeError, match=r"learning_rate=float: .* got a class"):
         jstep.adam(float)
