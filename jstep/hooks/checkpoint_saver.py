@@ -26,6 +26,9 @@ class CheckpointSaverHook(CadencedHook):
             result, prevents it.
         clock: Seconds; for tests.
 
+    Attributes:
+        prefix: Of the checkpoints' names.
+
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: An argument is not positive.
@@ -51,6 +54,7 @@ class CheckpointSaverHook(CadencedHook):
         self._before_save = _functions(before_save)
         self._directory = None if isinstance(saver, Saver) else saver
         self._saver: Saver | None = saver if isinstance(saver, Saver) else Saver(saver)
+        self.prefix = self._saver.prefix
         self._saved: int | None = None
 
     def begin(self, state: TrainState) -> None:

@@ -27,7 +27,7 @@ class RunInfo:
         saver: The run's Saver, or None.
         constant_metrics: Names of metrics that never change, once the first step is made.
         counter: The run's `StepCounterHook`.
-        evaluations: Those hooks that have `newest`, a pair of a step and results by name, or None.
+        evaluations: The run's `EvaluationHook`s.
     """
 
     last_step: int

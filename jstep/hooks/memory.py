@@ -70,5 +70,5 @@ def set_states(objects: Iterable[Any], kept: Any, where: str = "hooks") -> bool:
         if name in here:
             stop = bool(here[name].set_state(value)) or stop
         else:
-            _logger.info("%s: the checkpoint has the state of %s, which is not among them any more", where, name)
+            _logger.warning("%s: the checkpoint has the state of %s, which is not among them any more", where, name)
     return stop

@@ -51,6 +51,10 @@ class MetricsHook(Hook):
         >>> to_csv = lambda step, values: table.writerow([step, values["loss"]])
         >>> to_json = lambda step, values: print(json.dumps({"step": step, **values}), file=file, flush=True)
         >>> hooks = [jstep.MetricsHook(to_csv), jstep.MetricsHook(to_json, every_n_steps=10, mean=True)]
+
+        Results of evaluations go the same way from `EvaluationHook(evaluate, then=[…])`:
+
+        >>> then = [lambda step, state, results: wandb.log(results, step=step)]
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jstep.core.checks import kind
-from jstep.hooks import CheckpointSaverHook
+from jstep.hooks import CheckpointSaverHook, StepCounterHook
 from jstep.hooks.answers import taken_answer
 from jstep.hooks.cadence import CadencedHook
 from jstep.hooks.hook import NEVER, name_of
@@ -60,7 +60,7 @@ class Around:
 
     def _first(self, first: int, at: At) -> None:
         for hook in self._hooks:
-            if hasattr(hook, "started"):
+            if isinstance(hook, StepCounterHook):
                 self._call(hook, "started", range(first + 1, at.step + 1), at.metrics, at.rows)
             elif hasattr(hook, "after_first_call"):
                 self._call(hook, "after_first_call", at.step)

@@ -16,6 +16,7 @@ from jstep.hooks.step_counter import StepCounterHook
 from jstep.state import TrainState, get_global_step, require_state
 
 _METHODS = ("begin", "after_step", "after_call", "after_last", "end", "close")
+_MORE = ("after_first_call", "before_save", "next_due", "get_state", "set_state", "use_run", "use_writer")
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
@@ -33,10 +34,10 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     for i, hook in enumerate(found):
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
-        for method in (*_METHODS, "after_first_call", "before_save", "next_due", "get_state", "set_state"):
+        for method in (*_METHODS, *_MORE):
             if hasattr(hook, method) and not callable(getattr(hook, method)):
                 raise TypeError(f"hooks[{i}].{method}: must be a function, got {kind(getattr(hook, method))}")
-        if not any(hasattr(hook, method) for method in _METHODS):
+        if not any(hasattr(hook, method) for method in (*_METHODS, *_MORE)):
             way = ""
             if callable(hook):
                 name = getattr(hook, "__name__", "fn")

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jstep.hooks import Hook, LoggingHook, ProgressHook, StepCounterHook, SummarySaverHook
+from jstep.hooks import (
+    CheckpointSaverHook,
+    EvaluationHook,
+    Hook,
+    LoggingHook,
+    ProgressHook,
+    StepCounterHook,
+    SummarySaverHook,
+)
 from jstep.hooks.hook import RunInfo
 from jstep.loop.beginning import Beginning
 from jstep.loop.options import Options
@@ -20,11 +28,16 @@ class Equipment(NamedTuple):
 
     Attributes:
         hooks: All hooks, the user's before the stock ones.
-        saving: The one that saves, or None.
+        saving: The run's own hook that saves, or None.
     """
 
     hooks: list[Any]
     saving: RunSaverHook | None
+
+    @property
+    def all_saving(self) -> list[CheckpointSaverHook]:
+        """All that save, the user's before the run's own."""
+        return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
 
 
 def equipment(
@@ -63,7 +76,7 @@ def equipment(
         saver=begin.saver,
         constant_metrics=constants,
         counter=counter,
-        evaluations=tuple(hook for hook in own if hasattr(hook, "newest")),
+        evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),
     )
     for hook in hooks:
         if hasattr(hook, "use_writer"):

@@ -1,7 +1,7 @@
 """What ends a run early loses no state: it is saved, and it is in the exception."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -9,9 +9,9 @@ from jstep.checkpoint import checkpoint_name
 from jstep.core import trees
 from jstep.core.contexts import own_transfers
 from jstep.distributed import agreement
+from jstep.hooks import CheckpointSaverHook
 from jstep.hooks.values import host
 from jstep.loop.drive import At
-from jstep.loop.saving import RunSaverHook
 
 
 def rescue(
@@ -20,8 +20,7 @@ def rescue(
     start: int | None,
     *,
     during: str,
-    saving: RunSaverHook | None,
-    prefix: str,
+    savers: Sequence[CheckpointSaverHook],
 ) -> None:
     """Puts the last whole state into the exception's `state`, saves it where it can, and notes what happened where.
 
@@ -30,8 +29,7 @@ def rescue(
         at: Where the run is.
         start: The step it began from; None where it had not begun.
         during: What was under way, in words.
-        saving: What saves; None where nothing is to be saved.
-        prefix: Of the checkpoints' names.
+        savers: What saves; none where nothing is to be saved.
     """
     lost = trees.donated_leaf(at.state) is not None
     with contextlib.suppress(AttributeError, TypeError):
@@ -43,13 +41,13 @@ def rescue(
         error.add_note(f"{where}. The state was donated to the step that failed: it is lost.")
         return
     kept = f"the state after step {at.step} is in the exception's `state`"
-    if saving is None or at.step == start:
+    if not savers or at.step == start:
         error.add_note(f"{where}; {kept}.")
         return
-    error.add_note(f"{where}; {kept}{_saved(error, at, saving, prefix)}.")
+    error.add_note(f"{where}; {kept}{_saved(error, at, savers)}.")
 
 
-def _saved(error: BaseException, at: At, saving: RunSaverHook, prefix: str) -> str:
+def _saved(error: BaseException, at: At, savers: Sequence[CheckpointSaverHook]) -> str:
     """Saves it, and says what came of it."""
     if not agreement.is_alone():
         return ", and is not saved: the other processes may be elsewhere"
@@ -58,13 +56,14 @@ def _saved(error: BaseException, at: At, saving: RunSaverHook, prefix: str) -> s
     if _is_past_a_nan(at):
         return ", and is not saved: its loss is not finite"
     try:
-        if not saving.save(at.step, at.state, wait=True):
+        saved = [saver.save(at.step, at.state, wait=True) for saver in savers]
+        if not all(saved):
             return ", and is not saved, as a hook demands"
     except Exception as failure:
         if failure is error or str(failure) == str(error):
             return ", and is not saved"
         return f", and could not be saved: {type(failure).__name__}: {failure}"
-    return f", and is saved as {checkpoint_name(prefix, at.step)}; start the run again to go on"
+    return f", and is saved as {checkpoint_name(savers[-1].prefix, at.step)}; start the run again to go on"
 
 
 def _is_past_a_nan(at: At) -> bool:

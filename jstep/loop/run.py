@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jstep.hooks import memory
+from jstep.hooks import CheckpointSaverHook, memory
 from jstep.hooks.hook import check_step, name_of
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning
@@ -143,30 +143,31 @@ class Run:
 
     def _leave(self) -> NoReturn:
         at = self._at
-        saving = None if self._equipped is None else self._equipped.saving
         when = f"after step {at.step}"
-        if saving is not None:
-            saved = saving.save(at.step, at.state, wait=True)
-            outcome = "is saved; start the run again to go on" if saved else "is not saved, as a hook demands"
+        saved = [hook.save(at.step, at.state, wait=True) for hook in self._savers()]
+        if saved:
+            outcome = "is saved; start the run again to go on" if all(saved) else "is not saved, as a hook demands"
             when = f"{when}, which {outcome}"
         raise self._signals.stopped(when)
+
+    def _savers(self) -> list[CheckpointSaverHook]:
+        return [] if self._equipped is None else self._equipped.all_saving
 
     # Errors.
 
     def _rescue(self, error: BaseException) -> None:
         self._signals.on_first = _no_haste
         at, around = self._at, self._around
-        saving = self._equipped.saving if self._equipped is not None and self._feed is not None else None
+        savers = [] if self._feed is None else self._savers()
         if self._begun is None or around is None:
-            rescue(error, at, None, during="", saving=None, prefix="")
+            rescue(error, at, None, during="", savers=[])
             return
         during = self._during()
         if self._signals.at_once or (self._signals.received is not None and not isinstance(error, Exception)):
-            saving = None  # it is saved, or is not to be
+            savers = []  # it is saved, or is not to be
         if not self._signals.at_once:
             around.last(at, failed=lambda other: None if other is error else error.add_note(f"Besides, {other}"))
-        prefix = self._options.checkpoint_prefix if self._begun.saver is None else self._begun.saver.prefix
-        rescue(error, at, self._begun.step, during=during, saving=saving, prefix=prefix)
+        rescue(error, at, self._begun.step, during=during, savers=savers)
 
     def _during(self) -> str:
         """What was under way, in words that name step and batch."""

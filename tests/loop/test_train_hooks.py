@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +185,6 @@ def test_a_true_result_of_set_state_is_no_step(tmp_path):
 
 
 def test_a_state_whose_hook_is_gone_is_a_line(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
     train(4, hooks=[Remembers()], checkpoint_dir=tmp_path)
     state = train(6, checkpoint_dir=tmp_path)
     assert jstep.global_step(state) == 6

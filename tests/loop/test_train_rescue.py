@@ -69,6 +69,14 @@ def test_the_last_whole_state_is_in_the_exception_and_saved(name, keeps, tmp_pat
         assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
 
 
+def test_a_saver_hook_of_ones_own_saves_too(tmp_path):
+    own = jstep.CheckpointSaverHook(jstep.Saver(tmp_path, prefix="own"), save_steps=3)
+    with pytest.raises(OSError, match="no shard") as caught:
+        train(12, failing(OSError("no shard")), hooks=[own])
+    assert "and is saved as own-5" in note_of(caught.value)
+    assert jstep.Saver(tmp_path, prefix="own").all_steps() == [3, 5]
+
+
 def test_of_several_steps_a_call_all_batches_are_named(tmp_path):
     def batches(step):
         return DATA[step] if step < 6 else {"x": np.ones((4, 3), np.float32)}
