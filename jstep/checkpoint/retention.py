@@ -166,6 +166,7 @@ class Saving:
 
     def __init__(self, keeper: Keeper, manifest: Manifest) -> None:
         self._keeper, self._manifest = keeper, manifest
+        self.saved_at = manifest.saved_at
         self._victims: list[str] = []
         self._kept: Kept | None = None
 

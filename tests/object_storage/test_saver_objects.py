@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from object_states import same, state_at
 
 import jstep
-from jstep.checkpoint.store import object_claim, packs
+from jstep.checkpoint.store import packs
 from jstep.stores import objects
 
 
@@ -124,19 +124,24 @@ def test_retention_deletes_what_is_ours(store):
         assert store.keys(f"run/model-{step}/") == [f"run/model-{step}/notes.txt"]
 
 
-def test_a_step_saved_again_replaces(store, monkeypatch):
-    with jstep.Saver(store.run) as saver:
+def test_a_step_saved_again_replaces(store):
+    now = [1_700_000_000.0]
+    with jstep.Saver(store.run, clock=lambda: now[0]) as saver:
         saver.save(state_at(7, 1))
         saver.save(state_at(7, 2))
         assert same(saver.restore(state_at(0)), state_at(7, 2))
         attempts = {key.split("/")[2] for key in store.keys("run/model-7/data")}
         assert len(attempts) == 2, "a reader may be at the old one"
-        later = object_claim.time.time() + 4000
-        monkeypatch.setattr("jstep.checkpoint.store.object_names.time.time", lambda: later)
+        now[0] += 3601
         saver.save(state_at(8))
         saver.wait()
         assert len({key.split("/")[2] for key in store.keys("run/model-7/data")}) == 1
         assert same(saver.restore(state_at(0), step=7), state_at(7, 2))
+        now[0] += 3601
+        saver.save(state_at(7, 3))
+        saver.wait()
+        assert len({key.split("/")[2] for key in store.keys("run/model-7/data")}) == 1, "two hours old: gone at once"
+        assert same(saver.restore(state_at(0), step=7), state_at(7, 3))
 
 
 def test_leftovers_are_cleared_by_the_next_save(store):

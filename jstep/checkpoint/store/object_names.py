@@ -8,7 +8,6 @@ model-7/data.1795172888-1f0e2d3c/   what one attempt to save it has written
 
 import re
 import secrets
-import time
 from collections.abc import Iterable
 
 from jstep.checkpoint.format.manifest import NAME
@@ -23,9 +22,9 @@ def attempt_of(time_and_number: tuple[int, int]) -> str:
     return f"data.{time_and_number[0]}-{time_and_number[1]:08x}"
 
 
-def new_attempt() -> tuple[int, int]:
+def new_attempt(now: float) -> tuple[int, int]:
     """What no other attempt is named by."""
-    return int(time.time()), secrets.randbits(31)
+    return max(0, int(now)), secrets.randbits(31)
 
 
 def is_attempt(name: str | None) -> bool:
@@ -33,10 +32,10 @@ def is_attempt(name: str | None) -> bool:
     return name is not None and _ATTEMPT.fullmatch(name) is not None
 
 
-def is_old(attempt: str) -> bool:
+def is_old(attempt: str, now: float) -> bool:
     """Whether an attempt began more than an hour ago: nobody writes it any more, and nobody reads it."""
     match = _ATTEMPT.fullmatch(attempt)
-    return match is not None and match[1] is not None and time.time() - int(match[1]) > HOUR
+    return match is not None and match[1] is not None and now - int(match[1]) > HOUR
 
 
 class Checkpoints:

@@ -57,7 +57,7 @@ class ObjectStore(ObjectReader):
         """As `Store.save`."""
         process, count = jax.process_index(), jax.process_count()
         name = self._name(path)
-        attempt = _agreed_attempt()
+        attempt = _agreed_attempt(commit.saved_at)
         blocks = own_blocks(arrays, packs.PACK)
 
         def look() -> bytes:
@@ -84,7 +84,7 @@ class ObjectStore(ObjectReader):
             with self._never_failing():
                 commit.committed()
                 if not self._forbidden:
-                    self._tidy(Checkpoints(keys, self._prefix), name, attempt)
+                    self._tidy(Checkpoints(keys, self._prefix), name, attempt, commit.saved_at)
         finally:
             self._keys = None
 
@@ -107,23 +107,23 @@ class ObjectStore(ObjectReader):
             self._objects.delete(key, stamp)
             raise
 
-    def _tidy(self, listed: Checkpoints, new: str, attempt: str) -> None:
+    def _tidy(self, listed: Checkpoints, new: str, attempt: str, now: float) -> None:
         """Clears what the new manifest has replaced, and what saves that were cut short have left."""
         for name, attempts in listed.attempts.items():
             if name == new and name not in listed.committed:
                 victims = [old for old in attempts if old != attempt]
             elif name == new:  # a reader may be at what was replaced
-                victims = [old for old in attempts if old != attempt and names.is_old(old)]
+                victims = [old for old in attempts if old != attempt and names.is_old(old, now)]
             elif name in listed.committed:
-                victims = self._old_ones(name, list(attempts))
+                victims = self._old_ones(name, list(attempts), now)
             else:  # a list is no evidence: only the store itself says that there is no manifest
                 gone = self._objects.read(f"{name}/{_manifest.NAME}").data is None
                 victims = list(attempts) if gone else []
             self._delete([key for victim in victims for key in attempts[victim]])
 
-    def _old_ones(self, name: str, attempts: Sequence[str]) -> list[str]:
+    def _old_ones(self, name: str, attempts: Sequence[str], now: float) -> list[str]:
         """Attempts of a checkpoint that is there, of more than an hour ago, that are not what it consists of."""
-        old = [attempt for attempt in attempts if names.is_old(attempt)]
+        old = [attempt for attempt in attempts if names.is_old(attempt, now)]
         if len(attempts) < 2 or not old:
             return []
         data = self.manifest(self.path(name)).data
@@ -187,9 +187,9 @@ class ObjectStore(ObjectReader):
             self._claimed = None
 
 
-def _agreed_attempt() -> str:
+def _agreed_attempt(now: float) -> str:
     """The name of a new attempt, the same on all processes."""
-    attempt = names.new_attempt()
+    attempt = names.new_attempt(now)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 

@@ -28,6 +28,9 @@ class DamagedError(CheckpointError):
 class Commit(Protocol):
     """The end of a save, in two parts. Both are called on the first process, in the background, in this order."""
 
+    saved_at: float
+    """When the save began, by the Saver's clock."""
+
     def seal(self, files: Files) -> Manifest:
         """The manifest of what was written, to be put in its place as the last thing."""
 
