@@ -17,26 +17,31 @@ def norm_of(arrays: Sequence[Array], axes: Any = None) -> Array:
     Finite wherever that dtype can hold it: only where a square overflowed is everything scaled by a power of two and
     squared again. Its derivative at zero is zero.
     """
-    plain = root(_squares(arrays, axes, 0))
+    plain = root(_squares(arrays, axes))
+    overflowed = jnp.any(jnp.isinf(plain))
     shift = 100 if plain.dtype.itemsize == 4 else 600
 
     # Of numbers within ±2¹²⁸ some must exceed 2⁵⁰ for a sum of squares to overflow. Scaled by 2⁻¹⁰⁰ the largest is
     # below 2²⁸, and what is lost at the lower end is too small to count.
     def again(arrays: Sequence[Array]) -> Array:
-        scaled = root(_squares(arrays, axes, shift)) * jnp.asarray(2.0**shift, plain.dtype)
+        scaled = root(_squares(arrays, axes, plain, shift)) * jnp.asarray(2.0**shift, plain.dtype)
         return jnp.where(jnp.isinf(plain), scaled, plain)
 
-    return jax.lax.cond(jnp.any(jnp.isinf(plain)), again, lambda arrays: plain, list(arrays))
+    return jax.lax.cond(overflowed, again, lambda arrays: plain, list(arrays))
 
 
-def _squares(arrays: Sequence[Array], axes: Any, shift: int) -> Array:
+def _squares(arrays: Sequence[Array], axes: Any, norm: Array | None = None, shift: int = 0) -> Array:
+    """Σ |x|²; where a norm > 0 is given, of x·2^−shift."""
     total: Array | None = None
-    for x in arrays:
+    for i, x in enumerate(arrays):
         parts = [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
         for part in parts:
             part = part.astype(trees.compute_dtype(part.dtype))
-            # Behind a barrier, or XLA would make of (x·s)² a product x²·s².
-            part = jax.lax.optimization_barrier(part * jnp.asarray(2.0**-shift, part.dtype)) if shift else part
+            if norm is not None:
+                # Always 2^−shift, which XLA does not know: of a constant it would make of (x·s)² a product x²·s², and
+                # of one that leaves of a shape share an array.
+                known = jnp.any(norm > jnp.asarray(-i, norm.dtype))
+                part = part * jnp.where(known, jnp.asarray(2.0**-shift, part.dtype), jnp.ones((), part.dtype))
             square = jnp.sum(jnp.square(part), axis=axes, keepdims=axes is not None)
             if total is None:
                 total = square

@@ -101,6 +101,8 @@ def lookup(table: Any, ids: Any) -> Array:
 
     Source: `tf.nn.embedding_lookup`, whose gradient is a `tf.IndexedSlices`.
     """
+    if not trees.is_array(table) and hasattr(table, "__jax_array__"):
+        table = table.__jax_array__()  # a variable in a box, of Flax NNX
     if not (trees.is_array(table) or isinstance(table, list | tuple)):
         raise TypeError(f"table: must be an array of rows, got {kind(table)}")
     found = _active.get()

@@ -105,3 +105,13 @@ BAD = [
 def test_bad_arguments(act: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         act()
+
+
+@pytest.mark.parametrize("optimizer", [jstep.skip_nonfinite(jstep.adam(0.1)), jstep.clip_gradients(by_global_norm=1.0)])
+def test_norms_keep_no_copy_of_a_leaf(optimizer: jstep.Optimizer) -> None:
+    """Not even for the second try of a norm that overflowed, which leaves of one shape could share."""
+    params = {name: jax.ShapeDtypeStruct((1 << 16,), jnp.float32) for name in "abcd"}
+    optimizer = jstep.chain(optimizer, jstep.scale_updates({"*": 0.5}))
+    state = jax.eval_shape(lambda params: jstep.TrainState.create(params, optimizer), params)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    assert step.lower(state, params).compile().memory_analysis().temp_size_in_bytes < 1 << 14

@@ -135,3 +135,15 @@ def test_map_gradients() -> None:
     np.testing.assert_array_equal(mapped["t"].indices, [1, 1])
     with pytest.raises(TypeError, match="fn=3: must be a function"):
         jstep.map_gradients(3, grads)
+
+
+def test_a_table_in_a_box() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    graphdef, boxed = nnx.split(nnx.Embed(6, 2, rngs=nnx.Rngs(0)), nnx.Param)
+
+    def loss(params: Any) -> jax.Array:
+        return jnp.sum(jstep.lookup(nnx.merge(graphdef, params, copy=True).embedding, IDS) ** 2)
+
+    _, grads = jax.jit(jstep.compute_gradients(loss))(boxed)
+    (rows,) = jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, jstep.IndexedSlices))
+    np.testing.assert_array_equal(np.asarray(rows.indices), [1, 4, 1, 5])
