@@ -1,6 +1,8 @@
 """Params + updates."""
 
-from collections.abc import Iterable
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -34,6 +36,19 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     )
 
 
+_OUTSIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_ordered_outside", default=False)
+
+
+@contextlib.contextmanager
+def ordered_outside() -> Iterator[None]:
+    """Within, `written_late` leaves slots as they are: who calls knows the updates that will be added, and orders."""
+    token = _OUTSIDE.set(True)
+    try:
+        yield
+    finally:
+        _OUTSIDE.reset(token)
+
+
 def written_late(slots: Slots, names: Iterable[str], params: Params, updates: Updates) -> Slots:
     """Some slots, ordered after the parameters that `apply_updates` will make.
 
@@ -46,6 +61,8 @@ def written_late(slots: Slots, names: Iterable[str], params: Params, updates: Up
         params: The parameters.
         updates: The updates that will be added to them.
     """
+    if _OUTSIDE.get():
+        return slots
     leaves, treedef = trees.flatten(params)
     found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
     late = {}

@@ -193,7 +193,7 @@ def leafwise(
             for name, value in new_slots.items():
                 mine[name][i] = value
         new: Slots = {name: treedef.unflatten(values) for name, values in mine.items()} | kept
-        if is_finished:  # else the chain, which knows the finished ones
+        if is_finished:  # else the chain orders them, which knows the finished ones
             new = written_late(new, late, params, treedef.unflatten(new_updates))
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 

@@ -70,7 +70,7 @@ def _traced_names(fn: Callable[[Step], Iterable[str]]) -> list[str]:
 
 def late_slots(optimizer: Optimizer) -> tuple[str, ...]:
     """The slots of an element of a chain that are to be written after the parameters."""
-    return optimizer.init.late if isinstance(optimizer.init, Init) and not optimizer.init.finished else ()
+    return optimizer.init.late if isinstance(optimizer.init, Init) else ()
 
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:

@@ -119,3 +119,18 @@ def test_schedule_free_params_of_another_state() -> None:
         jstep.schedule_free_params(state)
     with pytest.raises(TypeError, match="must be a TrainState"):
         jstep.schedule_free_params({"w": 1.0})
+
+
+def test_masks_in_a_partition_speak_of_all_parameters() -> None:
+    """A glob may match leaves of another label alone; one that matches none at all is refused."""
+
+    def made(mask: list[str]) -> jstep.TrainState:
+        decayed = jstep.adamw(weight_decay_mask=mask)
+        optimizer = jstep.partition(
+            {"one": decayed, "other": jstep.sgd(0.1)}, lambda path, leaf: "one" if leaf.ndim == 1 else "other"
+        )
+        return jstep.apply_gradients(jstep.TrainState.create(PARAMS, optimizer), GRADS, optimizer)
+
+    assert jstep.get_slot(made(["*kernel"]), "one/m", "dense/bias") is not None
+    with pytest.raises(ValueError, match="weight_decay_mask: 'kernl' matches no parameter"):
+        made(["kernl"])

@@ -67,6 +67,9 @@ def elementwise() -> dict[str, jstep.Optimizer]:
         )
     }
     return {f"chain-{name}": chain for name, chain in chains.items()} | {
+        "lion-and-decay": jstep.chain(jstep.lion(LR), jstep.decay_weights(0.1)),
+        "chain-in-a-chain": jstep.chain(jstep.chain(jstep.scale_by_lion()), jstep.scale_by_learning_rate(LR)),
+        "master-of-lion": jstep.master_weights(jstep.lion(LR)),
         "sgd-nesterov": jstep.sgd(LR, 0.9, use_nesterov=True, weight_decay=WD),
         "adamw-amsgrad": jstep.adamw(LR, amsgrad=True),
         "adamw-m_dtype": jstep.adamw(LR, m_dtype=jnp.bfloat16),

@@ -1,9 +1,11 @@
 """One optimizer after another."""
 
+import contextlib
+import dataclasses
 import warnings
 
 from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.apply_updates import written_late
+from jstep.optimizers.apply_updates import ordered_outside, written_late
 from jstep.optimizers.merge import check_names, merged_hyperparameters, merged_init
 from jstep.optimizers.names import late_slots, makes_finished_updates, own_slots
 
@@ -55,12 +57,15 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     if climbs:
         warnings.warn(climbs, UserWarning, stacklevel=2)
 
+    late = tuple(name for one in optimizers for name in late_slots(one))
+
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         new: Slots = {}
         for optimizer in optimizers:
-            updates, own = optimizer.update(updates, own_slots(optimizer, slots, params), params, step)
+            mine = own_slots(optimizer, slots, params)
+            with ordered_outside() if late_slots(optimizer) else contextlib.nullcontext():
+                updates, own = optimizer.update(updates, mine, params, step)
             new |= own
-        late = [name for one in optimizers for name in late_slots(one) if name in new]
         return updates, written_late(new, late, params, updates)
 
-    return Optimizer(merged_init(parts), update, merged_hyperparameters(parts))
+    return Optimizer(dataclasses.replace(merged_init(parts), late=late), update, merged_hyperparameters(parts))

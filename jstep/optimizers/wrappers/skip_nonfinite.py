@@ -10,7 +10,7 @@ from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step, ordered_after
-from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.apply_updates import apply_updates, ordered_outside
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.matched import matched_gradients
 from jstep.optimizers.wrapped import wrapped
@@ -78,7 +78,8 @@ def unless_skipped(
     finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step
 ) -> tuple[Updates, Slots]:
     """The update of an optimizer where `finite`; else none, all slots as they are, and start_step a step on."""
-    updates, new_slots = optimizer.update(updates, slots, params, step)
+    with ordered_outside():
+        updates, new_slots = optimizer.update(updates, slots, params, step)
     updates = jax.tree.map(lambda u: _zero_unless(finite, u), updates)
     # The parameters first, while the old slots are still there: see ordered_after.
     moved = jax.lax.optimization_barrier(apply_updates(params, updates))
