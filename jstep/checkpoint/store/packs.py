@@ -142,7 +142,10 @@ def decoded(block: Stored, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any,
         raise ValueError(f"the checksum of bytes [{block.offset}, {block.offset + block.nbytes}) differs")
     expected = math.prod(block.shape) * dtype.itemsize
     if block.zipped:
-        body = zlib.decompressobj().decompress(body, expected + 1)
+        try:
+            body = zlib.decompressobj().decompress(body, expected + 1)
+        except zlib.error as error:
+            raise ValueError(f"{block.array!r} cannot be decompressed: {error}") from None
     if len(body) != expected:
         raise ValueError(f"{len(body)} bytes of {block.array!r} instead of {expected}")
     return np.frombuffer(body, dtype).reshape(block.shape)
