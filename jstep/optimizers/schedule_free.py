@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.types import Array, Optimizer, ScalarOrSchedule, Slots
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
 from jstep.optimizers.age import bias_correction
@@ -217,12 +217,20 @@ def schedule_free_params(state: Any) -> Any:
     for prefix in prefixes:
         beta1 = slots[prefix + "beta1"]
         ys = leaves
-        if prefix + "master" in slots:
-            masters = treedef.flatten_up_to(slots[prefix + "master"])
+        master = _master_around(prefix, slots)
+        if master is not None:
+            masters = treedef.flatten_up_to(slots[master])
             ys = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
         zs = treedef.flatten_up_to(slots[prefix + "z"])
         leaves = [_x(leaf, y, z, beta1) for leaf, y, z in zip(leaves, ys, zs, strict=True)]
     return treedef.unflatten(leaves)
+
+
+def _master_around(prefix: str, slots: Slots) -> str | None:
+    """The slot of the `master_weights` that the optimizer of a prefix is in, the innermost."""
+    parts = prefix.split("/")[:-1]
+    around = ("/".join([*parts[:count], "master"]) for count in range(len(parts), -1, -1))
+    return next((name for name in around if name in slots), None)
 
 
 def _x(leaf: Any, y: Any, z: Any, beta1: Array) -> Any:

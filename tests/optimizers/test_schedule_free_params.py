@@ -1,0 +1,62 @@
+"""The parameters that a schedule-free run is after, wherever its slots lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3), "count": jnp.int32(3), "none": None}
+GRADS = {"kernel": jnp.full((4, 3), 0.3), "bias": jnp.ones(3), "count": None, "none": None}
+
+
+def free() -> jstep.Optimizer:
+    return jstep.schedule_free_adamw(jstep.linear_warmup(0.1, 3))
+
+
+def run(optimizer: jstep.Optimizer, dtype=jnp.float32) -> jstep.TrainState:
+    def cast(tree):
+        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+    state = jstep.TrainState.create(cast(PARAMS), optimizer)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    for _ in range(5):
+        state = step(state, cast(GRADS))
+    return state
+
+
+WRAPPED = {
+    "scope": lambda: jstep.scope("net", free()),
+    "chain": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=100.0), free()),
+    "skip_nonfinite": lambda: jstep.skip_nonfinite(free()),
+    "master_weights": lambda: jstep.master_weights(free()),
+    "master-of-a-scope": lambda: jstep.master_weights(jstep.scope("net", free())),
+    "scope-of-a-master": lambda: jstep.scope("net", jstep.master_weights(free())),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_found_under_scopes_and_wrappers(name: str) -> None:
+    want = jstep.schedule_free_params(run(free()))
+    state = run(WRAPPED[name](), jnp.bfloat16 if "master" in name else jnp.float32)
+    with jax.transfer_guard("disallow"):
+        found = jstep.schedule_free_params(state)
+    for key in ("kernel", "bias"):
+        assert found[key].dtype == state.params[key].dtype
+        np.testing.assert_allclose(
+            found[key], want[key].astype(found[key].dtype), rtol=0.01 if "master" in name else 1e-6
+        )
+        assert not np.array_equal(found[key], state.params[key])
+    assert found["count"] == 3
+    assert found["none"] is None
+
+
+def test_of_a_partition_the_other_leaves_stay() -> None:
+    optimizer = jstep.partition(
+        {"free": free(), "rest": jstep.adamw()}, lambda path, leaf: "free" if leaf.ndim == 2 else "rest"
+    )
+    state = run(optimizer)
+    found = jax.jit(jstep.schedule_free_params)(state)
+    np.testing.assert_allclose(found["kernel"], jstep.schedule_free_params(run(free()))["kernel"], rtol=1e-6)
+    np.testing.assert_array_equal(found["bias"], state.params["bias"])
