@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.meshes import lies_explicitly, on_auto_axes
 from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.held import HELD
 
@@ -67,7 +68,12 @@ def checked(
             signs = [f"{'>' if above else '≥'} {low:g}"] * (low > -math.inf)
             signs += [f"{'<' if below else '≤'} {high:g}"] * (high < math.inf)
             raise ValueError(f"{name}={number}: must be finite" + "".join(f" and {sign}" for sign in signs))
-    return float(value) if isinstance(value, int | float | np.generic | np.ndarray) else value
+    if isinstance(value, int | float | np.generic | np.ndarray):
+        return float(value)
+    if trees.is_traced(value) or not lies_explicitly(value):
+        return value
+    # Made while a mesh with Explicit axes was set: such an array goes with no state, which lies on Auto ones.
+    return on_auto_axes(value) if number is None else float(number)
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
+from jstep.core.meshes import lies_explicitly
 from jstep.core.types import Array
 from jstep.schedules._wide import divmod_scaled
 
@@ -107,6 +108,8 @@ def scalar(name: str, value: Any) -> Any:
         jnp.result_type(value), jnp.integer
     ):
         raise TypeError(f"{name}={value!r}: must be a real number, got dtype {jnp.result_type(value)}")
+    if not trees.is_traced(value) and lies_explicitly(value) and value.is_fully_replicated:
+        return scalar(name, np.asarray(value)[()])  # on Explicit axes it would go with no state: those lie on Auto ones
     return jnp.asarray(value).astype(trees.default_float())
 
 

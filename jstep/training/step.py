@@ -140,6 +140,11 @@ class TrainStep:
                 require_alive(state, error)
             if "Mesh for all inputs should be equal" in str(error):
                 error.add_note("Lay the batch out by jstep.shard_batch, on the mesh that the state lies on.")
+            if "should match the aval mesh" in str(error):
+                error.add_note(
+                    "A step computes on Auto axes. An array that a function of yours closes over, made while a mesh "
+                    "with Explicit axes was set, does not go with them: hand it over as an argument, or in NumPy."
+                )
             raise
         if constants.values:
             metrics.update(constants.arrays())

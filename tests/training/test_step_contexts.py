@@ -87,6 +87,21 @@ def test_arrays_on_explicit_axes_are_taken_as_on_auto_ones() -> None:
     np.testing.assert_allclose(np.asarray(state.params["w"]), np.asarray(params["w"]) - 0.2, atol=0.1)
 
 
+def test_numbers_and_keys_made_while_a_mesh_is_set() -> None:
+    with jax.set_mesh(EXPLICIT):
+        rate, key, shift = jnp.float32(0.1), jax.random.key(0), jnp.ones(2)
+        optimizer = jstep.chain(
+            jstep.add_noise(rate, rate, key),
+            jstep.clip_gradients(by_global_norm=rate),
+            jstep.adamw(jstep.cosine_decay(rate, 10), weight_decay=rate),
+        )
+        state, _ = jstep.minimize(loss_fn, optimizer)(make(optimizer=optimizer), ROWS)
+        with pytest.raises(ValueError, match="aval mesh") as caught:
+            jstep.minimize(lambda p, x: loss_fn({**p, "b": p["b"] + shift}, x), OPTIMIZER)(make(), ROWS)
+    assert "hand it over as an argument" in "".join(caught.value.__notes__)
+    assert int(jstep.minimize(loss_fn, optimizer)(state, ROWS)[0].global_step) == 2  # and outside
+
+
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, CONSTANT], ids=["a schedule", "constants"])
 @pytest.mark.parametrize("how", [{}, HOW], ids=["one device", "a mesh"])
 def test_a_transfer_guard_lets_states_and_numpy_batches_pass(optimizer: jstep.Optimizer, how: Any) -> None:
