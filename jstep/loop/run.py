@@ -63,6 +63,10 @@ class Run:
                     # From inside of whatever was at work, a traceback of many pages would come.
                     raise again.with_traceback(None) from None
                 raise
+            finally:
+                # What refers to the run from its hooks and signals is not to keep its state alive.
+                self._equipped = self._around = self._feed = None
+                self._signals.on_first = _no_haste
 
     def _fed(
         self, batches: Any, begun: Beginning, equipped: Equipment, around: Around, stack: contextlib.ExitStack
@@ -127,8 +131,10 @@ class Run:
         )
 
     def _position(self) -> Any:
-        if self._feed is None or self._begun is None:
+        if self._begun is None:
             return None
+        if self._feed is None:  # no step was made: it is where it was
+            return self._begun.kept.get(POSITION)
         # A batch that was handed out and made no step is to come again.
         return self._feed.position_after(self._at.step - self._begun.step)
 

@@ -20,7 +20,8 @@ def batches(step):
 
 def train(last_step, hooks, state=None, **kwargs):
     kwargs.setdefault("progress", False)
-    return jstep.train(STEP, make_state() if state is None else state, batches, last_step, hooks=hooks, **kwargs)
+    source = kwargs.pop("batches", batches)
+    return jstep.train(STEP, make_state() if state is None else state, source, last_step, hooks=hooks, **kwargs)
 
 
 def rate(state):

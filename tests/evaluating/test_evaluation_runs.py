@@ -55,6 +55,30 @@ def test_a_restart_anywhere_changes_nothing(cut, tmp_path):
     assert same(train(30, steering(VALUES), checkpoint_dir=tmp_path), whole)  # and once more, with nothing to do
 
 
+def test_a_position_stays_where_a_finished_run_evaluates_for_the_first_time(tmp_path):
+    """It is saved again, as what is remembered changes; the loader's position is none of that."""
+
+    class Counted:
+        at = 0
+
+        def __next__(self):
+            self.at += 1
+            return np.ones(2, np.float32)
+
+        def get_state(self):
+            return self.at
+
+        def set_state(self, at):
+            self.at = at
+
+    train(4, [], checkpoint_dir=tmp_path, batches=Counted())
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, then=[jstep.EarlyStopping("loss", 2)])
+    train(4, [hook], checkpoint_dir=tmp_path, batches=Counted())
+    kept = jstep.Saver(tmp_path).extra()
+    assert kept["batches"] == {"value": 4}
+    assert kept["hooks"]["EvaluationHook"]["step"] == 4
+
+
 def test_one_hook_may_serve_several_runs():
     seen = []
     hook = jstep.EvaluationHook(
