@@ -60,8 +60,12 @@ def root(square: Array) -> Array:
 
 def scaled(x: Array, norm: Array, clip_norm: Any) -> Array:
     """The product x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN where the norm is none."""
+    return times(x, *factors(norm, clip_norm))
+
+
+def times(x: Array, first: Array, second: Array) -> Array:
+    """The product x · first · second, one after the other, in float32 at least and rounded to the dtype of x."""
     dtype = trees.compute_dtype(x.dtype)
-    first, second = factors(norm, clip_norm)
     return (x.astype(dtype) * first.astype(dtype) * second.astype(dtype)).astype(x.dtype)
 
 
