@@ -52,6 +52,7 @@ SHARED_TRACES = {
     "optimizers.apply_updates",
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",
+    "optimizers.wrappers.skip_nonfinite",
 }
 """A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself."""
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jstep.clipping import global_norm
 from jstep.core import trees
@@ -92,17 +91,23 @@ def _kept(finite: Array, name: str, old: Any, new: Any, moved: Params) -> Any:
     if name.rsplit("/", 1)[-1] in MOVE_WHEN_SKIPPED:
         return new
 
-    def leaf(before: Array, after: Array, parameter: Any) -> Array:
-        chosen = jnp.where(finite, after, before)
-        return ordered_after(chosen, parameter) if np.shape(parameter) == chosen.shape else chosen
-
     try:
         olds, news = (trees.flatten_like(moved, tree, f"slot {name!r}") for tree in (old, new))
     except ValueError:  # a scalar, or whatever else has not the structure of params
         return jax.tree.map(lambda before, after: jnp.where(finite, after, before), old, new)
-    chosen = [None if o is None else leaf(o, n, p) for o, n, p in zip(olds, news, jax.tree.leaves(moved), strict=True)]
+    chosen = [
+        None if o is None else _chosen(finite, o, n, p)
+        for o, n, p in zip(olds, news, jax.tree.leaves(moved), strict=True)
+    ]
     return trees.structure(moved).unflatten(chosen)
 
 
+@jax.jit  # one trace for all leaves of a shape, as in leafwise
+def _chosen(finite: Array, before: Array, after: Array, parameter: Array) -> Array:
+    chosen = jnp.where(finite, after, before)
+    return ordered_after(chosen, parameter) if parameter.shape == chosen.shape else chosen
+
+
+@jax.jit
 def _zero_unless(finite: Array, update: Array) -> Array:
     return jnp.where(finite, update, jnp.zeros_like(update)) if trees.is_trainable(update) else update
