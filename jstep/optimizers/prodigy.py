@@ -164,4 +164,6 @@ def prodigy_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple
     denominator = jnp.sqrt(v) + h["d"] * h["epsilon"]
     # With ε = 0 a gradient that has always been 0 moves nothing.
     u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
-    return -h["size"] * with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, slots, h), "p0": slots["p0"]}
+    # The new size comes of the length of s: what is ordered after it needs no copy of the old s.
+    s = ages.ordered_after(new_s(g, slots, h), h["size"])
+    return -h["size"] * with_decay(u, p, h), {"m": m, "v": v, "s": s, "p0": slots["p0"]}

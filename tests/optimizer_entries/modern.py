@@ -126,7 +126,6 @@ MODERN = {
         names("d0", "d_coef", *DECAY),
         PRODIGY_SCALARS,
         rate=0.5,
-        copies=2.1,
         alike=5,
     ),
     "ademamix": Entry(
