@@ -122,7 +122,11 @@ class LoggingHook(CadencedHook):
             _logger.log(self._level, "step %d  %s%s", step, text(values), self._speed())
 
     def _speed(self) -> str:
-        if self._counter is None or self._counter.steps_per_sec is None:
+        if self._counter is None:
+            return ""
+        if isinstance(self._counter, StepCounterHook):
+            self._counter.look()
+        if self._counter.steps_per_sec is None:
             return ""
         examples = getattr(self._counter, "examples_per_sec", None)
         rate = f"{self._counter.steps_per_sec:.4g} steps/s"

@@ -101,18 +101,18 @@ class StepCounterHook(CadencedHook):
         elif self._every.due(step):
             self._every.done()
             self._held.append((step, _markers(metrics)))
-            self._look()
+            self.look()
         elif self._held:
-            self._look()
+            self.look()
 
     def after_last(self, step: int, metrics: Metrics) -> None:
         """Waits for the device and takes the last figures."""
         for _, markers in self._held:
             jax.block_until_ready(markers)
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
-        """Counts the steps that the device has finished since the last look."""
+    def look(self) -> None:
+        """Counts the steps that the device has finished since the last look; who shows the figure looks first."""
         finished = []
         while self._held and all(marker.is_ready() for marker in self._held[0][1]):
             finished.append(self._held.popleft()[0])
