@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.meshes import lies_explicitly, on_auto_axes
+from jstep.core.meshes import alike, lies_explicitly, on_auto_axes
 from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.held import HELD
 
@@ -162,10 +162,11 @@ def report(given: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
 
     def hyperparameters(step: Step, /) -> dict[str, Any]:
         make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
-        values = values_at(given, step)
-        return {
-            name: make(value, trees.default_float()) if isinstance(value, float) else value
-            for name, value in values.items()
-        }
+        with alike(step) as step:
+            values = values_at(given, step)
+            return {
+                name: make(value, trees.default_float()) if isinstance(value, float) else value
+                for name, value in values.items()
+            }
 
     return hyperparameters

@@ -15,7 +15,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
-from jstep.core.meshes import lies_explicitly
+from jstep.core.meshes import in_explicit_mesh, lies_explicitly
 from jstep.core.types import Array
 from jstep.schedules._wide import divmod_scaled
 
@@ -37,6 +37,8 @@ def steps(step: Any) -> Array:
             raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the updates applied")
         if value.max() > np.iinfo(dtype).max:
             raise ValueError(f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
+    if value is not None and in_explicit_mesh():
+        step = value  # a state's step lies on Auto axes, which do not go with the mesh that is set
     # The bound is taken before the cast: an unsigned or wider type would otherwise wrap around.
     array = jnp.asarray(step)
     if array.dtype != dtype and np.iinfo(array.dtype).max > np.iinfo(dtype).max:

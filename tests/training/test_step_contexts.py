@@ -102,6 +102,18 @@ def test_numbers_and_keys_made_while_a_mesh_is_set() -> None:
     assert int(jstep.minimize(loss_fn, optimizer)(state, ROWS)[0].global_step) == 2  # and outside
 
 
+def test_what_takes_a_state_eagerly_while_a_mesh_is_set() -> None:
+    ema = jstep.ExponentialMovingAverage(0.9, num_updates=True)
+    optimizer = jstep.schedule_free_adamw(jstep.linear_warmup(0.1, 3))
+    with jax.set_mesh(EXPLICIT):
+        state, _ = jstep.minimize(loss_fn, optimizer)(make(optimizer=optimizer), ROWS)
+        step, params = state.global_step, state.params
+        assert float(optimizer.hyperparameters(step)["learning_rate"]) == float(jstep.linear_warmup(0.1, 3)(step))
+        ema.apply(ema.init(params), params, num_updates=step)
+        jstep.schedule_free_params(state)
+        jstep.apply_updates(params, jstep.gradients(lambda p: jnp.sum(p["w"] ** 2), params))
+
+
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, CONSTANT], ids=["a schedule", "constants"])
 @pytest.mark.parametrize("how", [{}, HOW], ids=["one device", "a mesh"])
 def test_a_transfer_guard_lets_states_and_numpy_batches_pass(optimizer: jstep.Optimizer, how: Any) -> None:
