@@ -100,14 +100,18 @@ def test_any_nesting_knows_its_names_and_keeps_its_structure(plan: Any, params: 
     except ValueError as error:
         check(error, "both have a", "jstep.scope(")  # two of one name: it says so when it is built
         hypothesis.reject()
-    state = jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), params)
+    try:
+        state = jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), params)
+    except ValueError as error:
+        check(error, "matches")  # a mask over leaves that cannot be trained
+        return
     assert sorted(slot_names(optimizer, state.params) or ()) == sorted(state.slots)
     assert len(hyperparameter_names(optimizer)) == len(set(hyperparameter_names(optimizer)))
     grads = jax.tree.map(gradient, params)
     try:
         new = jax.eval_shape(lambda s, g: jstep.apply_gradients(s, g, optimizer), state, grads)
     except ValueError as error:
-        check(error, "No gradients provided" if "gradients" in str(error) else "matches")
+        check(error, "No gradients provided")
         return
     assert kinds(new) == kinds(state)
     slots = {name: tree for name, tree in state.slots.items() if "held" in name.split("/")}
@@ -125,11 +129,11 @@ def test_any_guarded_nesting_skips_and_goes_on(plan: Any) -> None:
         check(error, "both have a")
         hypothesis.reject()
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
-    state = jstep.TrainState.create(params, optimizer)
     try:
+        state = jstep.TrainState.create(params, optimizer)
         first = step(state, grads)
     except ValueError as error:
-        check(error, "No gradients provided")
+        check(error, "No gradients provided" if "gradients" in str(error) else "matches")
         return
     skipped = step(first, {**grads, "a": jnp.full((2, 3), jnp.nan)})
     for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(skipped.params), strict=True):
