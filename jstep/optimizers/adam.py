@@ -80,13 +80,12 @@ def average(old: Array, new: Array, beta: Any) -> Array:
 
 
 def corrections(h: Hyper) -> Hyper:
-    """What takes the bias from m and v: 1/(1−β1^t) and 1/(1−β2^t)."""
-    return {
-        "unbias1": 1 / bias_correction(h["beta1"], h["age"]),
-        "unbias2": 1 / bias_correction(h["beta2"], h["age"]),
-    }
+    """What takes the bias from m and v: 1/(1−β1^t) and 1/(1−β2^t); and both for `direction`, with its ε."""
+    of_m, of_v = bias_correction(h["beta1"], h["age"]), bias_correction(h["beta2"], h["age"])
+    root = jnp.sqrt(of_v)
+    return {"unbias1": 1 / of_m, "unbias2": 1 / of_v, "unbias": root / of_m, "epsilon_hat": root * h["epsilon"]}
 
 
 def direction(m: Array, v: Array, h: Hyper) -> Array:
-    """The direction m̂ / (√v̂ + ε), m̂ and v̂ without their bias."""
-    return h["unbias1"] * m / (jnp.sqrt(h["unbias2"] * v) + h["epsilon"])
+    """The direction m̂ / (√v̂ + ε), m̂ and v̂ without their bias, which is taken once for all elements."""
+    return h["unbias"] * m / (jnp.sqrt(v) + h["epsilon_hat"])

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ def ordered_outside() -> Iterator[None]:
         _OUTSIDE.reset(token)
 
 
-def written_late(slots: Slots, names: Iterable[str], params: Params, updates: Updates) -> Slots:
+def written_late(slots: Slots, names: Sequence[str], params: Params, updates: Updates) -> Slots:
     """Some slots, ordered after the parameters that `apply_updates` will make.
 
     What a parameter is made of may not be overwritten before it, and XLA makes a copy unless data says which comes
@@ -63,7 +63,7 @@ def written_late(slots: Slots, names: Iterable[str], params: Params, updates: Up
         params: The parameters.
         updates: The updates that will be added to them.
     """
-    if _OUTSIDE.get():
+    if _OUTSIDE.get() or not names:
         return slots
     leaves, treedef = trees.flatten(params)
     found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
