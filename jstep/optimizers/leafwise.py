@@ -152,8 +152,8 @@ def leafwise(
         fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
         return fresh | held_slots(hyper)
 
-    on_leaf = _shared_by_leaves_of_a_shape(rule, hyper, sparse=sparse and measure is None)
-    measure_leaf = None if measure is None else _shared_by_leaves_of_a_shape(measure, hyper, sparse=False)
+    on_leaf = _shared_by_leaves_of_a_shape(rule, sparse=sparse and measure is None)
+    measure_leaf = None if measure is None else _shared_by_leaves_of_a_shape(measure, sparse=False)
 
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         gradients = matched_gradients(updates, params)
@@ -238,7 +238,7 @@ def _split(h: Hyper) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
     return floats, jax.lax.optimization_barrier(arrays)
 
 
-def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], hyper: Mapping[str, Any], *, sparse: bool) -> Any:
+def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> Any:
     """The rule with dtypes and rows taken care of, traced and lowered once for all leaves of one shape and flags.
 
     The jit compiles nothing inside a step: it becomes one shared function that XLA inlines. Without it

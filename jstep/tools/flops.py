@@ -5,32 +5,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jstep.tools.nonfinite.sites import Body, Site
+from jstep.tools.nonfinite.sites import MOVES, Body, Site
 
-_FREE = frozenset(
-    [
-        "reshape",
-        "transpose",
-        "broadcast_in_dim",
-        "squeeze",
-        "expand_dims",
-        "slice",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "concatenate",
-        "pad",
-        "rev",
-        "gather",
-        "copy",
-        "copy_p",
-        "convert_element_type",
-        "iota",
-        "optimization_barrier",
-        "split",
-        "bitcast_convert_type",
-        "stop_gradient",
-    ]
-)
+_FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
 """They move numbers and compute none."""
 
 

@@ -12,7 +12,7 @@ _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _OPAQUE = {"shard_map", "pallas_call", "custom_linear_solve", "custom_root"}
 """They hold programs, too, but of pieces of arrays, or to be run in ways of their own: seen from outside."""
 
-HARMLESS = frozenset(
+MOVES = frozenset(
     [
         "reshape",
         "transpose",
@@ -25,6 +25,18 @@ HARMLESS = frozenset(
         "concatenate",
         "pad",
         "rev",
+        "copy",
+        "copy_p",
+        "iota",
+        "optimization_barrier",
+        "split",
+        "stop_gradient",
+    ]
+)
+"""They move numbers and compute none; what is computed with is as it was."""
+
+HARMLESS = MOVES | frozenset(
+    [
         "select_n",
         "neg",
         "abs",
@@ -32,15 +44,12 @@ HARMLESS = frozenset(
         "max",
         "min",
         "clamp",
-        "copy",
-        "copy_p",
         "reduce_max",
         "reduce_min",
         "sort",
         "floor",
         "ceil",
         "round",
-        "iota",
         "real",
         "imag",
         "conj",
@@ -49,14 +58,11 @@ HARMLESS = frozenset(
         "sin",
         "cos",
         "erf",
-        "optimization_barrier",
-        "split",
         "cummax",
         "cummin",
         "argmax",
         "argmin",
         "is_finite",
-        "stop_gradient",
         "sharding_constraint",
         "device_put",
         "name",
