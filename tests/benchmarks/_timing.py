@@ -1,5 +1,6 @@
-"""Interleaved timing: contenders take turns, so that a slow spell of the machine hits all alike."""
+"""Interleaved timing: contenders take turns, in an order drawn anew, so that a slow spell hits all alike."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,10 +19,14 @@ def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, r
     for run in contenders.values():
         jax.block_until_ready(run(max(3, calls // 10)))
     times: dict[str, list] = {name: [] for name in contenders}
+    names, shuffled = list(contenders), random.Random(0)
     for _ in range(rounds):
-        for name, run in contenders.items():
+        # In one fixed order the same one would always follow a heavy neighbour: after a scan of 100 steps the next
+        # thousand calls of any contender take some 10 µs longer.
+        shuffled.shuffle(names)
+        for name in names:
             start = time.perf_counter()
-            jax.block_until_ready(run(calls))
+            jax.block_until_ready(contenders[name](calls))
             times[name].append((time.perf_counter() - start) / calls)
     return times
 
