@@ -22,6 +22,7 @@ from jstep.checkpoint.store import checksums
 from jstep.checkpoint.store.in_flight import IN_FLIGHT
 from jstep.checkpoint.store.listing import TEMPORARY
 from jstep.checkpoint.store.quiet import Quiet
+from jstep.checkpoint.store.stragglers import ToTheEnd
 
 _TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
 
@@ -62,12 +63,7 @@ class _Written:
             self._end(timeout)
 
     def _end(self, timeout: float | None) -> None:
-        errors = []
-        for future in self._futures:
-            try:
-                future.result(timeout=timeout)
-            except Exception as error:
-                errors.append(error)
+        errors = _ended(self._futures, timeout)
         if errors:  # raised when all have ended, so that nobody writes into a folder that is cleared away
             raise errors[0]
         if jax.process_count() > 1:
@@ -78,18 +74,43 @@ class _Written:
             future.cancel()
 
 
+def _ended(futures: Sequence[Any], timeout: float | None = None) -> list[Exception]:
+    """What went wrong, when all of them have ended."""
+    errors = []
+    for future in futures:
+        try:
+            future.result(timeout=timeout)
+        except Exception as error:
+            errors.append(error)
+    return errors
+
+
+class _Arrays(ToTheEnd, ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
+    """Writes `jax.Array`s."""
+
+
+class _NumpyArrays(ToTheEnd, ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
+    """Writes NumPy arrays."""
+
+
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Writes arrays, compressed or not, and on several processes the checksums of what each one wrote."""
 
-    def __init__(self, failure: _Failure, **options: Any) -> None:
-        self._failure = failure
+    def __init__(self, failure: _Failure, begun: list[Any], **options: Any) -> None:
+        self._failure, self._begun = failure, begun
         self._handlers = {flag: ocp.PyTreeCheckpointHandler(use_compression=flag, **options) for flag in (False, True)}
 
     async def async_save(self, directory: Any, args: "SaveArgs") -> list[Any]:
         """Starts to write, in the background."""
         arrays = ocp.args.PyTreeSave(args.arrays)
-        futures = await self._handlers[args.compress].async_save(directory, args=arrays)
-        return [_Written(futures or [], str(directory), self._failure)]
+        try:
+            futures = await self._handlers[args.compress].async_save(directory, args=arrays)
+            return [_Written([*(futures or []), *self._begun], str(directory), self._failure)]
+        except Exception:
+            _ended(self._begun)
+            raise
+        finally:
+            self._begun.clear()
 
     def save(self, directory: Any, args: "SaveArgs") -> None:
         """Not used: `AsyncCheckpointer` calls `async_save`."""
@@ -143,16 +164,17 @@ class Checkpointer:
 
     @_quietly()
     def __init__(self, prefix: str) -> None:
+        begun: list[Any] = []
         registry = ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)),
-            (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+            (jax.Array, _Arrays(begun, enable_write_sharding_file=False)),
+            (np.ndarray, _NumpyArrays(begun, deepcopy_host_arrays=False)),
         )
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
         self._pid = os.getpid()
         self._publish: Callable[[str, str], None] = _nothing
         self._failure = _Failure()
         self._async = ocp.AsyncCheckpointer(
-            Handler(self._failure, type_handler_registry=registry, multiprocessing_options=processes),
+            Handler(self._failure, begun, type_handler_registry=registry, multiprocessing_options=processes),
             # Directories are made within `save`, so that it says at once what is wrong with them.
             async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT, create_directories_asynchronously=False),
             multiprocessing_options=processes,
