@@ -8,8 +8,8 @@ import pytest
 from object_states import state_at
 
 import jstep
-from jstep.checkpoint.store import object_claim, owner
-from jstep.stores import objects
+from jstep.checkpoint.store import object_claim, object_save, owner
+from jstep.stores import Directory, objects
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +126,32 @@ def test_who_lost_the_claim_while_it_committed_takes_it_back(store):
             saver.wait()
         store.watch = None
         assert saver.all_steps() == [1]
+
+
+@pytest.mark.parametrize("beats", ["stopped", "go on", "not permitted"])
+def test_the_others_wait_for_the_first_as_long_as_it_lives(gcs, monkeypatch, beats):
+    """Where its network is down it cannot say how the save ended; without the right to replace it renews nothing."""
+    for name, seconds in {"BEAT": 0.02, "_SILENT": 0.1, "_OTHERS": 1e9}.items():
+        monkeypatch.setattr(object_save, name, seconds)
+    gcs.put("bkt", "run/~claims/model", b'{"beat": %d}' % (beats != "not permitted"))
+    reads = []
+
+    def watch(number):
+        reads.append("~claims" in gcs.seen[-1])
+        with gcs.lock:
+            if beats == "go on":
+                gcs.put("bkt", "run/~claims/model", b'{"beat": %d}' % number)
+            if beats != "stopped" and sum(reads) == 4:
+                gcs.put("bkt", "run/model-1/data.1-a/outcome.json", b'{"failed": ""}')
+
+    gcs.watch = watch
+    nothing = lambda *args: b""  # noqa: E731
+    save = object_save.ObjectSave(Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, (1, 2), (nothing,) * 2)
+    if beats == "stopped":
+        with pytest.raises(jstep.CheckpointError, match="the first process has not said how it ended"):
+            save.wait()
+    else:
+        save.wait()
 
 
 CHILD = """

@@ -19,6 +19,7 @@ from typing import Any
 
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.store import owner
+from jstep.core.contexts import Thread
 from jstep.stores import ABSENT, Directory
 
 BEAT = 10.0
@@ -51,7 +52,7 @@ class ObjectClaim:
         self._stamp = self._take()
         _held[self.id] = self
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=_renew, args=(weakref.ref(self), self._ended), daemon=True)
+        self._thread = Thread(target=_renew, args=(weakref.ref(self), self._ended), daemon=True)
         self._thread.name = f"jstep-claim-{prefix}"
         self._thread.start()
         weakref.finalize(self, self._ended.set)
@@ -62,7 +63,7 @@ class ObjectClaim:
         seen = self._objects.read(key)
         stamp = seen.stamp
         while True:
-            who = _who(seen.data)
+            who = claimant(seen.data)
             if seen.data is None or self._is_free(who):
                 if (mine := self._objects.write_if(key, self._text(), seen.stamp)) is not None:
                     return mine
@@ -116,7 +117,7 @@ class ObjectClaim:
                     self._stamp = stamp
                     return
                 found = self._objects.read(key_of(self._prefix))
-            who = _who(found.data)
+            who = claimant(found.data)
             if who.get("id") == self.id:
                 self._stamp = found.stamp
                 return
@@ -155,7 +156,8 @@ def _renew(claim: "weakref.ref[ObjectClaim]", ended: threading.Event) -> None:
         del held
 
 
-def _who(data: bytes | None) -> dict[str, Any]:
+def claimant(data: bytes | None) -> dict[str, Any]:
+    """Who a claim says has it; empty where it says nothing."""
     try:
         who = json.loads(data or b"{}")
     except ValueError:

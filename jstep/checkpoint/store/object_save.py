@@ -3,7 +3,8 @@
     1. every process writes its packs below data.<attempt>, and then its part: the index of them
     2. the first waits for all parts, asks whether its claim still holds, and writes the manifest on the condition that
        the one it has seen before is still there: from here on the checkpoint exists
-    3. the first tidies up, which never fails the save, and tells the others what became of it
+    3. the first tidies up, which never fails the save, and tells the others what became of it; where its network is
+       down, they see that it no longer renews its claim
 
 A crash before 2 leaves objects that nothing names, which the next save clears.
 """
@@ -11,7 +12,6 @@ A crash before 2 leaves objects that nothing names, which the next save clears.
 import atexit
 import json
 import logging
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -20,14 +20,18 @@ from typing import Any
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.blocks import Block
+from jstep.checkpoint.store.object_claim import BEAT, claimant, key_of
+from jstep.core.contexts import Thread
 from jstep.stores import Directory
 
 OUTCOME = "outcome.json"
 """Where the first process says how a save has ended, to others if there are any."""
 _LEARN = 1800.0
-"""Seconds that the others wait to hear: the first may have much more to write."""
+"""Seconds that the others wait to hear while the first shows that it lives: it may have much more to write."""
+_SILENT = 60.0
+"""Seconds without a sign of life from the first, after which the others give up."""
 _OTHERS = 120.0
-"""Seconds that the first process waits for the others' parts, beside ten times what its own took."""
+"""Seconds that processes wait for each other where there are no signs, beside ten times what their own part took."""
 
 _logger = logging.getLogger("jstep")
 _under_way: "set[ObjectSave]" = set()
@@ -62,7 +66,7 @@ class ObjectSave:
         self._compress, self._process, self._ends = compress, process, ends
         self._error: BaseException | None = None
         _under_way.add(self)  # the interpreter ends when what was saved is there
-        self.thread = threading.Thread(target=self._run, name=f"jstep-save-{name}", daemon=True)
+        self.thread = Thread(target=self._run, name=f"jstep-save-{name}", daemon=True)
         self.thread.start()
 
     def let_go(self) -> None:
@@ -93,7 +97,7 @@ class ObjectSave:
             if index == 0:
                 self._tell("", count)
             else:
-                self._learn()
+                self._learn(time.monotonic() - began)
         except BaseException as error:
             self._error = error
         else:
@@ -110,21 +114,24 @@ class ObjectSave:
         """The records of all objects of this attempt, for the manifest."""
         files: dict[str, dict[str, Any]] = {}
         until = time.monotonic() + _OTHERS + 10 * took
+
+        def is_late() -> bool:
+            return time.monotonic() > until
+
         for index in range(count):
             key = f"part.{index}.json"
-            data = (
-                own if index == 0 else self._polled(f"{self.folder}/{key}", until, f"process {index} has not written")
-            )
+            missing = f"process {index} has not written"
+            data = own if index == 0 else self._polled(f"{self.folder}/{key}", is_late, missing)
             if data.startswith(b'{"failed"'):
                 raise CheckpointError(f"process {index}: {json.loads(data)['failed']}")
             files |= packs.read_index(data)[0]
             files[key] = {"bytes": len(data), "crc32": [f"{zlib.crc32(data):08x}"]}
         return dict(sorted(files.items()))
 
-    def _polled(self, key: str, until: float, missing: str) -> bytes:
+    def _polled(self, key: str, is_late: Callable[[], bool], missing: str) -> bytes:
         pause = 0.02
         while (data := self._objects.read(key).data) is None:
-            if time.monotonic() > until:
+            if is_late():
                 raise CheckpointError(f"{self._objects.at(key)}: {missing}")
             time.sleep(pause)
             pause = min(1.0, 1.5 * pause)
@@ -140,11 +147,33 @@ class ObjectSave:
             except OSError as error:
                 _logger.warning("the other processes do not hear what became of %s: %s", self.folder, error)
 
-    def _learn(self) -> None:
-        until = time.monotonic() + _LEARN
-        data = self._polled(f"{self.folder}/{OUTCOME}", until, "the first process has not said how it ended")
+    def _learn(self, took: float) -> None:
+        signs = _Signs(self._objects, self.folder.partition("/")[0].rpartition("-")[0], _OTHERS + 10 * took)
+        missing = "the first process has not said how it ended"
+        data = self._polled(f"{self.folder}/{OUTCOME}", signs.are_missing, missing)
         if failed := json.loads(data)["failed"]:
             raise CheckpointError(f"on the first process: {failed}")
+
+
+class _Signs:
+    """Signs of life from the first process: it renews its claim, where it may replace objects."""
+
+    def __init__(self, objects: Directory, prefix: str, patience: float) -> None:
+        self._objects, self._key = objects, key_of(prefix)
+        began = time.monotonic()
+        self._until, self._latest, self._next = began + patience, began + _LEARN, began + BEAT
+        self._stamp, self._changed, self._renews = b"", began, False
+
+    def are_missing(self) -> bool:
+        """Whether it has been silent for too long."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + BEAT
+            found = self._objects.read(self._key)
+            if found.stamp != self._stamp:
+                self._renews = bool(self._stamp) or found.data is None or claimant(found.data).get("beat", 0) != 0
+                self._stamp, self._changed = found.stamp, now
+        return now > (min(self._latest, self._changed + _SILENT) if self._renews else self._until)
 
 
 @atexit.register
