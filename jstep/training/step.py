@@ -106,7 +106,7 @@ class TrainStep:
         # for its own result.
         others = (None, None) if kind == "call" else (None,)
         where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, *others)}
-        return jax.jit(function, donate_argnums=(0,) if self.donate else (), **where)
+        return jax.jit(function, donate_argnums=(0,) if self.donate and not _debugs() else (), **where)
 
     def _for(self, state: Any, args: Any, kind: str = "call") -> Any:
         """The program for where state and rows lie: its call gives the parts, or `kind="whole"` state and metrics."""
@@ -115,7 +115,7 @@ class TrainStep:
             require_alive(state)  # of a state on a mesh JAX would not say it, but crash
             if self._pure.looks_at_rows:
                 rows = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), args)
-        key = (kind, *((trees.structure(tree), tuple(jax.tree.leaves(tree))) for tree in (shardings, rows)))
+        key = (kind, _debugs(), *((trees.structure(tree), tuple(jax.tree.leaves(tree))) for tree in (shardings, rows)))
         if key not in self._programs:
             self._programs[key] = self._jit(kind, rows, shardings)
         return self._programs[key]
@@ -137,6 +137,12 @@ class TrainStep:
             state, metrics, constants = self._run(program, state, args)
         except (RuntimeError, ValueError) as error:
             if "delete" in str(error) or "donate" in str(error):
+                if _of_a_nan(error):
+                    raise FloatingPointError(
+                        "the step made a NaN or an infinity, and where cannot be said any more: the state it was given "
+                        "is donated. Set jax_debug_nans before the run's first step, which then donates nothing, or "
+                        "ask jstep.find_nonfinite(train_step, state, ...)"
+                    ) from error
                 require_alive(state, error)
             if "Mesh for all inputs should be equal" in str(error):
                 error.add_note("Lay the batch out by jstep.shard_batch, on the mesh that the state lies on.")
@@ -201,6 +207,18 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"<jstep.TrainStep {self.__name__}, donate={self.donate}>"
+
+
+def _debugs() -> bool:
+    """Whether JAX computes a step that made a NaN once more, operation by operation: of what was not donated."""
+    return bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+
+
+def _of_a_nan(error: BaseException | None) -> bool:
+    """Whether JAX raised it while it looked for the operation that made a NaN."""
+    while error is not None and "FloatingPoint" not in type(error).__name__:
+        error = error.__context__
+    return error is not None
 
 
 def _mesh_shardings(state: Any) -> Any:

@@ -173,3 +173,22 @@ def test_the_loop_on_a_mesh_passes_a_transfer_guard() -> None:
             step, state, lambda n: ROWS, 4, steps_per_call=2, batch_sharding=rows, hooks=hooks, progress=False
         )
     assert jstep.global_step(state) == 4
+
+
+def test_a_nan_is_found_although_steps_donate() -> None:
+    """JAX computes the step again, operation by operation, of the arguments: they must be there still."""
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda params, x: jnp.sum(jnp.log(params["w"] * x)), optimizer)
+    before = jstep.TrainState.create({"w": np.ones(2, np.float32)}, optimizer)
+    ones = np.ones(2, np.float32)
+    state, _ = step(before, ones)
+    assert before.params["w"].is_deleted()
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match=r"is donated. Set jax_debug_nans .* jstep.find_nonfinite"):
+            step(state, -ones)
+        with pytest.raises(RuntimeError, match="was donated to an earlier step"):
+            step(before, ones)
+        state, _ = step(jstep.TrainState.create({"w": ones}, optimizer), ones)
+        with pytest.raises(FloatingPointError, match="encountered in log"):
+            step(state, -ones)
+    assert not state.params["w"].is_deleted()
