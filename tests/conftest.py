@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,6 +14,15 @@ os.environ.setdefault("NPROC", "64")
 import hypothesis
 import jax
 import pytest
+
+# Compiling is what the tests spend their time on, and a third of it remains where XLA takes no pains with what it
+# makes. `XLA_FLAGS= pytest` tests with the code that users run. Flags come and go with jaxlib, which aborts at one it
+# does not know: so they are tried first, once, in another process. Processes that tests start inherit them.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+if "XLA_FLAGS" not in os.environ:
+    tried = [sys.executable, "-c", "import jax; jax.devices()"]
+    known = subprocess.run(tried, env=os.environ | {"XLA_FLAGS": QUICK}, capture_output=True, timeout=300, check=False)
+    os.environ["XLA_FLAGS"] = QUICK if known.returncode == 0 else ""
 
 # Several folders have a conftest.py; as modules to look for doctests in, their names would clash.
 collect_ignore_glob = ["*conftest.py"]

@@ -56,7 +56,7 @@ def free_address():
 def start(script, count, directory, *args, devices=4):
     """Starts `count` processes with 4 devices in all; the script finds what PRELUDE makes."""
     address = free_address()
-    flags = f"--xla_force_host_platform_device_count={devices // count}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices // count}"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
     code = PRELUDE + textwrap.dedent(script)
     return [

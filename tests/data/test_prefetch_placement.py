@@ -109,7 +109,7 @@ class TestPlacement:
             (item,) = prefetch_to_device([np.arange(8)], sharding=sharding)
             assert [s.data.tolist() for s in item.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
         """
-        env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+        env = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"}
         subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60, env=env)
 
     def test_over_processes_each_gives_its_own_rows(self):

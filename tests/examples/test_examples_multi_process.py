@@ -7,7 +7,10 @@ from programs import finished
 
 
 def test_a_killed_run_that_is_started_again_ends_with_the_same_weights():
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
+    }
     done = finished("multi_process.py", "--steps", 80, "--heartbeat", 5, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert "The final weights match an undisturbed run" in done.stdout

@@ -1,5 +1,6 @@
 """What the tests of the contract share."""
 
+import functools
 from typing import Any
 
 import jax
@@ -40,5 +41,30 @@ def same(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.floating)))
 
 
+PARAMS = {"a": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, -0.5])}
+
+
+def gradients(scale: float) -> Any:
+    """Of PARAMS."""
+    return {"a": scale * jnp.array([[0.5, 0.25], [-1.0, 0.125]]), "b": scale * jnp.array([2.0, -0.5])}
+
+
 def of(name: str, rate: Any = None) -> jstep.Optimizer:
-    return TABLE[name].make(TABLE[name].rate if rate is None else rate)
+    return _of_the_table(name) if rate is None else TABLE[name].make(rate)
+
+
+# Compiling is what these tests spend their time on. conftest.py has all tests of an optimizer follow each other, and
+# what several of them compile is compiled once; two are kept, as some tests are between two.
+@functools.lru_cache(maxsize=2)
+def _of_the_table(name: str) -> jstep.Optimizer:
+    return TABLE[name].make(TABLE[name].rate)
+
+
+@functools.lru_cache(maxsize=2)
+def step_of(name: str) -> Any:
+    """The compiled step of an optimizer of the table."""
+    return compiled(of(name))
+
+
+def compiled(optimizer: jstep.Optimizer) -> Any:
+    return jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))

@@ -7,20 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import each, kinds, mixed_gradients, mixed_params, of, same
+from contract import (
+    PARAMS,
+    compiled,
+    each,
+    gradients,
+    kinds,
+    mixed_gradients,
+    mixed_params,
+    of,
+    same,
+    step_of,
+)
 from optimizer_table import TABLE
 
 import jstep
-
-PARAMS = {"a": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, -0.5])}
-
-
-def gradients(scale: float) -> Any:
-    return {"a": scale * jnp.array([[0.5, 0.25], [-1.0, 0.125]]), "b": scale * jnp.array([2.0, -0.5])}
-
-
-def compiled(optimizer: jstep.Optimizer) -> Any:
-    return jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -34,8 +35,7 @@ CLOCKLESS = [name for name, entry in TABLE.items() if not entry.by_step]
 
 @pytest.mark.parametrize("name", CLOCKLESS)
 def test_fresh_slots_at_step_10000_are_fresh(name: str) -> None:
-    optimizer = of(name)
-    step = compiled(optimizer)
+    optimizer, step = of(name), step_of(name)
     early, late = (jstep.TrainState.create(PARAMS, optimizer, start) for start in (0, 10_000))
     for scale in (1.0, -0.5, 0.75):
         early, late = step(early, gradients(scale)), step(late, gradients(scale))
@@ -62,8 +62,7 @@ def test_a_skipped_step_leaves_no_trace_but_the_steps(name: str) -> None:
 
 @each
 def test_a_restart_changes_no_bit(name: str, tmp_path: Path) -> None:
-    optimizer = of(name)
-    step = compiled(optimizer)
+    optimizer, step = of(name), step_of(name)
     state = jstep.TrainState.create(PARAMS, optimizer)
     through = state
     for scale in (1.0, -0.5):
@@ -112,13 +111,11 @@ def test_two_halves_with_labels_that_begin_alike(name: str) -> None:
 
 @each
 def test_rows_named_by_a_sparse_gradient_move_as_by_a_dense_one(name: str) -> None:
-    optimizer = of(name)
-    step = compiled(optimizer)
-    table = {"a": jnp.arange(1.0, 9.0).reshape(4, 2), "b": jnp.array([0.5, -0.5])}
-    state = jstep.TrainState.create(table, optimizer)
-    rows = jstep.IndexedSlices(jnp.array([[1.0, 2.0], [0.5, -1.0], [1.0, 1.0]]), jnp.array([2, 0, 2]), (4, 2))
+    optimizer, step = of(name), step_of(name)
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    rows = jstep.IndexedSlices(jnp.array([[1.0, 2.0], [1.0, 1.0]]), jnp.array([1, 1]), (2, 2))
     grads = {"a": rows, "b": jnp.array([0.25, 1.0])}
     sparse, dense = step(state, grads), step(state, grads | {"a": rows.to_dense()})
     assert kinds(sparse) == kinds(dense) == kinds(state)
-    np.testing.assert_allclose(sparse.params["a"][jnp.array([0, 2])], dense.params["a"][jnp.array([0, 2])], rtol=1e-5)
+    np.testing.assert_allclose(sparse.params["a"][1], dense.params["a"][1], rtol=1e-5)
     np.testing.assert_allclose(sparse.params["b"], dense.params["b"], rtol=1e-5)

@@ -9,7 +9,7 @@ from optimizer_table import TABLE
 
 import jstep
 
-LEAVES, LEAF = 16, (256, 256)
+LEAVES, LEAF = 8, (256, 256)
 BYTES = LEAVES * 4 * 256 * 256
 
 

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import each, kinds, of
+from contract import each, kinds, of, step_of
 from optimizer_table import TABLE
 
 import jstep
@@ -19,7 +18,7 @@ def test_x64_keeps_float64_and_float32_apart(name: str) -> None:
     params = {"a": np.array([1.0, 2.0]), "b": np.array([3.0], np.float32)}
     before = jstep.TrainState.create(params, optimizer)
     grads = {"a": np.array([0.1, 0.2]), "b": np.array([0.3], np.float32)}
-    after = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(before, grads)
+    after = step_of(name)(before, grads)
     assert after.global_step.dtype == jnp.int64
     assert kinds(before) == kinds(after)
     assert after.params["a"].dtype == jnp.float64
@@ -36,7 +35,7 @@ def test_low_precision_params_are_updated_in_float32(name: str, dtype: Any) -> N
     """One update of a low-precision leaf is the float32 update, rounded once."""
     optimizer = of(name)
     low, grad = jnp.array([1.0, -2.0, 0.375], dtype), jnp.array([0.5, 0.03125, -4.0], dtype)
-    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
+    step = step_of(name)
     state = step(jstep.TrainState.create({"a": low}, optimizer), {"a": grad})
     wide = step(jstep.TrainState.create({"a": low.astype(jnp.float32)}, optimizer), {"a": grad.astype(jnp.float32)})
     assert state.params["a"].dtype == dtype

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import each, kinds, mixed_gradients, mixed_params, of, same
+from contract import each, kinds, mixed_gradients, mixed_params, of, same, step_of
 from optimizer_entries.entry import MADE_AT
 from optimizer_table import TABLE
 
@@ -57,7 +57,7 @@ def check_slot(state: jstep.TrainState, slot: str, initial: float | str) -> None
 def test_structure_dtype_and_untrained_leaves_are_kept(name: str) -> None:
     optimizer = of(name)
     before = jstep.TrainState.create(mixed_params(), optimizer)
-    step, after = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer)), before
+    step, after = step_of(name), before
     for _ in range(TABLE[name].idle + 1):
         after = step(after, mixed_gradients())
     assert jax.tree.structure(before) == jax.tree.structure(after)
@@ -75,7 +75,7 @@ def test_update_is_pure_and_the_same_compiled_or_not(name: str) -> None:
     before = jstep.TrainState.create(mixed_params(), optimizer)
     copy = jax.tree.map(lambda x: x.copy(), before)
     eager = jstep.apply_gradients(before, mixed_gradients(), optimizer)
-    compiled = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(before, mixed_gradients())
+    compiled = step_of(name)(before, mixed_gradients())
     assert jax.tree.all(jax.tree.map(same, before, copy))
     eager, compiled = (s.replace(params=s.params | {"key": None}) for s in (eager, compiled))
     for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
@@ -84,9 +84,8 @@ def test_update_is_pure_and_the_same_compiled_or_not(name: str) -> None:
 
 @each
 def test_a_leaf_without_gradient_keeps_value_and_slots(name: str) -> None:
-    optimizer = of(name)
-    step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
-    before = step(jstep.TrainState.create(mixed_params(), optimizer), mixed_gradients())
+    step = step_of(name)
+    before = step(jstep.TrainState.create(mixed_params(), of(name)), mixed_gradients())
     grads = mixed_gradients(2.0)
     grads["a"] = grads["b"]["scalar"] = None
     after = step(before, grads)
