@@ -1,11 +1,13 @@
 """Which operation made the first NaN."""
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import contexts, trees
 from jstep.core.checks import as_function
@@ -24,8 +26,8 @@ class NonFinite:
     Attributes:
         primitive: The operation, such as `log`.
         source: The line that it comes from, such as "model.py:12 (loss_fn)".
-        where: What it is inside of, from the outermost in, such as "jit(loss_fn), scan iteration 3"; empty where
-            it is in none.
+        where: What it is inside of, from the outermost in, such as "jit(loss_fn), scan iteration 3" or
+            "shard_map (data 2)"; empty where it is in none.
         inputs: The range of each of its operands.
         outputs: The range of each of its results.
         reaches: Whether a result of the function is non-finite as well; else something, a `where` for instance, hides
@@ -53,9 +55,9 @@ class NonFinite:
 def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     """The first operation in `fn(*args)` that makes a NaN or an infinity of finite numbers.
 
-    The function is traced, and run once with a look at every result, also inside jit, scan, while, cond, remat and
-    custom derivatives; what it is made of is then evaluated up to that operation. Of a step that `minimize` returned,
-    that is the loss, its gradient and the update; nothing is donated and nothing changes.
+    The function is traced, and run once with a look at every result, also inside jit, scan, while, cond, remat,
+    shard_map and custom derivatives; what it is made of is then evaluated up to that operation. Of a step that
+    `minimize` returned, that is the loss, its gradient and the update; nothing is donated and nothing changes.
 
     Infinities among the user's constants (a mask of −inf) are no finding, but a NaN that is made of them is one. A
     number that a `where` hides afterwards is a finding (its derivative often does not hide it); `reaches` tells.
@@ -97,8 +99,18 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     # The user's switches are for the user's function; here NaNs are what is sought.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
         closed = jax.make_jaxpr(traced)(*given)
-        with contexts.own_transfers():
+        with contexts.own_transfers(), _mesh_of(given):
             return _found(body_of(closed), given)
+
+
+def _mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The mesh with Explicit axes that the arguments lie on.
+
+    A compiled call takes it from them; a single operation has to be told.
+    """
+    meshes = [array.sharding.mesh for array in arrays if isinstance(getattr(array, "sharding", None), NamedSharding)]
+    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    return jax.set_mesh(explicit[0]) if explicit and jax.sharding.get_mesh().empty else contextlib.nullcontext()
 
 
 def _found(body: Body, given: list[Any]) -> NonFinite | None:

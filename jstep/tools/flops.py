@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jstep.tools.nonfinite.shards import shard_counts
 from jstep.tools.nonfinite.sites import MOVES, Body, Site
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
@@ -55,6 +56,9 @@ def _of_site(site: Site) -> Work:
     inner = [work_of(body) for body in site.bodies]
     if site.kind == "call":
         return inner[0]
+    if site.kind == "shard_map":
+        shards = math.prod(shard_counts(site).values())
+        return inner[0].times(shards, shards)
     if site.kind == "cond":
         return max(inner, key=lambda work: work.all)
     if site.kind == "while":

@@ -69,6 +69,20 @@ def test_a_step_of_ones_own_and_a_loop_of_unknown_length():
     assert "1 loops of unknown length" in str(cost)
 
 
+def test_a_loop_on_shards():
+    mesh = jax.make_mesh((8,), ("data",))
+    spec = PartitionSpec("data")
+    loop = jax.shard_map(
+        lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=10)[0],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    x = jax.ShapeDtypeStruct((8 * SIDE, SIDE), jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+    cost = jstep.cost(lambda state, x: (state, loop(x)), state(), x)
+    assert cost.flops == pytest.approx(10 * 2 * SIDE**3, rel=0.05)
+
+
 def test_on_a_mesh():
     mesh = jax.make_mesh((8,), ("data",))
     rows = jstep.shard_batch(np.ones((ROWS, SIDE), np.float32), mesh)

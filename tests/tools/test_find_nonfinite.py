@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jstep
 
@@ -110,6 +111,44 @@ def test_while():
         lambda x: jax.lax.while_loop(lambda c: jnp.log(2 - c) > -9, lambda c: c + 1, x), np.float32(0)
     )
     check(found, "log", here(-2), "while condition iteration 2")
+
+
+def test_an_overflow_by_a_constant_in_a_loop():
+    """XLA makes (c · a) · b one product with a · b."""
+    found = jstep.find_nonfinite(lambda x: jax.lax.scan(lambda c, _: (c * 3e37, None), x, None, length=2)[0], X)
+    check(found, "mul", here(-1), "scan iteration 1")
+
+
+def test_a_reduction_of_ones_own_is_an_operation():
+    assert jstep.find_nonfinite(lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b * 0.5, (0,)), X + 1) is None
+    found = jstep.find_nonfinite(lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b * 1e20, (0,)), X + 1)
+    check(found, "reduce", here(-1))
+    assert [str(one) for one in found.inputs] == ["float32[3] from 1 to 3", "float32[] 1"]
+
+
+def test_inside_of_a_shard_map():
+    mesh = jax.make_mesh((4,), ("data",))  # with Explicit axes
+    x = np.ones((4, 3), np.float32)
+    x[3] = 0
+
+    def pipeline(w, x):
+        def stage(c, t):
+            c = jax.lax.cond(t == 2, lambda c: jnp.sqrt(c * w), lambda c: c * w, c)
+            return jax.lax.ppermute(c, "data", [(0, 1), (1, 2), (2, 3), (3, 0)]), None
+
+        return jax.lax.psum(jax.lax.scan(stage, x, jnp.arange(3))[0].sum(), "data")
+
+    shards = jax.shard_map(
+        pipeline, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec()
+    )
+    placed = [
+        jax.device_put(one, jax.NamedSharding(mesh, PartitionSpec(*axes)))
+        for one, axes in [(np.float32(2), ()), (x, ("data",))]
+    ]
+    found = jstep.find_nonfinite(jax.grad(shards), *placed)
+    # What was the shard 3's is the shard 1's after two exchanges; the root of 0 is finite, its derivative is not.
+    check(found, "div", here(-14), "shard_map (data 1), scan iteration 2, cond branch 1")
+    assert [str(one) for one in found.inputs] == ["float32[] 0.5", "float32[1,3] all 0"]
 
 
 def test_custom_derivatives():

@@ -1,4 +1,4 @@
-"""A loop again, compiled, with a look at every result in it: the first iteration that makes a non-finite number."""
+"""A loop or a shard_map again, compiled, with a look at every result: the first that is not finite, and when."""
 
 import functools
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
+from jstep.tools.nonfinite.shards import manual_axes, mapped
 from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, walk
 
 NONE = 2**31 - 1
@@ -41,15 +42,17 @@ class Look:
 
     def __init__(self, site: Site, *, operands: bool) -> None:
         self.site, self._operands = site, operands
+        # What each shard adds to its numbers, so that JAX knows that they are each shard's own.
+        self._own: Any = 0
         self._loops = max(one.depth + 1 for one in [site, *(one for body in site.bodies for one in walk(body))])
 
     def __call__(self, values: list[Any], depends: tuple[bool, ...]) -> tuple[list[Any], First]:
         """The results, and the first operation; to be traced."""
-        ins = [_Var(value, on) for value, on in zip(values, depends, strict=True)]
+        ins = _vars(values, depends)
         return getattr(self, f"_{self.site.kind}")(self.site, ins)
 
     def _none(self) -> First:
-        return First(jnp.int32(NONE), jnp.zeros(self._loops, jnp.int32))
+        return First(jnp.int32(NONE) + self._own, jnp.zeros(self._loops, jnp.int32) + self._own)
 
     def _run(self, body: Body, args: list[_Var]) -> tuple[list[_Var], First]:
         env: dict[Any, _Var] = {}
@@ -71,7 +74,7 @@ class Look:
                 results, first = getattr(self, f"_{site.kind}")(site, ins)
                 found.append(first)
             env.update(zip(site.eqn.outvars, (_Var(result, depends) for result in results), strict=True))
-        found.append(self._none()._replace(number=flags.first()))
+        found.append(self._none()._replace(number=flags.first() + self._own))
         return [value(atom) for atom in body.jaxpr.outvars], self._least(found)
 
     def _least(self, found: list[First]) -> First:
@@ -81,6 +84,28 @@ class Look:
         numbers = jnp.stack([one.number for one in found])
         which = jnp.argmin(numbers)
         return First(numbers[which], jnp.stack([one.at for one in found])[which])
+
+    def of_shards(self, values: list[Any], depends: tuple[bool, ...]) -> tuple[list[Any], First]:
+        """The results of a shard_map, and the first operation of each shard, on a leading axis; to be traced."""
+        return self._on_shards(self.site, _vars(values, depends))
+
+    def _on_shards(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
+        depends = any(one.depends for one in ins)
+
+        def on_shard(values: Any) -> Any:
+            self._own = lax.pcast(jnp.int32(0), manual_axes(site), to="varying")
+            try:
+                outs, first = self._run(site.bodies[0], [_Var(one, depends) for one in values])
+            finally:
+                self._own = 0
+            return [out.value for out in outs], first
+
+        return mapped(site, on_shard)([one.value for one in ins])
+
+    def _shard_map(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
+        outs, firsts = self._on_shards(site, ins)
+        which = jnp.argmin(firsts.number)
+        return outs, First(firsts.number[which], firsts.at[which])
 
     def _call(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
         outs, first = self._run(site.bodies[0], ins)
@@ -181,6 +206,10 @@ class _Flags:
             return jnp.int32(NONE)
         bad = ~jnp.isfinite(jnp.stack(self._bad))
         return jnp.min(jnp.where(bad, jnp.array(self._numbers, jnp.int32), jnp.int32(NONE)))
+
+
+def _vars(values: list[Any], depends: tuple[bool, ...]) -> list[_Var]:
+    return [_Var(value, on) for value, on in zip(values, depends, strict=True)]
 
 
 def _with(values: Any, like: list[_Var]) -> list[_Var]:

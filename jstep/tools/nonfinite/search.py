@@ -1,6 +1,7 @@
 """A program, operation by operation: each is compiled once, however often it is there."""
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jax.extend import core
 from jstep.tools.nonfinite.first import NONE, Look
 from jstep.tools.nonfinite.inside import arguments_of
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
+from jstep.tools.nonfinite.shards import first_shard, name_of, numbers_of
 from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, path_to
 
 _TOGETHER, _BYTES = 256, 2**30
@@ -110,15 +112,29 @@ class Search:
         return outs
 
     def _call(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        eqn = site.eqn
-        kind = {"remat2": "remat", "checkpoint": "remat", "pjit": "jit"}.get(eqn.primitive.name, eqn.primitive.name)
-        called = eqn.params.get("name")
-        words = kind.removesuffix("_call") + (f"({called})" if called else "")
-        return _values(self.run(site.bodies[0], ins, on, (*path, Step(site, words))))
+        return _values(self.run(site.bodies[0], ins, on, (*path, Step(site, _words(site, site.bodies[0])))))
 
     def _cond(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        index = min(max(int(ins[0]), 0), len(site.bodies) - 1)
-        return _values(self.run(site.bodies[index], ins[1:], on[1:], (*path, Step(site, f"cond branch {index}"))))
+        taken = site.bodies[min(max(int(ins[0]), 0), len(site.bodies) - 1)]
+        return _values(self.run(taken, ins[1:], on[1:], (*path, Step(site, _words(site, taken)))))
+
+    def _shard_map(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        """It is made whole, as its shards work together; what is sought in it is made a second time."""
+        self.finish()
+        depends = (any(on),) * len(on)
+        outs: list[Any] = []
+        for operands in (False, True):
+            outs, firsts = jax.jit(Look(site, operands=operands).of_shards, static_argnums=1)(ins, depends)
+            numbers, at = (np.asarray(one).tolist() for one in firsts)
+            if all(number == NONE for number in numbers):
+                return outs
+        shard = first_shard(site, numbers, at, NONE)
+        chain = path_to(site.bodies[0], numbers[shard])
+        made_of, made = numbers_of(site, ins, shard, chain, at[shard])
+        inside = [Step(site, f"shard_map ({name_of(site, shard)})")]
+        for (_, one), (body, _) in itertools.pairwise(chain):
+            inside.append(Step(one, _words(one, body, at[shard])))
+        raise Found((*path, *inside), chain[-1][1], made_of, made)
 
     def _scan(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
         return self._loop(site, ins, on, path)
@@ -143,12 +159,22 @@ class Search:
         self, site: Site, ins: list[Any], depends: bool, path: tuple[Step, ...], number: int, at: list[int]
     ) -> None:
         inner = next(body for body in site.bodies if path_to(body, number))
-        iteration = at[site.depth]
-        words = " ".join([site.kind, *([inner.label] if inner.label else []), "iteration", str(iteration)])
-        words += ", backwards" if site.eqn.params.get("reverse") else ""
-        args = arguments_of(site, inner, ins, iteration)
-        self.run(inner, args, [depends] * len(args), (*path, Step(site, words)))
+        args = arguments_of(site, inner, ins, at[site.depth])
+        self.run(inner, args, [depends] * len(args), (*path, Step(site, _words(site, inner, at))))
         self.finish()
+
+
+def _words(site: Site, inner: Body, at: list[int] | tuple[()] = ()) -> str:
+    """What to call an operation that is gone into."""
+    eqn = site.eqn
+    if site.kind == "cond":
+        return f"cond {inner.label}"
+    if site.kind in ("scan", "while"):
+        words = " ".join([site.kind, *([inner.label] if inner.label else []), "iteration", str(at[site.depth])])
+        return words + (", backwards" if eqn.params.get("reverse") else "")
+    kind = {"remat2": "remat", "checkpoint": "remat", "pjit": "jit"}.get(eqn.primitive.name, eqn.primitive.name)
+    called = eqn.params.get("name")
+    return kind.removesuffix("_call") + (f"({called})" if called else "")
 
 
 def _values(pairs: list[Any]) -> list[Any]:

@@ -9,8 +9,9 @@ from jax.extend import core
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Where operations that merely call something keep it."""
-_OPAQUE = {"shard_map", "pallas_call", "custom_linear_solve", "custom_root"}
+_OPAQUE = {"pallas_call", "custom_linear_solve", "custom_root"}
 """They hold programs, too, but of pieces of arrays, or to be run in ways of their own: seen from outside."""
+_SHARD_MAP = ("jaxpr", "mesh", "in_specs", "out_specs", "check_vma", "newly_manual_axes")
 
 MOVES = frozenset(
     [
@@ -31,6 +32,10 @@ MOVES = frozenset(
         "optimization_barrier",
         "split",
         "stop_gradient",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "ppermute",
     ]
 )
 """They move numbers and compute none; what is computed with is as it was."""
@@ -99,9 +104,9 @@ class Site:
         number: Its own, in the order of the program; those inside it have higher ones.
         eqn: What JAX has traced.
         jaxpr: The program it is in.
-        kind: "operation", "call", "scan", "while" or "cond".
+        kind: "operation", "call", "scan", "while", "cond" or "shard_map".
         depth: How many loops it is in.
-        bodies: What is inside: of a call and a scan one, of a while its condition and its body, of a cond its branches.
+        bodies: What is inside: of a while its condition and its body, of a cond its branches, of others one.
     """
 
     number: int
@@ -137,39 +142,48 @@ def path_to(body: Body, number: int) -> list[tuple[Body, Site]]:
     return []
 
 
-def _body(jaxpr: Any, depth: int, numbers: Iterator[int], label: str = "") -> Body:
+def _body(jaxpr: Any, depth: int, numbers: Iterator[int], label: str = "", *, on_shards: bool = False) -> Body:
     consts = tuple(getattr(jaxpr, "consts", ()))
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    return Body(jaxpr, consts, tuple(_site(eqn, jaxpr, depth, numbers) for eqn in jaxpr.eqns), label)
+    return Body(jaxpr, consts, tuple(_site(eqn, jaxpr, depth, numbers, on_shards) for eqn in jaxpr.eqns), label)
 
 
-def _site(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int]) -> Site:
+def _site(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_shards: bool) -> Site:
     number, name, params = next(numbers), eqn.primitive.name, eqn.params
+
+    def made(kind: str, *inside: tuple[Any, str]) -> Site:
+        below = depth + (kind in ("scan", "while"))
+        shards = on_shards or kind == "shard_map"
+        bodies = tuple(_body(program, below, numbers, label, on_shards=shards) for program, label in inside)
+        return Site(number, eqn, jaxpr, kind, depth, bodies)
+
     if name == "scan":
-        return Site(number, eqn, jaxpr, "scan", depth, (_body(params["jaxpr"], depth + 1, numbers),))
+        return made("scan", (params["jaxpr"], ""))
     if name == "while":
-        inner = [
-            _body(params[key], depth + 1, numbers, label)
-            for key, label in (("cond_jaxpr", "condition"), ("body_jaxpr", ""))
-        ]
-        return Site(number, eqn, jaxpr, "while", depth, tuple(inner))
+        return made("while", (params["cond_jaxpr"], "condition"), (params["body_jaxpr"], ""))
     if name == "cond":
-        branches = [_body(one, depth, numbers, f"branch {i}") for i, one in enumerate(params["branches"])]
-        return Site(number, eqn, jaxpr, "cond", depth, tuple(branches))
+        return made("cond", *((one, f"branch {i}") for i, one in enumerate(params["branches"])))
+    if name == "shard_map":
+        # One inside another is seen from outside, as is one of a version of JAX that keeps it otherwise.
+        known = not on_shards and all(key in params for key in _SHARD_MAP) and params["newly_manual_axes"]
+        return made("shard_map", (params["jaxpr"], "")) if known else made("operation")
     called = next((params[key] for key in _CALLED if _is_program(params.get(key), eqn)), None)
-    if called is None or name in _OPAQUE:
-        return Site(number, eqn, jaxpr, "operation", depth)
-    return Site(number, eqn, jaxpr, "call", depth, (_body(called, depth, numbers),))
+    return made("operation") if called is None or name in _OPAQUE else made("call", (called, ""))
 
 
 def _is_program(value: Any, eqn: Any) -> bool:
+    """Whether an operation calls this: a reduction holds a program, too, but one of single numbers."""
     jaxpr = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
     return (
         isinstance(jaxpr, core.Jaxpr)
-        and len(jaxpr.invars) == len(eqn.invars)
-        and len(jaxpr.outvars) == len(eqn.outvars)
+        and _shapes(jaxpr.invars) == _shapes(eqn.invars)
+        and _shapes(jaxpr.outvars) == _shapes(eqn.outvars)
         and (isinstance(value, core.ClosedJaxpr) or not jaxpr.constvars)
     )
+
+
+def _shapes(atoms: Any) -> list[Any]:
+    return [getattr(atom.aval, "shape", None) for atom in atoms]
 
 
 def apply(site: Site, values: list[Any]) -> list[Any]:
