@@ -233,7 +233,7 @@ def collect_unreturned(fn: Callable[[], R]) -> Callable[[], tuple[R, Summary | N
         finally:
             _active.reset(token)
         back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
-        _refuse_lost(collector, back)
+        _refuse_lost(collector, back, _LOST_IN_A_LOSS)
         parts = [part for part in collector.parts if not back.issuperset(part.tags)]
         return result, merge_parts(parts) if parts else None
 
@@ -251,20 +251,30 @@ def _returned(result: Any, collector: _Collector) -> list[Part]:
     """
     kept = {tag for part in collector.parts for tag in part.tags}
     back = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
-    _refuse_lost(collector, kept.union(*(part.tags for part in back)))
+    _refuse_lost(collector, kept.union(*(part.tags for part in back)), _LOST)
     nested = {tag for tags in collector.nested for tag in tags}
     return [part for part in back if not nested.isdisjoint(part.tags)]
 
 
-def _refuse_lost(collector: _Collector, there: set[str]) -> None:
+_LOST = (
+    "nested in the function that collect runs (grad, scan, vmap, jit, cond, …) and was not returned from it; it has no "
+    "value outside. Return it from the transformed function: jax.value_and_grad(collect(loss_fn), has_aux=True) gives "
+    "((loss, summary), grads), jax.lax.scan and jax.vmap over collect(body) give it stacked, jax.jit(collect(fn)) as "
+    "it is. Then return it from the outer function as well, or add it to the outer collection with "
+    "merge([summary], collections=({key!r},))."
+)
+_LOST_IN_A_LOSS = (
+    "nested in the loss (jit, scan, remat, vmap, cond, grad, …) and was not returned from it; it has no value outside. "
+    "Return it from the transformed function and add it to those of the loss: "
+    "y, made = jax.jit(jstep.summary.collect(layer))(x); jstep.summary.merge([made], collections=({key!r},)). "
+    "jax.checkpoint, jax.lax.scan and jax.vmap over collect(layer) likewise, the latter two give it stacked. Or make it "
+    "outside, of what the transformed function returns."
+)
+
+
+def _refuse_lost(collector: _Collector, there: set[str], why: str) -> None:
     for tags, where in collector.nested.items():
         if not there.issuperset(tags):
             raise RuntimeError(
-                f"summary {tags[0]!r}, made at {where}, was made inside a transformation nested in the "
-                "function that collect runs (grad, scan, vmap, jit, cond, …) and was not returned from it; "
-                "it has no value outside. Return it from the transformed function: "
-                "jax.value_and_grad(collect(loss_fn), has_aux=True) gives ((loss, summary), grads), "
-                "jax.lax.scan and jax.vmap over collect(body) give it stacked, jax.jit(collect(fn)) as it "
-                "is. Then return it from the outer function as well, or add it to the outer collection with "
-                f"merge([summary], collections=({collector.key!r},))."
+                f"summary {tags[0]!r}, made at {where}, was made inside a transformation {why.format(key=collector.key)}"
             )

@@ -62,8 +62,8 @@ def _panel(axes: Any, steps: Any, name: str, column: Any, last_step: int) -> Non
         axes.set_ylim(0, high * 1.06)  # a rate's height means something only above its zero
     _steps_below(axes, steps, last_step)
     axes.grid(color=_FAINT, alpha=0.4, linewidth=0.5)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
-    axes.yaxis.get_offset_text().set_fontsize(7.5)
+    # Without a factor above the axis, which would push the title of this panel above those beside it.
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
 
 
 def _marks(axes: Any, steps: Any, due: Sequence[tuple[str, Any]], last_step: int) -> None:
