@@ -267,14 +267,13 @@ _LOST_IN_A_LOSS = (
     "nested in the loss (jit, scan, remat, vmap, cond, grad, …) and was not returned from it; it has no value outside. "
     "Return it from the transformed function and add it to those of the loss: "
     "y, made = jax.jit(jstep.summary.collect(layer))(x); jstep.summary.merge([made], collections=({key!r},)). "
-    "jax.checkpoint, jax.lax.scan and jax.vmap over collect(layer) likewise, the latter two give it stacked. Or make it "
-    "outside, of what the transformed function returns."
+    "jax.checkpoint, jax.lax.scan and jax.vmap over collect(layer) likewise, the latter two give it stacked. Or make "
+    "it outside, of what the transformed function returns."
 )
 
 
 def _refuse_lost(collector: _Collector, there: set[str], why: str) -> None:
     for tags, where in collector.nested.items():
         if not there.issuperset(tags):
-            raise RuntimeError(
-                f"summary {tags[0]!r}, made at {where}, was made inside a transformation {why.format(key=collector.key)}"
-            )
+            way_out = why.format(key=collector.key)
+            raise RuntimeError(f"summary {tags[0]!r}, made at {where}, was made inside a transformation {way_out}")

@@ -92,11 +92,25 @@ def test_a_loss_without_summaries_has_none() -> None:
     assert "summaries" not in step(jstep.TrainState.create(PARAMS, optimizer), X)[1]
 
 
-def test_a_summary_lost_in_a_nested_transformation_is_named() -> None:
+def test_a_summary_lost_in_a_nested_transformation_is_named_with_the_way_out() -> None:
     optimizer = jstep.gradient_descent(0.1)
+    state = jstep.TrainState.create(PARAMS, optimizer)
+
+    def layer(row: jax.Array) -> jax.Array:
+        jstep.summary.scalar("row", row)
+        return row
 
     def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(params["w"] * jax.vmap(lambda row: (jstep.summary.scalar("row", row), row)[1])(x))
+        return jnp.mean(params["w"] * jax.vmap(layer)(x))
 
-    with pytest.raises(RuntimeError, match=r"'row'.*test_aux"):
-        jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(PARAMS, optimizer), X)
+    with pytest.raises(
+        RuntimeError, match=r"'row'.*test_aux.*in the loss.*collect\(layer\).*merge\(\[made\], collections"
+    ):
+        jstep.minimize(loss_fn, optimizer)(state, X)
+
+    def with_it(params: Any, x: jax.Array) -> jax.Array:
+        y, made = jax.vmap(jstep.summary.collect(layer))(x)
+        jstep.summary.merge([made], collections=("summaries",))
+        return jnp.mean(params["w"] * y)
+
+    assert jstep.minimize(with_it, optimizer, jit=False)(state, X)[1]["summaries"].tags == ("row",)
