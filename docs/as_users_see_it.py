@@ -1,13 +1,22 @@
 """Shows the reference what users see: an extension of griffe, which reads the sources for the site."""
 
+import pathlib
 import re
 from typing import Any
 
 import griffe
 
+ENTRIES = {
+    name
+    for page in (pathlib.Path(__file__).parent / "reference").glob("*.md")
+    for name in re.findall(r"^::: jstep\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    # Other words are arguments as often: `momentum`, `batches`, `scale`.
+    if (re.search("_|[A-Z]", name) and name != "global_step") or name in ("train", "minimize", "chain", "partition")
+}
+
 
 class AsUsersSeeIt(griffe.Extension):
-    """Names of the root mean functions, not the files of the same name; examples are shown as code."""
+    """Names of the root mean functions, not files; examples are shown as code; names are links."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Points each name of the root at the function or class that it is at run time."""
@@ -16,7 +25,7 @@ class AsUsersSeeIt(griffe.Extension):
         for module in _modules(pkg):
             for member in module.members.values():
                 if not member.is_alias:
-                    _examples_as_code(member)
+                    _examples_and_links(member)
         for name, member in list(pkg.members.items()):
             if member.is_alias:
                 pkg.members[name] = griffe.Alias(name, _meant(member.final_target, name), parent=pkg)
@@ -34,9 +43,14 @@ def _meant(target: Any, name: str) -> Any:
     return target
 
 
-def _examples_as_code(member: Any) -> None:
+def _examples_and_links(member: Any) -> None:
     if member.docstring is not None:
-        member.docstring.value = re.sub(r"(?m)^Example:$", "Examples:", member.docstring.value)
+        text = re.sub(r"(?m)^Example:$", "Examples:", member.docstring.value)
+        member.docstring.value = re.sub(r"(?m)(?<!\[)`(?:jstep\.)?(\w+)`(?!\])", _link, text)
     for inner in member.members.values() if member.is_class else ():
         if not inner.is_alias:
-            _examples_as_code(inner)
+            _examples_and_links(inner)
+
+
+def _link(match: re.Match[str]) -> str:
+    return f"[{match[0]}][jstep.{match[1]}]" if match[1] in ENTRIES else match[0]

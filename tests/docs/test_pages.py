@@ -64,6 +64,8 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     wanted += [f"jstep.summary.{name}" for name in jstep.summary.__all__]
     wanted += [f"jstep.distributed.{name}" for name in jstep.distributed.__all__]
     assert sorted(listed) == sorted(wanted)
+    contents = re.findall(r"`([\w.]+)`", (DOCS / "reference" / "index.md").read_text(encoding="utf-8"))
+    assert set(wanted) <= {f"jstep.{name}" for name in contents}, "docs/reference/index.md names every one, too"
 
 
 def test_the_site_is_complete() -> None:
