@@ -40,6 +40,7 @@ from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, within
 from jstep.core.types import Array, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import age_of, new_start_step
+from jstep.optimizers.answered import answered
 from jstep.optimizers.apply_updates import written_late
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper as Hyper
@@ -93,18 +94,19 @@ def leafwise(
 ) -> Optimizer:
     """An optimizer that treats each leaf by the same rule: `rule(g, p, slots, h) -> (update, slots)`.
 
-    The docstring of `jstep.optimizers.leafwise` (the module) is a tutorial. None and integer leaves, None gradients,
-    `IndexedSlices`, dtypes, hyperparameters of any kind, ages and names are taken care of.
+    None and integer leaves, None gradients, `IndexedSlices`, dtypes, hyperparameters of any kind, ages and names are
+    taken care of. `h` holds the hyperparameters in force, the scalar slots, `step`, the leaf's `dtype`, `age` where
+    aged, and what `prepare`, `measure` and `conclude` returned. The recipe "Your own optimizer" shows each at work.
 
     Args:
         rule: The update of one leaf.
-        hyper: Name of each hyperparameter → a number, an array, a schedule or held; `checked` bounds it.
+        hyper: Name of each hyperparameter → a number, an array, a schedule or held.
         slots: Name of each slot → its initial value or a `Slot`; or a function from params to that.
         scalars: Name of each scalar slot → its first value; kept in float32.
-        flags: Name → what each leaf is told: see `masks`.
-        prepare: Computes once what all leaves share.
-        measure: What is summed over all leaves before their updates.
-        conclude: Computes once what follows from the sums.
+        flags: Name → a function from params to a list, in the order of leaves, of what the rule is told in h.
+        prepare: `prepare(h)` computes once what all leaves share, and returns what joins h.
+        measure: `measure(g, p, slots, h)` returns scalars by name: summed over all leaves before their updates.
+        conclude: `conclude(h)` computes once what follows from the sums, and returns what joins h.
         aged: Whether to keep the scalar slot `start_step`; then age = step + 1 − start_step is in h.
         sparse: Whether the rule, applied to some rows of a table, leaves the other rows as they are. Where
             it does not, sparse gradients are made dense.
@@ -116,8 +118,8 @@ def leafwise(
         An `Optimizer`.
 
     Raises:
-        TypeError: A hyperparameter is no number and no schedule.
-        ValueError: It is no scalar, or two held ones have one name.
+        TypeError: A hyperparameter is no number and no schedule; the rule does not return two things.
+        ValueError: It is no scalar, or two held ones have one name; the update has another shape than the gradient.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -152,7 +154,7 @@ def leafwise(
         fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
         return fresh | held_slots(hyper)
 
-    on_leaf = _shared_by_leaves_of_a_shape(rule, sparse=sparse and measure is None)
+    on_leaf = _shared_by_leaves_of_a_shape(answered(rule), sparse=sparse and measure is None)
     measure_leaf = None if measure is None else _shared_by_leaves_of_a_shape(measure, sparse=False)
 
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:

@@ -102,7 +102,9 @@ def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, An
 
 def missing_slot(name: str, held: Slots) -> ValueError:
     """The error about a slot that is not there."""
+    # An element of a chain is handed its own slots alone: that it has none says nothing about the state.
+    has = f"it has {sorted(held)}" if held else "nor any other of this optimizer"
     return ValueError(
-        f"the state has no slot {name!r}, it has {sorted(held)}. It was created with another optimizer: use that "
+        f"the state has no slot {name!r}, {has}. It was created with another optimizer: use that "
         "one, or make new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
     )

@@ -154,3 +154,26 @@ def test_the_map_over_leaves_meets_everything() -> None:
     assert jstep.apply_updates(PARAMS, updates)["c"].shape == (3,)
     with pytest.raises(ValueError, match="structure of params"):
         jstep.map_leaves(leaf, PARAMS, {"c": 1.0})
+
+
+def test_a_rule_that_answers_wrongly_is_told_what_to_answer() -> None:
+    def updated(rule: Any) -> None:
+        optimizer = jstep.chain(jstep.leafwise(rule, hyper={"learning_rate": 0.1}, slots={"m": 0.0}))
+        state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)
+        jstep.apply_gradients(state, {"a": jnp.ones(2)}, optimizer)
+
+    with pytest.raises(TypeError, match=r"rule=.*must return two things, \(update, .*got .*Tracer"):
+        updated(lambda g, p, slots, h: g)
+    with pytest.raises(
+        ValueError, match=r"slot 'v' that leafwise was not told of; it has \['m'\]: .*slots=\{'v': 0.0\}"
+    ):
+        updated(lambda g, p, slots, h: (g, {"v": g}))
+    with pytest.raises(ValueError, match=r"shape of the gradient, \(2,\), got \(\)"):
+        updated(lambda g, p, slots, h: (jnp.sum(g), {}))
+
+
+def test_an_element_without_its_slots_does_not_say_that_the_state_has_none() -> None:
+    state = jstep.TrainState.create({"a": jnp.ones(2)}, jstep.adamw(0.1))
+    optimizer = jstep.chain(jstep.scale_by_rms(), jstep.scale_by_learning_rate(0.1))
+    with pytest.raises(ValueError, match="has no slot 'rms', nor any other of this optimizer"):
+        jstep.apply_gradients(state, {"a": jnp.ones(2)}, optimizer)
