@@ -48,13 +48,15 @@ STAGES = {"checkpoint.stage"}
 LOADED_WHEN_USED = {"checkpoint.store.orbax_arrays": {"orbax"}, "checkpoint.store.tensors": {"tensorstore"}}
 """Modules that a bare `import jstep` does not load, and what they may import at their top."""
 SHARED_TRACES = {
+    "clipping.norms",
     "optimizers.leafwise",
     "optimizers.apply_updates",
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",
     "optimizers.wrappers.skip_nonfinite",
 }
-"""A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself."""
+"""A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself. So is a
+norm, which users take outside of steps as well."""
 
 
 def storey(module: str) -> int:

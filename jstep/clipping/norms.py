@@ -1,5 +1,6 @@
 """Norms that never overflow on the way, and the factors that clip by them."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,12 @@ def norm_of(arrays: Sequence[Array], axes: Any = None) -> Array:
     Finite wherever that dtype can hold it: only where a square overflowed is everything scaled by a power of two and
     squared again. Its derivative at zero is zero.
     """
+    return _norm_of(list(arrays), axes)
+
+
+# Outside of a step JAX would compile the cond anew at each call.
+@functools.partial(jax.jit, static_argnums=1)
+def _norm_of(arrays: list[Array], axes: Any) -> Array:
     plain = root(_squares(arrays, axes))
     overflowed = jnp.any(jnp.isinf(plain))
     shift = 100 if plain.dtype.itemsize == 4 else 600
@@ -27,7 +34,7 @@ def norm_of(arrays: Sequence[Array], axes: Any = None) -> Array:
         scaled = root(_squares(arrays, axes, plain, shift)) * jnp.asarray(2.0**shift, plain.dtype)
         return jnp.where(jnp.isinf(plain), scaled, plain)
 
-    return jax.lax.cond(overflowed, again, lambda arrays: plain, list(arrays))
+    return jax.lax.cond(overflowed, again, lambda arrays: plain, arrays)
 
 
 def _squares(arrays: Sequence[Array], axes: Any, norm: Array | None = None, shift: int = 0) -> Array:

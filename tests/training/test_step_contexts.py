@@ -31,10 +31,15 @@ def make(optimizer: jstep.Optimizer = OPTIMIZER, **how: Any) -> jstep.TrainState
 
 
 def trained(
-    state: jstep.TrainState, optimizer: jstep.Optimizer = OPTIMIZER, *, by_hand: bool = True, **kwargs: Any
+    state: jstep.TrainState,
+    optimizer: jstep.Optimizer = OPTIMIZER,
+    *,
+    loss: Any = loss_fn,
+    by_hand: bool = True,
+    **kwargs: Any,
 ) -> Any:
     """Steps: one alone, two in a call, and one by hand."""
-    step = jstep.minimize(loss_fn, optimizer, metrics="grad_norm", **kwargs)
+    step = jstep.minimize(loss, optimizer, metrics="grad_norm", **kwargs)
     state, metrics = step(state, ROWS)
     state, metrics = jstep.scan_steps(step)(state, np.stack([ROWS, ROWS]))
     if not by_hand:
@@ -154,13 +159,12 @@ CONTEXTS = {
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("how", [{}, HOW], ids=["one device", "a mesh"])
 def test_other_contexts(name: str, how: Any) -> None:
+    def noisy(params: Any, x: Any, rng: Any) -> jax.Array:
+        return loss_fn(params, x + 0 * jax.random.normal(rng, x.shape, x.dtype))
+
     context: contextlib.AbstractContextManager[Any] = CONTEXTS[name]()
     with context:
-        keyed = jstep.minimize(
-            lambda p, x, rng: loss_fn(p, x + 0 * jax.random.normal(rng, x.shape, x.dtype)), OPTIMIZER, rng=KEY
-        )
-        keyed(make(**how), ROWS)
-        got = trained(make(**how), num_microbatches=2)
+        got = trained(make(**how), loss=noisy, num_microbatches=2, rng=KEY)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), got, WANT)
 
 

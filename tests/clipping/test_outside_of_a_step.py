@@ -1,0 +1,22 @@
+"""Clipping by hand, where nothing is compiled around it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jstep
+
+
+def test_outside_of_a_step_nothing_is_compiled_twice(compilations: Any) -> None:
+    def clips() -> None:
+        tree = {"a": np.ones(7, np.float32), "b": [jnp.ones((7, 2))]}
+        jstep.clip_by_global_norm(tree, 1.0)
+        jstep.clip_by_norm(tree, 1.0)
+        jstep.clip_by_norm(tree["b"], 1.0, axes=[1])
+        jstep.clip_by_average_norm(tree, 0.1)
+
+    clips()
+    with compilations() as seen:
+        clips()
+    assert seen == []
