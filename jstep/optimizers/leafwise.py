@@ -62,7 +62,8 @@ class Slot:
     Attributes:
         initial: A number (or array, or schedule of the step of creation), or `"copy"` for the parameter itself.
         shape: `shape(path, leaf)`, the shape of the slot's leaf, or None where this leaf has none; the parameter's
-            unless told. It is asked of trainable leaves alone.
+            unless told. It is asked of trainable leaves alone. On a mesh it lies as the parameter does, without the
+            dimensions it has not; of a square parameter `…_row` is known by its name to lack the columns.
         dtype: The dtype it is kept in; that of arithmetic (the parameter's, float32 at least) unless told. The rule
             sees floating slots in the dtype of arithmetic all the same.
 

@@ -140,7 +140,7 @@ def state_shardings(
         for sharding, (_, leaf) in zip(placed, named, strict=True)
     ]
 
-    def slot(tree: Any) -> Any:
+    def slot(name: str, tree: Any) -> Any:
         try:
             leaves = treedef.flatten_up_to(tree)
         except (ValueError, TypeError):
@@ -149,14 +149,14 @@ def state_shardings(
             return jax.tree.map(lambda _: on_all, tree)
         return treedef.unflatten(
             [
-                None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis)
+                None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis, name)
                 for leaf, sharding, (_, parameter) in zip(leaves, for_slots, named, strict=True)
             ]
         )
 
     def wherever(name: str, tree: Any) -> Any:
         # Variables that are not trained may happen to look like the parameters; they are no slot of theirs.
-        return jax.tree.map(lambda _: on_all, tree) if name == MODEL_STATE else slot(tree)
+        return jax.tree.map(lambda _: on_all, tree) if name == MODEL_STATE else slot(name, tree)
 
     return treedef.unflatten(placed), {name: wherever(name, tree) for name, tree in slots.items()}, on_all
 
@@ -175,7 +175,12 @@ def split_replicated(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...]
 
 
 def of_slot(
-    mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: Any
+    mesh: Mesh,
+    sharding: NamedSharding,
+    shape: tuple[int, ...],
+    slot_shape: tuple[int, ...],
+    slot_axis: Any,
+    name: str = "",
 ) -> NamedSharding:
     """The sharding of a slot's leaf: its parameter's, without the dimensions that the slot has not.
 
@@ -186,6 +191,8 @@ def of_slot(
         slot_shape: The slot's: the parameter's, that without some dimensions (a mean over them) or with 1 in their
             place, or any other, which lies on every device.
         slot_axis: The axis over which slots of replicated parameters are split.
+        name: The slot's, which says what the shapes of a square parameter do not: `…_row` has one number for each row,
+            `…_col` one for each column.
     """
     if slot_shape == shape:
         return sharding
@@ -200,9 +207,11 @@ def of_slot(
     ]
     if not kept or not slot_shape:
         return everywhere(mesh)
-    # Of a square parameter either dimension may be the one that is gone: the more parts, the less memory.
-    most = max(kept, key=lambda one: sum(part is not None for part in one))
-    return split_replicated(mesh, NamedSharding(mesh, most), slot_shape, slot_axis)
+    if len(kept) > 1 and name.endswith(("_row", "_col")):
+        chosen = kept[0] if name.endswith("_row") else kept[1]
+    else:  # either dimension may be the one that is gone: the more parts, the less memory
+        chosen = max(kept, key=lambda one: sum(part is not None for part in one))
+    return split_replicated(mesh, NamedSharding(mesh, chosen), slot_shape, slot_axis)
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:

@@ -36,6 +36,19 @@ def test_a_slot_lies_as_its_parameter_without_the_dropped_axis(shape: Any, spec:
     assert got.is_equivalent_to(NamedSharding(MESH, want), len(slot))
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (4, 8, 8), (8, 8, 8), (8, 8, 4)])
+def test_rows_and_columns_of_a_square_parameter_are_told_apart_by_name(shape: Any) -> None:
+    second, largest = np.argsort(shape, kind="stable")[-2:]
+    spec = [None] * len(shape)
+    spec[second], spec[largest] = "data", "model"
+    optimizer = jstep.scope("deep", jstep.adafactor(0.1, min_dim_size_to_factor=1))
+    state = jstep.TrainState.create({"w": jnp.ones(shape)}, optimizer, mesh=MESH, param_specs=P(*spec))
+    for slot, axis in (("v_row", largest), ("v_col", second)):
+        leaf = state.slots[f"deep/{slot}"]["w"]
+        want = NamedSharding(MESH, P(*np.delete(np.array(spec, object), axis)))
+        assert leaf.sharding.is_equivalent_to(want, leaf.ndim), slot
+
+
 def test_factored_slots_stay_where_they_lie() -> None:
     optimizer = jstep.adafactor(0.1, min_dim_size_to_factor=1)
     params = {"w": jnp.ones((8, 16))}
