@@ -12,8 +12,9 @@ from jstep.core.contexts import own_transfers
 from jstep.core.meshes import auto_axes, on_auto_axes
 from jstep.data import Batches
 from jstep.distributed import agreement
+from jstep.evaluating.counted import rows_of
 from jstep.evaluating.passes import Passes
-from jstep.evaluating.rows import placer, rows_of
+from jstep.evaluating.rows import placer
 from jstep.evaluating.totals import Totals, kinds_of
 from jstep.optimizers import averaged_params, schedule_free_params
 from jstep.optimizers.wrappers.exponential_moving_average import NAME
@@ -89,7 +90,7 @@ def evaluator(
             )
         params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
         totals = Totals()
-        pending: deque[tuple[Any, Any, int | None]] = deque()
+        pending: deque[tuple[Any, Any, int | str]] = deque()
         for args, rows in placed(passes):
             values, kinds = compute(params, args, rows)
             pending.append((values, kinds, rows))
@@ -122,7 +123,7 @@ class _Compute:
         self._compute = compute
         self._jitted: dict[Any, Any] = {}
 
-    def __call__(self, params: tuple[Any, ...], args: tuple[Any, ...], rows: int | None) -> tuple[Any, dict[str, str]]:
+    def __call__(self, params: tuple[Any, ...], args: tuple[Any, ...], rows: int | str) -> tuple[Any, dict[str, str]]:
         mesh = None if agreement.is_alone() else _mesh_of((params, args))
         if mesh not in self._jitted:
             everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())

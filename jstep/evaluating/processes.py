@@ -9,6 +9,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jstep.core.contexts import own_transfers
+from jstep.evaluating.counted import rows_of
 from jstep.sharding.of_batches import fitting
 
 _ENDED, _FAILED, _GLOBAL = -1, -2, -3
@@ -60,7 +61,10 @@ def _rows(args: tuple[Any, ...]) -> int:
     leaves = jax.tree.leaves(args)
     if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
         return _GLOBAL
-    return max((np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), default=0)
+    rows = rows_of(args) if any(map(np.ndim, leaves)) else 0
+    if isinstance(rows, str):
+        raise ValueError(f"batches: {rows}")
+    return rows
 
 
 def _told(number: int) -> np.ndarray[Any, Any]:

@@ -7,19 +7,19 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jstep.core import trees
 from jstep.core.contexts import own_transfers
 from jstep.data.placement import placement
 from jstep.distributed import agreement
 from jstep.evaluating import processes
+from jstep.evaluating.counted import rows_of
 from jstep.sharding.of_batches import fitting, over_auto_axes
 
 
 class Placed(NamedTuple):
-    """The arguments of a batch where they are computed with, and the number of examples."""
+    """The arguments of a batch where they are computed with, and the number of examples, or why it is not known."""
 
     args: tuple[Any, ...]
-    rows: int | None
+    rows: int | str
 
 
 def placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Placed]]:
@@ -82,22 +82,3 @@ def _as_args(batch: Any) -> tuple[Any, ...]:
         return np.asarray(leaf)
 
     return jax.tree.map(known, batch if isinstance(batch, tuple) else (batch,))
-
-
-def rows_of(args: Any) -> int | None:
-    """The leading axis that all arrays among the arguments have; None where there is none.
-
-    Raises:
-        ValueError: They differ; names them.
-    """
-    sizes: dict[int, str] = {}
-    for path, leaf in trees.leaves_with_paths(args):
-        if np.ndim(leaf):
-            sizes.setdefault(np.shape(leaf)[0], path)
-    if len(sizes) > 1:
-        each = ", ".join(f"{size} at {trees.quoted(path)}" for size, path in sizes.items())
-        raise ValueError(
-            f"batches: the arguments of metric_fn have leading axes of different sizes ({each}), so that the number of "
-            "examples is not known; close over what has no axis of examples"
-        )
-    return next(iter(sizes), None)

@@ -13,12 +13,12 @@ from jstep.core.contexts import own_transfers
 PER_EXAMPLE, MEAN, PAIR = "per example", "mean", "sum and count"
 
 
-def kinds_of(found: Any, rows: int | None) -> dict[str, str]:
+def kinds_of(found: Any, rows: int | str) -> dict[str, str]:
     """What each metric is, by its shape; may be asked while tracing.
 
     Args:
         found: What the user's function returned.
-        rows: The number of examples; None where it is not known.
+        rows: The number of examples; in words, why it is not known.
 
     Raises:
         TypeError: It is no mapping, or a metric is no number.
@@ -35,7 +35,7 @@ def _name(name: Any) -> str:
     return name
 
 
-def _kind(name: str, value: Any, rows: int | None) -> str:
+def _kind(name: str, value: Any, rows: int | str) -> str:
     ways = "a vector with a value for each example, a scalar, or a pair of scalars (sum, count)"
     parts = value if isinstance(value, tuple | list) else (value,)
     for part in parts:
@@ -49,14 +49,14 @@ def _kind(name: str, value: Any, rows: int | None) -> str:
             f"metric_fn: the metric {name!r} is a {type(value).__name__} of shapes {shapes}: must be {ways}"
         )
     shape = np.shape(value)
+    if isinstance(rows, str):
+        what = f"has shape {shape}" if shape else "is a scalar"
+        raise ValueError(
+            f"metric_fn: the metric {name!r} {what}, which counts by the number of examples, and {rows}: must be {ways}"
+        )
     if shape not in ((), (rows,)):
         raise ValueError(
             f"metric_fn: the metric {name!r} has shape {shape} for a batch of {rows} examples: must be {ways}"
-        )
-    if shape == () and rows is None:
-        raise ValueError(
-            f"metric_fn: the metric {name!r} is a scalar, which counts by the number of examples, and no argument has "
-            "a leading axis that says it; return a pair (sum, count)"
         )
     return PER_EXAMPLE if shape else MEAN
 
@@ -81,14 +81,14 @@ class Totals:
         self._sums: dict[str, list[int | float]] = {}
         self._counts: dict[str, list[int | float]] = {}
 
-    def add(self, values: Mapping[str, Any], kinds: Mapping[str, str], rows: int | None) -> None:
+    def add(self, values: Mapping[str, Any], kinds: Mapping[str, str], rows: int | str) -> None:
         """Takes the metrics of a batch; waits for them."""
         with own_transfers():
             for name, value in values.items():
                 if kinds[name] == PAIR:
                     total, count = (_number(part) for part in value)
                 elif kinds[name] == MEAN:
-                    count = rows or 0
+                    count = int(rows)
                     total = _number(value) * count
                 else:
                     host = _host(value)

@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ class CheckpointSaverHook(CadencedHook):
         self._directory = None if isinstance(saver, Saver) else saver
         self._saver: Saver | None = saver if isinstance(saver, Saver) else Saver(saver)
         self.prefix = self._saver.prefix
-        self._saved: int | None = None
+        self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
 
     def begin(self, state: TrainState) -> None:
         """Seconds count from here."""
@@ -77,16 +78,16 @@ class CheckpointSaverHook(CadencedHook):
             saver, self._saver = self._saver, None
             saver.close()
 
-    def is_saved(self, step: int) -> None:
-        """Says that there is a checkpoint of this step: the one that was restored."""
-        self._saved = step
+    def is_saved(self, step: int, state: TrainState) -> None:
+        """Says that there is a checkpoint of this step that holds this state: the one that was restored."""
+        self._saved = step, _weakly(state)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        """Whether there is a checkpoint of this step already."""
-        return self._saved == step
+        """Whether there is a checkpoint of this step already, and no hook has changed the state since."""
+        return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
-        """Saves, unless this step is saved already.
+        """Saves, unless this state is saved already.
 
         Args:
             step: The step that the loop is at.
@@ -110,11 +111,19 @@ class CheckpointSaverHook(CadencedHook):
             extra = self._extra() if self._extra else None
             with own_transfers():
                 self._saver.save(state, extra=extra)
-            self.is_saved(step)
+            self.is_saved(step, state)
             self.has_happened()
         if wait and self._saver is not None:
             self._saver.wait()
         return True
+
+
+def _weakly(state: Any) -> Callable[[], Any]:
+    """The state, which is not kept alive, where that can be had."""
+    try:
+        return weakref.ref(state)
+    except TypeError:  # a NamedTuple with a global step
+        return lambda: state
 
 
 def _functions(before_save: Any) -> tuple[Any, ...]:

@@ -91,6 +91,7 @@ class EvaluationHook(CadencedHook):
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
         self._told: int | None = None
+        self._is_kept = False
 
     def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
         """Takes the writer of `train`, where the hook was made without one."""
@@ -99,6 +100,7 @@ class EvaluationHook(CadencedHook):
 
     def use_run(self, run: RunInfo) -> None:
         """Hands it on."""
+        self._is_kept = run.saver is not None
         self._each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
@@ -165,7 +167,10 @@ class EvaluationHook(CadencedHook):
         if self._told == step:
             return None
         self._told = step
-        return self._act(step, state, values)
+        answer = self._act(step, state, values)
+        if self._is_kept and len(self.results) == 1:
+            self.get_state()  # what no checkpoint can hold is said now, not at the first save, perhaps in an hour
+        return answer
 
     def _act(self, step: int, state: TrainState, values: Mapping[str, Any]) -> Any:
         """What `then` makes of the results: both answers may come of one evaluation, and none is lost."""

@@ -45,7 +45,8 @@ def equipment(
 ) -> Equipment:
     """Opens the event file, and puts the stock hooks behind the user's."""
     writer = _open_writer(stack, options.logdir, begin.step)
-    own = list(options.hooks)
+    # Who saves comes last: the checkpoint of a step holds what the others made of its state.
+    own = sorted(options.hooks, key=lambda hook: isinstance(hook, CheckpointSaverHook))
     given = next((hook for hook in own if isinstance(hook, StepCounterHook)), None)
     counter = given or StepCounterHook(options.log_steps or options.save_summaries_steps or 100)
 

@@ -2,7 +2,9 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from jstep.checkpoint import checkpoint_name
@@ -53,7 +55,7 @@ def _saved(error: BaseException, at: At, savers: Sequence[CheckpointSaverHook]) 
         return ", and is not saved: the other processes may be elsewhere"
     if getattr(error, "prevents_saving", False):
         return ", and is not saved"
-    if _is_past_a_nan(at):
+    if is_past_a_nan(at):
         return ", and is not saved: its loss is not finite"
     try:
         saved = [saver.save(at.step, at.state, wait=True) for saver in savers]
@@ -66,18 +68,28 @@ def _saved(error: BaseException, at: At, savers: Sequence[CheckpointSaverHook]) 
     return f", and is saved as {checkpoint_name(savers[-1].prefix, at.step)}; start the run again to go on"
 
 
-def _is_past_a_nan(at: At) -> bool:
-    """Whether the loss of the last call was not finite; a hook that looks for it may not have looked yet."""
-    loss = at.metrics.get("loss") if isinstance(at.metrics, Mapping) else None
-    if loss is None:
+def is_past_a_nan(at: At) -> bool:
+    """Whether the loss of the last call was not finite; a hook that looks for it may not have looked yet.
+
+    The loss of an update that `skip_nonfinite` left out says nothing of the state. On several processes the answer is
+    the same on all of them.
+    """
+    metrics = at.metrics if isinstance(at.metrics, Mapping) else {}
+    loss = metrics.get("loss")
+    if loss is None or not (agreement.is_alone() or _is_on_all(loss)):
         return False
     try:
         with own_transfers():
-            return not bool(np.isfinite(host(loss).astype(np.float64)).all())
+            finite = np.isfinite(host(loss).astype(np.float64))
+            return not bool((finite | (host(metrics.get("skipped", 0)) == 1)).all())
     except (TypeError, ValueError):
         return False
     except Exception:  # the device failed: what it was to compute is not there
         return True
+
+
+def _is_on_all(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated
 
 
 def batches_named(first: int, steps: int) -> str:

@@ -13,7 +13,7 @@ from jstep.loop.drive import At, drive, is_compiled
 from jstep.loop.equipment import Equipment, equipment
 from jstep.loop.feed import Feed, calls
 from jstep.loop.options import Options
-from jstep.loop.rescue import batches_named, rescue
+from jstep.loop.rescue import batches_named, is_past_a_nan, rescue
 from jstep.loop.saving import HOOKS, POSITION
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.sources import source_of
@@ -148,9 +148,11 @@ class Run:
             raise StopWaiting
 
     def _leave(self) -> NoReturn:
-        at = self._at
+        at, savers = self._at, self._savers()
         when = f"after step {at.step}"
-        saved = [hook.save(at.step, at.state, wait=True) for hook in self._savers()]
+        if savers and is_past_a_nan(at):
+            raise self._signals.stopped(f"{when}, which is not saved: its loss is not finite")
+        saved = [hook.save(at.step, at.state, wait=True) for hook in savers]
         if saved:
             outcome = "is saved; start the run again to go on" if all(saved) else "is not saved, as a hook demands"
             when = f"{when}, which {outcome}"

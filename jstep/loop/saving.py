@@ -1,7 +1,6 @@
 """The checkpoints of a run: what it goes on from is all in them."""
 
 import json
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,38 +40,27 @@ class RunSaverHook(CheckpointSaverHook):
             checks.append(flush)
         super().__init__(saver, save_secs, save_steps, extra=self._made_extra, before_save=tuple(checks))
         self._hooks, self._position = hooks, position
-        self._state: Callable[[], Any] = lambda: None
-        self._memory = ""
-        self._of_this_save: tuple[TrainState | None, dict[str, Any]] = (None, {})
+        self._memory = self._of_this_save = "{}"
 
     def restored(self, step: int, state: TrainState) -> None:
         """Says that there is a checkpoint of this step, of this state, with what hooks remember now."""
-        self._of_this_save = state, memory.states_of(self._hooks)
-        self.is_saved(step)
+        self._of_this_save = _as_text(memory.states_of(self._hooks))
+        self.is_saved(step, state)
 
-    def is_saved(self, step: int) -> None:
-        """Says that there is a checkpoint of this step."""
-        super().is_saved(step)
-        state, states = self._of_this_save
-        if state is not None:
-            self._state, self._memory = weakref.ref(state), json.dumps(states, sort_keys=True)
-        self._of_this_save = (None, {})
+    def is_saved(self, step: int, state: TrainState) -> None:
+        """Says that there is a checkpoint of this step that holds this state and what hooks remembered."""
+        super().is_saved(step, state)
+        self._memory = self._of_this_save
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether there is a checkpoint of this step that holds this state and what hooks remember now."""
-        if not super().has_saved(step, state) or self._state() is not state:
-            return False
-        return json.dumps(memory.states_of(self._hooks), sort_keys=True) == self._memory
-
-    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
-        """As a `CheckpointSaverHook` does."""
-        self._of_this_save = (state, {})
-        try:
-            return super().save(step, state, wait=wait)
-        finally:
-            self._of_this_save = (None, {})
+        return super().has_saved(step, state) and _as_text(memory.states_of(self._hooks)) == self._memory
 
     def _made_extra(self) -> dict[str, Any]:
         states, position = memory.states_of(self._hooks), self._position()
-        self._of_this_save = (self._of_this_save[0], states)
+        self._of_this_save = _as_text(states)
         return ({} if position is None else {POSITION: position}) | ({HOOKS: states} if states else {})
+
+
+def _as_text(states: dict[str, Any]) -> str:
+    return json.dumps(states, sort_keys=True)

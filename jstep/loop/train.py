@@ -57,8 +57,9 @@ def train(
             and `set_state`, whose position is kept with the checkpoint, or any iterable. A tuple is passed as
             `*args`, anything else as one argument. Where it ends, the run ends, with a warning.
         last_step: The global step at which the run ends, absolute: a run restored at it has nothing to do.
-        hooks: What happens around the steps; see `Hook`, and `every` for functions. They come before the stock ones. A
-            `StepCounterHook` among them takes the place of the stock one.
+        hooks: What happens around the steps; see `Hook`, and `every` for functions. They come before the stock ones,
+            each `CheckpointSaverHook` behind the others. A `StepCounterHook` among them takes the place of the stock
+            one.
         checkpoint_dir: Where checkpoints are: a directory, a URL, or a `Saver` of one's own, which has its own prefix
             and is not closed. None keeps none.
         checkpoint_prefix: Before the step in their names: `model-1000`.

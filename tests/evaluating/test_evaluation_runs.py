@@ -139,6 +139,28 @@ def test_a_wrong_answer_is_named_at_the_first_evaluation(then, error, words):
     assert jstep.global_step(caught.value.state) == 2
 
 
+class Unkept:
+    """What it remembers is no JSON."""
+
+    def __call__(self, step, state, results):
+        return None
+
+    def get_state(self):
+        return {"best": np.float32(1)}
+
+    def set_state(self, value):
+        raise AssertionError
+
+
+def test_what_no_checkpoint_can_hold_is_said_at_the_first_evaluation(tmp_path):
+    """Not at the first save, in an hour; and not where nothing is kept."""
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[Unkept()])
+    with pytest.raises(TypeError, match=r"what Unkept.get_state\(\) returned is not JSON") as caught:
+        train(10, [hook], checkpoint_dir=tmp_path)
+    assert jstep.global_step(caught.value.state) == 2
+    assert jstep.global_step(train(4, [hook])) == 4
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [

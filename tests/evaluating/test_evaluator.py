@@ -292,6 +292,8 @@ def test_other_mistakes_of_the_function():
         jstep.evaluator(lambda params, x: {3: 1.0}, [X])(make_state())
     with pytest.raises(ValueError, match=r"leading axes of different sizes \(23 at '0', 5 at '1'\)"):
         jstep.evaluator(lambda params, x, y: {"m": 1.0}, [(X, X[:5])])(make_state())
+    both = jstep.evaluator(lambda params, x, y: {"m": (x.size, y.size)}, [(X, X[:5])])  # a pair says it itself
+    assert both(make_state()) == {"m": 23 / 5}
     with pytest.raises(ValueError, match="'m' is a scalar, which counts by the number of examples, and no argument"):
         jstep.evaluator(lambda params, x: {"m": x}, [np.float32(1)])(make_state())
     with pytest.raises(TypeError, match="state: must be a TrainState, got a dict"):

@@ -4,6 +4,7 @@ import logging
 
 import jax.numpy as jnp
 import pytest
+from hooked_runs import train
 from stock import Saves, Writer, lines, state_at
 
 import jstep
@@ -14,10 +15,11 @@ import jstep
 def test_it_saves_the_last_step_once(tmp_path):
     saves = Saves(tmp_path, save_steps=5)
     saves.hook.begin(state_at())
-    for step in range(1, 6):
-        saves.hook.after_step(step, state_at(step), {})
+    states = {step: state_at(step) for step in range(1, 6)}
+    for step, state in states.items():
+        saves.hook.after_step(step, state, {})
     before = (tmp_path / "model-5").stat().st_mtime_ns
-    saves.hook.end(5, state_at(5))
+    saves.hook.end(5, states[5])
     assert saves.steps() == [5]
     assert (tmp_path / "model-5").stat().st_mtime_ns == before
     saves.hook.begin(state_at(7))
@@ -27,10 +29,29 @@ def test_it_saves_the_last_step_once(tmp_path):
 
 def test_what_was_restored_is_not_saved_again(tmp_path):
     saves = Saves(tmp_path)
-    saves.hook.begin(state_at(3))
-    saves.hook.is_saved(3)
-    saves.hook.end(3, state_at(3))
+    state = state_at(3)
+    saves.hook.begin(state)
+    saves.hook.is_saved(3, state)
+    saves.hook.end(3, state)
     assert saves.steps() == []
+    saves.hook.end(3, state_at(3, 2.0))  # another hook changed it
+    assert saves.steps() == [3]
+
+
+def test_a_saver_of_ones_own_holds_what_the_hooks_after_it_made_of_the_state(tmp_path):
+    class Add(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            return state.replace(params={"w": state.params["w"] + 1.0})
+
+        def end(self, step, state):
+            return self.after_step(step, state, {})
+
+    own = jstep.CheckpointSaverHook(tmp_path, save_steps=2)
+    state = train(4, [own, Add()])
+    assert state.params["w"][0] == 6.0
+    with jstep.Saver(tmp_path) as saver:
+        assert saver.restore(state).params["w"][0] == 6.0
+        assert saver.restore(state, step=2).params["w"][0] == 3.0
 
 
 def test_extra_and_checks(tmp_path):

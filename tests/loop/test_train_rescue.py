@@ -1,13 +1,15 @@
 """`train`: whatever ends a run early, its last whole state is not lost, and the error says where it was."""
 
 import logging
+import os
 import re
+import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, make_state, same, train
+from loop_runs import DATA, OPTIMIZER, STEP, Calls, Counted, by_hand, make_state, same, train
 
 import jstep
 
@@ -132,6 +134,24 @@ def test_nothing_past_a_nan_is_saved(with_hook, tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == [3, 6]
     assert jstep.global_step(caught.value.state) == 7
     assert "not saved" in note_of(caught.value)
+
+
+@pytest.mark.parametrize(("skipped", "steps"), [(0, []), (1, [4])])
+def test_nothing_past_a_nan_is_saved_by_a_signal(skipped, steps, tmp_path):
+    """But for the loss of an update that was left out, which says nothing of the state."""
+
+    def step(state, batch):
+        state, metrics = STEP(state, batch)
+        return state, {**metrics, "loss": np.float32(np.nan), "skipped": np.int32(skipped)}
+
+    def stop(step, state, metrics):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(jstep.Preempted) as caught:
+        train(12, step=step, hooks=[jstep.every(4, stop)], checkpoint_dir=tmp_path)
+    assert ("which is not saved: its loss is not finite" in str(caught.value)) == (not steps)
+    assert jstep.Saver(tmp_path).all_steps() == steps
+    assert jstep.global_step(caught.value.state) == 4
 
 
 def test_a_nan_that_is_found_is_not_saved_on_the_way_out(tmp_path):
