@@ -3,10 +3,10 @@
 import dataclasses
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 import time
+
+import forked
 
 PRELUDE = """
 import os, signal, sys, time
@@ -58,17 +58,9 @@ def start(script, count, directory, *args, devices=4):
     address = free_address()
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices // count}"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
+    env = {"XLA_FLAGS": flags}
     code = PRELUDE + textwrap.dedent(script)
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(i), str(count), address, str(directory), *map(str, args)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(count)
-    ]
+    return [forked.start(code, i, count, address, directory, *args, env=env) for i in range(count)]
 
 
 def end(processes, timeout=120):

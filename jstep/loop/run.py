@@ -151,6 +151,8 @@ class Run:
         at, savers = self._at, self._savers()
         when = f"after step {at.step}"
         if savers and is_past_a_nan(at):
+            if self._around is not None:
+                self._around.each("before_save", at.step)  # a hook that looks for it says more
             raise self._signals.stopped(f"{when}, which is not saved: its loss is not finite")
         saved = [hook.save(at.step, at.state, wait=True) for hook in savers]
         if saved:

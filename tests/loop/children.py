@@ -1,8 +1,6 @@
 """Programs that tests start: what they begin with, and how they are waited for. None outlives its test."""
 
-import os
-import subprocess
-import sys
+import forked
 
 IMPORTS = """
 import json, os, signal, sys, time
@@ -54,21 +52,10 @@ def train(last_step, batches=DATA, state=None, **kwargs):
     return jstep.train(STEP, make_state() if state is None else state, batches, last_step, **kwargs)
 """
 
-ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
-
-def start(script, directory, prelude=IMPORTS + MODEL, **kwargs):
-    process = subprocess.Popen(
-        [sys.executable, "-c", prelude + script, str(directory)],
-        env=ENV,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=kwargs.pop("stderr", subprocess.PIPE),
-        text=True,
-        **kwargs,
-    )
-    STARTED.append(process)
-    return process
+def start(script, directory, prelude=IMPORTS + MODEL, stderr=None):
+    STARTED.append(forked.start(prelude + script, directory, stderr=stderr))
+    return STARTED[-1]
 
 
 STARTED = []

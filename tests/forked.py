@@ -1,0 +1,215 @@
+"""Programs that tests start, forked from one that has imported what all of them use, and remembers what they compile.
+
+What a program does is all its own: it has its environment, arguments, pipes and signals, begins before JAX has looked
+for devices, and ends as a program does that Python was started for.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from typing import IO, Any
+
+_PRELOADED = "jax, jax.numpy, jax.experimental.multihost_utils, numpy, orbax.checkpoint, jstep.loop, jstep.summary"
+
+
+class Program:
+    """A program that was started, as `subprocess.Popen` has it, with text in its pipes."""
+
+    def __init__(self, pid: int, exit_status: int, pipes: list[Any]) -> None:
+        self.pid, self._exit_status, self.returncode = pid, exit_status, None
+        self.stdin, self.stdout, self.stderr = pipes
+        self._readers: list[threading.Thread] = []
+        self._said: dict[str, str] = {}
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self._ended(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended."""
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"program {self.pid}", timeout or 0)
+        return code
+
+    def _ended(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._exit_status], [], [], timeout)[0]:
+            said = os.read(self._exit_status, 16)
+            os.close(self._exit_status)
+            self.returncode = os.waitstatus_to_exitcode(int(said))
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """All it says, once it has ended."""
+        until = None if timeout is None else time.monotonic() + timeout
+        if self.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.stdin.close()
+        if not self._readers:
+            for name in ("stdout", "stderr"):
+                if getattr(self, name) is not None:
+                    self._readers.append(threading.Thread(target=self._read, args=(name,), daemon=True))
+                    self._readers[-1].start()
+        for reader in self._readers:
+            reader.join(None if until is None else max(0.0, until - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(f"program {self.pid}", timeout or 0)
+        self.wait(None if until is None else max(0.0, until - time.monotonic()))
+        return self._said.get("stdout", ""), self._said.get("stderr", "")
+
+    def _read(self, name: str) -> None:
+        with getattr(self, name) as pipe:
+            self._said[name] = pipe.read()
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self.wait()
+
+
+def start(code: str, *args: Any, env: dict[str, str] | None = None, stderr: int | None = None) -> Program:
+    """Starts `python -c code args…`.
+
+    Args:
+        code: The program.
+        *args: Its arguments.
+        env: What differs in its environment; nothing that JAX reads when it is imported.
+        stderr: Where its errors go; None for a pipe.
+    """
+    env = env or {}
+    assert not any(name.startswith("JAX_") for name in env), "JAX has been imported: call jax.config.update"
+    ends = [os.pipe() for _ in range(4)]
+    (in_, us_in), (us_out, out), (us_err, err), (us_exit, exit_status) = ends
+    theirs = [in_, out, err if stderr is None else stderr, exit_status]
+    pid = _server().fork({"code": code, "args": [str(arg) for arg in args], "env": env}, theirs)
+    for end in (in_, out, err, exit_status):
+        os.close(end)
+    if stderr is not None:
+        os.close(us_err)
+    errors = open(us_err) if stderr is None else None
+    return Program(pid, us_exit, [open(us_in, "w"), open(us_out), errors])
+
+
+class _Server:
+    """The program that the others are forked from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+        self._compiled = tempfile.TemporaryDirectory()
+        arguments = theirs.fileno(), _PRELOADED, self._compiled.name
+        code = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); import forked; "
+        code += f"code = forked.serve{arguments}; del sys.path[0], forked\nexec(code)"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], env=env, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        atexit.register(self.close)
+
+    def fork(self, request: dict[str, Any], fds: list[int]) -> int:
+        """Starts a program with these standard streams; the last is where its exit status is to be written."""
+        with self._lock:
+            data = json.dumps(request).encode()
+            socket.send_fds(self._control, [b"%16d" % len(data)], fds)
+            self._control.sendall(data)
+            return int(self._control.recv(16))
+
+    def close(self) -> None:
+        """Ends it, and what it has started."""
+        self._control.close()
+        self._process.wait()
+        self._compiled.cleanup()
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def serve(fd: int, preloaded: str, compiled: str) -> Any:
+    """What the server does: forks when it is asked to. In a forked program it returns the program's code."""
+    exec(f"import {preloaded}")
+    _keep_what_is_compiled(compiled)
+    control = socket.socket(fileno=fd)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([control, woken], [], [])
+        if woken in ready:
+            os.read(woken, 100)
+            while running:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(running[pid], b"%d" % status)
+                os.close(running.pop(pid))
+        if control not in ready:
+            continue
+        head, fds, _, _ = socket.recv_fds(control, 16, 4)
+        if not head:  # the tests are over
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        request = json.loads(control.recv(int(head), socket.MSG_WAITALL))
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, stream in enumerate(fds[:3]):
+                os.dup2(stream, number)
+            control.close()
+            for mine in (*fds, *running.values(), woken, wake):
+                os.close(mine)
+            os.environ.update(request["env"])
+            sys.argv[1:] = request["args"]
+            return compile(request["code"], "<string>", "exec")
+        running[pid] = fds.pop()
+        for stream in fds:
+            os.close(stream)
+        control.sendall(b"%16d" % pid)
+
+
+def _keep_what_is_compiled(directory: str) -> None:
+    """What one program has compiled the next one does not compile again."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # One that is killed while it writes leaves half of it: that is compiled again.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
