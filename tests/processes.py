@@ -57,7 +57,6 @@ def start(script, count, directory, *args, devices=4):
     """Starts `count` processes with 4 devices in all; the script finds what PRELUDE makes."""
     address = free_address()
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices // count}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
     env = {"XLA_FLAGS": flags}
     code = PRELUDE + textwrap.dedent(script)
     return [forked.start(code, i, count, address, directory, *args, env=env) for i in range(count)]
