@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from typing import IO, Any
+from typing import Any
 
 _PRELOADED = "jax, jax.numpy, jax.experimental.multihost_utils, numpy, orbax.checkpoint, jstep.loop, jstep.summary"
 
@@ -116,8 +116,8 @@ def start(code: str, *args: Any, env: dict[str, str] | None = None, stderr: int 
         os.close(end)
     if stderr is not None:
         os.close(us_err)
-    errors = open(us_err) if stderr is None else None
-    return Program(pid, us_exit, [open(us_in, "w"), open(us_out), errors])
+    errors = os.fdopen(us_err) if stderr is None else None
+    return Program(pid, us_exit, [os.fdopen(us_in, "w"), os.fdopen(us_out), errors])
 
 
 class _Server:
