@@ -228,10 +228,10 @@ def test_nothing_to_evaluate(batches):
 
 ENDLESS = jstep.batches(X, 4)
 
+FOR_EVER = [ENDLESS, iter(ENDLESS), ENDLESS[3:], itertools.repeat(X), itertools.count(), itertools.cycle([X])]
 
-@pytest.mark.parametrize(
-    "batches", [ENDLESS, iter(ENDLESS), ENDLESS[3:], itertools.repeat(X), itertools.count(), itertools.cycle([X])]
-)
+
+@pytest.mark.parametrize("batches", FOR_EVER)
 def test_batches_without_end(batches):
     with pytest.raises(ValueError, match=r"has no end; .* jstep.batches\(…, num_epochs=1"):
         jstep.evaluator(metrics, batches)
@@ -292,8 +292,7 @@ def test_other_mistakes_of_the_function():
         jstep.evaluator(lambda params, x: {3: 1.0}, [X])(make_state())
     with pytest.raises(ValueError, match=r"leading axes of different sizes \(23 at '0', 5 at '1'\)"):
         jstep.evaluator(lambda params, x, y: {"m": 1.0}, [(X, X[:5])])(make_state())
-    both = jstep.evaluator(lambda params, x, y: {"m": (x.size, y.size)}, [(X, X[:5])])  # a pair says it itself
-    assert both(make_state()) == {"m": 23 / 5}
+    assert jstep.evaluator(lambda params, x, y: {"m": (len(x), len(y))}, [(X, X[:5])])(make_state()) == {"m": 23 / 5}
     with pytest.raises(ValueError, match="'m' is a scalar, which counts by the number of examples, and no argument"):
         jstep.evaluator(lambda params, x: {"m": x}, [np.float32(1)])(make_state())
     with pytest.raises(TypeError, match="state: must be a TrainState, got a dict"):
