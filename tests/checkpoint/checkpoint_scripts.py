@@ -16,8 +16,7 @@ from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
 directory = sys.argv[1]
 
 def state_at(step, value, size=1000):
-    params = {"w": jnp.full(size, value, jnp.float32)}
-    return jstep.TrainState.create(params, jstep.gradient_descent(0.1), global_step=step)
+    return {"global_step": step, "params": {"w": jnp.full(size, value, jnp.float32)}}
 """
 
 

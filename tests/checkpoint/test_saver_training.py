@@ -1,7 +1,6 @@
 """Saving between the steps of a training: donation, memory, k + restore + k = 2k."""
 
 import gc
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -88,35 +87,20 @@ class TestTraining:
         assert int(stepped.slots["start_step"]) == int(stepped.global_step) == 5
 
     @pytest.mark.parametrize(("stage", "compress"), [(False, False), (False, True), (True, False)])
-    def test_save_then_donate_under_load(self, tmp_path, stage, compress):
+    def test_save_then_donate(self, tmp_path, stage, compress):
         """What is on disk is exactly the state at N: every number of it is N."""
-        size, leaves, saves = 500_000, 12, 8
+        size, leaves, saves = 500_000, 6, 3
         made = jstep.TrainState({f"w{i}": jnp.zeros(size) for i in range(leaves)}, {}, jstep.create_global_step())
         step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
-        busy = True
-
-        def load():
-            x = np.ones((400, 400))
-            while busy:
-                x @ x
-
-        threads = [threading.Thread(target=load) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        try:
-            with Saver(tmp_path, max_to_keep=None, stage=stage, compress=compress) as saver:
-                for _ in range(saves):
-                    saver.save(made)
-                    for _ in range(4):
-                        made = step(made)
-                for number in saver.all_steps():
-                    for leaf in jax.tree.leaves(saver.restore(step=number)):
-                        assert (leaf == number).all()
-                assert len(saver.all_steps()) == saves
-        finally:
-            busy = False
-            for thread in threads:
-                thread.join()
+        with Saver(tmp_path, max_to_keep=None, stage=stage, compress=compress) as saver:
+            for _ in range(saves):
+                saver.save(made)
+                for _ in range(4):
+                    made = step(made)
+            for number in saver.all_steps():
+                for leaf in jax.tree.leaves(saver.restore(step=number)):
+                    assert (leaf == number).all()
+            assert len(saver.all_steps()) == saves
 
     def test_stage_follows_a_change_of_shapes(self, tmp_path):
         with Saver(tmp_path, stage=True) as saver:
