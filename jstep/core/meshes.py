@@ -76,6 +76,19 @@ def alike(tree: Any) -> Iterator[Any]:
         yield tree
 
 
+@contextlib.contextmanager
+def on_one_mesh(tree: Any, *, always: bool = False) -> Iterator[Any]:
+    """The arguments of a function as a compiled step takes them, and the caller's mesh with them.
+
+    All lie on Auto axes where one of them does, or always; arrays that all lie on Explicit ones are the caller's own.
+    """
+    if always or any(map(_lies_on_auto_axes, jax.tree.leaves(tree))):
+        with auto_axes():
+            yield on_auto_axes(tree)
+    else:
+        yield tree
+
+
 def as_own_work(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """The function, whose work on the arrays it is given no transfer guard stops, wherever they lie: see `alike`."""
 
@@ -88,7 +101,7 @@ def as_own_work(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _lies_on_auto_axes(leaf: Any) -> bool:
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or isinstance(leaf, jax.core.Tracer):
         return False
     sharding = leaf.sharding
     return isinstance(sharding, NamedSharding) and AxisType.Auto in sharding.mesh.axis_types
@@ -101,12 +114,19 @@ def lies_explicitly(leaf: Any) -> bool:
 
 
 def on_auto_axes(tree: Any) -> Any:
-    """The same arrays in the same memory, those on Explicit axes taken as lying on Auto ones."""
+    """The same arrays in the same memory, those on Explicit axes taken as lying on Auto ones; and shapes of arrays."""
 
     def leaf(x: Any) -> Any:
-        if not (isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and lies_explicitly(x)):
+        if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) or isinstance(x, jax.core.Tracer):
+            return x
+        if not lies_explicitly(x):
             return x
         sharding: Any = x.sharding
+        if isinstance(x, jax.ShapeDtypeStruct):
+            # Shapes that were traced under a mesh know no devices.
+            known = isinstance(sharding.mesh, Mesh)
+            placed = NamedSharding(auto_mesh(sharding.mesh), sharding.spec) if known else None
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=x.weak_type)
         return jax.device_put(x, NamedSharding(auto_mesh(sharding.mesh), sharding.spec))
 
     return jax.tree.map(leaf, tree) if any(map(lies_explicitly, jax.tree.leaves(tree))) else tree

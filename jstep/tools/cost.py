@@ -10,11 +10,13 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_function
-from jstep.state import require_state
+from jstep.core.meshes import on_one_mesh
+from jstep.state import TrainState, require_state
 from jstep.tools.collectives import Collective, collectives_of
 from jstep.tools.flops import work_of
 from jstep.tools.nonfinite.sites import body_of
 from jstep.tools.table import scaled, size
+from jstep.training import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,11 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any) -> Cost:
     """
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
     require_state(state)
-    step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
+    with on_one_mesh((state, args), always=isinstance(train_step, TrainStep)) as (state, args):
+        return _cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
+
+
+def _cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     work = work_of(body_of(_traced(step, state, args)))
     start = time.perf_counter()
     compiled = step.lower(state, *args).compile()
