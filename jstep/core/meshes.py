@@ -63,24 +63,11 @@ def own_work() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alike(tree: Any) -> Iterator[Any]:
-    """The arrays of a tree, fit to be computed with together.
+def alike(tree: Any, *, always: bool = False) -> Iterator[Any]:
+    """The arrays of a tree, fit to be computed with together, and the caller's mesh with them.
 
-    Where a mesh with Explicit axes is set and some of them lie on Auto ones, all are taken as on Auto ones; arrays that
-    all lie as the caller's mesh says stay as they are.
-    """
-    if in_explicit_mesh() and any(map(_lies_on_auto_axes, jax.tree.leaves(tree))):
-        with auto_axes():
-            yield on_auto_axes(tree)
-    else:
-        yield tree
-
-
-@contextlib.contextmanager
-def on_one_mesh(tree: Any, *, always: bool = False) -> Iterator[Any]:
-    """The arguments of a function as a compiled step takes them, and the caller's mesh with them.
-
-    All lie on Auto axes where one of them does, or always; arrays that all lie on Explicit ones are the caller's own.
+    Where some of them lie on Auto axes, or always, all are taken as on Auto ones, as a compiled step takes them; arrays
+    that all lie on Explicit axes are the caller's own, and stay as they are.
     """
     if always or any(map(_lies_on_auto_axes, jax.tree.leaves(tree))):
         with auto_axes():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_function
-from jstep.core.meshes import on_one_mesh
+from jstep.core.meshes import alike
 from jstep.state import TrainState, require_state
 from jstep.tools.collectives import Collective, collectives_of
 from jstep.tools.flops import work_of
@@ -106,7 +106,7 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any) -> Cost:
     """
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
     require_state(state)
-    with on_one_mesh((state, args), always=isinstance(train_step, TrainStep)) as (state, args):
+    with alike((state, args), always=isinstance(train_step, TrainStep)) as (state, args):
         return _cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
 
 

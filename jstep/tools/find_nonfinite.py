@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import contexts, trees
 from jstep.core.checks import as_function
-from jstep.core.meshes import on_one_mesh
+from jstep.core.meshes import alike
 from jstep.tools.nonfinite.inside import evaluated
 from jstep.tools.nonfinite.numbers import Range, is_inexact, range_of
 from jstep.tools.nonfinite.search import Found, Search
@@ -84,7 +84,7 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
         ('log', 'float32[2] from 0 to 2')
     """
     as_function(fn, "fn", "(*args)")
-    with on_one_mesh(args, always=isinstance(fn, TrainStep)) as args:
+    with alike(args, always=isinstance(fn, TrainStep)) as args:
         return _first(fn.__wrapped__ if isinstance(fn, TrainStep) else fn, args)
 
 

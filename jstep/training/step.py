@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function
 from jstep.core.contexts import own_transfers
-from jstep.core.meshes import auto_axes, auto_mesh, in_explicit_mesh, lies_explicitly, on_auto_axes, on_one_mesh
+from jstep.core.meshes import alike, auto_axes, auto_mesh, in_explicit_mesh, lies_explicitly, on_auto_axes
 from jstep.state import TrainState, require_alive
 from jstep.training.constants import Constants, split_constants
 
@@ -179,12 +179,12 @@ class TrainStep:
 
     def lower(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).lower`."""
-        with on_one_mesh((state, args), always=True) as (state, args):
+        with alike((state, args), always=True) as (state, args):
             return self._whole(state, args).lower(state, *args)
 
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
-        with on_one_mesh((state, args), always=True) as (state, args):
+        with alike((state, args), always=True) as (state, args):
             return self._whole(state, args).trace(state, *args)
 
     def _whole(self, state: Any, args: Any) -> Any:
@@ -192,7 +192,7 @@ class TrainStep:
 
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """The shapes of the new state and of all metrics."""
-        with on_one_mesh((state, args), always=True) as (state, args):
+        with alike((state, args), always=True) as (state, args):
             return jax.eval_shape(self._pure, state, *args)
 
     def clear_cache(self) -> None:

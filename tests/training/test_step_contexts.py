@@ -106,6 +106,8 @@ def test_what_looks_at_a_step_takes_what_it_takes(context: Any) -> None:
         assert jstep.cost(step, state, shape).devices == 8
         assert jstep.find_nonfinite(loss_fn, state.params, batch) is None
         assert jstep.find_nonfinite(step, state, batch) is None
+        _, grads = jstep.compute_gradients(loss_fn)(state.params, batch)
+        jstep.apply_gradients(state, grads, OPTIMIZER)
         step(state, batch)
 
 
