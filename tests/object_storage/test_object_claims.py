@@ -157,26 +157,31 @@ def test_the_others_wait_for_the_first_as_long_as_it_lives(gcs, monkeypatch, bea
 CHILD = """
 import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)
 import jstep
-saver = jstep.Saver(sys.argv[1])
-saver.claim()
+savers = [jstep.Saver(url) for url in sys.argv[1:]]
+for saver in savers:
+    saver.claim()
 print("claimed", flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_claim_ends_with_its_process(store):
-    code = [sys.executable, "-c", CHILD, store.run]
+def test_a_claim_ends_with_its_process(gcs, s3):
+    urls = ["gs://bkt/run", "s3://bkt/run"]
+    code = [sys.executable, "-c", CHILD, *urls]
     child = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    savers = [jstep.Saver(url) for url in urls]
     try:
         assert child.stdout.readline() == "claimed\n"
-        with jstep.Saver(store.run) as saver:
+        for saver in savers:
             with pytest.raises(jstep.CheckpointError, match=f"by process {child.pid} on "):
                 saver.save(state_at(1))
-            child.kill()
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie, which is as dead
-            assert owner.started(child.pid) is None
-            saver.save(state_at(1))
-        assert jstep.Saver(store.run).all_steps() == [1]
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie, which is as dead
+        assert owner.started(child.pid) is None
+        for saver in savers:
+            with saver:
+                saver.save(state_at(1))
+            assert saver.all_steps() == [1]
     finally:
         child.kill()
         child.communicate(timeout=60)

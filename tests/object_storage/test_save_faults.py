@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 
 import jstep
 from jstep.stores import objects
+from jstep.summary.read.series import read_scalars
 
 
 @pytest.fixture(autouse=True)
@@ -100,53 +102,64 @@ def test_one_fault_at_each_request_is_survived(store, status):
 
 
 CHILD = """
-import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
-import sys, numpy as np, jax.numpy as jnp, jstep
-def state_at(step):
-    state = jstep.TrainState.create({"w": np.full((4, 3), float(step), np.float32)}, jstep.gradient_descent(0.1))
-    return state.replace(global_step=jnp.int32(step))
-saver = jstep.Saver("gs://bkt/run", max_to_keep=2)
-for step in (1, 2, 3, 4):
-    saver.save(state_at(step))
-    saver.wait()
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import numpy as np, tensorstore, jstep
+jstep.Saver  # loaded before the forks, each of which starts at once
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        saver = jstep.Saver("gs://bkt/run", max_to_keep=2)
+        for step in (1, 2, 3, 4):
+            saver.save({"global_step": np.int32(step), "params": {"w": np.full((4, 3), float(step), np.float32)}})
+            saver.wait()
+        os._exit(0)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-@pytest.mark.parametrize("nth", [1, 2])
-def test_a_process_that_is_killed(gcs, nth):
+def test_a_process_that_is_killed(gcs):
     """At the nth request of each kind of the last save; the request itself may have been served or not."""
     gcs.page, gcs.run = 1000, "gs://bkt/run"
-    kinds = ["pack.0.0", "part.0", "model-4%2Fmanifest", "DELETE"] if nth == 1 else ["DELETE", "~claims"]
-    for kind in kinds:
-        child = subprocess.Popen([sys.executable, "-c", CHILD], env=os.environ, stderr=subprocess.DEVNULL)
-        met = []
+    kinds = [(1, "pack.0.0"), (1, "part.0"), (1, "model-4%2Fmanifest"), (1, "DELETE"), (2, "DELETE"), (2, "~claims")]
+    code = [sys.executable, "-W", "ignore", "-c", CHILD]
+    parent = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        for nth, kind in kinds:
+            killed_at(gcs, nth, kind, parent)
+    finally:
+        parent.communicate("", timeout=60)
+    assert parent.returncode == 0
 
-        def kill(number, kind=kind, met=met, child=child):
-            line = gcs.seen[-1]
-            if kind in line and (
-                "model-4" in line or (kind in ("DELETE", "~claims") and gcs.keys("run/model-4/manifest"))
-            ):
-                met.append(line)
-                if len(met) == nth:
-                    os.kill(child.pid, signal.SIGKILL)
 
-        gcs.watch = kill
-        try:
-            child.wait(timeout=60)
-        finally:
-            gcs.watch = None
-            child.kill()
-            child.wait()
-        steps = whole("gs://bkt/run")
-        assert steps[-1] in (3, 4), (kind, steps)
-        if kind != "~claims":
-            assert child.returncode == -signal.SIGKILL
-        save("gs://bkt/run", 5)  # the claim of the dead one is no obstacle
-        steps = whole("gs://bkt/run")
-        assert steps[-1] == 5
-        assert strangers(gcs, steps) == []
-        with gcs.lock:
-            gcs.objects["bkt"].clear()
+def killed_at(gcs, nth, kind, parent):
+    met, pid, known = [], [], threading.Event()
+
+    def kill(number):
+        line = gcs.seen[-1]
+        if kind in line and ("model-4" in line or (kind in ("DELETE", "~claims") and gcs.keys("run/model-4/manifest"))):
+            met.append(line)
+            if len(met) == nth and known.wait(60):
+                os.kill(pid[0], signal.SIGKILL)
+
+    gcs.watch = kill
+    parent.stdin.write("\n")
+    parent.stdin.flush()
+    pid.append(int(parent.stdout.readline()))
+    known.set()
+    code = int(parent.stdout.readline())
+    gcs.watch = None
+    steps = whole(gcs.run)
+    assert steps[-1] in (3, 4), (kind, steps)
+    assert code == -signal.SIGKILL or (kind == "~claims" and code == 0)
+    save(gcs.run, 5)  # the claim of the dead one is no obstacle
+    steps = whole(gcs.run)
+    assert steps[-1] == 5
+    assert strangers(gcs, steps) == []
+    with gcs.lock:
+        gcs.objects["bkt"].clear()
 
 
 # Damage.
@@ -222,7 +235,6 @@ def test_k_and_k_are_2k(store):
     run(store.run, last_step=7, logdir=f"{store.run}/logs", save_checkpoint_steps=3, save_summaries_steps=1)
     again = run(store.run, last_step=20, logdir=f"{store.run}/logs", save_summaries_steps=1)
     assert jnp.array_equal(again.params["w"], whole_run.params["w"])
-    from jstep.summary.read.series import read_scalars
 
     assert [point.step for point in read_scalars(f"{store.run}/logs")["loss"]] == list(range(1, 21))
     assert not os.path.exists("gs:")
@@ -230,7 +242,17 @@ def test_k_and_k_are_2k(store):
     assert jax.tree.leaves(again)
 
 
-def test_a_save_is_finished_when_the_interpreter_ends(store):
-    code = CHILD.partition("for step")[0].replace("gs://bkt/run", store.run) + "saver.save(state_at(9))"
+def test_what_is_under_way_is_finished_when_the_interpreter_ends(gcs, s3):
+    code = """
+import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
+import numpy as np, jstep
+from jstep.summary import SummaryWriter, scalar
+writer = SummaryWriter("gs://bkt/logs")
+writer.add_summary(scalar("loss", 1.0), 1)
+savers = [jstep.Saver(f"{scheme}://bkt/run") for scheme in ("gs", "s3")]
+for saver in savers:
+    saver.save({"global_step": np.int32(9), "params": {"w": np.full((4, 3), 9, np.float32)}})
+"""
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
-    assert whole(store.run) == [9]
+    assert whole("gs://bkt/run") == whole("s3://bkt/run") == [9]
+    assert [(point.step, point.value) for point in read_scalars("gs://bkt/logs")["loss"]] == [(1, 1.0)]
