@@ -5,15 +5,12 @@ from typing import Any
 
 import jax
 
-from jstep.core.checks import as_bool, as_function, as_int
-from jstep.hooks.deferred import Deferred
-from jstep.hooks.hook import Hook, Metrics
-from jstep.hooks.interval import Interval
-from jstep.hooks.values import means, scalars
-from jstep.state import TrainState
+from jstep.core.checks import as_function, as_int
+from jstep.hooks.cadence import Every
+from jstep.hooks.numbers_hook import NumbersHook
 
 
-class MetricsHook(Hook):
+class MetricsHook(NumbersHook):
     """Hands the numbers among the metrics to a function: of W&B, MLflow, a CSV file, JSON lines, a list.
 
     Values are handed over when the device has them, a little after their step, so that the loop never waits; those of
@@ -61,56 +58,13 @@ class MetricsHook(Hook):
         self, write: Callable[[int, dict[str, float]], object], every_n_steps: int = 100, mean: bool = False
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
-        self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
-        self._interval = Interval() if as_bool(mean, "mean") else None
-        self._held = Deferred(self._hand_over)
-        self._last = 0
-
-    def begin(self, state: TrainState) -> None:
-        """Forgets earlier runs."""
-        self._held.clear()
-        self._last = 0
-        if self._interval is not None:
-            self._interval.clear()
-
-    def next_due(self, step: int) -> int | None:
-        """The next multiple; None where it has to see every step."""
-        return None if self._interval is not None else self.next_multiple(step)
-
-    def next_multiple(self, step: int) -> int:
-        """The next multiple."""
-        return (step // self._n + 1) * self._n
-
-    def after_call(self, steps: range, metrics: Metrics) -> None:
-        """Keeps the metrics of several steps that were one call, where means are wanted."""
-        if self._interval is not None:
-            self._interval.add_call(steps, metrics)
-
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """When due, hands over what is ready."""
-        if self._interval is not None:
-            self._interval.add(step, metrics)
-        if step % self._n == 0:
-            self._hold(step, metrics)
-            self._held.hand_over_ready()
+        super().__init__(
+            Every(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), None), mean, self._hand_over
+        )
 
     def before_save(self, step: int) -> None:
         """What belongs to steps before a checkpoint is handed over before it: a run that goes on will not do it."""
         self._held.hand_over_all()
-
-    def after_last(self, step: int, metrics: Metrics) -> None:
-        """Hands over the last step, and what is left."""
-        if step > self._last:
-            self._hold(step, metrics)
-        self._held.hand_over_all()
-
-    def _hold(self, step: int, metrics: Metrics) -> None:
-        self._last = step
-        if self._interval is None:
-            self._held.add(step, scalars(metrics))
-        else:
-            self._interval.add(step, metrics)
-            self._held.add(step, means(self._interval.take(step)))
 
     def _hand_over(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() != 0:

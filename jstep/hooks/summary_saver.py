@@ -3,18 +3,17 @@
 import time
 from typing import Any
 
-from jstep.core.checks import as_bool, as_function, kind, shown
-from jstep.hooks.cadence import UNSAID, CadencedHook, cadence
-from jstep.hooks.deferred import Deferred
+from jstep.core.checks import as_function, kind, shown
+from jstep.hooks.cadence import UNSAID, cadence
 from jstep.hooks.hook import Clock, Metrics
-from jstep.hooks.interval import Interval
+from jstep.hooks.numbers_hook import NumbersHook
 from jstep.hooks.summaries import Selection, histograms_of, made_in, of_metrics, scalars_summary
-from jstep.hooks.values import LeaveOut, means, nothing
+from jstep.hooks.values import LeaveOut, nothing
 from jstep.hooks.writers import check_writer
 from jstep.state import TrainState
 
 
-class SummarySaverHook(CadencedHook):
+class SummarySaverHook(NumbersHook):
     """Writes the numbers and the summaries among the metrics, and histograms of the state if asked.
 
     Args:
@@ -52,14 +51,14 @@ class SummarySaverHook(CadencedHook):
     ) -> None:
         super().__init__(
             cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock),
+            mean,
+            self._write_means,
             together=True,  # the state lies over all processes, so all of them count its values
         )
         self._writer, self._told = check_writer(summary_writer), nothing
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self.takes_writer = summary_writer is None
         self._histograms = _globs(histograms)
-        self._interval = Interval() if as_bool(mean, "mean") else None
-        self._means = Deferred(self._write_means)
 
     def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
         """Takes the writer of `train`, where the hook was made without one."""
@@ -74,46 +73,25 @@ class SummarySaverHook(CadencedHook):
         """
         if self._writer is None:
             raise ValueError("SummarySaverHook has nowhere to write: give it a summary_writer, or give train a logdir")
-        self._means.clear()
-        if self._interval is not None:
-            self._interval.clear()
         super().begin(state)
 
-    def next_due(self, step: int) -> int | None:
-        """The next multiple; None where it has to see every step."""
-        return None if self._interval is not None else super().next_due(step)
-
-    def after_call(self, steps: range, metrics: Metrics) -> None:
-        """Keeps the metrics of several steps that were one call, where means are wanted."""
-        if self._interval is not None:
-            self._interval.add_call(steps, metrics)
-
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """When due, hands the values over; whoever writes them waits for them."""
-        if self._interval is not None:
-            self._interval.add(step, metrics)
-        if not self.is_due(step):
-            return
-        self.has_happened()
+    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Hands the values over; whoever writes them waits for them."""
         leave_out = {*self._leave_out(), *self._told()}
-        if self._interval is None:
-            found = of_metrics(metrics, leave_out)
-        else:
-            self._means.add(step, means(self._interval.take(step), leave_out))
-            self._means.hand_over_ready()
-            found = made_in(metrics)
-        for summary in found:
+        if self._mean:
+            self._held.add(step, self._numbers(step, metrics, leave_out))
+        for summary in made_in(metrics) if self._mean else of_metrics(metrics, leave_out):
             self._writer.add_summary(summary, step)
         if self._histograms:
             self._writer.add_summary(histograms_of(state, self._histograms), step)
 
     def before_save(self, step: int) -> None:
         """Means of steps before a checkpoint are written before it."""
-        self._means.hand_over_all()
+        self._held.hand_over_all()
 
     def after_last(self, step: int, metrics: Metrics) -> None:
-        """Writes the means that are left."""
-        self._means.hand_over_all()
+        """Writes the means that are left; a last, partial interval is none of them."""
+        self._held.hand_over_all()
 
     def _write_means(self, step: int, values: dict[str, Any]) -> None:
         if values:

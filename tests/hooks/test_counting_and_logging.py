@@ -76,9 +76,9 @@ class Late:
 @pytest.fixture
 def late(monkeypatch):
     """Arrays that are ready when told, and say whether they were read."""
-    from jstep.hooks import deferred, logging_hook
+    from jstep.hooks import deferred, logging_hook, numbers_hook
 
-    monkeypatch.setattr(logging_hook, "scalars", lambda metrics, leave_out: metrics)
+    monkeypatch.setattr(numbers_hook, "scalars", lambda metrics, leave_out: metrics)
     monkeypatch.setattr(deferred, "start_transfer", lambda values: None)
     monkeypatch.setattr(deferred, "is_ready", lambda values: all(value.ready for value in values.values()))
     monkeypatch.setattr(deferred, "read", lambda values: values)

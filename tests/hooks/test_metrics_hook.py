@@ -52,9 +52,9 @@ class Late:
 
 
 def test_it_never_waits(monkeypatch):
-    from jstep.hooks import deferred, metrics_hook
+    from jstep.hooks import deferred, numbers_hook
 
-    monkeypatch.setattr(metrics_hook, "scalars", lambda metrics: metrics)
+    monkeypatch.setattr(numbers_hook, "scalars", lambda metrics, leave_out: metrics)
     monkeypatch.setattr(deferred, "start_transfer", lambda values: None)
     monkeypatch.setattr(deferred, "is_ready", lambda values: values["loss"].ready)
     monkeypatch.setattr(deferred, "read", lambda values: {"loss": 1.0})
