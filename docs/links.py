@@ -40,7 +40,9 @@ def _linked(line: str, here: str, seen: set[str]) -> str:
     others = line.index("|", 1) if table and here.startswith("from/") else 0
 
     def link(match: re.Match[str]) -> str:
-        name = match[1]
+        name = match[1] or ""
+        if name[:1].isupper() and name not in ENTRIES:
+            name = name.split(".")[0]  # a class, of `TrainState.create`
         if name not in ENTRIES or match.start() < others or (name in seen and not table):
             return match[0]
         seen.add(name)
