@@ -265,7 +265,6 @@ TESTS = sorted((ROOT.parent / "tests").rglob("*.py"))
 
 
 STILL_LONG = {
-    "test_saver_objects.py",
     "test_stock_hooks.py",
     "test_train_survival.py",
     "test_golden.py",

@@ -6,6 +6,7 @@ a second failure when nobody silences it any more.
 """
 
 import asyncio
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class ToTheEnd:
 
 def _telling(info: Any) -> Any:
     """What orbax knows of an array, with a function that it calls in the loop before it writes anything there."""
-    told = info.replace()
+    told = copy.copy(info)
 
     async def await_path_creation() -> None:
         finish_before_closing(asyncio.get_running_loop())
