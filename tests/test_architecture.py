@@ -264,17 +264,9 @@ def test_a_bare_import_loads_nothing_heavy() -> None:
 TESTS = sorted((ROOT.parent / "tests").rglob("*.py"))
 
 
-STILL_LONG = {
-    "test_stock_hooks.py",
-    "test_train_survival.py",
-    "test_golden.py",
-    "test_optimizer_contract.py",
-}
-
-
 @pytest.mark.parametrize(
     "path",
-    [path for path in [*MODULES.values(), *TESTS] if path.name not in STILL_LONG],
+    [*MODULES.values(), *TESTS],
     ids=lambda path: str(path.relative_to(ROOT.parent)),
 )
 def test_a_file_holds_one_idea(path: Path) -> None:

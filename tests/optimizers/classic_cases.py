@@ -1,0 +1,164 @@
+"""The classic optimizers, with every hyperparameter as a number and as a schedule, and the equations they follow."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import reference
+
+import jstep
+
+EXACT = {"rtol": 1e-11, "atol": 1e-13}
+# Schedules written out, so that both sides read the same numbers and neither computes them.
+FALLING = np.linspace(0.3, 0.05, 64)
+RISING = np.linspace(0.5, 0.95, 64)
+
+
+class Case(NamedTuple):
+    make: Callable[..., jstep.Optimizer]
+    rule: reference.Rule
+    slots: dict[str, float]
+    hyper: dict[str, Any]
+    """Every hyperparameter by name; an array is a schedule. What is not in `defaults` is passed by keyword."""
+    static: Mapping[str, Any] = MappingProxyType({})
+    defaults: tuple[str, ...] = ()
+
+
+FTRL = {
+    "learning_rate": 0.3,
+    "learning_rate_power": -0.5,
+    "l1_regularization_strength": 0.0,
+    "l2_regularization_strength": 0.0,
+    "l2_shrinkage_regularization_strength": 0.0,
+    "beta": 0.0,
+}
+ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
+RMSPROP = {"learning_rate": 0.1, "decay": 0.9, "momentum": 0.0, "epsilon": 1e-10}
+RMS = {"rms": 1.0, "momentum": 0.0}
+
+
+def ftrl_case(accum: float = 0.1, **changes: Any) -> Case:
+    return Case(
+        jstep.ftrl,
+        reference.ftrl,
+        {"accum": accum, "linear": 0.0},
+        FTRL | changes,
+        {"initial_accumulator_value": accum},
+    )
+
+
+CASES = {
+    "gradient_descent": Case(jstep.gradient_descent, reference.gradient_descent, {}, {"learning_rate": 0.1}),
+    "gradient_descent-scheduled": Case(
+        jstep.gradient_descent, reference.gradient_descent, {}, {"learning_rate": FALLING}
+    ),
+    "momentum": Case(jstep.momentum, reference.momentum, {"momentum": 0.0}, {"learning_rate": 0.1, "momentum": 0.9}),
+    "momentum-scheduled": Case(
+        jstep.momentum, reference.momentum, {"momentum": 0.0}, {"learning_rate": FALLING, "momentum": RISING}
+    ),
+    "nesterov": Case(
+        jstep.momentum,
+        reference.nesterov,
+        {"momentum": 0.0},
+        {"learning_rate": 0.1, "momentum": 0.9},
+        {"use_nesterov": True},
+    ),
+    "nesterov-scheduled": Case(
+        jstep.momentum,
+        reference.nesterov,
+        {"momentum": 0.0},
+        {"learning_rate": FALLING, "momentum": RISING},
+        {"use_nesterov": True},
+    ),
+    "adagrad-defaults": Case(jstep.adagrad, reference.adagrad, {"accumulator": 0.1}, {"learning_rate": 0.2}),
+    "adagrad": Case(
+        jstep.adagrad,
+        reference.adagrad,
+        {"accumulator": 0.7},
+        {"learning_rate": FALLING},
+        {"initial_accumulator_value": 0.7},
+    ),
+    "adam-defaults": Case(jstep.adam, reference.adam, {"m": 0.0, "v": 0.0}, ADAM, defaults=tuple(ADAM)),
+    "adam": Case(
+        jstep.adam,
+        reference.adam,
+        {"m": 0.0, "v": 0.0},
+        {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.95, "epsilon": 0.1},
+    ),
+    "adam-no-averaging": Case(jstep.adam, reference.adam, {"m": 0.0, "v": 0.0}, ADAM | {"beta1": 0.0, "beta2": 0.0}),
+    "adam-rate-scheduled": Case(jstep.adam, reference.adam, {"m": 0.0, "v": 0.0}, ADAM | {"learning_rate": FALLING}),
+    "adam-all-scheduled": Case(
+        jstep.adam,
+        reference.adam,
+        {"m": 0.0, "v": 0.0},
+        {"learning_rate": FALLING, "beta1": RISING, "beta2": RISING, "epsilon": FALLING},
+    ),
+    "rmsprop-defaults": Case(jstep.rmsprop, reference.rmsprop, RMS, RMSPROP, defaults=("decay", "momentum", "epsilon")),
+    "rmsprop": Case(
+        jstep.rmsprop,
+        reference.rmsprop,
+        RMS,
+        {"learning_rate": 0.05, "decay": 0.7, "momentum": 0.6, "epsilon": 0.01},
+    ),
+    "rmsprop-scheduled": Case(
+        jstep.rmsprop,
+        reference.rmsprop,
+        RMS,
+        {"learning_rate": FALLING, "decay": RISING, "momentum": RISING, "epsilon": FALLING},
+    ),
+    "rmsprop-centered": Case(
+        jstep.rmsprop,
+        reference.rmsprop_centered,
+        RMS | {"mg": 0.0},
+        {"learning_rate": 0.05, "decay": 0.7, "momentum": 0.6, "epsilon": 0.01},
+        {"centered": True},
+    ),
+    "rmsprop-centered-scheduled": Case(
+        jstep.rmsprop,
+        reference.rmsprop_centered,
+        RMS | {"mg": 0.0},
+        {"learning_rate": FALLING, "decay": RISING, "momentum": RISING, "epsilon": FALLING},
+        {"centered": True},
+    ),
+    "ftrl-defaults": Case(jstep.ftrl, reference.ftrl, {"accum": 0.1, "linear": 0.0}, FTRL, defaults=tuple(FTRL)[1:]),
+    "ftrl-rate-scheduled": ftrl_case(learning_rate=FALLING),
+    "ftrl-power": ftrl_case(learning_rate_power=-0.8),
+    "ftrl-power-scheduled": ftrl_case(learning_rate_power=-RISING),
+    "ftrl-fixed-rate": ftrl_case(learning_rate_power=0.0),
+    "ftrl-accum-zero": ftrl_case(accum=0.0),
+    "ftrl-l1": ftrl_case(l1_regularization_strength=0.9),
+    "ftrl-l2": ftrl_case(l2_regularization_strength=0.4),
+    "ftrl-shrinkage": ftrl_case(l2_shrinkage_regularization_strength=0.2),
+    "ftrl-beta": ftrl_case(beta=0.7),
+    "ftrl-everything": ftrl_case(
+        accum=0.3,
+        learning_rate=FALLING,
+        learning_rate_power=-0.6,
+        l1_regularization_strength=0.3,
+        l2_regularization_strength=0.2,
+        l2_shrinkage_regularization_strength=0.1,
+        beta=0.5,
+    ),
+    "ftrl-everything-scheduled": ftrl_case(
+        learning_rate=FALLING,
+        learning_rate_power=-RISING,
+        l1_regularization_strength=FALLING,
+        l2_regularization_strength=RISING,
+        l2_shrinkage_regularization_strength=FALLING,
+        beta=RISING,
+    ),
+}
+
+
+def written_out(table: np.ndarray) -> Callable[[Any], jax.Array]:
+    return lambda step: jnp.asarray(table)[step]
+
+
+def build(case: Case) -> jstep.Optimizer:
+    given = {name: value for name, value in case.hyper.items() if name not in case.defaults}
+    return case.make(
+        **{name: written_out(v) if isinstance(v, np.ndarray) else v for name, v in given.items()}, **case.static
+    )

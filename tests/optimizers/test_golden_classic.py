@@ -1,0 +1,132 @@
+"""Trajectories of the classic optimizers against the equations, written out in NumPy float64 (tests/reference.py)."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import reference
+from classic_cases import CASES, EXACT, Case, build
+
+import jstep
+
+STEPS = 12
+SHAPES = {"a": (3,), "b": {"c": (2, 2), "d": ()}}
+
+
+def random_tree(rng: np.random.Generator, dtype: Any) -> Any:
+    return jax.tree.map(
+        lambda shape: np.asarray(rng.normal(size=shape)).astype(dtype), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def run(optimizer: jstep.Optimizer, params: Any, gradients: list[Any], first_step: int, start_step: int) -> Any:
+    state = jstep.TrainState.create(params, optimizer, start_step)
+    state = state.replace(global_step=jstep.create_global_step(first_step))
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    path = []
+    for grads in gradients:
+        state = step(state, grads)
+        path.append(state.params)
+    return state, path
+
+
+def check(case: Case, dtype: Any, tolerance: dict[str, float], first_step: int, start_step: int) -> None:
+    rng = np.random.default_rng(7)
+    params = random_tree(rng, dtype)
+    gradients = [random_tree(rng, dtype) for _ in range(STEPS)]
+    state, path = run(build(case), params, gradients, first_step, start_step)
+
+    assert int(state.global_step) == first_step + STEPS
+    for i, leaf in enumerate(jax.tree.leaves(params)):
+        expected, slots = reference.trajectory(
+            case.rule,
+            case.slots,
+            leaf,
+            [jax.tree.leaves(g)[i] for g in gradients],
+            case.hyper,
+            first_step=first_step,
+            start_step=start_step,
+        )
+        for n, tree in enumerate(path):
+            found = jax.tree.leaves(tree)[i]
+            assert found.dtype == dtype
+            np.testing.assert_allclose(found, expected[n], **tolerance, err_msg=f"params after {n + 1} updates")
+        assert sorted(slots) == jstep.get_slot_names(state)
+        for name, value in slots.items():
+            np.testing.assert_allclose(
+                jax.tree.leaves(state.slots[name])[i], value, **tolerance, err_msg=f"slot {name}"
+            )
+
+
+SINGLE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", CASES)
+def test_trajectory_in_float64(name: str) -> None:
+    check(CASES[name], np.float64, EXACT, first_step=0, start_step=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trajectory_in_float32(name: str) -> None:
+    check(CASES[name], np.float32, SINGLE, first_step=0, start_step=0)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("first_step", "start_step"), [(40, 40), (40, 33), (40, 0)])
+@pytest.mark.parametrize("name", ["adam", "adam-all-scheduled", "rmsprop-centered-scheduled", "ftrl-everything"])
+def test_age_counts_from_start_step(name: str, first_step: int, start_step: int) -> None:
+    check(CASES[name], np.float64, EXACT, first_step, start_step)
+
+
+def test_fresh_adam_slots_at_a_late_step_are_corrected_as_fresh() -> None:
+    rng = np.random.default_rng(0)
+    params, gradients = random_tree(rng, np.float32), [random_tree(rng, np.float32) for _ in range(3)]
+    _, early = run(jstep.adam(0.1), params, gradients, 0, 0)
+    _, late = run(jstep.adam(0.1), params, gradients, 10_000, 10_000)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), early, late))
+
+
+@pytest.mark.usefixtures("x64")
+def test_adam_correction_at_a_great_age() -> None:
+    """β2^t computed as a power of the step: an age of ten million is no harder than an age of ten."""
+    p, g = np.array([1.0]), np.array([0.5])
+    optimizer = jstep.adam(0.1, 0.9, 1 - 1e-7)
+    state = jstep.TrainState.create({"w": p}, optimizer).replace(global_step=jstep.create_global_step(10**7))
+    new = jstep.apply_gradients(state, {"w": g}, optimizer)
+    h = {"learning_rate": 0.1, "beta1": 0.9, "beta2": 1 - 1e-7, "epsilon": 1e-8}
+    expected, _ = reference.adam(g, p, {"m": np.zeros(1), "v": np.zeros(1)}, h, 10**7 + 1)
+    np.testing.assert_allclose(new.params["w"], expected, rtol=1e-7)
+
+
+def test_float32_adam_keeps_one_minus_beta2_exact() -> None:
+    """1 − 0.999 in float32 is wrong by 5e-5; the slots must not be."""
+    optimizer = jstep.adam(0.1)
+    state = jstep.apply_gradients(
+        jstep.TrainState.create({"w": np.float32(1)}, optimizer), {"w": np.float32(1)}, optimizer
+    )
+    np.testing.assert_allclose(state.slots["v"]["w"], 0.001, rtol=2e-7)
+    np.testing.assert_allclose(state.slots["m"]["w"], 0.1, rtol=2e-7)
+    np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
+
+
+# By hand, from the equations alone: the reference is checked too.
+def test_first_updates_worked_by_hand() -> None:
+    one = {"w": np.float32(1)}
+
+    def first(optimizer: jstep.Optimizer) -> float:
+        state = jstep.TrainState.create(one, optimizer)
+        return float(jstep.apply_gradients(state, {"w": np.float32(2)}, optimizer).params["w"])
+
+    assert first(jstep.gradient_descent(0.25)) == 0.5
+    assert first(jstep.momentum(0.25, 0.5)) == 0.5
+    assert first(jstep.momentum(0.25, 0.5, use_nesterov=True)) == 0.25  # 1 − ¼·(2 + ½·2)
+    assert first(jstep.adagrad(0.25, 5.0)) == pytest.approx(1 - 0.25 * 2 / 3, rel=1e-6)
+    # t = 1: m̂/√v̂ = sign(g) up to epsilon, which weighs 1/√(1 − β2) more than in the paper's other form.
+    assert first(jstep.adam(0.25, epsilon=0.0)) == pytest.approx(0.75, rel=1e-6)
+    assert first(jstep.adam(0.25, beta2=0.75, epsilon=1.0)) == pytest.approx(1 - 0.25 * 0.5 * 2 / (1 + 1), rel=1e-6)
+    assert first(jstep.rmsprop(0.25, decay=0.5)) == pytest.approx(1 - 0.25 * 2 / 2.5**0.5, rel=1e-6)
+    assert first(jstep.rmsprop(0.25, decay=0.5, centered=True)) == pytest.approx(1 - 0.25 * 2 / 1.5**0.5, rel=1e-6)
+    # a' = 9, a = 5, lr = 1: linear = 2 − (3 − √5); p = −linear / 3.
+    assert first(jstep.ftrl(1.0, initial_accumulator_value=5.0)) == pytest.approx(-(2 - (3 - 5**0.5)) / 3, rel=1e-6)
