@@ -225,7 +225,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
 
 
 def times(*schedules: ScalarOrSchedule) -> Schedule:
-    """Product: schedules[0](step) · schedules[1](step) · …, numbers too.
+    """Product: `schedules[0](step) · schedules[1](step) · …`, numbers too.
 
     Args:
         schedules: Schedules or numbers, at least one.
