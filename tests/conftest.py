@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,11 @@ os.environ.setdefault("NPROC", "64")
 import hypothesis
 import jax
 import pytest
+
+# It may be ignored in what runs the tests, as under nohup or in a background job of a script, and would be in the
+# processes that they start: one that waits for Ctrl-C would wait for ever.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Compiling is what the tests spend their time on, and a third of it remains where XLA takes no pains with what it
 # makes. `XLA_FLAGS= pytest` tests with the code that users run. Flags come and go with jaxlib, which aborts at one it

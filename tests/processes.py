@@ -1,9 +1,11 @@
 """Starts the processes of a run on this machine, on loopback, and waits for them."""
 
+import contextlib
 import dataclasses
 import os
 import socket
 import textwrap
+import threading
 import time
 
 import forked
@@ -84,3 +86,16 @@ def run(script, count, directory, *args, devices=4):
     for one in ended:
         assert one.code == 0, one.err[-4000:]
     return [one.out.split("\n") for one in ended]
+
+
+@contextlib.contextmanager
+def talking(program, *arguments, timeout=60):
+    """A program in an interpreter of its own, whose output is read as it comes; it ends when the time is up."""
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        limit = threading.Timer(timeout, process.kill)
+        limit.start()
+        try:
+            yield process
+        finally:
+            limit.cancel()

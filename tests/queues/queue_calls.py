@@ -8,7 +8,7 @@ import pytest
 from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
 from jstep.queues.errors import OutOfRangeError
 
-LONG = 2  # seconds until a test that hangs fails
+LONG = 20  # seconds until a test that hangs fails
 
 
 class Call:

@@ -1,14 +1,11 @@
 """Coordinator.join: which threads, how long, and wrong arguments."""
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
 from coordinated import LONG, fail_with, holds, started
+from processes import talking
 
 from jstep.queues.coordinator import Coordinator
 
@@ -152,9 +149,7 @@ def test_ctrl_c_and_signal_handlers_get_through():
                 except KeyboardInterrupt:
                     print("interrupted", flush=True)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-    ) as process:
+    with talking(program) as process:
         for number, answer in [(signal.SIGTERM, "stopped"), (signal.SIGINT, "interrupted")] * 2:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(number)

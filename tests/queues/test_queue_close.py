@@ -1,13 +1,10 @@
 """Closing a queue, interrupting its waits, and wrong arguments."""
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
+from processes import talking
 from queue_calls import Call, asleep, both, drained, fifo, never_polls, shuffle
 
 from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
@@ -142,9 +139,7 @@ class TestInterrupts:
                     queue.dequeue()
                     print("interrupted", flush=True)
         """
-        with subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-        ) as process:
+        with talking(program) as process:
             for _ in range(3):
                 assert process.stdout.readline() == "ready\n"
                 time.sleep(0.1)  # most likely into the wait

@@ -118,6 +118,7 @@ def run_python(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
+            timeout=120,
         )
         assert not check or done.returncode == 0, done.stderr
         return done
