@@ -19,8 +19,8 @@ def batches(
     seed: int = 0,
     shuffle: bool = True,
     num_epochs: int | None = None,
-    *,
     drop_remainder: bool = True,
+    *,
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> "Batches":

@@ -46,7 +46,7 @@ def test_64_bits_agree_and_outside_of_x64_too(dtype, x64):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *WIDE], ids=str)
-@pytest.mark.parametrize("shape", [(7,), (2, 3)])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_every_bit_of_every_element_counts(dtype, shape):
     a = array(dtype, shape)
     bits = {"int2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "bool": 1}.get(dtype.name, 8 * dtype.itemsize)

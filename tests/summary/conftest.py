@@ -1,10 +1,8 @@
 """Reading event files back, and a real TensorBoard."""
 
-import os
 import re
 import subprocess
 import sys
-import textwrap
 import time
 import urllib.request
 from pathlib import Path
@@ -103,24 +101,3 @@ def _address(server, log: Path):
                     return found.group()
         time.sleep(0.2)
     raise RuntimeError(f"tensorboard did not start:\n{log.read_text()}")
-
-
-@pytest.fixture
-def run_python(tmp_path):
-    """Runs a program in an interpreter of its own, which fails the test where it fails."""
-
-    def run(program, *, path=None, check=True):
-        root = Path(__file__).parents[2]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, [path, root])))}
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(program)],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert not check or done.returncode == 0, done.stderr
-        return done
-
-    return run

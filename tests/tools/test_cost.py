@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 import jstep
 from jstep.tools.collectives import collectives_of
 
-SIDE, ROWS, LAYERS = 64, 32, 4
+SIDE, ROWS, LAYERS = 64, 32, 3
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 PRODUCTS = 6 * ROWS * LAYERS * SIDE * SIDE
 """Of a step: a product of matrices for each layer, and two for its gradients, but for that of the batch."""
@@ -33,8 +33,14 @@ STEP, SCANNED = (jstep.minimize(loss, OPTIMIZER) for loss in (plain, scanned))
 BATCH = jnp.ones((ROWS, SIDE))
 
 
-def test_operations_count_loops_as_often_as_they_run():
-    flops = jstep.cost(STEP, state(), BATCH).flops
+@pytest.fixture(scope="module")
+def alone():
+    """Of the plain step on one device."""
+    return jstep.cost(STEP, jax.eval_shape(state), BATCH)
+
+
+def test_operations_count_loops_as_often_as_they_run(alone):
+    flops = alone.flops
     assert 0.85 * PRODUCTS < flops < 1.25 * PRODUCTS
     assert jstep.cost(SCANNED, state(), BATCH).flops == pytest.approx(flops, rel=0.15)
     many = jstep.cost(jstep.scan_steps(STEP), state(), jnp.stack([BATCH] * 5))
@@ -43,9 +49,8 @@ def test_operations_count_loops_as_often_as_they_run():
     assert parts.flops == pytest.approx(flops, rel=0.15)
 
 
-def test_shapes_will_do_and_nothing_runs():
-    shapes = jax.eval_shape(state)
-    cost = jstep.cost(STEP, shapes, jax.ShapeDtypeStruct((ROWS, SIDE), jnp.float32))
+def test_shapes_will_do_and_nothing_runs(alone):
+    cost = jstep.cost(STEP, jax.eval_shape(state), jax.ShapeDtypeStruct((ROWS, SIDE), jnp.float32))
     one = 4 * LAYERS * SIDE * SIDE
     assert (cost.params_bytes, cost.slots_bytes) == (one, one)
     assert cost.argument_bytes == pytest.approx(2 * one + 4 * ROWS * SIDE, abs=64)
@@ -54,8 +59,9 @@ def test_shapes_will_do_and_nothing_runs():
     assert cost.collectives == {}
     assert cost.compile_seconds > 0
     alive = state()
-    jstep.cost(STEP, alive, BATCH)
+    of_arrays = jstep.cost(STEP, alive, BATCH)
     assert not alive.params["w"].is_deleted()
+    assert of_arrays.flops == alone.flops
 
 
 def test_a_step_of_ones_own_and_a_loop_of_unknown_length():
@@ -83,10 +89,9 @@ def test_a_loop_on_shards():
     assert cost.flops == pytest.approx(10 * 2 * SIDE**3, rel=0.05)
 
 
-def test_on_a_mesh():
+def test_on_a_mesh(alone):
     mesh = jax.make_mesh((8,), ("data",))
     rows = jstep.shard_batch(np.ones((ROWS, SIDE), np.float32), mesh)
-    alone = jstep.cost(STEP, state(), BATCH)
     replicated = jstep.shard_state(state(), mesh, PartitionSpec())
     cost = jstep.cost(SCANNED, replicated, rows)
     assert cost.devices == 8
@@ -105,9 +110,8 @@ def test_on_a_mesh():
     assert max(map(len, str(cost).splitlines())) <= 100
 
 
-def test_it_says_where_it_does_not_fit():
-    cost = jstep.cost(STEP, state(), BATCH)
-    text = str(jstep.Cost(**{**vars(cost), "memory_bytes": 1000, "devices": 4}))
+def test_it_says_where_it_does_not_fit(alone):
+    text = str(jstep.Cost(**{**vars(alone), "memory_bytes": 1000, "devices": 4}))
     assert "of 1000 B: it does not fit" in text
     assert text.startswith("a step on each of 4 devices")
 

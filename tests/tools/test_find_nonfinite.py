@@ -218,7 +218,7 @@ def norm_loss(params, x):
 
 def test_a_step_with_its_gradient():
     line = f"test_find_nonfinite.py:{inspect.getsourcelines(norm_loss)[1] + 2}"
-    step, state = make(norm_loss, jstep.adam(0.1), {"w": jnp.ones((3, 2))})
+    step, state = make(norm_loss, jstep.gradient_descent(0.1), {"w": jnp.ones((3, 2))})
     batch = jnp.zeros(3)
     check(jstep.find_nonfinite(step, state, batch), "div", line, name="norm_loss")
     assert jstep.find_nonfinite(step, state, batch + 1) is None
@@ -255,7 +255,7 @@ def test_under_the_users_switches():
 
 def test_a_sharded_state():
     mesh = jax.make_mesh((8,), ("data",))
-    optimizer = jstep.adam(0.1)
+    optimizer = jstep.momentum(0.1, 0.9)
     step, state = make(lambda p, x: (x @ jnp.sqrt(p["w"])).sum(), optimizer, {"w": jnp.zeros((8, 2))})
     state = jstep.shard_state(state, mesh, jax.sharding.PartitionSpec("data"))
     found = jstep.find_nonfinite(step, state, jstep.shard_batch(np.ones((8, 8), np.float32), mesh))

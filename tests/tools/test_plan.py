@@ -107,7 +107,8 @@ def test_pictures(tmp_path, suffix):
     hooks = [jstep.LoggingHook(1), jstep.every(300, print)]
     jstep.plan(jstep.adam(RATE, beta1=RATE), 1000, hooks=hooks).plot(path)
     assert path.stat().st_size > 2000
-    jstep.plan(jstep.gradient_descent(0.5), 10).plot(path)  # nothing changes
+    if suffix == "svg":
+        jstep.plan(jstep.gradient_descent(0.5), 10).plot(path)  # nothing changes
 
 
 BAD = [

@@ -51,10 +51,17 @@ def run(last_step=10, batches=batch, **kwargs):
     return keep.states
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The directory and the states of a run of ten steps with checkpoints at 4, 8 and 10; replays write nothing."""
+    directory = tmp_path_factory.mktemp("ran")
+    return directory, run(checkpoint_dir=directory, save_checkpoint_steps=4)
+
+
 @pytest.mark.parametrize("step", [0, 3, 4, 5, 9])
-def test_any_step_from_the_newest_checkpoint_before(tmp_path, step):
-    states = run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)
-    state, args = jstep.replay(STEP, make_state(), batch, tmp_path, step)
+def test_any_step_from_the_newest_checkpoint_before(ran, step):
+    directory, states = ran
+    state, args = jstep.replay(STEP, make_state(), batch, directory, step)
     assert jstep.global_step(state) == step
     assert text(state) == states[step]
     np.testing.assert_array_equal(args[0], batch(step))
@@ -62,14 +69,14 @@ def test_any_step_from_the_newest_checkpoint_before(tmp_path, step):
     assert text(after) == states[step + 1]
 
 
-def test_the_checkpoints_count_before_the_state_given(tmp_path):
-    states = run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+def test_the_checkpoints_count_before_the_state_given(ran):
+    directory, states = ran
     other = make_state().replace(params={"w": jnp.ones(4)})
-    assert text(jstep.replay(STEP, other, batch, tmp_path, 6).state) == states[6]
+    assert text(jstep.replay(STEP, other, batch, directory, 6).state) == states[6]
 
 
-def test_from_the_state_alone():
-    states = run()
+def test_from_the_state_alone(ran):
+    _, states = ran
     replayed = jstep.replay(STEP, make_state(), batch, None, 7)
     assert text(replayed.state) == states[7]
     assert isinstance(replayed, jstep.Replay)
@@ -196,21 +203,19 @@ def test_bad_arguments(wrong, error, message):
         jstep.replay(**given)
 
 
-def test_nothing_before_the_step(tmp_path):
+def test_nothing_before_the_step(ran, tmp_path):
     with pytest.raises(
         ValueError, match=r"step=2: nothing lies before it: no checkpoint_dir.*state given is at step 5"
     ):
         jstep.replay(STEP, make_state(5), batch, None, 2)
     with pytest.raises(ValueError, match=r"has no checkpoint model-\*, and the state given is at step 5"):
         jstep.replay(STEP, make_state(5), batch, tmp_path, 2)
-    run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)
     with pytest.raises(
         ValueError, match=r"has checkpoints of the steps \[4, 8, 10\], and the state given is at step 5"
     ):
-        jstep.replay(STEP, make_state(5), batch, tmp_path, 2)
+        jstep.replay(STEP, make_state(5), batch, ran[0], 2)
 
 
-def test_an_iterator_whose_position_was_not_kept(tmp_path):
-    run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)  # of a function of the step
+def test_an_iterator_whose_position_was_not_kept(ran):
     with pytest.raises(ValueError, match="the checkpoint of step 4 has no position"):
-        jstep.replay(STEP, make_state(), Loader(), tmp_path, 6)
+        jstep.replay(STEP, make_state(), Loader(), ran[0], 6)  # it is of a function of the step

@@ -1,0 +1,122 @@
+"""Summaries in a process of their own: what is imported, what is missing, what an exit leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from jstep import summary
+
+PROGRAM = """
+    import importlib.util, json, os, sys, traceback
+    import jax, jax.numpy as jnp
+    import jstep
+
+    def loaded(*names):
+        return [module for module in sys.modules if module.startswith(names)]
+
+    def a_first_import_inside_a_trace():
+        assert not loaded("jstep.summary")
+
+        def loss(w):
+            jstep.summary.scalar("traced", w)
+            return w * w
+
+        jax.jit(jax.grad(loss))(2.0)
+        jstep.summary.scalar("eager", 1.0)
+        assert jstep.summary.merge_all().tags == ("eager",)
+
+    def everything():
+        s = jstep.summary
+        return s.merge([
+            s.scalar("loss", 1.0), s.histogram("h", jnp.ones(3)), s.text("t", "x"), s.image("i", jnp.ones((1, 2, 2, 3)))
+        ])
+
+    def making_imports_no_extra():
+        everything()
+        assert not loaded("tensorboard", "google_crc32c", "PIL", "matplotlib", "tensorflow", "orbax")
+
+    def a_missing_extra_is_an_error():
+        for missing in ("google_crc32c", "tensorboard"):
+            sys.modules[missing] = None
+            try:
+                jstep.summary.SummaryWriter("logs")
+            except ImportError as error:
+                assert f"needs {missing}" in str(error) and "pip install jstep[summaries]" in str(error), error
+            else:
+                raise AssertionError("no error")
+            finally:
+                del sys.modules[missing]
+            assert not os.path.exists("logs")
+
+    def tensorflow_is_never_imported():
+        assert importlib.util.find_spec("tensorflow") is not None
+        with jstep.summary.SummaryWriter("logs", graph=lambda: jnp.ones(3)) as writer:
+            writer.add_summary(everything(), 1)
+            writer.add_hparams({"rate": 0.1}, {"accuracy": 1.0})
+            writer.add_session_log("START", 0)
+        assert len(list(jstep.summary.summary_iterator(writer.path))) == 5
+        from jstep.cli.main import main
+        sys.stdout = sys.stderr
+        assert main(["plot", "logs", "-o", "loss.png"]) == main(["events", "logs"]) == 0
+        sys.stdout = sys.__stdout__
+        assert not loaded("tensorflow", "tensorboard.compat.tensorf")
+
+    def nothing_is_lost_without_close():
+        global writer
+        writer = jstep.summary.SummaryWriter("left")
+        writer.add_summary(jax.jit(lambda x: jstep.summary.scalar("loss", x))(2.0), 1)
+
+    found = {}
+    for test in (a_first_import_inside_a_trace, making_imports_no_extra, a_missing_extra_is_an_error,
+                 tensorflow_is_never_imported, nothing_is_lost_without_close):
+        try:
+            test()
+            found[test.__name__] = ""
+        except BaseException:
+            found[test.__name__] = traceback.format_exc()
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Its directory, and what each part of the program says, in their order."""
+    directory = tmp_path_factory.mktemp("process")
+    trap = directory / "trap" / "tensorflow"
+    trap.mkdir(parents=True)
+    (trap / "__init__.py").write_text("raise AssertionError('tensorflow was imported')")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(trap.parent), str(Path(__file__).parents[2])])},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return directory, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "a_first_import_inside_a_trace",
+        "making_imports_no_extra",
+        "a_missing_extra_is_an_error",
+        "tensorflow_is_never_imported",
+        "nothing_is_lost_without_close",
+    ],
+)
+def test_parts(ended, part):
+    assert ended[1][part] == ""
+
+
+def test_the_interpreter_exits_without_close_and_nothing_is_lost(ended):
+    (file,) = (ended[0] / "left").iterdir()
+    assert [e.step for e in summary.summary_iterator(file)] == [0, 1]
