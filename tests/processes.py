@@ -89,13 +89,18 @@ def run(script, count, directory, *args, devices=4):
 
 
 @contextlib.contextmanager
-def talking(program, *arguments, timeout=60):
-    """A program in an interpreter of its own, whose output is read as it comes; it ends when the time is up."""
-    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def talking(program, *args, timeout=60):
+    """A program whose output is read as it comes; it ends when the time is up."""
+    with forked.start(textwrap.dedent(program), *args) as process:
         limit = threading.Timer(timeout, process.kill)
         limit.start()
         try:
             yield process
         finally:
             limit.cancel()
+
+
+def said(program, *args, timeout=60):
+    """The exit code of a program, what it printed, and its errors."""
+    (one,) = end([forked.start(textwrap.dedent(program), *args)], timeout)
+    return one.code, one.out, one.err

@@ -2,11 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
+from processes import said
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
 from jstep.cli.main import main
@@ -121,18 +119,12 @@ def test_nobody_waits_for_a_pipe(tmp_path):
         commands = ["events", pipe], ["events", run], ["plot", run, "-o", f"{run}/loss.png"]
         print(*map(main, commands))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "run"), str(pipe)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told, *_, codes = done.stdout.splitlines()
+    code, out, err = said(program, tmp_path / "run", pipe)
+    assert code == 0, err
+    told, *_, codes = out.splitlines()
     assert "is no file" in told
     assert codes == "2 0 0"
-    assert "is no file (a pipe" in done.stderr
+    assert "is no file (a pipe" in err
 
 
 def test_output():

@@ -1,11 +1,6 @@
 """Where prefetched items lie, and the position that goes with them."""
 
 import itertools
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from prefetch_source import Source, ends_all_threads, until
+from processes import run
 
 from jstep.data import batches
 from jstep.data.prefetch import prefetch_to_device
@@ -98,54 +94,30 @@ class TestPlacement:
 
     def test_on_several_devices(self):
         """A default device of the caller's, and a batch split over a mesh."""
-        program = """
-            import jax, numpy as np
-            from jax.sharding import NamedSharding, PartitionSpec
-            from jstep.data.prefetch import prefetch_to_device
-            with jax.default_device(jax.devices()[1]):
-                items = prefetch_to_device([np.ones(8)])
-            assert next(items).devices() == {jax.devices()[1]}
-            sharding = NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec("data"))
-            (item,) = prefetch_to_device([np.arange(8)], sharding=sharding)
-            assert [s.data.tolist() for s in item.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        """
-        env = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"}
-        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60, env=env)
+        with jax.default_device(jax.devices()[1]):
+            items = prefetch_to_device([np.ones(8)])
+        assert next(items).devices() == {jax.devices()[1]}
+        items.close()
+        sharding = NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec("data"))
+        (item,) = prefetch_to_device([np.arange(8)], sharding=sharding)
+        assert [s.data.tolist() for s in item.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
-    def test_over_processes_each_gives_its_own_rows(self):
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            address = f"localhost:{s.getsockname()[1]}"
+    def test_over_processes_each_gives_its_own_rows(self, tmp_path):
         program = """
-            import sys, jax, numpy as np
-            from jax.sharding import NamedSharding, PartitionSpec
             from jstep.data import batches
             from jstep.data.prefetch import prefetch_to_device
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
-            jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-            mesh = jax.make_mesh((2,), ("data",))
-            sharding = NamedSharding(mesh, PartitionSpec("data"))
             data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
             whole = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
-            for step, (x, y) in enumerate(prefetch_to_device(data.from_step(0), sharding=(sharding, sharding))):
-                assert x.shape == y.shape == (8,) and x.sharding == sharding
-                (shard,) = x.addressable_shards
-                assert np.array_equal(shard.data, whole[step][shard.index]), (step, shard)
+            for step, (x, y) in enumerate(prefetch_to_device(data.from_step(0), sharding=(rows, rows))):
+                assert x.shape == y.shape == (8,) and x.sharding == rows
+                for shard in x.addressable_shards:
+                    assert np.array_equal(shard.data, whole[step][shard.index]), (step, shard)
                 if step == 7:
                     break
-            total = jax.jit(lambda a: a.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
+            total = jax.jit(lambda a: a.sum(), out_shardings=NamedSharding(mesh, P()))(x)
             assert int(total) == whole[7].sum()
         """
-        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(program), address, str(i)], stderr=subprocess.PIPE, env=env
-            )
-            for i in range(2)
-        ]
-        for process in processes:
-            _, err = process.communicate(timeout=120)
-            assert process.returncode == 0, err.decode()
+        run(program, 2, tmp_path)
 
 
 class TestMisuse:

@@ -2,15 +2,12 @@
 
 import gc
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
 import pytest
 from prefetch_source import LONG, Source, ends_all_threads, threads, until
-from processes import talking
+from processes import said, talking
 
 from jstep.data.prefetch import prefetch_to_device
 
@@ -114,10 +111,7 @@ class TestTheThreadEnds:
                 next(items)
             raise SystemExit(5)
         """
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert (done.returncode, done.stderr) == (5, "")
+        assert said(program) == (5, "", "")
 
     def test_ctrl_c_gets_through(self):
         program = """

@@ -1,10 +1,8 @@
 """QueueRunners and the end of the process."""
 
-import subprocess
-import sys
-import textwrap
 import time
 
+from processes import said
 from runner_ops import counting, drained, ended
 
 from jstep.queues import FIFOQueue, QueueRunner
@@ -29,10 +27,7 @@ def test_no_thread_keeps_the_process_alive():
             print(start(Coordinator(), daemon) < start(None, daemon), flush=True)
         raise SystemExit(5)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (5, "True\nTrue\n", "")
+    assert said(program) == (5, "True\nTrue\n", "")
 
 
 def test_threads_of_others_wait_on_when_the_main_thread_has_ended():
@@ -51,10 +46,7 @@ def test_threads_of_others_wait_on_when_the_main_thread_has_ended():
         for target in (consume, produce):
             threading.Thread(target=target).start()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "late later\n", "")
+    assert said(program) == (0, "late later\n", "")
 
 
 def test_a_worker_that_waits_looks_after_the_main_thread_and_goes_on():
