@@ -169,9 +169,9 @@ class TestShuffle:
 @pytest.mark.parametrize("consumers", [1, 3])
 @pytest.mark.parametrize("make", [fifo, shuffle, lambda capacity: shuffle(capacity, 31)])
 def test_stress_nothing_lost_nothing_twice(make, consumers):
-    """8 producers of 10 000 items each."""
+    """8 producers of 3000 items each."""
     queue = make(64)
-    producers, items = 8, 10_000
+    producers, items = 8, 3000
     calls = [
         Call(lambda p=p: collections.deque((queue.enqueue(p * items + i) for i in range(items)), maxlen=0))
         for p in range(producers)
