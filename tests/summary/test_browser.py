@@ -62,8 +62,10 @@ def open_tab(browser, tensorboard_url, tmp_path):
     """Opens a tab of the page; what is asked for by CSS is waited for, and a screenshot is kept."""
 
     def open_tab(name, selector, script="return found.length", *, at_least=1):
-        browser.get("about:blank")
-        browser.get(f"{tensorboard_url}/#{name}")
+        if browser.current_url.startswith(tensorboard_url):
+            browser.execute_script("location.hash = arguments[0]", f"#{name}")
+        else:
+            browser.get(f"{tensorboard_url}/#{name}")
         return look(name, selector, script, at_least=at_least)
 
     def look(name, selector, script="return found.length", *, at_least=1):
