@@ -123,5 +123,7 @@ def require_optimizer(name: str, value: Any) -> Optimizer:
     """
     if not isinstance(value, Optimizer):
         hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
+        if hasattr(value, "init") and hasattr(value, "update"):
+            hint = "; a transformation of Optax's becomes one by jstep.from_optax(transformation)"
         raise TypeError(f"{name}={value!r}: must be a jstep.Optimizer, got {type(value).__name__}{hint}")
     return value

@@ -114,3 +114,5 @@ def test_bad_arguments() -> None:
     state = jstep.TrainState.create({"w": 1.0}, jstep.adam())
     with pytest.raises(ValueError, match="no slot"):
         jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, jstep.from_optax(adam))
+    with pytest.raises(TypeError, match=r"optimizer=.*jstep\.from_optax\(transformation\)"):
+        jstep.TrainState.create({"w": 1.0}, adam)  # type: ignore[arg-type]
