@@ -72,6 +72,7 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
         What was found, whose `str()` is a report; None where all is finite.
 
     Raises:
+        RuntimeError: An argument was donated to an earlier step.
         TypeError: `fn` is no function.
         ValueError: An argument has non-finite numbers already (names them).
 
@@ -125,10 +126,9 @@ def _found(body: Body, given: list[Any]) -> NonFinite | None:
         search.finish()
     except Found as found:
         site, path = found.site, found.path
-        eqns = [site.eqn, *(step.site.eqn for step in reversed(path))]
         return NonFinite(
             site.eqn.primitive.name,
-            line_of(eqns),
+            line_of([site.eqn, *(step.site.eqn for step in reversed(path))], site.jaxpr.eqns),
             ", ".join(step.words for step in path),
             tuple(map(range_of, found.ins)),
             tuple(range_of(out) for out in found.outs if out is not None),
@@ -138,6 +138,12 @@ def _found(body: Body, given: list[Any]) -> NonFinite | None:
 
 
 def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
+    donated = trees.donated_leaf(args)
+    if donated is not None:
+        raise RuntimeError(
+            f"args: {trees.quoted(donated)} was donated to an earlier step, whose result holds its memory now; give "
+            "the state that the step returned, or that of an earlier step (jstep.replay)"
+        )
     try:
         names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):

@@ -66,6 +66,11 @@ def test_the_line_is_that_of_this_caller():
     assert found.source.startswith(here(-1))
 
 
+def test_the_line_of_what_jax_alone_has_called():
+    found = jstep.find_nonfinite(jax.vmap(lambda x: jax.lax.cond(x > 0, jnp.log, jnp.sqrt, x)), X - 2)
+    check(found, "sqrt", here(-1))
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_iteration_of_a_scan_and_the_branch_of_a_cond(reverse):
     def body(carry, t):
@@ -223,6 +228,10 @@ def test_a_step_with_its_gradient():
     check(jstep.find_nonfinite(step, state, batch), "div", line, name="norm_loss")
     assert jstep.find_nonfinite(step, state, batch + 1) is None
     assert not state.params["w"].is_deleted()
+    gone = step(jax.tree.map(jnp.copy, state), batch + 1)[0]
+    step(gone, batch)
+    with pytest.raises(RuntimeError, match="params/w' was donated to an earlier step"):
+        jstep.find_nonfinite(step, gone, batch)
     stacked = jnp.stack([batch + 1, batch])
     check(jstep.find_nonfinite(jstep.scan_steps(step), state, stacked), "div", line, "scan iteration 1")
     check(jstep.find_nonfinite(lambda state, x: step(state, x), state, batch), "div", line, "jit(train_step)")

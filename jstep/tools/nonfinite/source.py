@@ -17,7 +17,7 @@ _LIBRARIES = tuple(
 )
 
 
-def line_of(eqns: Sequence[Any]) -> str:
+def line_of(eqns: Sequence[Any], beside: Sequence[Any] = ()) -> str:
     """Such as "model.py:12 (loss_fn)".
 
     The innermost line that is neither JAX's nor a library's, of what the step called; else that of the library, or of
@@ -26,7 +26,17 @@ def line_of(eqns: Sequence[Any]) -> str:
     Args:
         eqns: The operation, and those around it, from the innermost out. A function that JAX or a library compiles may
             have been traced for another caller: the line is that of the operation which calls it.
+        beside: The operations of its program, for one that comes from no line: `jnp.log` itself, given to a cond that
+            is mapped over, was called by JAX alone, and the line of the next operation is that of the cond.
     """
+    found = _line(eqns)
+    if found is None:
+        at = next((i for i, eqn in enumerate(beside) if eqn is eqns[0]), 0)
+        found = next((line for eqn in beside[at:] if (line := _line([eqn]))), None)
+    return found or "unknown"
+
+
+def _line(eqns: Sequence[Any]) -> str | None:
     fallback = None
     for eqn in eqns:
         traceback = eqn.source_info.traceback
@@ -39,7 +49,7 @@ def line_of(eqns: Sequence[Any]) -> str:
             if not file.startswith((_OURS, *_LIBRARIES)):
                 return _text(frame)
             fallback = fallback or frame
-    return _text(fallback) if fallback else "unknown"
+    return _text(fallback) if fallback else None
 
 
 def _text(frame: Any) -> str:
