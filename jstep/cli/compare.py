@@ -18,7 +18,7 @@ class LeafDifference:
         detail: The same in words.
         number: How many elements have other bits.
         size: How many there are.
-        max_abs: The largest difference of two finite numbers; None where there are none.
+        max_abs: The largest difference of two finite numbers; None where all that differ are others.
         max_ulps: The largest difference in units in the last place, of floating-point numbers that are no NaN.
     """
 
@@ -38,16 +38,19 @@ def difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> L
     if a.shape != b.shape:
         return LeafDifference(path, "shape", f"{list(a.shape)} in A, {list(b.shape)} in B")
     bits_a, bits_b = _bits(a), _bits(b)
-    other = bits_a != bits_b
-    number = int(np.any(other.reshape(a.size, -1), axis=1).sum()) if a.size else 0
+    other = np.any(bits_a != bits_b, axis=1)
+    number = int(other.sum())
     if not number:
         return None
-    max_abs, ulps = _by_how_much(a, b)
+    of_a, of_b = a.reshape(-1)[other], b.reshape(-1)[other]
+    max_abs, ulps = _by_how_much(of_a, of_b)
     words = [f"{number} of {a.size} differ" if a.size > 1 else "differs"]
     words += [] if max_abs is None else [f"by up to {max_abs:.6g}" if a.size > 1 else f"by {max_abs:.6g}"]
     words += [] if ulps is None else [f"({ulps} ULP{'s' if ulps != 1 else ''})"]
-    nans = int(np.isnan(a).sum() + np.isnan(b).sum()) if is_inexact(a) else 0
-    words += [f"with {nans} NaN"] if nans else []
+    if is_inexact(a):
+        nans, infinities = (int(is_one(of_a).sum() + is_one(of_b).sum()) for is_one in (np.isnan, np.isinf))
+        more = [f"{nans} NaN"] * bool(nans) + [f"{infinities} infinite"] * bool(infinities)
+        words += [f"with {' and '.join(more)}"] if more else []
     return LeafDifference(path, "values", " ".join(words), number, int(a.size), max_abs, ulps)
 
 

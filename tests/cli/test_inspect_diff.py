@@ -247,6 +247,9 @@ def test_far_apart():
     assert ints.max_abs == 2.0**63
     assert difference("x", np.uint8([3, 255]), np.uint8([3, 0])).max_abs == 255
     assert difference("x", np.complex64([1 + 2j]), np.complex64([1 + 4j])).max_abs == 2
+    of_an_infinity = difference("x", np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, 2]))
+    assert of_an_infinity.max_abs is None
+    assert of_an_infinity.detail == "1 of 3 differ (1065353216 ULPs) with 1 infinite"
     assert difference("x", np.array([True]), np.array([False])).number == 1
 
 
