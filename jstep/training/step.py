@@ -31,8 +31,9 @@ class PureStep:
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """One step."""
-        state, computed, constants = self.parts(state, args, None)
-        return state, _joined(computed, constants)
+        with alike((state, args)) as (state, args):
+            state, computed, constants = self.parts(state, args, None)
+            return state, _joined(computed, constants)
 
     def __repr__(self) -> str:
         return f"<jstep.PureStep {self.__name__}>"

@@ -92,23 +92,23 @@ def test_arrays_on_explicit_axes_are_taken_as_on_auto_ones() -> None:
     np.testing.assert_allclose(np.asarray(state.params["w"]), np.asarray(params["w"]) - 0.2, atol=0.1)
 
 
-@pytest.mark.parametrize("context", [contextlib.nullcontext(), jax.set_mesh], ids=["no mesh", "a mesh that is set"])
-def test_what_looks_at_a_step_takes_what_it_takes(context: Any) -> None:
-    step = jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2)
+def test_what_looks_at_a_step_takes_what_it_takes() -> None:
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
     shape = jax.ShapeDtypeStruct((16, 4), np.float32, sharding=NamedSharding(EXPLICIT, P("data")))
     batch = jax.device_put(np.concatenate([ROWS, ROWS]), shape.sharding)
-    state = make(**HOW)
-    with context(EXPLICIT) if context is jax.set_mesh else context:
-        for given in (batch, shape):
-            assert step.eval_shape(state, given)[1]["loss"].shape == ()
-            assert step.trace(state, given).lower() is not None
-            assert step.lower(jax.eval_shape(make), given) is not None
+    state = make(optimizer, **HOW)
+    assert step.eval_shape(state, batch)[1]["loss"].shape == ()
+    assert step.trace(state, batch) is not None
+    assert jstep.find_nonfinite(loss_fn, state.params, batch) is None
+    with jax.set_mesh(EXPLICIT):
+        assert step.eval_shape(state, shape)[1]["loss"].shape == ()
+        assert step.lower(jax.eval_shape(lambda: make(optimizer)), shape) is not None
         assert jstep.cost(step, state, shape).devices == 8
-        assert jstep.find_nonfinite(loss_fn, state.params, batch) is None
         assert jstep.find_nonfinite(step, state, batch) is None
         _, grads = jstep.compute_gradients(loss_fn)(state.params, batch)
-        jstep.apply_gradients(state, grads, OPTIMIZER)
-        step(state, batch)
+        jstep.apply_gradients(state, grads, optimizer)
+        jstep.minimize(loss_fn, optimizer, jit=False)(state, batch)
 
 
 def test_numbers_and_keys_made_while_a_mesh_is_set() -> None:
