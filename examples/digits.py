@@ -171,10 +171,10 @@ def main(steps=1500, seed=0, directory=None):
         write_mistakes(writer, best, *testing)
     raw = jstep.evaluator(metrics, one_pass(testing))(best)["accuracy"]
     averaged = jstep.evaluator(metrics, one_pass(testing), use_averages=True)(best)["accuracy"]
-    fingerprint = "{:08x}{:08x}".format(*jstep.fingerprint(best))  # whether two runs ended alike, to the bit
+    fingerprint = "{:08x}{:08x}".format(*jstep.fingerprint(best.params))  # whether two runs ended alike, to the bit
     print(
         f"test accuracy of the best weights, after {jstep.global_step(best)} updates: {raw:.4f} raw, {averaged:.4f} "
-        f"averaged weights (fingerprint of the state: {fingerprint})"
+        f"averaged weights (fingerprint of the weights: {fingerprint})"
     )
     return raw, averaged
 

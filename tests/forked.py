@@ -103,15 +103,13 @@ def start(code: str, *args: Any, env: dict[str, str] | None = None, stderr: int 
     Args:
         code: The program.
         *args: Its arguments.
-        env: What differs in its environment; nothing that JAX reads when it is imported.
+        env: What differs in its environment. What JAX reads when it is imported is for programs that it starts itself.
         stderr: Where its errors go; None for a pipe.
     """
-    env = env or {}
-    assert not any(name.startswith("JAX_") for name in env), "JAX has been imported: call jax.config.update"
     ends = [os.pipe() for _ in range(4)]
     (in_, us_in), (us_out, out), (us_err, err), (us_exit, exit_status) = ends
     theirs = [in_, out, err if stderr is None else stderr, exit_status]
-    pid = _server().fork({"code": code, "args": [str(arg) for arg in args], "env": env}, theirs)
+    pid = _server().fork({"code": code, "args": [str(arg) for arg in args], "env": env or {}}, theirs)
     for end in (in_, out, err, exit_status):
         os.close(end)
     if stderr is not None:

@@ -1,12 +1,11 @@
 """Programs of examples/, as a user runs them."""
 
-import os
 import pathlib
 import subprocess
-import sys
+
+import forked
 
 ROOT = pathlib.Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 AS_IN_A_TERMINAL = """
 import pathlib, runpy, signal, sys
 # It may be ignored in what runs the tests, as under nohup or in a background job of a script.
@@ -17,12 +16,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def command(script, args):
-    return [sys.executable, "-c", AS_IN_A_TERMINAL, str(ROOT / "examples" / script), *map(str, args)]
+def start(script, *args, env=None):
+    return forked.start(AS_IN_A_TERMINAL, ROOT / "examples" / script, *args, env=env)
 
 
-def finished(script, *args, env=ENVIRONMENT, timeout=300):
-    return subprocess.run(command(script, args), capture_output=True, text=True, env=env, timeout=timeout, check=False)
+def finished(script, *args, env=None, timeout=300):
+    program = start(script, *args, env=env)
+    try:
+        out, err = program.communicate(timeout)
+    finally:
+        program.kill()
+    return subprocess.CompletedProcess(args, program.returncode, out, err)
 
 
 def run(script, *args):

@@ -6,10 +6,12 @@ import re
 from programs import finished
 
 
-def test_a_killed_run_that_is_started_again_ends_with_the_same_weights():
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
+def test_a_killed_run_that_is_started_again_ends_with_the_same_weights(tmp_path):
+    env = {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
+        # The processes that it starts compile the same.
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     done = finished("multi_process.py", "--steps", 80, "--heartbeat", 5, env=env)
     assert (done.returncode, done.stderr) == (0, "")

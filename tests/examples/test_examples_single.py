@@ -2,12 +2,11 @@
 
 import re
 import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from programs import ENVIRONMENT, command, finished, run
+from programs import finished, run, start
 
 import jstep
 
@@ -46,7 +45,7 @@ def test_global_step_shows_the_rate_moving_with_the_step():
     assert [line.split() for line in lines[second + 1 : second + 11]] == [["0.1", "0"]] * 10
 
 
-DIGITS_STEPS = 240
+DIGITS_STEPS = 120
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +64,9 @@ def test_digits_learns(digits):
     assert raw >= 0.96
     assert averaged >= 0.96
     rates = scalars(directory, "learning_rate")
-    assert (rates[200], rates[220]) == (pytest.approx(2e-3), pytest.approx(1.4e-3))  # a staircase of 200 steps
+    assert list(rates.values()) == pytest.approx([2e-3] * len(rates))  # the first stair, of 200 steps
     losses = scalars(directory, "validation/loss")
-    assert list(losses) == [50, 100, 150, 200, DIGITS_STEPS]
+    assert list(losses) == [50, 100, DIGITS_STEPS]
     assert best == min(losses, key=losses.get)
     assert f"of {DIGITS_STEPS} updates, the validation loss was best after {best}: {losses[best]:.4f}" in out
     with jstep.Saver(directory, prefix="best") as saver:
@@ -89,21 +88,19 @@ def test_digits_can_be_watched(digits):
 def test_digits_goes_on_after_ctrl_c_as_if_nothing_had_happened(digits, tmp_path):
     undisturbed, expected = digits
     args = ("--steps", DIGITS_STEPS, "--dir", tmp_path)
-    with subprocess.Popen(
-        command("digits.py", args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    ) as process:
-        try:
-            for line in process.stderr:
-                if line.startswith("step 100  loss"):
-                    process.send_signal(signal.SIGINT)
-                    break
-            out, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
+    process = start("digits.py", *args)
+    try:
+        for line in process.stderr:
+            if line.startswith("step 50  validation/loss"):
+                process.send_signal(signal.SIGINT)
+                break
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
     stopped = int(re.search(r"SIGINT stopped the run after step (\d+), which is saved", err).group(1))
-    assert 100 <= stopped < DIGITS_STEPS
+    assert 50 <= stopped < DIGITS_STEPS
     assert "test accuracy" not in out
 
     again = run("digits.py", *args)
@@ -120,20 +117,20 @@ def test_char_lm_has_the_same_losses_on_one_device_and_on_a_mesh(tmp_path):
     pytest.importorskip("tensorboard")
     one, many = tmp_path / "one", tmp_path / "many"
     with ThreadPoolExecutor() as pool:  # most of such short runs is compilation, on one core
-        alone = pool.submit(run, "char_lm.py", "--steps", 30, "--dir", one)
-        sharded = run("char_lm.py", "--steps", 20, "--dir", many, "--mesh", "data=4,model=2")
+        alone = pool.submit(run, "char_lm.py", "--steps", 20, "--dir", one)
+        sharded = run("char_lm.py", "--steps", 10, "--dir", many, "--mesh", "data=4,model=2")
         out = alone.result()
-    before, after = map(float, re.search(r"loss: ([\d.]+) nats a character before, ([\d.]+) after 30", out).groups())
+    before, after = map(float, re.search(r"loss: ([\d.]+) nats a character before, ([\d.]+) after 20", out).groups())
     assert before > 4.8  # a guess among 128 characters is 4.85
-    assert after < 3.3
+    assert after < 3.6
     assert len(re.findall(r"^def ", out, re.MULTILINE)) == 2  # the two samples
 
     assert "8 cpu devices {'data': 4, 'model': 2}: 0.92 MB of params on each" in sharded
     # Kept on eight devices, it goes on on one.
-    out = run("char_lm.py", "--steps", 30, "--dir", many)
-    assert float(re.search(r"([\d.]+) after 30", out).group(1)) == pytest.approx(after, abs=5e-4)
+    out = run("char_lm.py", "--steps", 20, "--dir", many)
+    assert float(re.search(r"([\d.]+) after 20", out).group(1)) == pytest.approx(after, abs=5e-4)
     a, b = scalars(one, "loss"), scalars(many, "loss")
-    assert list(a) == list(b) == [10, 20, 30]
+    assert list(a) == list(b) == [10, 20]
     assert list(b.values()) == pytest.approx(list(a.values()), rel=1e-4)
 
 

@@ -7,7 +7,7 @@ from programs import run
 
 def test_recipes_are_compared(tmp_path):
     picture = tmp_path / "curves.png"
-    out = run("recipes.py", "--steps", 12, "--only", "muon", "free", "bfloat16", "--plot", picture)
+    out = run("recipes.py", "--steps", 10, "--only", "muon", "free", "bfloat16", "--plot", picture)
     cells = re.findall(r"^(\S.{17}) +([\d.]+) +([\d.]+) MB +([\d.]+) MB", out, re.MULTILINE)
     rows = {name.strip(): numbers for name, *numbers in cells}
     assert rows.keys() == {"Muon + AdamW", "schedule-free", "AdamW, bfloat16"}
