@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import contexts, trees
@@ -64,8 +65,8 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     number that a `where` hides afterwards is a finding (its derivative often does not hide it); `reaches` tells.
 
     Args:
-        fn: Any function of arrays that JAX can trace; Python numbers, texts and None among its arguments stay as they
-            are.
+        fn: Any function of arrays that JAX can trace; Python integers, texts and None among its arguments stay as they
+            are, and floats where it needs them so.
         *args: Its arguments, with finite numbers.
 
     Returns:
@@ -93,19 +94,30 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
     _check_finite(step, args)
     leaves, treedef = trees.flatten(args)
     arrays = [i for i, leaf in enumerate(leaves) if trees.is_array(leaf)]
+    numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, float | complex) and i not in arrays]
 
-    def traced(*given: Any) -> Any:
-        whole = list(leaves)
-        for i, one in zip(arrays, given, strict=True):
-            whole[i] = one
-        result = step(*treedef.unflatten(whole))
-        return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
+    def traced(places: list[int]) -> Any:
+        def fn(*given: Any) -> Any:
+            whole = list(leaves)
+            for i, one in zip(places, given, strict=True):
+                whole[i] = one
+            result = step(*treedef.unflatten(whole))
+            return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
 
-    given = [leaves[i] for i in arrays]
+        return jax.make_jaxpr(fn)(*(leaves[i] for i in places))
+
     # The user's switches are for the user's function; here NaNs are what is sought.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-        closed = jax.make_jaxpr(traced)(*given)
+        try:
+            closed, places = traced(arrays + numbers), arrays + numbers
+        except Exception:
+            if not numbers:
+                raise
+            # It may ask such a number `if rate:`, which nothing that is traced could answer.
+            closed, places = traced(arrays), arrays
+        given = [leaves[i] for i in places]
         with contexts.own_transfers(), _mesh_of(given):
+            given = [one if trees.is_array(one) else jnp.asarray(one) for one in given]
             return _found(body_of(closed), given)
 
 

@@ -255,6 +255,9 @@ def test_python_arguments_stay_as_they_are():
     assert jstep.find_nonfinite(loss, X, 2).primitive == "div"
     assert jstep.find_nonfinite(loss, X, 2, False) is None
     assert jstep.find_nonfinite(functools.partial(loss, flag=False), X, 2) is None
+    # A float is a number to look at, and stays what it is for who asks it.
+    check(jstep.find_nonfinite(lambda x: jnp.log(x * 2), 0.0), "log", here())
+    assert jstep.find_nonfinite(lambda x, rate: x / rate if rate else x, X, 0.0) is None
 
 
 def test_under_the_users_switches():

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Where operations that merely call something keep it."""
 _OPAQUE = {"pallas_call", "custom_linear_solve", "custom_root"}
 """They hold programs, too, but of pieces of arrays, or to be run in ways of their own: seen from outside."""
