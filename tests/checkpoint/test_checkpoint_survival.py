@@ -166,7 +166,7 @@ def test_disk_full(tmp_path, capfd, caplog):
                 saver.close()
         assert listing(long) == ["model-1"]
         gc.collect()  # tasks that were left pending speak up here
-        assert not caplog.records
+        assert not {"absl", "asyncio", "jstep", "root"} & {record.name for record in caplog.records}
         assert capfd.readouterr().err == ""
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
