@@ -5,10 +5,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from jstep.core.contexts import own_transfers
 
 # JAX counts the calls of its own synchronization point for the whole life of a process.
 _calls = itertools.count(1)
@@ -55,7 +58,7 @@ class AgreedClock:
         left = max(0.0, self._secs - (now - self._last))
         gap = min(left, self._secs / 10) / max(per_step, 1e-6)
         mine = np.array([now - self._last >= self._secs, min(max(1, int(gap)), 100_000)], np.int32)
-        over, gap_of_all = np.asarray(multihost_utils.broadcast_one_to_all(mine))
+        over, gap_of_all = _of_process_0(mine)
         self._ask_at = step + int(gap_of_all)
         return bool(over)
 
@@ -67,9 +70,15 @@ class AgreedClock:
 
 def told_to_all(data: bytes) -> bytes:
     """What process 0 gives, on every process; to be called by all of them, and a wait for all."""
-    size = int(np.asarray(multihost_utils.broadcast_one_to_all(np.array([len(data)], np.int32)))[0])
+    size = int(_of_process_0(np.array([len(data)], np.int32))[0])
     mine = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(mine), np.uint8).tobytes() if size else b""
+    return _of_process_0(mine).astype(np.uint8).tobytes() if size else b""
+
+
+def _of_process_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array that process 0 gives, on every process; no guard of the caller's stops it."""
+    with own_transfers():
+        return np.asarray(multihost_utils.broadcast_one_to_all(mine))
 
 
 def is_alone() -> bool:

@@ -1,5 +1,6 @@
 """Evaluation, exact."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -128,7 +129,9 @@ class _Compute:
         if mesh not in self._jitted:
             everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
             self._jitted[mesh] = jax.jit(self._compute, out_shardings=everywhere)
-        values = self._jitted[mesh](params, on_auto_axes(args))
+        # On several processes NumPy arrays, the same on all, become global ones here.
+        with contextlib.nullcontext() if mesh is None else own_transfers():
+            values = self._jitted[mesh](params, on_auto_axes(args))
         for leaf in jax.tree.leaves(values):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()

@@ -53,8 +53,10 @@ def together(
         elif last is None and (counts == _ENDED).any():
             raise ValueError("batches: another process has no batch at all; give each process a part")
         last = args
-        with own_transfers():
-            yield args if (counts == _GLOBAL).any() else _laid(args, np.maximum(counts, 0), each_of(args))
+        if not (counts == _GLOBAL).any():
+            with own_transfers():
+                args = _laid(args, np.maximum(counts, 0), each_of(args))
+        yield args
 
 
 def _rows(args: tuple[Any, ...]) -> int:

@@ -48,8 +48,9 @@ def placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Placed]]:
         for batch in batches:
             args = _as_args(batch)
             rows = rows_of(args)
-            with own_transfers():
-                yield Placed(_laid(args, shardings), rows)
+            with own_transfers():  # and out of it again: what is done with them is not jstep's own
+                laid = _laid(args, shardings)
+            yield Placed(laid, rows)
 
     return placed
 

@@ -1,5 +1,6 @@
 """Evaluations that steer a run, also over restarts."""
 
+import gc
 import logging
 
 import jax
@@ -247,3 +248,21 @@ def test_an_evaluation_that_takes_longer_than_its_period_does_not_come_at_every_
     hook = jstep.EvaluationHook(evaluate, every_n_secs=10.0, clock=lambda: now[0])
     train(30, [jstep.every(1, tick), hook])
     assert list(hook.results) == [10, 20, 30]
+
+
+def test_an_evaluation_that_fails_leaves_no_guard_behind():
+    """Neither while its error is looked at, nor when that is forgotten."""
+
+    def metrics(params, x):
+        guards.append(jax.config.jax_transfer_guard_host_to_device)
+        raise ZeroDivisionError
+
+    guards, state = [], make_state()
+    with jax.transfer_guard("disallow"):
+        with pytest.raises(ZeroDivisionError) as caught:
+            jstep.evaluator(metrics, [np.ones(2)])(state)
+        guards.append(jax.config.jax_transfer_guard_host_to_device)
+    del caught
+    gc.collect()
+    assert guards == ["disallow", "disallow"]
+    assert jax.config.jax_transfer_guard_host_to_device is None

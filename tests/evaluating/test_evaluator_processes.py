@@ -31,10 +31,11 @@ then = [jstep.EarlyStopping("each", 2), jstep.KeepBest(directory + f"/best{count
 losses = itertools.chain([3.0, 2.0, 1.0], itertools.repeat(1.0 - process))  # the first one's numbers count
 hooks = [jstep.EvaluationHook(lambda state: {"each": next(losses)}, 5, then=then), jstep.MetricsHook(
     lambda step, values: print("metrics", step, *values.values()), 10)]
-end = jstep.train(
-    jstep.minimize(loss_fn, optimizer), state, batches, 100, hooks=hooks, batch_sharding=rows, progress=False,
-    checkpoint_dir=directory + f"/run{count}",
-)
+with jax.transfer_guard("disallow"):  # which is for the user's own transfers
+    end = jstep.train(
+        jstep.minimize(loss_fn, optimizer), state, batches, 100, hooks=hooks, batch_sharding=rows, progress=False,
+        checkpoint_dir=directory + f"/run{count}",
+    )
 with jstep.Saver(directory + f"/best{count}", prefix="best") as saver:
     print("end", jstep.global_step(end), saver.all_steps())
 
