@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import tempfile
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +166,7 @@ def test_disk_full(tmp_path, capfd, caplog):
             with pytest.raises(CheckpointError, match=r"the disk is full \(16.0 MB needed, "):
                 saver.close()
         assert listing(long) == ["model-1"]
+        assert not [thread for thread in threading.enumerate() if "type_handler" in thread.name], "orbax still writes"
         gc.collect()  # tasks that were left pending speak up here
         assert not {"absl", "asyncio", "jstep", "root"} & {record.name for record in caplog.records}
         assert capfd.readouterr().err == ""

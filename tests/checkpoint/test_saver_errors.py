@@ -1,5 +1,6 @@
 """What is refused, and when failures are heard of."""
 
+import asyncio
 import gc
 import os
 import pathlib
@@ -13,7 +14,7 @@ from checkpoint_states import fail, listing, save_all, state_at
 
 from jstep import checkpoint
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
-from jstep.checkpoint.store import manifest_file
+from jstep.checkpoint.store import manifest_file, stragglers
 from jstep.checkpoint.store import orbax_arrays as _orbax
 from jstep.checkpoint.store.in_flight import IN_FLIGHT
 
@@ -146,6 +147,30 @@ class TestErrors:
 
     def test_repr(self, tmp_path):
         assert repr(Saver(tmp_path)) == f"<jstep.Saver {tmp_path}/model-*>"
+
+
+def test_a_loop_is_closed_when_its_tasks_have_ended():
+    """Orbax closes its own at the first failure; what else is being written would not be waited for."""
+    loop, ended = asyncio.new_event_loop(), []
+
+    async def lasts():
+        for _ in range(3):
+            await asyncio.sleep(0)
+        ended.append(loop.is_closed())
+
+    async def fails():
+        fail()
+
+    async def writes():
+        for _ in range(2):
+            stragglers.finish_before_closing(loop)
+        await asyncio.gather(fails(), lasts(), lasts())
+
+    with pytest.raises(OSError, match="No space left"):
+        loop.run_until_complete(writes())
+    loop.close()
+    assert ended == [False, False]
+    assert loop.is_closed()
 
 
 def test_one_module_knows_orbax():
