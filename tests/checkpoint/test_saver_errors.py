@@ -154,7 +154,7 @@ def test_a_loop_is_closed_when_its_tasks_have_ended():
     loop, ended = asyncio.new_event_loop(), []
 
     async def lasts():
-        for _ in range(3):
+        for _ in range(30):
             await asyncio.sleep(0)
         ended.append(loop.is_closed())
 
