@@ -14,8 +14,11 @@ from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
 from jstep.tools.nonfinite.shards import first_shard, name_of, numbers_of
 from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, path_to
 
-_TOGETHER, _BYTES = 256, 2**30
-"""So many operations, or bytes of results, are made before they are looked at: the device is not waited for at each."""
+_FIRST, _MOST, _BYTES = 16, 256, 2**30
+"""So many operations, or bytes of results, are made before they are looked at: the device is not waited for at each.
+
+Few at first, and twice as many each time: to compile an operation takes longer than to wait for it.
+"""
 
 _probe = jax.jit(probe)
 
@@ -57,7 +60,7 @@ class Search:
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
-        self._bytes = 0
+        self._bytes, self._together = 0, _FIRST
 
     def run(self, body: Body, args: list[Any], depends: list[bool], path: tuple[Step, ...] = ()) -> list[Any]:
         """The results of a program, and whether they depend on an argument of the outermost one.
@@ -90,6 +93,7 @@ class Search:
         made, self._made, self._bytes = self._made, [], 0
         if not made:
             return
+        self._together = min(2 * self._together, _MOST)
         sums = np.asarray(jax.device_get([sum(one.sums[1:], one.sums[0]) for one in made]))
         for at in np.flatnonzero(~np.isfinite(sums)):
             one = made[at]
@@ -107,7 +111,7 @@ class Search:
         if inexact and site.eqn.primitive.name not in HARMLESS:
             self._made.append(_Made(path, site, ins, outs, any(on), [_probe(out) for out in inexact]))
             self._bytes += sum(out.nbytes for out in inexact)
-            if len(self._made) >= _TOGETHER or self._bytes >= _BYTES:
+            if len(self._made) >= self._together or self._bytes >= _BYTES:
                 self.finish()
         return outs
 
