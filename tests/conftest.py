@@ -1,6 +1,7 @@
 """Strictness by configuration: what a user's strict settings would refuse, the tests refuse."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -79,3 +80,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     strange = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if strange:
         raise pytest.UsageError(f"tests are named after an address in memory: {strange[:3]}; give them ids")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there before the first test stays to the last: no collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()

@@ -4,12 +4,12 @@ import dataclasses
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jstep.core.checks import shown
+from jstep.core.contexts import Thread
 from jstep.stores import Growing, Objects, is_url, opened, split
 
 NAME = "fingerprints.jsonl"
@@ -156,7 +156,7 @@ class _ObjectAppender:
             whole = data[: parsed(data).whole]
             header = whole if not whole or whole.endswith(b"\n") else whole + b"\n"
             self._growing = Growing(objects, lambda: name, header, segmented=False)
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def append(self, entry: Entry) -> None:
         """As `Appender.append`."""
@@ -168,7 +168,7 @@ class _ObjectAppender:
             self._wait()
             self._growing.upload()
         elif self._growing.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._growing.upload, name="jstep-fingerprints", daemon=True)
+            self._thread = Thread(target=self._growing.upload, name="jstep-fingerprints", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
