@@ -152,6 +152,12 @@ class TrainStep:
                     "A step computes on Auto axes. An array that a function of yours closes over, made while a mesh "
                     "with Explicit axes was set, does not go with them: hand it over as an argument, or in NumPy."
                 )
+            if "in_specs passed to shard_map" in str(error):
+                error.add_note(
+                    "A step computes on Auto axes, and the mesh that this shard_map names has Explicit ones. Make it "
+                    "with axis_types=(jax.sharding.AxisType.Auto, ...), or leave `mesh` out and call the step inside "
+                    "jax.set_mesh."
+                )
             raise
         if constants.values:
             metrics.update(constants.arrays())

@@ -215,3 +215,24 @@ def test_a_nan_is_found_although_steps_donate() -> None:
         with pytest.raises(FloatingPointError, match="encountered in log"):
             step(state, -ones)
     assert not state.params["w"].is_deleted()
+
+
+@pytest.mark.parametrize("mesh", [EXPLICIT, AUTO, None], ids=["explicit", "auto", "that of the context"])
+def test_a_loss_may_map_over_shards(mesh: Any) -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def squares(w: jax.Array, rows: jax.Array) -> jax.Array:
+            return jax.lax.psum(jnp.sum((rows @ w) ** 2), "data")
+
+        over = {} if mesh is None else {"mesh": mesh}
+        return jax.shard_map(squares, in_specs=(P(), P("data")), out_specs=P(), **over)(params["w"], x)
+
+    step = jstep.minimize(loss, CONSTANT)
+    batch = jstep.shard_batch(ROWS, EXPLICIT)
+    if mesh is EXPLICIT:
+        with pytest.raises(ValueError, match="in_specs passed to shard_map") as caught:
+            step(make(CONSTANT, **HOW), batch)
+        assert "axis_types=(jax.sharding.AxisType.Auto, ...)" in "".join(caught.value.__notes__)
+        return
+    with jax.set_mesh(EXPLICIT) if mesh is None else contextlib.nullcontext():
+        _, metrics = step(make(CONSTANT, **HOW), batch)
+    np.testing.assert_allclose(metrics["loss"], np.sum((ROWS @ FIRST) ** 2), rtol=1e-6)
