@@ -22,6 +22,7 @@ import warnings
 from typing import Any
 
 _PRELOADED = "jax, jax.numpy, jax.experimental.multihost_utils, numpy, orbax.checkpoint, jstep.loop, jstep.summary"
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
 
 class Program:
@@ -109,7 +110,10 @@ def start(code: str, *args: Any, env: dict[str, str] | None = None, stderr: int 
     ends = [os.pipe() for _ in range(4)]
     (in_, us_in), (us_out, out), (us_err, err), (us_exit, exit_status) = ends
     theirs = [in_, out, err if stderr is None else stderr, exit_status]
-    pid = _server().fork({"code": code, "args": [str(arg) for arg in args], "env": env or {}}, theirs)
+    # That of the test, not that of the one in which the server was started: fixtures set variables.
+    environment = os.environ | _ENVIRONMENT | (env or {})
+    asked = {"code": code, "args": [str(arg) for arg in args], "env": dict(environment), "cwd": os.getcwd()}
+    pid = _server().fork(asked, theirs)
     for end in (in_, out, err, exit_status):
         os.close(end)
     if stderr is not None:
@@ -124,14 +128,16 @@ class _Server:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         self._compiled = tempfile.TemporaryDirectory()
         arguments = theirs.fileno(), _PRELOADED, self._compiled.name
         code = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); import forked; "
         code += f"code = forked.serve{arguments}; del sys.path[0], forked\nexec(code)"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code], env=env, pass_fds=[theirs.fileno()], start_new_session=True
+                [sys.executable, "-c", code],
+                env=os.environ | _ENVIRONMENT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         atexit.register(self.close)
 
@@ -193,7 +199,9 @@ def serve(fd: int, preloaded: str, compiled: str) -> Any:
             control.close()
             for mine in (*fds, *running.values(), woken, wake):
                 os.close(mine)
+            os.environ.clear()
             os.environ.update(request["env"])
+            os.chdir(request["cwd"])
             sys.argv[1:] = request["args"]
             return compile(request["code"], "<string>", "exec")
         running[pid] = fds.pop()
