@@ -134,7 +134,7 @@ def _text(pair) -> str:
 def digits_loss(path: pathlib.Path) -> None:
     """What the digits example logs, drawn by the command line."""
     with tempfile.TemporaryDirectory() as directory:
-        run = [sys.executable, EXAMPLES / "digits.py", "--logdir", directory]
+        run = [sys.executable, EXAMPLES / "digits.py", "--dir", directory]
         subprocess.run(run, check=True, cwd=directory, stdout=subprocess.DEVNULL)
         tags = [word for tag in ("loss", "learning_rate", "grad_norm") for word in ("-t", tag)]
         plot = [sys.executable, "-m", "jstep", "plot", directory, "--log-y", *tags, "-o", path]

@@ -1,8 +1,8 @@
-"""Handwritten digits: a small convolutional network, trained to 99 % in less than a minute, watched and steered.
+"""Handwritten digits: a small convolutional network, to more than 99 % in less than a minute, watched and steered.
 
     python examples/digits.py                          # Ctrl-C it, and start it again: it goes on
     python -m jstep plot runs/digits -o digits.png     # its curves
-    tensorboard --logdir runs/digits                   # also its histograms, its mistakes and its graph
+    tensorboard --logdir runs/digits                   # also its histograms, the hardest digits and its graph
 
 The images are the UCI handwritten digits that come with scikit-learn (1797 of 8×8 pixels, no download).
 The network is plain JAX; everything about training comes from jstep and reads the one global step: the
@@ -74,7 +74,10 @@ def predict(params, images, dropout_key=None):
 
 
 def loss_fn(params, images, labels, rng):
-    logits = predict(params, images, dropout_key=rng)
+    """Of images moved by up to a pixel, so that the network learns shapes and not places."""
+    shift_key, dropout_key = jax.random.split(rng)
+    images = jnp.roll(images, jax.random.randint(shift_key, (2,), -1, 2), axis=(1, 2))
+    logits = predict(params, images, dropout_key=dropout_key)
     loss = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
     return loss, {"accuracy": jnp.mean(logits.argmax(-1) == labels)}
 
@@ -112,15 +115,14 @@ def tile(pictures, columns=8, scale=8):
     return sheet.repeat(scale, 0).repeat(scale, 1)[None, :, :, None]
 
 
-def write_mistakes(writer, state, images, labels):
-    """Writes a picture of the test digits that the averaged weights get wrong, if there are any."""
-    guesses = np.asarray(predict(jstep.averaged_params(state), images).argmax(-1))
+def write_hardest(writer, state, images, labels):
+    """Says which test digits the averaged weights get wrong, and writes a picture of the 16 they do worst on."""
+    params = jstep.averaged_params(state)
+    guesses = np.asarray(predict(params, images).argmax(-1))
     wrong = np.flatnonzero(guesses != labels)
     print(f"{len(wrong)} mistakes:", ", ".join(f"a {labels[i]} taken for a {guesses[i]}" for i in wrong) or "none")
-    if len(wrong):
-        writer.add_summary(
-            jstep.summary.image("misclassified", tile(images[wrong, :, :, 0]), max_images=1), state.global_step
-        )
+    hardest = np.argsort(-np.asarray(metrics(params, images, labels)["loss"]))[:16]
+    writer.add_summary(jstep.summary.image("hardest", tile(images[hardest, :, :, 0]), max_images=1), state.global_step)
 
 
 def main(steps=1500, seed=0, directory=None):
@@ -168,7 +170,7 @@ def main(steps=1500, seed=0, directory=None):
         print(f"of {jstep.global_step(state)} updates, the validation loss was best after", end=" ")
         print(f"{saver.latest_step()}: {saver.extra()['loss']:.4f}")
     with jstep.summary.SummaryWriter(directory) as writer:
-        write_mistakes(writer, best, *testing)
+        write_hardest(writer, best, *testing)
     raw = jstep.evaluator(metrics, one_pass(testing))(best)["accuracy"]
     averaged = jstep.evaluator(metrics, one_pass(testing), use_averages=True)(best)["accuracy"]
     fingerprint = "{:08x}{:08x}".format(*jstep.fingerprint(best.params))  # whether two runs ended alike, to the bit
