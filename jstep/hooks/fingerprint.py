@@ -114,11 +114,13 @@ class FingerprintHook(Hook):
         """Reads what earlier runs logged, and opens the log.
 
         Raises:
-            ValueError: There is neither path nor logdir.
+            ValueError: There is neither path nor logdir, or the path is a directory.
         """
         if self._given is None and self._logdir is None:
             raise ValueError("FingerprintHook has nowhere to write: give it a path, or give train a logdir")
         self._path = self._given or join(self._logdir or "", _log.NAME)
+        if os.path.isdir(self._path):
+            raise ValueError(f"path={self._path!r}: is a directory; name a file in it, such as {_log.NAME}")
         self._pending.clear()
         self._before = {}
         named_leaves(state)  # what cannot be named is said now, not in an hour

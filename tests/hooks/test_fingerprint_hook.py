@@ -60,8 +60,10 @@ def test_several_steps_a_call_end_where_it_is_due(tmp_path):
     assert len(lines(tmp_path / "a")) == 2
 
 
-def test_nowhere_to_write():
+def test_nowhere_to_write(tmp_path):
     made = []
+    with pytest.raises(ValueError, match="is a directory; name a file in it"):
+        run(3, jstep.FingerprintHook(path=tmp_path), batches=lambda step: made.append(step) or batch(step))
     with pytest.raises(ValueError, match="give it a path, or give train a logdir"):
         run(3, jstep.FingerprintHook(), batches=lambda step: made.append(step) or batch(step))
     assert not made
