@@ -214,6 +214,8 @@ def _keep_what_is_compiled(directory: str) -> None:
     """What one program has compiled the next one does not compile again."""
     import jax
 
+    if jax.__version_info__ < (0, 10, 2):
+        return  # which says on stderr what it thinks of its own programs
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

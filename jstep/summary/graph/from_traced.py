@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core
 
+from jstep.core.scans import counts_of
 from jstep.core.trees import path_str
 from jstep.summary.graph.builder import GraphBuilder, Ref, Tensor, scopes_of
 
@@ -118,16 +119,16 @@ class _Walker:
         params, add = eqn.params, self.builder.add
         opened = self.builder.scope(scope, "scan")
         inputs = self._inputs(eqn.invars, env, opened)
-        consts, carries = params["num_consts"], params["num_consts"] + params["num_carry"]
+        consts, carried = counts_of(params)
         attrs = {"length": str(params["length"]), "reverse": str(params["reverse"])}
         body_vars = params["jaxpr"].jaxpr.invars
         for i in range(consts, len(inputs)):
-            kind = "carry" if i < carries else "slice"
+            kind = "carry" if i < consts + carried else "slice"
             (inputs[i],) = add([opened], kind, f"Scan{kind.title()}", [inputs[i]], [_tensor(body_vars[i])], attrs)
         results = self.call(params["jaxpr"], inputs, opened)
         return [
             result
-            if i < params["num_carry"]
+            if i < carried
             else add([opened], "stack", "ScanStack", [result], [_tensor(eqn.outvars[i])], attrs)[0]
             for i, result in enumerate(results)
         ]

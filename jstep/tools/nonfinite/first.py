@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from jstep.core.scans import counts_of
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
 from jstep.tools.nonfinite.shards import manual_axes, mapped
 from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, walk
@@ -125,7 +126,7 @@ class Look:
 
     def _scan(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
         params, body = site.eqn.params, site.bodies[0]
-        consts, carry = params["num_consts"], params["num_carry"]
+        consts, carry = counts_of(params)
         depends = any(one.depends for one in ins)
         length, reverse = params["length"], params["reverse"]
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jstep.core.scans import counts_of
 from jstep.tools.nonfinite.sites import Body, Site, apply, read
 
 
@@ -32,7 +33,7 @@ def arguments_of(site: Site, inner: Body, values: list[Any], iteration: int) -> 
 
 def _scanned(site: Site, values: list[Any], iteration: int) -> list[Any]:
     params, body = site.eqn.params, site.bodies[0]
-    split, carry, length, reverse = params["num_consts"], params["num_carry"], params["length"], params["reverse"]
+    (split, carry), length, reverse = counts_of(params), params["length"], params["reverse"]
     consts, start, xs = values[:split], values[split : split + carry], values[split + carry :]
     before = [x[iteration + 1 :] if reverse else x[:iteration] for x in xs]
 
