@@ -19,10 +19,15 @@ class Tables:
     """The tables that a loss may look rows up in while its gradient is traced, and the rows' gradients as they come."""
 
     def __init__(self, leaves: list[Array]) -> None:
-        self._leaves = leaves
+        self._leaves = leaves  # alive, so that no other array takes the id of one
+        self._shapes = [leaf.shape for leaf in leaves]
         self._places = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._trace = get_opaque_trace_state()
         self._taken: list[tuple[int, Array, Array]] = []
+
+    def let_go(self) -> None:
+        """Forgets the leaves: they are tracers, which nothing may hold when the loss is traced."""
+        self._leaves, self._places = [], {}
 
     def place_of(self, table: Any) -> int | None:
         """The place of a table among the leaves; None for anything else, and under another transformation."""
@@ -50,7 +55,7 @@ class Tables:
         taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
         if not taken:
             return dense
-        shape = self._leaves[place].shape
+        shape = self._shapes[place]
         indices = jnp.concatenate([jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken])
         values = jnp.concatenate([jnp.reshape(gradient, (-1, *shape[1:])) for _, gradient in taken])
         slices = IndexedSlices(values, jnp.where(indices < 0, indices + shape[0], indices), shape)
@@ -69,6 +74,7 @@ def tables(leaves: list[Array]) -> Iterator[Tables]:
         yield made
     finally:
         _active.reset(token)
+        made.let_go()
 
 
 def lookup(table: Any, ids: Any) -> Array:
