@@ -38,7 +38,7 @@ def adam(
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.adam(0.5)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"].round(4))
         0.5
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), before section 2.1;
