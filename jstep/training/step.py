@@ -20,6 +20,21 @@ Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]
 that keeps apart what it computes and what is known without it."""
 
 
+_OTHER_MESHES = "Mesh for all inputs should be equal"
+_WAYS_OUT = {
+    _OTHER_MESHES: "Lay the batch out by jstep.shard_batch, on the mesh that the state lies on.",
+    "should match the aval mesh": (
+        "A step computes on Auto axes. An array that a function of yours closes over, made while a mesh with Explicit "
+        "axes was set, does not go with them: hand it over as an argument, or in NumPy."
+    ),
+    "in_specs passed to shard_map": (
+        "A step computes on Auto axes, and the mesh that this shard_map names has Explicit ones. Make it with "
+        "axis_types=(jax.sharding.AxisType.Auto, ...), or leave `mesh` out and call the step inside jax.set_mesh."
+    ),
+}
+"""What JAX says of meshes → what to do about it in a step."""
+
+
 class PureStep:
     """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating."""
 
@@ -91,7 +106,7 @@ class TrainStep:
         # The state last returned, and the program that made it: one attribute, so that threads see both or neither.
         self._latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
-    def _jit(self, kind: str, rows: Any, shardings: Any) -> Any:
+    def _jit(self, kind: str, rows: Any, shardings: Any, *, donate: bool) -> Any:
         parts = self._pure.parts
 
         def call(state: TrainState, *args: Any) -> Any:
@@ -107,7 +122,7 @@ class TrainStep:
         # for its own result.
         others = (None, None) if kind == "call" else (None,)
         where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, *others)}
-        return jax.jit(function, donate_argnums=(0,) if self.donate and not _debugs() else (), **where)
+        return jax.jit(function, donate_argnums=(0,) if donate else (), **where)
 
     def _for(self, state: Any, args: Any, kind: str = "call") -> Any:
         """The program for where state and rows lie: its call gives the parts, or `kind="whole"` state and metrics."""
@@ -116,9 +131,10 @@ class TrainStep:
             require_alive(state)  # of a state on a mesh JAX would not say it, but crash
             if self._pure.looks_at_rows:
                 rows = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), args)
-        key = (kind, _debugs(), *((trees.structure(tree), tuple(jax.tree.leaves(tree))) for tree in (shardings, rows)))
+        donate = self.donate and not _debugs()
+        key = (kind, donate, *((trees.structure(tree), tuple(jax.tree.leaves(tree))) for tree in (shardings, rows)))
         if key not in self._programs:
-            self._programs[key] = self._jit(kind, rows, shardings)
+            self._programs[key] = self._jit(kind, rows, shardings, donate=donate)
         return self._programs[key]
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -145,19 +161,9 @@ class TrainStep:
                         "ask jstep.find_nonfinite(train_step, state, ...)"
                     ) from error
                 require_alive(state, error)
-            if "Mesh for all inputs should be equal" in str(error):
-                error.add_note("Lay the batch out by jstep.shard_batch, on the mesh that the state lies on.")
-            if "should match the aval mesh" in str(error):
-                error.add_note(
-                    "A step computes on Auto axes. An array that a function of yours closes over, made while a mesh "
-                    "with Explicit axes was set, does not go with them: hand it over as an argument, or in NumPy."
-                )
-            if "in_specs passed to shard_map" in str(error):
-                error.add_note(
-                    "A step computes on Auto axes, and the mesh that this shard_map names has Explicit ones. Make it "
-                    "with axis_types=(jax.sharding.AxisType.Auto, ...), or leave `mesh` out and call the step inside "
-                    "jax.set_mesh."
-                )
+            for said, way_out in _WAYS_OUT.items():
+                if said in str(error):
+                    error.add_note(way_out)
             raise
         if constants.values:
             metrics.update(constants.arrays())
@@ -171,9 +177,7 @@ class TrainStep:
         try:
             return program(state, *args)
         except (RuntimeError, ValueError) as error:
-            if "Mesh for all inputs should be equal" in str(error) and any(
-                map(lies_explicitly, trees.flatten(args)[0])
-            ):
+            if _OTHER_MESHES in str(error) and any(map(lies_explicitly, trees.flatten(args)[0])):
                 self._converts = True
                 return program(state, *on_auto_axes(args))
             if not ("Disallowed" in str(error) and "transfer" in str(error)):
