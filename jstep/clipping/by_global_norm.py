@@ -10,11 +10,11 @@ from jstep.clipping.norms import factors, norm_of, times
 from jstep.clipping.parts import check_clip_norm, map_leaves, number
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
-from jstep.core.meshes import as_own_work
+from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Number
 
 
-@as_own_work
+@on_any_mesh
 def global_norm(tree: Any) -> Array:
     """√(Σ ‖leaf‖²) over all leaves.
 
@@ -44,7 +44,7 @@ def global_norm(tree: Any) -> Array:
     return norm_of(arrays)
 
 
-@as_own_work
+@on_any_mesh
 def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
     """All leaves · clip_norm / norm where norm > clip_norm, norm = `global_norm(tree)`.
 

@@ -10,11 +10,11 @@ from jstep.clipping.parts import check_clip_norm, map_leaves, refuse_numbers_in_
 from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.indexed_slices import IndexedSlices, is_slices
-from jstep.core.meshes import as_own_work
+from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Number
 
 
-@as_own_work
+@on_any_mesh
 def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
     """Clipping by norm: t · clip_norm / ‖t‖ where ‖t‖ > clip_norm, for each leaf by its own L2 norm.
 
@@ -52,7 +52,7 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
     return map_leaves(lambda x: scaled(x, norm_of([x], listed), clip_norm), t, "clip_by_norm")
 
 
-@as_own_work
+@on_any_mesh
 def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
     """Clipping by average norm: t · clip_norm / a where a = ‖t‖ / size(t) > clip_norm, for each leaf by itself.
 

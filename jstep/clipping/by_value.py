@@ -9,11 +9,11 @@ import numpy as np
 from jstep.clipping.parts import number, refuse_numbers_in_a_row
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
-from jstep.core.meshes import as_own_work
+from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Number
 
 
-@as_own_work
+@on_any_mesh
 def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
     """min(max(t, min), max) for each element.
 

@@ -8,13 +8,16 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.meshes import on_auto_axes
+from jstep.core.contexts import own_transfers
+from jstep.core.meshes import on_host
+
+_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 
 def as_key(value: Any, argument: str) -> Any:
     """A single PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`), traced or not.
 
-    One that was made while a mesh with Explicit axes was set is taken as lying on Auto ones, as states do.
+    A key that is on a mesh, such as one made while a mesh was set, is returned as one that goes with any state.
 
     Raises:
         TypeError: It is none.
@@ -26,4 +29,18 @@ def as_key(value: Any, argument: str) -> Any:
         raise TypeError(f"{argument}={shown(value)}: must be a key, such as jax.random.key(0), got {kind(value)}")
     if np.ndim(value) != (0 if typed else 1):
         raise ValueError(f"{argument}: must be one key, got {np.shape(value)} of them; take one, or jax.random.split")
-    return value if trees.is_traced(value) else on_auto_axes(value)
+    return anywhere(value)
+
+
+def anywhere(key: Any) -> Any:
+    """A key that may be used beside arrays on any mesh: of one that is on a mesh, a copy that is on none."""
+    if not isinstance(key, jax.Array) or trees.is_traced(key):
+        return key
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    data = on_host(jax.random.key_data(key) if typed else key)
+    if data is None:
+        return key
+    with own_transfers(), jax.set_mesh(_NO_MESH):
+        return (
+            jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(key)) if typed else jnp.asarray(data)
+        )

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_int, kind, shown
 
@@ -42,7 +43,7 @@ def scan(
         unroll: As in `jax.lax.scan`. None: 1, but whole where something in the body is slow inside a loop.
     """
     if unroll is None and jax.default_backend() == "cpu" and length > 1:
-        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], _dtype_of(x)), xs)
+        first = jax.tree.map(_first_of, xs)
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, first)
         out = jax.tree.structure(shapes)
 
@@ -54,8 +55,13 @@ def scan(
     return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
 
 
-def _dtype_of(x: Any) -> Any:
-    return x.dtype if isinstance(x, jax.Array) else jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))
+def _first_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an element, sharded as the whole is."""
+    if not isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)))
+    whole: Any = jax.typeof(x).sharding
+    sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*whole.spec.partitions[1:]))
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
 def _primitives(jaxpr: Any) -> Iterator[str]:

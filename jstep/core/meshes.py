@@ -1,119 +1,232 @@
-"""Meshes with Explicit axes, which jstep takes with Auto ones: of the arguments, of arrays, of the caller's context."""
+"""Computing on the user's mesh, whatever the types of its axes.
+
+A mesh and its axis types are the user's: nothing here converts an array that the user sees. A user's function is traced
+on the types it is given; what jstep computes itself runs with Auto axes inside, and its results are sharded as the
+arrays it was given.
+"""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.contexts import own_transfers
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_logger = logging.getLogger("jstep")
+
+_WAYS_OUT = (
+    "The state is on Explicit axes (the default of jax.make_mesh), and JAX refuses this function on Explicit"
+    " and on Auto axes. Annotate what JAX names (out_sharding=, jax.sharding.reshard); or make the mesh with "
+    "axis_types=(jax.sharding.AxisType.Auto, ...); or pass jax.sharding.auto_axes(fn, out_sharding=jax.P()). Sharded "
+    "arrays that the function closes over are better passed as arguments."
+)
 
 
-def auto_mesh(mesh: Any) -> Mesh:
-    """The mesh with Auto axes: under Explicit ones a model would need annotations of its own.
+def require_mesh(mesh: Any) -> Mesh:
+    """The mesh.
 
     Raises:
-        TypeError: It is no mesh.
+        TypeError: It is not a `jax.sharding.Mesh`.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
-    if AxisType.Explicit not in mesh.axis_types:
-        return mesh
-    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return mesh
 
 
-def in_explicit_mesh() -> bool:
-    """Whether the caller has set a mesh with Explicit axes, as `jax.set_mesh(jax.make_mesh(...))` does."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that arrays (or shapes with shardings) are on; None on a single device, and of traced arrays."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer):
+            sharding = leaf.sharding
+            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+                return sharding.mesh
+    return None
 
 
-@contextlib.contextmanager
-def auto_axes() -> Iterator[None]:
-    """The mesh that the caller has set, with Auto axes while this lasts.
+def on_host(value: Any) -> np.ndarray[Any, Any] | None:
+    """The values of an array that is on a mesh, where this process has them; None for any other."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return None
+    if not isinstance(value.sharding, NamedSharding) or not (value.is_fully_replicated or value.is_fully_addressable):
+        return None
+    with own_transfers():
+        return np.asarray(value)
 
-    Arrays of one mesh with Explicit and with Auto axes do not mix, so whatever computes with a state that lies on a
-    mesh does it in here. Under a trace there is nothing to be changed any more.
-    """
-    if not in_explicit_mesh():
-        yield
-        return
+
+def setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """The context in which `mesh` is the one that is set; nothing changes if it already is, or is None."""
+    if mesh is None:
+        return contextlib.nullcontext()
     try:
-        mesh = auto_mesh(jax.sharding.get_mesh())
-    except ValueError:  # traced
-        yield
-        return
-    with jax.set_mesh(mesh):
-        yield
+        return contextlib.nullcontext() if jax.sharding.get_mesh() == mesh else jax.set_mesh(mesh)
+    except ValueError:  # inside a function that JAX is tracing
+        return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-@contextlib.contextmanager
-def own_work() -> Iterator[None]:
-    """The context for work of jstep's own on the arrays it was given: `auto_axes`, and no transfer guard stops it.
+def explicit_mesh(tree: Any) -> AbstractMesh | None:
+    """The mesh with Explicit axes in the types of some arrays, traced or not; None for any other mesh, or none.
 
-    A user's function that is called inside would not see its guard.
+    Within `jax.shard_map`, whose axes are Manual, there is none either.
     """
-    with auto_axes(), own_transfers():
-        yield
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            mesh = jax.typeof(leaf).sharding.mesh
+            if AxisType.Explicit in mesh.axis_types:
+                return None if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types else mesh.abstract_mesh
+    return None
 
 
-@contextlib.contextmanager
-def alike(tree: Any, *, always: bool = False) -> Iterator[Any]:
-    """The arrays of a tree, fit to be computed with together, and the caller's mesh with them.
+def spec_of(leaf: Any) -> PartitionSpec:
+    """How the type of an array says that it is sharded."""
+    return jax.typeof(leaf).sharding.spec
 
-    Where some of them lie on Auto axes, or always, all are taken as on Auto ones, as a compiled step takes them; arrays
-    that all lie on Explicit axes are the caller's own, and stay as they are.
+
+def reduced(total: Any) -> Any:
+    """An array that is not `unreduced` over any axis: the sum over all devices of what each has."""
+    mesh = explicit_mesh(total)
+    if mesh is None or not spec_of(total).unreduced:
+        return total
+    return jax.sharding.reshard(total, NamedSharding(mesh, PartitionSpec(*spec_of(total).partitions)))
+
+
+def like(*trees: Any) -> Callable[[Any], Any]:
+    """From a result to its specs: those of the leaves of equal path and shape in `trees`, else replicated."""
+    known = {}
+    for tree in trees:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, jax.Array):
+                known[path, leaf.shape] = spec_of(leaf)
+
+    def specs(result: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: known.get((path, jax.numpy.shape(leaf)), PartitionSpec()), result
+        )
+
+    return specs
+
+
+def in_auto_axes(fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None) -> _R:
+    """`fn(*args)`, with Auto axes inside: for what jstep computes itself.
+
+    Like `jax.sharding.auto_axes`, but the specs of the result may follow from the result.
+
+    Args:
+        fn: A function of arrays. It must not close over arrays that are on the mesh.
+        *args: Trees of arrays.
+        place: From the result to the specs of its leaves; replicated by default.
     """
-    if always or any(map(_lies_on_auto_axes, jax.tree.leaves(tree))):
-        with auto_axes():
-            yield on_auto_axes(tree)
-    else:
-        yield tree
+    mesh = explicit_mesh(args)
+    if mesh is None:
+        return fn(*args)
+    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))):
+        result = fn(*jax.tree.map(_entered, args))
+    specs = (place or like())(result)
+    return jax.tree.map(functools.partial(_left, mesh), result, specs)
 
 
-def as_own_work(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, whose work on the arrays it is given no transfer guard stops, wherever they lie: see `alike`."""
+def _entered(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or jax.typeof(leaf).sharding.mesh.empty:
+        return leaf
+    return jax.sharding.reshard(leaf, PartitionSpec(*[None] * leaf.ndim))
+
+
+def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, spec)) if isinstance(leaf, jax.Array) else leaf
+
+
+def on_any_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function of jstep's that works for arrays on any mesh, and that no transfer guard stops.
+
+    What it returns is sharded as its first argument where the two are alike, in whole or in the first of several
+    results, and replicated otherwise.
+    """
 
     @functools.wraps(fn)
-    def work(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with alike((args, kwargs)) as given, own_transfers():
-            return fn(*given[0], **given[1])
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with own_transfers():
+            if explicit_mesh((args, kwargs)) is None:
+                return fn(*args, **kwargs)
+            first = args[0] if args else next(iter(kwargs.values()))
+            place = like(first, (first,))
+            return in_auto_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, place=place)
 
-    return work
-
-
-def _lies_on_auto_axes(leaf: Any) -> bool:
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or isinstance(leaf, jax.core.Tracer):
-        return False
-    sharding = leaf.sharding
-    return isinstance(sharding, NamedSharding) and AxisType.Auto in sharding.mesh.axis_types
+    return run
 
 
-def lies_explicitly(leaf: Any) -> bool:
-    """Whether an array lies on a mesh with Explicit axes."""
-    sharding = getattr(leaf, "sharding", None)
-    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+class Attempts:
+    """A user's function on the axis types it is given, or on Auto axes if JAX refuses those.
+
+    JAX refuses a model without annotations on Explicit axes as soon as an operation has more than one sensible result.
+    Then the function is traced once more with Auto axes, and one line of the log says so.
+
+    Args:
+        name: What the log calls the function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._is_logged = name, False
+
+    def __call__(self, fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None) -> _R:
+        """`fn(*args)`; `place` is that of `in_auto_axes`.
+
+        Raises:
+            Exception: Both were refused: what was said of the types given, with a note on what to do.
+        """
+        mesh = explicit_mesh(args)
+        if mesh is None:
+            return fn(*args)
+        with contextlib.ExitStack() as stack:
+            if jax.sharding.get_abstract_mesh() != mesh:
+                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+            try:
+                return atomic(fn, *args)
+            except Exception as error:
+                refusal = error
+            try:
+                result = in_auto_axes(fn, *args, place=place)
+            except Exception as error:
+                if (type(error), str(error)) != (type(refusal), str(refusal)):
+                    refusal.add_note(_WAYS_OUT)
+                raise refusal from refusal.__cause__
+            finally:
+                reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
+                del refusal  # its traceback holds tracers
+        if not self._is_logged:
+            self._is_logged = True
+            _logger.info(
+                "%s is computed on Auto axes: JAX refuses it on the Explicit axes of its mesh (%s)", self._name, reason
+            )
+        return result
 
 
-def on_auto_axes(tree: Any) -> Any:
-    """The same arrays in the same memory, those on Explicit axes taken as lying on Auto ones; and shapes of arrays."""
+def atomic(fn: Callable[..., _R], *args: Any) -> _R:
+    """`fn(*args)`, of which nothing is left if tracing it raises: no operation in the caller's program, none that ran.
 
-    def leaf(x: Any) -> Any:
-        if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) or isinstance(x, jax.core.Tracer):
-            return x
-        if not lies_explicitly(x):
-            return x
-        sharding: Any = x.sharding
-        if isinstance(x, jax.ShapeDtypeStruct):
-            # Shapes that were traced under a mesh know no devices.
-            known = isinstance(sharding.mesh, Mesh)
-            placed = NamedSharding(auto_mesh(sharding.mesh), sharding.spec) if known else None
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=x.weak_type)
-        return jax.device_put(x, NamedSharding(auto_mesh(sharding.mesh), sharding.spec))
+    Args:
+        fn: A function that JAX can trace.
+        *args: Trees; what is not an array reaches `fn` as it is.
+    """
+    leaves: list[Any]
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(args)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-    return jax.tree.map(leaf, tree) if any(map(lies_explicitly, jax.tree.leaves(tree))) else tree
+    def whole(arrays: list[Any]) -> Any:
+        filled = list(leaves)
+        for i, array in zip(places, arrays, strict=True):
+            filled[i] = array
+        return fn(*treedef.unflatten(filled))
+
+    arrays = [leaves[i] for i in places]
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        result: _R = jax.jit(whole)(arrays)
+        return result
+    jax.eval_shape(whole, arrays)
+    return fn(*args)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from jstep.core.meshes import alike
 from jstep.core.types import Number, Params
 from jstep.core.var_list import VarList
 from jstep.differentiate.engine import Differentiation, Inputs
@@ -73,8 +72,7 @@ def compute_gradients(
     )
 
     def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
-        with alike((params, args, kwargs)) as (params, args, kwargs):
-            part = compute(Inputs(params, args=args, kwargs=kwargs))
+        part = compute(Inputs(params, args=args, kwargs=kwargs))
         return ((part.loss, part.aux), part.gradients) if has_aux else (part.loss, part.gradients)
 
     return loss_and_gradients

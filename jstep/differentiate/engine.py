@@ -1,6 +1,7 @@
 """The engine of `compute_gradients` and `minimize`: a loss and its gradients, all that was asked of them included."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,14 +12,16 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, shown
 from jstep.core.collecting import collecting
 from jstep.core.loops import Unroll, as_unroll
+from jstep.core.meshes import Attempts, in_auto_axes, like
 from jstep.core.types import Array, Params
 from jstep.core.var_list import VarList, check_form, selected
 from jstep.differentiate.connected import watched
 from jstep.differentiate.gating import GATE_OP, GATES, gated
 from jstep.differentiate.lookup import tables
-from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, split
+from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, specs_of_rows, split
 from jstep.differentiate.returned import checked_aux, checked_loss, same_kind, taken_apart
 from jstep.differentiate.sharpness import checked_sharpness, perturbed
+from jstep.differentiate.unreduced import reduced_once, zeros_of_gradient
 
 
 class Inputs(NamedTuple):
@@ -30,7 +33,7 @@ class Inputs(NamedTuple):
         args: The batch.
         kwargs: What reaches the loss as it is.
         key: A PRNG key for the loss.
-        rows: Shardings of args, where they are known.
+        rows: Shardings or specs of args, where they are known.
         scale: By what the loss is multiplied before it is differentiated; gradients come out so multiplied.
     """
 
@@ -60,9 +63,11 @@ class Differentiation:
     unroll: Unroll = None
     gathers: bool = False
     """Whether summaries that the loss makes are gathered."""
+    _attempts: Attempts = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
+        object.__setattr__(self, "_attempts", Attempts(getattr(self.loss_fn, "__name__", "loss_fn")))
         check_form(self.var_list, "var_list")
         as_bool(self.has_aux, "has_aux")
         as_bool(self.has_model_state, "has_model_state")
@@ -91,11 +96,19 @@ class Differentiation:
                     f"params: the leaf at {trees.quoted(path)} is {type(leaf).__name__}, which is no array or number; "
                     "keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
                 )
+        given = given._replace(rows=specs_of_rows(given.args, given.rows) if self.num_microbatches > 1 else None)
+        there = like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
+        return self._attempts(self._of_batch, given, place=there)
+
+    def _of_batch(self, given: Inputs) -> Part:
+        params = given.params
         leaves, treedef = trees.flatten(params)
         places = selected(params, self.var_list)
         part = self._whole(given, places)
         if self.sharpness is not None:
-            there = perturbed([leaves[i] for i in places], part.gradients, self.sharpness, adaptive=self.adaptive)
+            some = [jnp.asarray(leaves[i]) for i in places]
+            move = functools.partial(perturbed, adaptive=self.adaptive)
+            there = in_auto_axes(move, some, part.gradients, self.sharpness, place=like(some))
             moved = treedef.unflatten(trees.with_leaves(leaves, places, there))
             calm = dataclasses.replace(self, gathers=False)
             part = part._replace(gradients=calm._whole(given._replace(params=moved), places).gradients)
@@ -110,17 +123,29 @@ class Differentiation:
                 given if key is None else given._replace(kwargs={**(given.kwargs or {}), "rng": key}), places
             )
 
-        def part_fn(model_state: Any, batch: Any, i: Array) -> Part:
-            kwargs = given.kwargs or {}
-            kwargs = kwargs if key is None else {**kwargs, "rng": jax.random.fold_in(key, i)}
-            return self._one(given._replace(model_state=model_state, args=batch, kwargs=kwargs), places)
-
-        leaves = jax.tree.leaves(given.params)
-        like = [jnp.asarray(leaves[i]) for i in places]
         parts = split(given.args, n, given.rows)
-        return accumulate(
-            part_fn, parts, given.model_state, like, n, self.weight_fn, self.aggregation_method, self.unroll
-        )
+
+        def run(params: Params, parts: tuple[Any, ...]) -> Part:
+            def part_fn(model_state: Any, batch: Any, i: Array) -> Part:
+                kwargs = given.kwargs or {}
+                kwargs = kwargs if key is None else {**kwargs, "rng": jax.random.fold_in(key, i)}
+                of_part = given._replace(params=params, model_state=model_state, args=batch, kwargs=kwargs)
+                return self._one(of_part, places)
+
+            leaves = jax.tree.leaves(params)
+            sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in places]
+            method = self.aggregation_method
+            return accumulate(part_fn, parts, given.model_state, sums, n, self.weight_fn, method, self.unroll)
+
+        if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT:
+            return run(given.params, parts)
+
+        def loss(params: Params, batch: Any) -> Array:
+            kwargs = given.kwargs or {}
+            kwargs = kwargs if key is None else {**kwargs, "rng": key}
+            return self._one(given._replace(params=params, args=batch, kwargs=kwargs), []).loss
+
+        return reduced_once(run, given.params, parts, loss, places)
 
     def _one(self, given: Inputs, places: list[int]) -> Part:
         leaves, treedef = trees.flatten(given.params)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, kind
-from jstep.core.meshes import alike
+from jstep.core.meshes import Attempts, like
 from jstep.core.types import Array
 
 
@@ -47,9 +47,13 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
     def of_some(some: list[Any]) -> Any:
         return _checked(fn(treedef.unflatten(trees.with_leaves(leaves, places, some))))
 
-    with alike((leaves, grad_ys)) as (leaves, grad_ys):
-        ys, pull_back = jax.vjp(of_some, [jnp.asarray(leaves[i]) for i in places])
-        (found,) = pull_back(_cotangents(ys, grad_ys))
+    def pulled_back(some: list[Any], weights: Any) -> list[Any]:
+        ys, pull_back = jax.vjp(of_some, some)
+        (found,) = pull_back(_cotangents(ys, weights))
+        return list(found)
+
+    some = [jnp.asarray(leaves[i]) for i in places]
+    found = Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=like(some))
     return treedef.unflatten(trees.with_leaves([None] * len(leaves), places, found))
 
 

@@ -2,16 +2,19 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
+from jax.sharding import PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.meshes import explicit_mesh, in_auto_axes, like, spec_of
 from jstep.core.types import Array
 
 
@@ -38,10 +41,10 @@ class Tables:
 
         @jax.custom_vjp
         def rows(table: Array, ids: Array) -> Array:
-            return table[ids]
+            return _rows(table, ids)
 
         def forward(table: Array, ids: Array) -> tuple[Array, Array]:
-            return table[ids], ids
+            return _rows(table, ids), ids
 
         def backward(ids: Array, gradient: Array) -> tuple[None, None]:
             self._taken.append((place, ids, gradient))
@@ -55,11 +58,27 @@ class Tables:
         taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
         if not taken:
             return dense
-        shape = self._shapes[place]
-        indices = jnp.concatenate([jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken])
-        values = jnp.concatenate([jnp.reshape(gradient, (-1, *shape[1:])) for _, gradient in taken])
-        slices = IndexedSlices(values, jnp.where(indices < 0, indices + shape[0], indices), shape)
-        return slices if dense is None else dense + slices.to_dense().astype(dense.dtype)
+        return in_auto_axes(functools.partial(_joined, self._shapes[place]), taken, dense, place=like(dense))
+
+
+def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Array | None) -> Any:
+    indices = jnp.concatenate([jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken])
+    values = jnp.concatenate([jnp.reshape(gradient, (-1, *shape[1:])) for _, gradient in taken])
+    slices = IndexedSlices(values, jnp.where(indices < 0, indices + shape[0], indices), shape)
+    return slices if dense is None else dense + slices.to_dense().astype(dense.dtype)
+
+
+def _rows(table: Array, ids: Array) -> Array:
+    """`table[ids]`; on Explicit axes the rows are split as the ids are, and each row as those of the table."""
+    if explicit_mesh((table, ids)) is None:
+        return table[ids]
+    of_ids = spec_of(ids).partitions
+    used = {name for axis in of_ids for name in (axis if isinstance(axis, tuple) else (axis,))}
+    of_row = [
+        None if used & set(axis if isinstance(axis, tuple) else (axis,)) - {None} else axis
+        for axis in spec_of(table).partitions[1:]
+    ]
+    return table.at[ids].get(out_sharding=PartitionSpec(*of_ids, *of_row))
 
 
 _active: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
@@ -119,7 +138,7 @@ def lookup(table: Any, ids: Any) -> Array:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids: must be integers, got dtype {ids.dtype}")
     if found is None or place is None:
-        return table[ids]
+        return _rows(table, ids)
     concrete = trees.concrete(ids)
     if concrete is not None and concrete.size and not (-len(table) <= concrete.min() and concrete.max() < len(table)):
         bad = concrete[(concrete < -len(table)) | (concrete >= len(table))].ravel()[0]

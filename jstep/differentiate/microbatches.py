@@ -13,7 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.loops import Unroll, scan
+from jstep.core.meshes import explicit_mesh, in_auto_axes, reduced, spec_of
 from jstep.core.types import Array
+from jstep.sharding.of_batches import fitting_spec
 
 
 class AggregationMethod(enum.Enum):
@@ -37,13 +39,24 @@ class Part(NamedTuple):
     summaries: Any = None
 
 
-def split(args: tuple[Any, ...], n: int, rows: Any = None) -> tuple[Any, ...]:
+def specs_of_rows(args: tuple[Any, ...], rows: Any = None) -> list[PartitionSpec | None]:
+    """How each leaf of a batch is sharded, where that is known: by its type, or from `rows`, a tree of shardings."""
+    leaves = jax.tree.leaves(args, is_leaf=trees.is_none)
+    given = jax.tree.leaves(rows, is_leaf=trees.is_none)
+    given = given if len(given) == len(leaves) else [None] * len(leaves)
+    return [
+        spec_of(leaf) if explicit_mesh(leaf) is not None else getattr(one, "spec", None)
+        for leaf, one in zip(leaves, given, strict=True)
+    ]
+
+
+def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
     """Each leaf (B, …) as (n, B/n, …): contiguous blocks of rows.
 
     Args:
         args: The batch.
         n: The number of parts.
-        rows: The shardings of the leaves, where they are known. The rows of each part are then split as those of
+        specs: How its leaves are sharded, where that is known. The rows of each part are then split as those of
             the batch were; left to itself XLA would make each device go through every row.
 
     Raises:
@@ -70,30 +83,32 @@ def split(args: tuple[Any, ...], n: int, rows: Any = None) -> tuple[Any, ...]:
             f"num_microbatches={n} does not divide the batch: {first} has {size} rows; use a batch of a multiple of {n}"
         )
 
-    def reshaped(leaf: Any, sharding: Any = None) -> Array:
-        parts = jnp.reshape(leaf, (n, size // n, *np.shape(leaf)[1:]))
-        if not isinstance(sharding, NamedSharding) or not len(sharding.spec):
-            return parts
-        whole = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-        try:
-            whole.shard_shape(parts.shape)
-        except ValueError:  # fewer rows than devices, or a batch unlike the one the shardings are of
-            return parts
-        return jax.lax.with_sharding_constraint(parts, whole)
+    def reshaped(leaf: Any, spec: PartitionSpec | None) -> Any:
+        if leaf is None:
+            return None
+        shape = (n, size // n, *np.shape(leaf)[1:])
+        mesh: Any = explicit_mesh(leaf) or jax.sharding.get_abstract_mesh()
+        if spec is None or mesh.empty:
+            return jnp.reshape(leaf, shape)
+        whole = PartitionSpec(None, *spec.partitions)
+        fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
+        if explicit_mesh(leaf) is not None:
+            place = (lambda _: whole) if fits else None
+            return in_auto_axes(lambda leaf: jnp.reshape(leaf, shape), leaf, place=place)
+        parts = jnp.reshape(leaf, shape)
+        return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, whole)) if fits else parts
 
-    def structure(tree: Any) -> Any:
-        return jax.tree.structure(tree, is_leaf=trees.is_none)
-
-    if rows is None or structure(args) != structure(rows):
-        return jax.tree.map(reshaped, args)
-    return jax.tree.map(reshaped, args, rows)
+    treedef: Any
+    all_leaves, treedef = jax.tree.flatten(args, is_leaf=trees.is_none)
+    split_args: tuple[Any, ...] = treedef.unflatten(map(reshaped, all_leaves, specs))
+    return split_args
 
 
 def accumulate(
     part_fn: Callable[[Any, tuple[Any, ...], Array], Part],
     parts: tuple[Any, ...],
     model_state: Any,
-    like: list[Array],
+    sums: list[Array],
     n: int,
     weight_fn: Callable[..., Any] | None,
     method: AggregationMethod,
@@ -105,7 +120,7 @@ def accumulate(
         part_fn: `part_fn(model_state, microbatch, i) -> Part`.
         parts: The batch, split.
         model_state: Passes from one microbatch to the next.
-        like: Arrays with the shapes and dtypes of the gradients.
+        sums: What the gradients are added to, where a running sum is kept: zeros.
         n: The number of parts.
         weight_fn: `weight_fn(*microbatch) -> scalar`, 1 unless told. A microbatch of weight 0 counts as nothing,
             whatever its loss is; where all weigh 0, loss and gradients are 0.
@@ -133,9 +148,8 @@ def accumulate(
         others = jax.tree_util.tree_map_with_path(functools.partial(_of_part, weight), (part.aux, part.summaries))
         return (part.model_state, sums), (gradients, _weighed(part.loss, weight), weight, others)
 
-    zeros = [jnp.zeros_like(leaf, dtype=trees.compute_dtype(leaf.dtype)) for leaf in like] if running else []
     (model_state, sums), (gradients, losses, weights, others) = scan(
-        body, (model_state, zeros), (jnp.arange(n), parts), n, unroll
+        body, (model_state, sums if running else []), (jnp.arange(n), parts), n, unroll
     )
     total = jnp.asarray(n, jnp.float32) if weights is None else jnp.sum(weights)
 
@@ -149,7 +163,7 @@ def accumulate(
             return IndexedSlices(mean(rows), stacked.indices.reshape(-1), stacked.dense_shape)
         if stacked is None:
             return None
-        return mean(sums[i] if running else jnp.sum(stacked, axis=0))
+        return mean(reduced(sums[i]) if running else jnp.sum(stacked, axis=0))
 
     def together(leaf: Array) -> Array:
         return jnp.sum(leaf, axis=0, dtype=leaf.dtype) if _is_integer(leaf) else mean(jnp.sum(leaf, axis=0))

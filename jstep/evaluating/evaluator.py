@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_bool, as_function
 from jstep.core.contexts import own_transfers
-from jstep.core.meshes import auto_axes, on_auto_axes
+from jstep.core.meshes import Attempts, mesh_of, setting
 from jstep.data import Batches
 from jstep.distributed import agreement
 from jstep.evaluating.counted import rows_of
@@ -80,10 +80,8 @@ def evaluator(
     passes, placed = Passes(batches), placer(batch_sharding)
     compute = _Compute(metric_fn)
 
-    @auto_axes()
     def evaluate(state: TrainState) -> dict[str, float]:
         require_alive(require_state(state))
-        state = on_auto_axes(state)
         if batch_sharding is None and isinstance(batches, Batches) and not agreement.is_alone():
             raise ValueError(
                 "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes one "
@@ -93,7 +91,8 @@ def evaluator(
         totals = Totals()
         pending: deque[tuple[Any, Any, int | str]] = deque()
         for args, rows in placed(passes):
-            values, kinds = compute(params, args, rows)
+            with setting(mesh_of((params, args))):
+                values, kinds = compute(params, args, rows)
             pending.append((values, kinds, rows))
             if len(pending) > _AHEAD:
                 totals.add(*pending.popleft())
@@ -116,10 +115,14 @@ class _Compute:
         self.names: tuple[str, ...] = ()
 
         def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> dict[str, Any]:
-            found = metric_fn(*params, *args)
-            self.names = tuple(kinds_of(found, rows_of(args)))
-            return dict(found)
+            def checked(params: tuple[Any, ...], args: tuple[Any, ...]) -> dict[str, Any]:
+                found = metric_fn(*params, *args)
+                self.names = tuple(kinds_of(found, rows_of(args)))
+                return dict(found)
 
+            return attempts(checked, params, args)
+
+        attempts = Attempts(getattr(metric_fn, "__name__", "metric_fn"))
         compute.__name__ = getattr(metric_fn, "__name__", "metric_fn")
         self._compute = compute
         self._jitted: dict[Any, Any] = {}
@@ -131,7 +134,7 @@ class _Compute:
             self._jitted[mesh] = jax.jit(self._compute, out_shardings=everywhere)
         # On several processes NumPy arrays, the same on all, become global ones here.
         with contextlib.nullcontext() if mesh is None else own_transfers():
-            values = self._jitted[mesh](params, on_auto_axes(args))
+            values = self._jitted[mesh](params, args)
         for leaf in jax.tree.leaves(values):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()

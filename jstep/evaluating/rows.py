@@ -12,7 +12,7 @@ from jstep.data.placement import placement
 from jstep.distributed import agreement
 from jstep.evaluating import processes
 from jstep.evaluating.counted import rows_of
-from jstep.sharding.of_batches import fitting, over_auto_axes
+from jstep.sharding.of_batches import fitting, named
 
 
 class Placed(NamedTuple):
@@ -38,7 +38,7 @@ def placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Placed]]:
             placement(batch_sharding)
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch_{error}") from None
-        shardings = over_auto_axes(batch_sharding)
+        shardings = named(batch_sharding)
 
     def placed(batches: Iterable[Any]) -> Iterator[Placed]:
         if shardings is not None and not agreement.is_alone():

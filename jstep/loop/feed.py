@@ -16,7 +16,7 @@ from jstep.data.placement import placement
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
-from jstep.sharding.of_batches import over_auto_axes
+from jstep.sharding.of_batches import named
 
 # Handing an item from thread to thread costs some 20 µs: making a cheaper one ahead would only slow the loop.
 _WORTH_A_THREAD_SECS = 50e-6
@@ -47,7 +47,7 @@ def calls(
     """
     place = None
     if sharding is not None:
-        place = placement(over_auto_axes(sharding, stacked=lengths is not None))
+        place = placement(named(sharding, stacked=lengths is not None))
     elif on_device:
         place = placement(None)
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
-from jstep.core.meshes import as_own_work
+from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Params, Slots, Updates
 from jstep.optimizers.age import after_parameter, ordered_after
 
 
-@as_own_work
+@on_any_mesh
 def apply_updates(params: Params, updates: Updates) -> Params:
     """Params + updates, leaf by leaf.
 

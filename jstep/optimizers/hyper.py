@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.meshes import alike, lies_explicitly, on_auto_axes
+from jstep.core.meshes import on_host
 from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.held import HELD
 
@@ -70,10 +70,8 @@ def checked(
             raise ValueError(f"{name}={number}: must be finite" + "".join(f" and {sign}" for sign in signs))
     if isinstance(value, int | float | np.generic | np.ndarray):
         return float(value)
-    if trees.is_traced(value) or not lies_explicitly(value):
-        return value
-    # Made while a mesh with Explicit axes was set: such an array goes with no state, which lies on Auto ones.
-    return on_auto_axes(value) if number is None else float(number)
+    on_a_mesh = on_host(value)
+    return value if on_a_mesh is None else float(on_a_mesh)
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
@@ -162,11 +160,9 @@ def report(given: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
 
     def hyperparameters(step: Step, /) -> dict[str, Any]:
         make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
-        with alike(step) as step:
-            values = values_at(given, step)
-            return {
-                name: make(value, trees.default_float()) if isinstance(value, float) else value
-                for name, value in values.items()
-            }
+        return {
+            name: make(value, trees.default_float()) if isinstance(value, float) else value
+            for name, value in values_at(given, step).items()
+        }
 
     return hyperparameters

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.meshes import as_own_work
+from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule, Slots
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
@@ -180,7 +180,7 @@ def adamw_direction(g: Array, v: Array, p: Array, h: Hyper) -> Array:
     return with_decay(g / (jnp.sqrt(h["unbias2"] * v) + h["epsilon"]), p, h)
 
 
-@as_own_work
+@on_any_mesh
 def schedule_free_params(state: Any) -> Any:
     """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free run, for evaluation: the state's own are y.
 

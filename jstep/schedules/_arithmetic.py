@@ -15,7 +15,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
-from jstep.core.meshes import in_explicit_mesh, lies_explicitly
+from jstep.core.meshes import on_host
 from jstep.core.types import Array
 from jstep.schedules._wide import divmod_scaled
 
@@ -37,8 +37,8 @@ def steps(step: Any) -> Array:
             raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the updates applied")
         if value.max() > np.iinfo(dtype).max:
             raise ValueError(f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
-    if value is not None and in_explicit_mesh():
-        step = value  # a state's step lies on Auto axes, which do not go with the mesh that is set
+    if value is not None:
+        step = value  # whatever mesh a state's step is on, and whatever mesh is set
     # The bound is taken before the cast: an unsigned or wider type would otherwise wrap around.
     array = jnp.asarray(step)
     if array.dtype != dtype and np.iinfo(array.dtype).max > np.iinfo(dtype).max:
@@ -110,8 +110,9 @@ def scalar(name: str, value: Any) -> Any:
         jnp.result_type(value), jnp.integer
     ):
         raise TypeError(f"{name}={value!r}: must be a real number, got dtype {jnp.result_type(value)}")
-    if not trees.is_traced(value) and lies_explicitly(value) and value.is_fully_replicated:
-        return scalar(name, np.asarray(value)[()])  # on Explicit axes it would go with no state: those lie on Auto ones
+    on_a_mesh = on_host(value)
+    if on_a_mesh is not None:
+        return scalar(name, on_a_mesh[()])
     return jnp.asarray(value).astype(trees.default_float())
 
 

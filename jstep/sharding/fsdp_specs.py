@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jstep.core.checks import as_int
-from jstep.core.meshes import auto_mesh
+from jstep.core.meshes import require_mesh
 from jstep.core.types import Params
 from jstep.sharding.layout import axis_size, largest_divisible
 
@@ -37,7 +37,7 @@ def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2*
     Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2019), stage 3.
     """
     as_int(min_size, "min_size", 0, "a number of elements")
-    size = axis_size(auto_mesh(mesh), axis, f"axis={axis!r}")
+    size = axis_size(require_mesh(mesh), axis, f"axis={axis!r}")
 
     def spec(leaf: Any) -> PartitionSpec:
         shape = np.shape(leaf)

@@ -1,15 +1,13 @@
-"""Shardings of batches, over the mesh as states lie on it."""
+"""Shardings of batches."""
 
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.meshes import auto_mesh
 
-
-def over_auto_axes(sharding: Any, *, stacked: bool = False) -> Any:
-    """A tree of shardings or specs, over Auto axes, as those of a state are; specs mean the mesh that is set.
+def named(sharding: Any, *, stacked: bool = False) -> Any:
+    """A tree of shardings, of shardings or specs; specs mean the mesh that is set.
 
     Args:
         sharding: What the user gave.
@@ -22,7 +20,7 @@ def over_auto_axes(sharding: Any, *, stacked: bool = False) -> Any:
             return one
         spec = PartitionSpec(None, *spec) if stacked else spec
         mesh = one.mesh if isinstance(one, NamedSharding) else jax.sharding.get_mesh()
-        return spec if mesh.empty else NamedSharding(auto_mesh(mesh), spec)
+        return spec if mesh.empty else NamedSharding(mesh, spec)
 
     return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
@@ -31,11 +29,16 @@ def fitting(sharding: Any, shape: tuple[int, ...]) -> Any:
     """The sharding without the axes that an array of this shape does not divide over: there it lies on all devices."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = []
-    for dim, axis in enumerate(sharding.spec[: len(shape)]):
+    return NamedSharding(sharding.mesh, fitting_spec(sharding.mesh, sharding.spec, shape))
+
+
+def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+    """The spec without the axes of the mesh that an array of this shape does not divide over."""
+    kept = []
+    for dim, axis in enumerate(spec.partitions[: len(shape)]):
         names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
         parts = 1
         for name in names:
-            parts *= sharding.mesh.shape[name]
-        spec.append(axis if shape[dim] % parts == 0 else None)
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+            parts *= mesh.shape[name]
+        kept.append(axis if shape[dim] % parts == 0 else None)
+    return PartitionSpec(*kept)

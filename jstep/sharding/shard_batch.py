@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.meshes import auto_mesh
+from jstep.core.meshes import require_mesh
 from jstep.sharding.layout import axis_size
 from jstep.sharding.rows import place_rows
 
@@ -31,7 +31,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
         >>> tuple(jstep.shard_batch({"x": np.ones((8, 2))}, jax.make_mesh((1,), ("data",)))["x"].sharding.spec)
         ('data',)
     """
-    mesh = auto_mesh(mesh)
+    mesh = require_mesh(mesh)
     parts = axis_size(mesh, axis, f"axis={axis!r}")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind
-from jstep.core.meshes import as_own_work
+from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Step
 
 NO_STEP = "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
 
 
-@as_own_work
+@on_any_mesh
 def create_global_step(value: Step = 0) -> Array:
     """A global step: the integer scalar that counts the updates applied.
 
@@ -144,7 +144,7 @@ def _scalar_step(state: Any) -> Array:
     return step
 
 
-@as_own_work
+@on_any_mesh
 def increment_global_step(state: Any, amount: Step = 1) -> Any:
     """A new state whose global step is larger by `amount`; of a step itself, the step + amount.
 

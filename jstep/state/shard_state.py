@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-from jstep.core.meshes import auto_mesh, on_auto_axes, own_work
+from jstep.core.contexts import own_transfers
+from jstep.core.meshes import require_mesh
 from jstep.sharding.layout import ParamSpecs, put, state_shardings
 from jstep.state.require import require_state
 from jstep.state.train_state import TrainState
@@ -17,8 +18,7 @@ def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, sl
         state: Any state, whose arrays stay as they are. To make one that no single device could hold, give the mesh
             to `TrainState.create`. Of a state of shapes, from `jax.eval_shape`, come shapes with their shardings: a
             target for `Saver.restore`.
-        mesh: A `jax.sharding.Mesh`. Explicit axes are taken as Auto axes over the same devices, so that a model
-            needs no annotations of its own.
+        mesh: A `jax.sharding.Mesh`. The state keeps the types of its axes, Explicit or Auto.
         param_specs: How parameters lie: a `PartitionSpec` for all, a tree of them (or a prefix of one), rules
             `[(glob, spec), …]` of which the first match counts, or a function `(path, leaf) -> spec`. What none
             speaks of is replicated.
@@ -43,8 +43,7 @@ def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, sl
     Source: Rajbhandari et al., "ZeRO" (2019), stage 1, for `slot_axis`.
     """
     require_state(state)
-    state = on_auto_axes(state)
-    params, slots, everywhere = state_shardings(state.params, state.slots, auto_mesh(mesh), param_specs, slot_axis)
+    params, slots, everywhere = state_shardings(state.params, state.slots, require_mesh(mesh), param_specs, slot_axis)
     step: Any = None if state.global_step is None else everywhere
-    with own_work():
+    with own_transfers():
         return jax.tree.map(put, state, TrainState(params, slots, step))

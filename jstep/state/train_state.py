@@ -14,7 +14,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_bool
-from jstep.core.meshes import auto_axes, auto_mesh, on_auto_axes, own_work
+from jstep.core.contexts import own_transfers
+from jstep.core.meshes import require_mesh, setting
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.sharding import layout
 from jstep.state.global_step import create_global_step
@@ -88,14 +89,14 @@ class TrainState:
 
         def make(params: Any, model_state: Any) -> TrainState:
             params = params() if is_function else params
-            with own_work():
+            with own_transfers():
                 step = create_global_step(global_step)
                 return _fresh(cls, params, optimizer, step, model_state, copy=copy)
 
         if mesh is None:
             return make(params, model_state)
         create_global_step(global_step)  # refused before anything large is laid out
-        mesh = auto_mesh(mesh)
+        mesh = require_mesh(mesh)
 
         def where(params: Any, slots: Slots) -> Any:
             return layout.state_shardings(params, slots, mesh, param_specs, slot_axis)
@@ -104,10 +105,10 @@ class TrainState:
             tree = jax.tree_util.tree_map_with_path(trees.host_leaf, tree)
             return jax.tree.map(layout.put, tree, shardings(tree))
 
-        with own_work():
+        with own_transfers():
             given = None if is_function else placed(params, lambda tree: where(tree, {})[0])
             others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
-        with auto_axes():
+        with setting(mesh):
             return layout.build(
                 lambda given, others: make(params if is_function else given, others),
                 lambda shapes: cls(*where(shapes.params, shapes.slots)),
@@ -148,12 +149,12 @@ def _fresh(
     cls: type[TrainState], params: Any, optimizer: Optimizer, step: Array, model_state: Any, *, copy: bool
 ) -> TrainState:
     refuse_untrained(params)
-    params = on_auto_axes(_as_arrays(params, copy=copy))
+    params = _as_arrays(params, copy=copy)
     slots = _unshared(params, dict(optimizer.init(params, step)))
     if model_state is not None:
         if MODEL_STATE in slots:
             raise ValueError(f"the optimizer has a slot named {MODEL_STATE!r}, which the state keeps for itself")
-        slots[MODEL_STATE] = on_auto_axes(_as_arrays(model_state, copy=copy))
+        slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
     if not copy:
         _refuse_shared_buffers(params, slots)
     return cls(params, slots, jnp.array(step, copy=True))

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_function
-from jstep.core.meshes import alike
+from jstep.core.meshes import mesh_of, setting
 from jstep.state import TrainState, require_state
 from jstep.tools.collectives import Collective, collectives_of
 from jstep.tools.flops import work_of
 from jstep.tools.nonfinite.sites import body_of
 from jstep.tools.table import scaled, size
-from jstep.training import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,7 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any) -> Cost:
     """
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
     require_state(state)
-    with alike((state, args), always=isinstance(train_step, TrainStep)) as (state, args):
+    with setting(mesh_of((state, args))):
         return _cost(train_step if hasattr(train_step, "lower") else jax.jit(train_step), state, args)
 
 

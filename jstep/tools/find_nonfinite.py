@@ -1,6 +1,5 @@
 """Which operation made the first NaN."""
 
-import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -8,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import contexts, trees
 from jstep.core.checks import as_function
-from jstep.core.meshes import alike
+from jstep.core.meshes import mesh_of, setting
 from jstep.tools.nonfinite.inside import evaluated
 from jstep.tools.nonfinite.numbers import Range, is_inexact, range_of
 from jstep.tools.nonfinite.search import Found, Search
@@ -86,7 +84,7 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
         ('log', 'float32[2] from 0 to 2')
     """
     as_function(fn, "fn", "(*args)")
-    with alike(args, always=isinstance(fn, TrainStep)) as args:
+    with setting(mesh_of(args)):
         return _first(fn.__wrapped__ if isinstance(fn, TrainStep) else fn, args)
 
 
@@ -116,19 +114,9 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
             # It may ask such a number `if rate:`, which nothing that is traced could answer.
             closed, places = traced(arrays), arrays
         given = [leaves[i] for i in places]
-        with contexts.own_transfers(), _mesh_of(given):
+        with contexts.own_transfers():
             given = [one if trees.is_array(one) else jnp.asarray(one) for one in given]
             return _found(body_of(closed), given)
-
-
-def _mesh_of(arrays: list[Any]) -> contextlib.AbstractContextManager[Any]:
-    """The mesh with Explicit axes that the arguments lie on.
-
-    A compiled call takes it from them; a single operation has to be told.
-    """
-    meshes = [array.sharding.mesh for array in arrays if isinstance(getattr(array, "sharding", None), NamedSharding)]
-    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
-    return jax.set_mesh(explicit[0]) if explicit and jax.sharding.get_mesh().empty else contextlib.nullcontext()
 
 
 def _found(body: Body, given: list[Any]) -> NonFinite | None:

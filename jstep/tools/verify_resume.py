@@ -14,7 +14,6 @@ from jstep.checkpoint import Saver
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind
 from jstep.core.contexts import own_transfers
-from jstep.core.meshes import auto_axes
 from jstep.loop.checks import check_alive
 from jstep.loop.drive import drive
 from jstep.loop.feed import calls
@@ -52,7 +51,6 @@ class ResumeReport:
         )
 
 
-@auto_axes()
 def verify_resume(
     make_state: Callable[[], TrainState],
     train_step: Callable[..., Any],

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool
-from jstep.core.meshes import as_own_work
+from jstep.core.contexts import own_transfers
+from jstep.core.meshes import in_auto_axes, like
 from jstep.core.types import Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.matched import matched_gradients
@@ -12,7 +13,6 @@ from jstep.state import MODEL_STATE, TrainState, is_start_step, require_alive, r
 from jstep.state.global_step import later_step
 
 
-@as_own_work
 def apply_gradients(
     state: TrainState, grads: Updates, optimizer: Optimizer, *, increment_global_step: bool = True
 ) -> TrainState:
@@ -40,14 +40,20 @@ def apply_gradients(
     Source: `tf.train.Optimizer.apply_gradients`.
     """
     as_bool(increment_global_step, "increment_global_step")
-    return applied(state, grads, optimizer, increment_global_step)[0]
+    with own_transfers():
+        return applied(state, grads, optimizer, increment_global_step)[0]
 
 
 def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool) -> tuple[TrainState, Updates]:
     """The next state, and the updates as they were added."""
     require_optimizer("optimizer", optimizer)
-    require_alive(state)
-    step = step_of(require_state(state))
+    require_alive(require_state(state))
+    place = like((state, state.params))
+    return in_auto_axes(lambda state, grads: _applied(state, grads, optimizer, increment), state, grads, place=place)
+
+
+def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool) -> tuple[TrainState, Updates]:
+    step = step_of(state)
     matched_gradients(grads, state.params)  # also where no element of a chain looks at them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     updates, own = optimizer.update(grads, held, state.params, step)

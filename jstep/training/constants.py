@@ -23,6 +23,7 @@ class Constants:
 
     def __init__(self, values: dict[str, np.ndarray[Any, Any]]) -> None:
         self.values = values
+        self.skipped: str | None = None
         self._key = tuple((name, str(value.dtype), value.shape, value.tobytes()) for name, value in values.items())
         self._arrays: dict[str, Array] | None = None
 

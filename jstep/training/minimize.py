@@ -10,8 +10,8 @@ import numpy as np
 from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
+from jstep.core.keys import anywhere
 from jstep.core.loops import Unroll
-from jstep.core.meshes import on_auto_axes
 from jstep.core.types import Array, Number, Optimizer, Params, Slots, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.differentiate import GATE_OP, AggregationMethod
@@ -96,7 +96,7 @@ def minimize(
     """
     require_optimizer("optimizer", optimizer)
     norms = _checked_norms(metrics)
-    rng = on_auto_axes(_checked_key(rng))
+    rng = anywhere(_checked_key(rng))
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
     differentiate = Differentiation(
@@ -108,7 +108,7 @@ def minimize(
         weight_fn=weight_fn,
         gate_gradients=gate_gradients,
         aggregation_method=aggregation_method,
-        sharpness=on_auto_axes(sharpness),
+        sharpness=sharpness,
         adaptive=adaptive,
         unroll=unroll,
         gathers=True,

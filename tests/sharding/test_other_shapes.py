@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec as P
 from layouts import BOTH, DATA
 
 import jstep
-from jstep.core.meshes import auto_mesh
 from jstep.sharding.layout import of_slot
 
-MESH = auto_mesh(BOTH)
+MESH = BOTH
 
 CASES = [
     ((8, 4), P("data", "model"), (8, 4), P("data", "model")),

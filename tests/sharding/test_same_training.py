@@ -10,7 +10,6 @@ from layouts import AUTO, DATA, LAYOUTS, assert_close, create, data, init, loss_
 from optimizer_table import TABLE
 
 import jstep
-from jstep.core.meshes import auto_mesh
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -67,7 +66,7 @@ def test_microbatches_scans_and_random_numbers(layout, noisy_alone):
     batches = jstep.batches(data(), 32, seed=2)
     for first in (0, 4, 8):
         some = jax.tree.map(lambda *leaves: np.stack(leaves), *batches[first : first + 4])
-        rows = NamedSharding(auto_mesh(mesh), P(None, "data"))
+        rows = NamedSharding(mesh, P(None, "data"))
         state, got = scanned(state, *jax.device_put(some, rows))
     assert shardings(state) == before
     assert scanned._cache_size() == 1

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_int
-from jstep.core.meshes import as_own_work
+from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Number, Params, Step
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked
@@ -70,7 +70,7 @@ class ExponentialMovingAverage:
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
         object.__setattr__(self, "every", as_int(self.every, "every", at_least=1))
 
-    @as_own_work
+    @on_any_mesh
     def init(self, params: Params) -> Any:
         """Averages to start from: copies of the parameters, or zeros where zero_debias from the first step on.
 
@@ -93,7 +93,7 @@ class ExponentialMovingAverage:
 
         return jax.tree.map(leaf, params)
 
-    @as_own_work
+    @on_any_mesh
     def apply(self, averages: Any, params: Params, num_updates: Step | None = None, *, age: Step | None = None) -> Any:
         """The averages after one more value of the parameters.
 

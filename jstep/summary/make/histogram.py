@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.contexts import own_transfers
+from jstep.core.meshes import on_any_mesh
 from jstep.core.trees import is_traced
 from jstep.core.types import Array
 from jstep.summary import values as values_of
 from jstep.summary.collected import DEFAULT, register
-from jstep.summary.make.any_mesh import on_any_mesh
 from jstep.summary.values import Summary, check_tag, is_here
 
 NumPyArray: TypeAlias = np.ndarray[Any, Any]

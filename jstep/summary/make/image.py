@@ -10,10 +10,10 @@ import numpy as np
 
 from jstep.core.checks import as_int
 from jstep.core.contexts import own_transfers
+from jstep.core.meshes import in_auto_axes
 from jstep.core.trees import is_array
 from jstep.core.types import Array
 from jstep.summary.collected import DEFAULT, register
-from jstep.summary.make.any_mesh import on_any_mesh
 from jstep.summary.values import Images, Summary, check_tag
 
 CHANNELS = (1, 3, 4)
@@ -88,8 +88,11 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
 
 
 @partial(jax.jit, static_argnums=1)
-@on_any_mesh
 def _pixels(x: Array, count: int) -> Array:
+    return in_auto_axes(partial(_first_as_uint8, count=count), x)
+
+
+def _first_as_uint8(x: Array, count: int) -> Array:
     x = x[:count]
     if x.dtype == jnp.uint8:
         return jnp.copy(x)

@@ -1,5 +1,6 @@
 """A loop or a shard_map again, compiled, with a look at every result: the first that is not finite, and when."""
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from jstep.core.scans import counts_of
-from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
+from jstep.tools.nonfinite.numbers import at_hand, has_nan, is_inexact, on_mesh_of, probe
 from jstep.tools.nonfinite.shards import manual_axes, mapped
 from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, walk
 
@@ -68,12 +69,15 @@ class Look:
         for site in body.sites:
             ins = [value(atom) for atom in site.eqn.invars]
             depends = any(one.depends for one in ins)
-            if site.kind == "operation":
-                results = apply(site, [one.value for one in ins])
+            with on_mesh_of(site.eqn.outvars[0].aval) if site.eqn.outvars else contextlib.nullcontext():
+                if site.kind == "operation":
+                    results, first = apply(site, [one.value for one in ins]), None
+                else:
+                    results, first = getattr(self, f"_{site.kind}")(site, ins)
+            if first is None:
                 flags.look(site, [one.value for one in ins], results, depends)
             else:
-                results, first = getattr(self, f"_{site.kind}")(site, ins)
-                found.append(first)
+                found.append(First(*map(at_hand, first)))
             env.update(zip(site.eqn.outvars, (_Var(result, depends) for result in results), strict=True))
         found.append(self._none()._replace(number=flags.first() + self._own))
         return [value(atom) for atom in body.jaxpr.outvars], self._least(found)

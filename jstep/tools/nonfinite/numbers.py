@@ -1,5 +1,6 @@
 """Looking at the numbers of an array."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -7,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.core.meshes import reduced
 
 
 def is_inexact(value: Any) -> bool:
@@ -17,7 +21,7 @@ def is_inexact(value: Any) -> bool:
 
 def _real(value: Any) -> list[Any]:
     """Real arrays of float32 at least with all numbers of a value."""
-    value = jnp.asarray(value)
+    value = reduced(jnp.asarray(value))
     if jnp.iscomplexobj(value):
         return [lax.real(value), lax.imag(value)]
     return [value if value.dtype.itemsize >= 4 else value.astype(jnp.float32)]
@@ -26,14 +30,35 @@ def _real(value: Any) -> list[Any]:
 def probe(value: Any) -> Any:
     """A scalar, float32, that is finite where all numbers of a value are: one read, and quick, as a sum is."""
     # Not part · 0: of (x · c) · 0 XLA makes x · (c · 0), which is finite.
-    first, *rest = [jnp.sum(part - part).astype(jnp.float32) for part in _real(value)]
-    return first + rest[0] if rest else first
+    with on_mesh_of(value):
+        first, *rest = [jnp.sum(part - part).astype(jnp.float32) for part in _real(value)]
+        found = first + rest[0] if rest else first
+    return at_hand(found)
 
 
 def has_nan(value: Any) -> Any:
     """Whether there is a NaN."""
-    first, *rest = [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)]
-    return first | rest[0] if rest else first
+    with on_mesh_of(value):
+        first, *rest = [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)]
+        found = first | rest[0] if rest else first
+    return at_hand(found)
+
+
+def on_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context of the mesh, and of the types of its axes, that a value or an abstract value is on."""
+    mesh = (value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value)).sharding.mesh
+    if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def at_hand(value: Any) -> Any:
+    """A value that was computed in another context, for the present one; replicated."""
+    mesh = jax.sharding.get_abstract_mesh()
+    there = jax.typeof(value).sharding.mesh
+    if there.empty or mesh.empty or there == mesh:
+        return value
+    return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A program, operation by operation: each is compiled once, however often it is there."""
 
+import contextlib
 import dataclasses
 import itertools
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from jax.extend import core
 
 from jstep.tools.nonfinite.first import NONE, Look
 from jstep.tools.nonfinite.inside import arguments_of
-from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
+from jstep.tools.nonfinite.numbers import has_nan, is_inexact, on_mesh_of, probe
 from jstep.tools.nonfinite.shards import first_shard, name_of, numbers_of
 from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, path_to
 
@@ -78,7 +79,8 @@ class Search:
         for at, site in enumerate(body.sites):
             pairs = [value(atom) for atom in site.eqn.invars]
             ins, on = [one for one, _ in pairs], [which for _, which in pairs]
-            outs = getattr(self, f"_{site.kind}")(site, ins, on, path)
+            with on_mesh_of(site.eqn.outvars[0].aval) if site.eqn.outvars else contextlib.nullcontext():
+                outs = getattr(self, f"_{site.kind}")(site, ins, on, path)
             env.update(zip(site.eqn.outvars, ((out, any(on)) for out in outs), strict=True))
             for var in last.get(at, ()):
                 env.pop(var, None)
@@ -94,7 +96,7 @@ class Search:
         if not made:
             return
         self._together = min(2 * self._together, _MOST)
-        sums = np.asarray(jax.device_get([sum(one.sums[1:], one.sums[0]) for one in made]))
+        sums = np.asarray([sum(some) for some in jax.device_get([one.sums for one in made])])
         for at in np.flatnonzero(~np.isfinite(sums)):
             one = made[at]
             ins = [value for value in one.ins if is_inexact(value)]

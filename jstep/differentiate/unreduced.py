@@ -1,0 +1,118 @@
+"""Gradients of microbatches that are reduced over the devices once a step, not once for each part.
+
+On Explicit axes JAX says in the types where a reduction takes place: parameters of type `reduced` over the batch's axis
+have gradients of type `unreduced`, which add up on each device and are reduced when their type is changed back. A loss
+that uses such a parameter in anything but a product of matrices is refused by JAX, so those are accumulated as usual.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.core import trees
+from jstep.core.meshes import atomic, explicit_mesh, spec_of
+from jstep.core.types import Array
+
+_SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
+_CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "scan"})
+
+
+def reduced_once(
+    run: Callable[[Any, Any], Any], params: Any, parts: Any, loss: Callable[[Any, Any], Array], places: list[int]
+) -> Any:
+    """`run(params, parts)`, with parameters typed so that their gradients are reduced once, if the loss allows it.
+
+    Args:
+        run: Accumulates the gradients.
+        params: The parameters.
+        parts: The batch, split, with the parts in front.
+        loss: `loss(params, part)`, to see how it uses the parameters.
+        places: Which of the parameters are differentiated.
+    """
+    axes = _axes_of_rows(parts)
+    leaves, treedef = trees.flatten(params)
+    able = [i for i in places if axes and _is_able(leaves[i], axes)]
+    if able:
+        first = jax.tree.map(lambda part: part[0], parts)
+        jaxpr = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(
+            [leaves[i] for i in able]
+        ).jaxpr
+        able = [i for i, var in zip(able, jaxpr.invars, strict=True) if _enters_by_products(jaxpr, var)]
+    if able:
+
+        def typed(params: Any, parts: Any) -> Any:
+            leaves = jax.tree.leaves(params)
+            some = [_typed(leaves[i], axes) for i in able]
+            return run(treedef.unflatten(trees.with_leaves(leaves, able, some)), parts)
+
+        try:
+            return atomic(typed, params, parts)
+        except Exception:  # whatever JAX has no rule for: it goes without
+            pass
+    return run(params, parts)
+
+
+def zeros_of_gradient(leaf: Array) -> Array:
+    """What the gradients of a leaf are added to: in float32 at least, of the type that its gradient has."""
+    dtype = trees.compute_dtype(leaf.dtype)
+    mesh = explicit_mesh(leaf)
+    if mesh is None:
+        return jnp.zeros_like(leaf, dtype=dtype)
+    spec = PartitionSpec(*spec_of(leaf).partitions, unreduced=spec_of(leaf).reduced)
+    return jax.sharding.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(mesh, spec))
+
+
+def _axes_of_rows(parts: Any) -> frozenset[str]:
+    """The axes of the mesh over which the rows of each part are split."""
+    axes: set[str] = set()
+    for leaf in jax.tree.leaves(parts):
+        if explicit_mesh(leaf) is not None and len(spec_of(leaf).partitions) > 1:
+            axes |= _names(spec_of(leaf).partitions[1])
+    return frozenset(axes)
+
+
+def _names(axis: Any) -> set[str]:
+    return set() if axis is None else set(axis) if isinstance(axis, tuple) else {axis}
+
+
+def _is_able(leaf: Any, axes: frozenset[str]) -> bool:
+    if explicit_mesh(leaf) is None:
+        return False
+    spec = spec_of(leaf)
+    split = set().union(*map(_names, spec.partitions))
+    return not (split & axes or spec.reduced or spec.unreduced)
+
+
+def _typed(leaf: Array, axes: frozenset[str]) -> Array:
+    sharding: Any = jax.typeof(leaf).sharding
+    spec = PartitionSpec(*sharding.spec.partitions, reduced=axes)
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, spec))
+
+
+def _enters_by_products(jaxpr: Any, var: Any) -> bool:
+    """Whether a variable is used by a program in products of matrices alone, whatever its shape or dtype there."""
+    if any(out is var for out in jaxpr.outvars):
+        return False
+    for eqn in jaxpr.eqns:
+        for i, used in enumerate(eqn.invars):
+            if used is var and not _is_product(jaxpr, eqn, i):
+                return False
+    return True
+
+
+def _is_product(jaxpr: Any, eqn: Any, i: int) -> bool:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return True
+    if name in _SAME_ELEMENTS:
+        return _enters_by_products(jaxpr, eqn.outvars[0])
+    if name not in _CALLS:
+        return False
+    if name == "scan" and 0 <= i - eqn.params["num_consts"] < eqn.params["num_carry"]:
+        return False
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    inner = getattr(inner, "jaxpr", inner)
+    return inner is not None and len(inner.invars) == len(eqn.invars) and _enters_by_products(inner, inner.invars[i])
