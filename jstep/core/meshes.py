@@ -43,7 +43,7 @@ def require_mesh(mesh: Any) -> Mesh:
 def mesh_of(tree: Any) -> Mesh | None:
     """The mesh that arrays (or shapes with shardings) are on; None on a single device, and of traced arrays."""
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not _is_traced(leaf):
             sharding = leaf.sharding
             if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
                 return sharding.mesh
@@ -52,7 +52,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 def on_host(value: Any) -> np.ndarray[Any, Any] | None:
     """The values of an array that is on a mesh, where this process has them; None for any other."""
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+    if not isinstance(value, jax.Array) or _is_traced(value):
         return None
     if not isinstance(value.sharding, NamedSharding) or not (value.is_fully_replicated or value.is_fully_addressable):
         return None
@@ -102,7 +102,9 @@ def like(*trees: Any) -> Callable[[Any], Any]:
     for tree in trees:
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             if isinstance(leaf, jax.Array):
-                known[path, leaf.shape] = spec_of(leaf)
+                sharding = None if _is_traced(leaf) else leaf.sharding
+                as_written = sharding.spec if isinstance(sharding, NamedSharding) else None
+                known[path, leaf.shape] = spec_of(leaf) if as_written is None else as_written
 
     def specs(result: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
@@ -112,7 +114,9 @@ def like(*trees: Any) -> Callable[[Any], Any]:
     return specs
 
 
-def in_auto_axes(fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None) -> _R:
+def in_auto_axes(
+    fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None, mesh: AbstractMesh | None = None
+) -> _R:
     """`fn(*args)`, with Auto axes inside: for what jstep computes itself.
 
     Like `jax.sharding.auto_axes`, but the specs of the result may follow from the result.
@@ -121,14 +125,16 @@ def in_auto_axes(fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] 
         fn: A function of arrays. It must not close over arrays that are on the mesh.
         *args: Trees of arrays.
         place: From the result to the specs of its leaves; replicated by default.
+        mesh: The mesh with Explicit axes; that of the arguments by default.
     """
-    mesh = explicit_mesh(args)
+    mesh = mesh or explicit_mesh(args)
     if mesh is None:
         return fn(*args)
-    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))):
-        result = fn(*jax.tree.map(_entered, args))
-    specs = (place or like())(result)
-    return jax.tree.map(functools.partial(_left, mesh), result, specs)
+    with setting(mesh_of(args)):
+        with jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))):
+            result = fn(*jax.tree.map(_entered, args))
+        specs = (place or like())(result)
+        return jax.tree.map(functools.partial(_left, mesh), result, specs)
 
 
 def _entered(leaf: Any) -> Any:
@@ -138,7 +144,15 @@ def _entered(leaf: Any) -> Any:
 
 
 def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
-    return jax.sharding.reshard(leaf, NamedSharding(mesh, spec)) if isinstance(leaf, jax.Array) else leaf
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, spec))
+    # JAX writes a spec in full; as written by the user it is the one that compiled programs know.
+    return leaf if _is_traced(leaf) else jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, spec))
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
 
 
 def on_any_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -183,6 +197,7 @@ class Attempts:
         if mesh is None:
             return fn(*args)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(setting(mesh_of(args)))
             if jax.sharding.get_abstract_mesh() != mesh:
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
             try:
@@ -225,7 +240,7 @@ def atomic(fn: Callable[..., _R], *args: Any) -> _R:
         return fn(*treedef.unflatten(filled))
 
     arrays = [leaves[i] for i in places]
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+    if any(map(_is_traced, arrays)):
         result: _R = jax.jit(whole)(arrays)
         return result
     jax.eval_shape(whole, arrays)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.paths import matches, names_of
@@ -15,11 +15,12 @@ from jstep.core.types import Params, Slots
 
 MODEL_STATE = "model_state"
 
+AnyMesh = Mesh | AbstractMesh
 ParamSpecs = Any
 """None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
 
 
-def axis_size(mesh: Mesh, axis: Any, argument: str) -> int:
+def axis_size(mesh: AnyMesh, axis: Any, argument: str) -> int:
     """How many devices an axis (or a tuple of axes) spans.
 
     Raises:
@@ -89,7 +90,7 @@ def _as_spec(spec: Any, path: str) -> PartitionSpec:
     return spec
 
 
-def checked(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
+def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
     """The sharding of a leaf.
 
     Raises:
@@ -114,7 +115,7 @@ def checked(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) 
 
 
 def state_shardings(
-    params: Params, slots: Slots, mesh: Mesh, param_specs: ParamSpecs, slot_axis: Any = None
+    params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: Any = None
 ) -> tuple[Any, Slots, NamedSharding]:
     """A sharding for each leaf of params and slots (arrays or shapes), and one for scalars.
 
@@ -122,7 +123,7 @@ def state_shardings(
         params: The parameters.
         slots: Their slots: a leaf lies as the parameter at its path does, also where it has not all of its dimensions,
             everything else on every device.
-        mesh: A mesh with Auto axes.
+        mesh: The mesh; an abstract one will do.
         param_specs: See `specs_of`.
         slot_axis: The axis over which slots of replicated parameters are split.
     """
@@ -161,12 +162,12 @@ def state_shardings(
     return treedef.unflatten(placed), {name: wherever(name, tree) for name, tree in slots.items()}, on_all
 
 
-def everywhere(mesh: Mesh) -> NamedSharding:
+def everywhere(mesh: AnyMesh) -> NamedSharding:
     """On every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def split_replicated(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], axis: Any) -> NamedSharding:
+def split_replicated(mesh: AnyMesh, sharding: NamedSharding, shape: tuple[int, ...], axis: Any) -> NamedSharding:
     """The sharding of a slot: its parameter's, or split over `axis` where the parameter is replicated (ZeRO-1)."""
     if axis is None or any(part is not None for part in sharding.spec):
         return sharding
@@ -175,7 +176,7 @@ def split_replicated(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...]
 
 
 def of_slot(
-    mesh: Mesh,
+    mesh: AnyMesh,
     sharding: NamedSharding,
     shape: tuple[int, ...],
     slot_shape: tuple[int, ...],

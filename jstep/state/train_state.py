@@ -4,6 +4,7 @@
 bias corrections, averages, checkpoints, logs and the stop condition all read it.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from jstep.core import trees
 from jstep.core.checks import as_bool
 from jstep.core.contexts import own_transfers
-from jstep.core.meshes import require_mesh, setting
+from jstep.core.meshes import explicit_mesh, in_auto_axes, require_mesh, setting, spec_of
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.sharding import layout
 from jstep.state.global_step import create_global_step
@@ -108,13 +110,26 @@ class TrainState:
         with own_transfers():
             given = None if is_function else placed(params, lambda tree: where(tree, {})[0])
             others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
+
+        def shardings(shapes: TrainState) -> Any:
+            return cls(*where(shapes.params, shapes.slots))
+
+        def whole(given: Any, others: Any) -> TrainState:
+            return make(params if is_function else given, others)
+
+        def split(given: Any, others: Any) -> TrainState:
+            def specs(state: TrainState) -> Any:
+                return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
+
+            return in_auto_axes(whole, given, others, place=specs, mesh=mesh.abstract_mesh)
+
         with setting(mesh):
-            return layout.build(
-                lambda given, others: make(params if is_function else given, others),
-                lambda shapes: cls(*where(shapes.params, shapes.slots)),
-                given,
-                others,
-            )
+            if AxisType.Explicit in mesh.axis_types:
+                # On Auto axes each device draws its own part of random numbers, on Explicit ones the whole, unless
+                # the function says otherwise; then it is refused on Auto axes.
+                with contextlib.suppress(Exception):
+                    return layout.build(split, shardings, given, others)
+            return layout.build(whole, shardings, given, others)
 
     def replace(self, **changes: Any) -> "TrainState":
         """A new state with some of the fields `params`, `slots` and `global_step` changed.
@@ -150,7 +165,7 @@ def _fresh(
 ) -> TrainState:
     refuse_untrained(params)
     params = _as_arrays(params, copy=copy)
-    slots = _unshared(params, dict(optimizer.init(params, step)))
+    slots = _unshared(params, dict(_slots_of(params, optimizer, step)))
     if model_state is not None:
         if MODEL_STATE in slots:
             raise ValueError(f"the optimizer has a slot named {MODEL_STATE!r}, which the state keeps for itself")
@@ -158,6 +173,19 @@ def _fresh(
     if not copy:
         _refuse_shared_buffers(params, slots)
     return cls(params, slots, jnp.array(step, copy=True))
+
+
+def _slots_of(params: Params, optimizer: Optimizer, step: Array) -> Slots:
+    mesh = explicit_mesh(params)
+    if mesh is None:
+        return optimizer.init(params, step)
+    everywhere = layout.everywhere(mesh)
+    specs = jax.tree.map(lambda leaf: spec_of(leaf) if explicit_mesh(leaf) else everywhere.spec, params)
+
+    def place(slots: Slots) -> Any:
+        return jax.tree.map(lambda one: one.spec, layout.state_shardings(params, slots, mesh, specs)[1])
+
+    return in_auto_axes(lambda params, step: dict(optimizer.init(params, step)), params, step, place=place)
 
 
 def _unshared(params: Params, slots: Slots) -> Slots:

@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jstep
 
 DATA = jax.make_mesh((8,), ("data",))
 BOTH = jax.make_mesh((4, 2), ("data", "model"))
-AUTO = DATA
+AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def init():

@@ -132,7 +132,7 @@ def test_every_form_of_param_specs(specs, how):
     all_of_them = isinstance(specs, P) or (isinstance(specs, dict) and specs["w"] is not None)
     assert state.params["v"]["k"].sharding.spec == state.slots["m"]["v"]["k"].sharding.spec == P("data")
     assert state.params["w"].sharding.spec == (P("data") if all_of_them else P())
-    assert set(state.params["w"].sharding.mesh.axis_types) == {AxisType.Auto}
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {DATA}
 
 
 def test_fsdp_specs():

@@ -1,0 +1,120 @@
+"""Models annotated for Explicit axes: what JAX's own mesh is for. Every optimizer, as on one device."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import LAYOUTS, assert_close, create, data, init, run, shardings
+from optimizer_table import TABLE
+
+import jstep
+
+ALL = os.environ.get("JSTEP_WHOLE_MATRIX") == "1"
+"""Every optimizer under every layout, as the nightly run has it; otherwise each under one of them, in turn."""
+HARD = ("everything", "muon", "soap", "adafactor")
+CASES = [
+    (name, layout)
+    for i, name in enumerate(TABLE)
+    for j, layout in enumerate(LAYOUTS)
+    if ALL or j == i % 4 or (name in HARD and layout == "model")
+]
+
+
+def annotated(layout):
+    """The model of `layouts.loss_fn`, with a word on each result that has more than one sensible sharding."""
+    hidden = P("data", "model" if layout == "model" else None)
+
+    def dot(x, w, out):
+        if layout == "fsdp":
+            w = jax.sharding.reshard(w, P())  # gathered where it is used
+        return jnp.einsum("bi,ij->bj", x, w, out_sharding=out)
+
+    def loss_fn(params, x, y):
+        mesh = jax.typeof(x).sharding.mesh
+        assert mesh.empty or set(mesh.axis_types) == {AxisType.Explicit}
+        if mesh.empty:  # on one device
+            h = jnp.tanh(x @ params["a"] + params["bias"][None])
+            out = jnp.tanh(h @ params["deep"]["x"]) @ params["deep"]["y"]
+            return jnp.mean((params["scale"] * out - y) ** 2)
+        bias = jax.sharding.reshard(params["bias"], P(hidden[1]))
+        h = jnp.tanh(dot(x, params["a"], hidden) + bias[None])
+        out = dot(jnp.tanh(dot(h, params["deep"]["x"], P("data"))), params["deep"]["y"], P("data"))
+        return jnp.mean((params["scale"] * out - y) ** 2)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_training_equals_that_of_one_device(name, layout, compilations, caplog):
+    entry = TABLE[name]
+    optimizer, steps = entry.make(entry.rate), min(entry.alike or 6, 6)
+    alone = jstep.minimize(annotated(layout), optimizer, metrics=("grad_norm", "param_norm"))
+    step = jstep.minimize(annotated(layout), optimizer, metrics=("grad_norm", "param_norm"))
+    state = create(layout, optimizer)
+    before, mesh = shardings(state), LAYOUTS[layout][0]
+    with compilations() as seen, caplog.at_level("INFO", "jstep"):
+        state, got = run(step, state, lambda batch: jstep.shard_batch(batch, mesh), steps)
+    assert len(seen) == 1
+    assert shardings(state) == before
+    assert not [line for line in caplog.messages if "Auto axes" in line]
+    if entry.alike == 0:  # roundings choose the bases of SOAP
+        assert np.isfinite(got["loss"])
+        return
+    want, metrics = run(alone, jstep.TrainState.create(init(), optimizer), steps=steps)
+    assert_close((state.params, state.slots), (want.params, want.slots))
+    assert_close({key: got[key] for key in ("loss", "grad_norm")}, {key: metrics[key] for key in ("loss", "grad_norm")})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_microbatches_scans_and_by_hand(layout):
+    mesh, optimizer, loss = LAYOUTS[layout][0], jstep.adamw(0.01), annotated(layout)
+    batch = jstep.shard_batch(data(), mesh)
+    want, _ = jstep.minimize(loss, optimizer)(jstep.TrainState.create(init(), optimizer), *data())
+
+    parts, _ = jstep.minimize(loss, optimizer, num_microbatches=4)(create(layout, optimizer), *batch)
+    assert_close(parts.params, want.params)
+
+    stacked = jax.device_put([leaf[None] for leaf in data()], NamedSharding(mesh, P(None, "data")))
+    scanned, _ = jstep.scan_steps(jstep.minimize(loss, optimizer))(create(layout, optimizer), *stacked)
+    assert_close(scanned.params, want.params)
+
+    def by_hand(state, *batch):
+        value, grads = jstep.compute_gradients(loss)(state.params, *batch)
+        grads, norm = jstep.clip_by_global_norm(grads, 1e6)
+        return jstep.apply_gradients(state, grads, optimizer), {"loss": value, "norm": norm}
+
+    eager, _ = by_hand(create(layout, optimizer), *batch)
+    jitted, _ = jax.jit(by_hand)(create(layout, optimizer), *batch)
+    in_step, _ = jstep.TrainStep(by_hand)(create(layout, optimizer), *batch)
+    assert shardings(eager) == shardings(in_step) == shardings(create(layout, optimizer))
+    for state in (eager, jitted, in_step):
+        assert_close(state.params, want.params)
+
+
+def test_one_reduction_a_step_however_many_microbatches():
+    """Parameters that enter by products alone are reduced once; the bias and the scale, which do not, once a part."""
+    mesh = LAYOUTS["data"][0]
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data())
+    batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P("data"))), batch
+    )
+
+    def loss_fn(params, x, y):
+        h = jnp.tanh(jnp.einsum("bi,ij->bj", x, params["a"], out_sharding=P("data")))
+        h = jnp.tanh(jnp.einsum("bi,ij->bj", h, params["deep"]["x"], out_sharding=P("data")))
+        return jnp.mean((jnp.einsum("bi,ij->bj", h, params["deep"]["y"], out_sharding=P("data")) - y) ** 2)
+
+    optimizer = jstep.gradient_descent(0.1)
+
+    def reduced(n, loss=loss_fn, **how):
+        step = jstep.minimize(loss, optimizer, num_microbatches=n, **how)
+        return jstep.cost(step, create("data", optimizer), *batch).collectives["all-reduce"].bytes
+
+    once = reduced(1)
+    assert reduced(8) <= 1.1 * once
+    weighed = reduced(8, weight_fn=lambda x, y: jnp.float32(1))
+    assert 1.1 * once < weighed <= 9 * once
