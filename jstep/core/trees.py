@@ -47,7 +47,7 @@ def paths_of(tree: Any) -> list[str]:
 
 def is_none(x: Any) -> bool:
     """Whether a subtree stands for nothing: None, or the float0 that JAX gives integer inputs."""
-    return x is None or getattr(x, "dtype", None) == jax.dtypes.float0
+    return x is None or (isinstance(x, np.ndarray) and x.dtype == jax.dtypes.float0)
 
 
 def is_trainable(leaf: Any) -> bool:
