@@ -18,6 +18,7 @@ from jstep.clipping import (
     global_norm,
 )
 from jstep.core import (
+    Context,
     IndexedSlices,
     Optimizer,
     Schedule,
@@ -211,6 +212,7 @@ from jstep.training import (
 __version__: str
 
 __all__ = [
+    "Context",
     "GATE_GRAPH",
     "GATE_NONE",
     "GATE_OP",

@@ -34,7 +34,7 @@ def test_plain_numbers_of_ones_own_are_constants() -> None:
     state, metrics = step(fresh(mine), X, Y)
     assert step.constant_metrics == {"a", "b", "c", "d"}
     assert {name: metrics[name].item() for name in "abcd"} == {"a": 0.25, "b": 3.0, "c": 7, "d": True}
-    assert all(isinstance(value, jax.Array) for value in metrics.values())
+    assert all(isinstance(metrics[name], np.generic) for name in "abcd")
     text = step.trace(state, X, Y)
     assert jax.tree.structure(text.out_info[1]) == jax.tree.structure(metrics)
 

@@ -1,6 +1,7 @@
 """Optax transformations as optimizers of jstep."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,11 +12,16 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.types import Held, Optimizer, Params, Slots, Step, Updates
+from jstep.core.types import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked, report
 from jstep.optimizers.matched import matched_gradients, missing_slot
-from jstep.optimizers.names import Init
+from jstep.optimizers.names import Init, Roles
+from jstep.optimizers.updated import NOTHING
+
+
+EXTRA = ("value", "grad", "value_fn")
+"""The extra arguments that Optax's own transformations take."""
 
 
 def from_optax(
@@ -30,6 +36,11 @@ def from_optax(
     float32 at least, sees leaves that can be trained only, zeros where a gradient is None (and then neither the leaf
     nor what it keeps of it changes), and dense arrays in the place of `IndexedSlices`.
 
+    A transformation with extra arguments gets `value`, `grad` and `value_fn` in a training step of `minimize`:
+    `optax.lbfgs()` with its line search, `optax.polyak_sgd`, `optax.contrib.reduce_on_plateau`. `grad` are the
+    gradients that it is given, `value_fn` the loss on the batch of the step. With `apply_gradients` they come from
+    `context=jstep.Context(...)`.
+
     Optax counts by itself: its schedules see the number of its own updates, which is the global step unless updates
     were skipped or its slots are younger than the run.
 
@@ -42,7 +53,8 @@ def from_optax(
         An `Optimizer`.
 
     Raises:
-        TypeError: `transformation` has no `init` and `update`, or another argument is of the wrong type.
+        TypeError: `transformation` has no `init` and `update`; it wants other parameters than a tree of arrays (as
+            `optax.lookahead` does), or extra arguments that the step does not have.
         ValueError: The name cannot be a prefix.
 
     Example:
@@ -65,17 +77,34 @@ def from_optax(
         )
     check_prefix("name", as_text(name, "name"))
     reported = _reported(hyperparameters)
+    takes = _takes(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         with _usual_promotion():
-            kept = _Kept(name, transformation.init(_seen(params)), params)
+            try:
+                state = transformation.init(_seen(params))
+            except (AttributeError, TypeError) as error:
+                raise TypeError(
+                    f"transformation: its init does not take a tree of parameters as jstep has it ({error}); one that "
+                    "keeps parameters of its own, such as optax.lookahead, works on another kind of tree: use jstep's, "
+                    "such as jstep.lookahead(jstep.from_optax(...))"
+                ) from error
+        kept = _Kept(name, state, params)
         return {slot: jax.tree.map(_own_copy, tree) for slot, tree in kept.slots.items()}
 
     def skeleton(params: Params) -> "_Kept":
         with _usual_promotion():
             return _Kept(name, jax.eval_shape(lambda given: transformation.init(_seen(given)), params), params)
 
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+    def roles(params: Params) -> Roles:
+        try:
+            return Roles(skeleton(params).slots)
+        except Exception:  # L-BFGS has no state for an empty tree, by which wrappers compare names
+            return Roles(complete=False)
+
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+    ) -> tuple[Updates, Slots]:
         gradients = matched_gradients(updates, params)
         leaves, treedef = trees.flatten(params)
         dense = [_dense(g, p) if trees.is_trainable(p) else None for g, p in zip(gradients, leaves, strict=True)]
@@ -84,7 +113,19 @@ def from_optax(
             if slot not in slots:
                 raise missing_slot(slot, slots)
         with _usual_promotion():
-            given, after = transformation.update(treedef.unflatten(dense), shape.state_from(slots), _seen(params))
+            grads = treedef.unflatten(dense)
+            extra = {key: value for key, value in _extra(context, grads, params).items() if takes(key)}
+            try:
+                given, after = transformation.update(grads, shape.state_from(slots), _seen(params), **extra)
+            except TypeError as error:
+                missing = [key for key in EXTRA if takes(key) and key not in extra and f"'{key}'" in str(error)]
+                if not missing:
+                    raise
+                raise TypeError(
+                    f"transformation: needs {' and '.join(missing)} of the step's loss, which apply_gradients does not "
+                    "know; train by jstep.minimize, which gives them, or hand over context=jstep.Context(loss, "
+                    "value_and_grad)"
+                ) from error
         absent = [g is None for g in gradients]
         new = _Kept(name, after, params).slots
         if new.keys() != shape.slots.keys():
@@ -97,7 +138,57 @@ def from_optax(
         return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
 
     finished = isinstance(hyperparameters, Mapping) and "learning_rate" in hyperparameters
-    return Optimizer(Init(init, lambda params: list(skeleton(params).slots), finished), update, reported)
+    return Optimizer(Init(init, roles, finished), update, reported, any(map(takes, EXTRA)))
+
+
+def _takes(update: Callable[..., Any]) -> Callable[[str], bool]:
+    """Whether an update takes an extra argument, by its name."""
+    try:
+        parameters = inspect.signature(update).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return lambda name: False
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return lambda name: takes_any or name in parameters
+
+
+def _extra(context: Context, grads: Updates, params: Params) -> dict[str, Any]:
+    """The extra arguments that Optax's transformations know, as far as the step has them."""
+    known: dict[str, Any] = {}
+    if context.loss is not None:
+        known |= {"value": _wide(context.loss), "grad": grads}
+    if context.value_and_grad is not None:
+        known["value_fn"] = _value_fn(context.value_and_grad, params)
+    return known
+
+
+def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params: Params) -> Callable[[Params], Array]:
+    """The loss as a function of the parameters that Optax sees, whose derivative is the one the step knows."""
+    leaves, treedef = trees.flatten(params)
+
+    def evaluated(seen: Params) -> tuple[Array, Params]:
+        found = treedef.flatten_up_to(seen)
+        own = [p if s is None else s.astype(p.dtype) for s, p in zip(found, leaves, strict=True)]
+        loss, gradients = value_and_grad(treedef.unflatten(own))
+        pairs = zip(treedef.flatten_up_to(gradients), leaves, found, strict=True)
+        dense = [None if s is None else _dense(g, p) for g, p, s in pairs]
+        return _wide(loss), treedef.unflatten(dense)
+
+    @jax.custom_jvp
+    def value_fn(seen: Params) -> Array:
+        return evaluated(seen)[0]
+
+    @value_fn.defjvp
+    def _derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        loss, gradients = evaluated(*primals)
+        products = jax.tree.map(lambda g, t: jnp.sum(g * t), gradients, *tangents)
+        return loss, sum(jax.tree.leaves(products), start=jnp.zeros_like(loss)).astype(loss.dtype)
+
+    return value_fn
+
+
+def _wide(loss: Array) -> Array:
+    loss = jnp.asarray(loss)
+    return loss.astype(trees.compute_dtype(loss.dtype))
 
 
 @contextlib.contextmanager
@@ -209,7 +300,7 @@ def _reported(given: Any) -> Any:
     if isinstance(given, Mapping):
         for key, value in given.items():
             if not isinstance(key, str):
-                raise TypeError(f"hyperparameters: {shown(key)} must be a text, got {kind(key)}")
+                raise TypeError(f"hyperparameters: {shown(key)} must be a string, got {kind(key)}")
             if isinstance(value, Held):
                 raise TypeError(f"hyperparameters: {key!r} is held, which Optax does not read")
         return report({key: checked(key, value) for key, value in given.items()})

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.indexed_slices import is_slices
-from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
+from jstep.optimizers.updated import updated
 from jstep.optimizers.wrapped import wrapped
 from jstep.optimizers.wrappers.moving_average import params_from_slot
 from jstep.state import START_STEP, TrainState
@@ -50,10 +51,10 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
     period = as_int(sync_period, "sync_period", at_least=1)
 
     def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
         due = age_of(step, own[START_STEP]) % period == 0
-        updates, inner = optimizer.update(updates, inner, params, step)
+        updates, inner = updated(optimizer, updates, inner, params, step, context)
         treedef = trees.structure(params)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")

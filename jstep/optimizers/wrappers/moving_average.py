@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.masks import mask
+from jstep.optimizers.updated import updated
 from jstep.optimizers.wrapped import wrapped
 from jstep.optimizers.wrappers.exponential_moving_average import NAME, ExponentialMovingAverage
 from jstep.state import START_STEP, TrainState
@@ -54,9 +55,9 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
         )
 
     def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = optimizer.update(updates, inner, params, step)
+        updates, inner = updated(optimizer, updates, inner, params, step, context)
         after = jnp.asarray(step) + 1
         age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
         # The averages read the new parameters from memory. Without the barrier XLA computes them a second
