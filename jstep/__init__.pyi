@@ -212,7 +212,6 @@ from jstep.training import (
 __version__: str
 
 __all__ = [
-    "Context",
     "GATE_GRAPH",
     "GATE_NONE",
     "GATE_OP",
@@ -222,6 +221,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSaverHook",
     "Collective",
+    "Context",
     "Coordinator",
     "Cost",
     "DivergenceError",

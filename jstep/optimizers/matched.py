@@ -14,7 +14,6 @@ from jstep.core.types import Params, Slots, Updates
 from jstep.optimizers.masks import own_leaves
 
 
-
 class NoGradientsError(ValueError):
     """No leaf has a gradient: an error of the whole update, while one part of a `partition` may sit a step out."""
 

@@ -1,7 +1,6 @@
 """What a step's metrics show of its slots."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.types import Array, Slots, Updates
 from jstep.optimizers.held import shown_name
 from jstep.optimizers.names import Role, Roles
-from jstep.optimizers.wrappers.skip_nonfinite import LAST_FINITE_STEP
 
 SKIPPED = "skipped"
 
@@ -29,12 +27,16 @@ def skips(left_out: dict[str, Array], unscalable: Array | None, roles: Roles) ->
         unscalable: Whether the gradients were not finite, if there is a loss scale.
         roles: The roles of the slots.
     """
-    found = {name.removesuffix(LAST_FINITE_STEP) + SKIPPED: value for name, value in left_out.items()}
+    found = {_beside(name): value for name, value in left_out.items()}
     for name in roles.of(Role.LOSS_SCALE):
         if unscalable is not None:
-            key = "/".join([*name.split("/")[:-1], SKIPPED])
+            key = _beside(name)
             found[key] = found[key] | unscalable if key in found else unscalable
     return found
+
+
+def _beside(slot: str) -> str:
+    return "/".join([*slot.split("/")[:-1], SKIPPED])
 
 
 def spoiled(updates: Updates, before: Slots, after: Slots, roles: Roles) -> Array:

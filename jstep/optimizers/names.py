@@ -1,8 +1,10 @@
 """Which slots an optimizer has, and what each means to jstep: known from the optimizer, never read out of names."""
 
+import contextvars
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 
@@ -70,7 +72,16 @@ class Init:
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
         """The slots for `params`, created at `global_step`."""
-        return self.make(params, global_step)
+        slots = self.make(params, global_step)
+        made = _MADE.get()
+        if made is not None:
+            roles = self.roles(params)
+            made += [(tree, roles.get(name)) for name, tree in slots.items()]
+        return slots
+
+
+_MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvars.ContextVar("jstep_made", default=None)
+"""What optimizers inside a custom one make while its `init` is traced: slots and their roles."""
 
 
 def roles_of(optimizer: Optimizer, params: Params) -> Roles:
@@ -78,14 +89,18 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     init = optimizer.init
     if isinstance(init, Init):
         return init.roles(params)
-    declared: tuple[str, ...] = tuple(getattr(init, "ages", ()))
-    ages = dict.fromkeys(declared, Role.AGE)
+    ages: dict[str, Role | None] = dict.fromkeys(getattr(init, "ages", ()), Role.AGE)
+    made: list[tuple[Any, Role | None]] = []
+    token = _MADE.set(made)
     try:
-        # A custom init: its slots are made, but as shapes.
-        names = _traced_names(lambda step: init(params, step))
+        # A custom init: its slots are made, but as shapes. Those that optimizers inside it have made keep their roles.
+        slots = _traced(lambda step: init(params, step))
     except Exception:  # it may want values: then the names are those it makes in the end
         return Roles(ages, complete=False)
-    return Roles({name: ages.get(name) for name in names})
+    finally:
+        _MADE.reset(token)
+    inherited = {id(tree): role for tree, role in made}
+    return Roles({name: ages.get(name, inherited.get(id(tree))) for name, tree in slots.items()})
 
 
 def slot_names(optimizer: Optimizer, params: Params) -> list[str] | None:
@@ -111,13 +126,13 @@ def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = 
 
 def hyperparameter_names(optimizer: Optimizer) -> list[str]:
     """The names of an optimizer's hyperparameters. Touches no device."""
-    return _traced_names(optimizer.hyperparameters)
+    return list(_traced(optimizer.hyperparameters))
 
 
-def _traced_names(fn: Callable[[Step], Iterable[str]]) -> list[str]:
-    names: list[str] = []
-    jax.eval_shape(lambda step: names.extend(fn(step)), jax.ShapeDtypeStruct((), trees.default_int()))
-    return names
+def _traced(fn: Callable[[Step], Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    jax.eval_shape(lambda step: found.update(fn(step)), jax.ShapeDtypeStruct((), trees.default_int()))
+    return found
 
 
 def late_slots(optimizer: Optimizer) -> tuple[str, ...]:

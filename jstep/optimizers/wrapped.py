@@ -53,7 +53,7 @@ def wrapped(
     def own_init(params: Params, global_step: Step = 0) -> Slots:
         return {name: make(params, global_step) for name, make in added.items()} | held_slots(hyper)
 
-    own_roles = Roles(dict.fromkeys(added) | (roles or {}) | dict.fromkeys(held, Role.HELD))
+    own_roles = Roles({**dict.fromkeys(added), **(roles or {}), **dict.fromkeys(held, Role.HELD)})
     own = Optimizer(
         Init(own_init, lambda params: own_roles), lambda updates, slots, params, step: (updates, {}), report(hyper)
     )

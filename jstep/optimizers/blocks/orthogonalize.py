@@ -81,10 +81,7 @@ def orthogonalize(
     chosen = as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True) or _last_two
 
     def matrix_axes(params: Params) -> list[Any]:
-        return [
-            _axes_of(path, leaf, chosen) if trees.is_trainable(leaf) else None
-            for path, leaf in own_leaves(params)
-        ]
+        return [_axes_of(path, leaf, chosen) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         matrix_axes(params)

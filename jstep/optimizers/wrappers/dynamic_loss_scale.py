@@ -11,8 +11,8 @@ from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.hyper import Hyper
-from jstep.optimizers.wrapped import wrapped
 from jstep.optimizers.names import Role, Roles
+from jstep.optimizers.wrapped import wrapped
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite, unless_skipped
 
 LOSS_SCALE, SCALE_SINCE = "loss_scale", "scale_since"
@@ -89,11 +89,11 @@ def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
     hidden = roles.of(Role.HIDDEN_SCALE)
     if hidden:
         names = ", ".join(map(repr, hidden))
-        several = f"the state has several loss scales, {names}" if len(hidden) > 1 else f"the loss scale {names}"
+        several = f"several loss scales, {names}" if len(hidden) > 1 else f"the loss scale {names}"
         raise ValueError(
-            f"dynamic_loss_scale: must be outermost, got {several}, below a label or beside other elements: the whole "
-            "loss is multiplied by one scale, and they would see gradients so multiplied. Put dynamic_loss_scale around "
-            "the whole optimizer: dynamic_loss_scale(partition(...)), dynamic_loss_scale(chain(...))"
+            f"dynamic_loss_scale: must be outermost, got {several}, below a label or beside other elements. The whole "
+            "loss is multiplied by one scale, and the others would see gradients so multiplied. Put it around the whole "
+            "optimizer: dynamic_loss_scale(partition(...)), dynamic_loss_scale(chain(...))"
         )
     return next((slots[name] for name in roles.of(Role.LOSS_SCALE) if name in slots), None)
 

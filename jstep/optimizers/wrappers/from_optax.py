@@ -19,7 +19,6 @@ from jstep.optimizers.matched import matched_gradients, missing_slot
 from jstep.optimizers.names import Init, Roles
 from jstep.optimizers.updated import NOTHING
 
-
 EXTRA = ("value", "grad", "value_fn")
 """The extra arguments that Optax's own transformations take."""
 
@@ -84,11 +83,7 @@ def from_optax(
             try:
                 state = transformation.init(_seen(params))
             except (AttributeError, TypeError) as error:
-                raise TypeError(
-                    f"transformation: its init does not take a tree of parameters as jstep has it ({error}); one that "
-                    "keeps parameters of its own, such as optax.lookahead, works on another kind of tree: use jstep's, "
-                    "such as jstep.lookahead(jstep.from_optax(...))"
-                ) from error
+                raise _other_params("init", error) from error
         kept = _Kept(name, state, params)
         return {slot: jax.tree.map(_own_copy, tree) for slot, tree in kept.slots.items()}
 
@@ -117,12 +112,14 @@ def from_optax(
             extra = {key: value for key, value in _extra(context, grads, params).items() if takes(key)}
             try:
                 given, after = transformation.update(grads, shape.state_from(slots), _seen(params), **extra)
+            except AttributeError as error:
+                raise _other_params("update", error) from error
             except TypeError as error:
                 missing = [key for key in EXTRA if takes(key) and key not in extra and f"'{key}'" in str(error)]
                 if not missing:
                     raise
                 raise TypeError(
-                    f"transformation: needs {' and '.join(missing)} of the step's loss, which apply_gradients does not "
+                    f"transformation: needs {', '.join(missing)} of the step's loss, which apply_gradients does not "
                     "know; train by jstep.minimize, which gives them, or hand over context=jstep.Context(loss, "
                     "value_and_grad)"
                 ) from error
@@ -139,6 +136,14 @@ def from_optax(
 
     finished = isinstance(hyperparameters, Mapping) and "learning_rate" in hyperparameters
     return Optimizer(Init(init, roles, finished), update, reported, any(map(takes, EXTRA)))
+
+
+def _other_params(function: str, error: Exception) -> TypeError:
+    return TypeError(
+        f"transformation: its {function} does not take a plain tree of parameters ({error}). optax.lookahead, for one, "
+        "wants LookaheadParams, two copies of them: use jstep.lookahead(jstep.from_optax(...)), which keeps the slow "
+        "copy in a slot"
+    )
 
 
 def _takes(update: Callable[..., Any]) -> Callable[[str], bool]:

@@ -9,6 +9,7 @@ from jstep.core import trees
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.found import found_slot
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.masks import mask
 from jstep.optimizers.updated import updated
@@ -31,7 +32,6 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
         skipped update leaves the averages as they are; inside `master_weights` it averages the master.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: The optimizer has a slot of that name, or (when the slots are made) an entry of var_list matches
             nothing.
 
@@ -77,14 +77,14 @@ def averaged_params(state: TrainState, name: str = NAME) -> Params:
 
     Args:
         state: A state whose optimizer is `with_moving_average`.
-        name: The slot of the averages, with its prefix under a scope.
+        name: The slot of the averages: its name with the prefixes of scopes and labels, or the last part of it if
+            there is one such slot.
 
     Returns:
         A tree like `state.params`.
 
     Raises:
-        TypeError: `state` is no TrainState.
-        ValueError: The state has no such slot.
+        ValueError: The state has no such slot, or several (lists their names).
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -102,18 +102,12 @@ def averaged_params(state: TrainState, name: str = NAME) -> Params:
 def params_from_slot(state: TrainState, name: str, hint: str) -> Params:
     """The parameters with the leaves of a slot in their place and dtype.
 
-    Raises:
-        TypeError: `state` is no TrainState.
-        ValueError: The state has no such slot.
+    Args:
+        state: The state.
+        name: The name of the slot, with its prefix or without.
+        hint: What makes such a slot, for the error.
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state={state!r:.100}: must be a TrainState, got {type(state).__name__}")
-    if name not in state.slots:
-        raise ValueError(
-            f"name={name!r}: the state has no such slot{trees.nearest(str(name), state.slots)}; it has "
-            f"{sorted(state.slots)}. {hint}"
-        )
-    found = trees.flatten_like(state.params, state.slots[name], f"slot {name!r}")
+    found = trees.flatten_like(state.params, state.slots[found_slot(state, name, hint)], f"slot {name!r}")
     leaves, treedef = trees.flatten(state.params)
     return treedef.unflatten(
         [p if one is None else one.astype(jnp.result_type(p)) for one, p in zip(found, leaves, strict=True)]

@@ -76,8 +76,10 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         with part_of(params):
-            own = split(params)
-            made = [(name, one.init(own[label].params, global_step)) for (name, one), label in zip(called.items(), own)]
+            made = [
+                (name, part.optimizer.init(part.params, global_step))
+                for name, part in zip(called, split(params).values(), strict=True)
+            ]
         return merge(made, "slot")
 
     def roles(params: Params) -> Roles:

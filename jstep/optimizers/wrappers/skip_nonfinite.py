@@ -89,9 +89,7 @@ def unless_skipped(
     updates = jax.tree.map(lambda u: _zero_unless(finite, u), updates)
     # The parameters first, while the old slots are still there: see ordered_after.
     moved = jax.lax.optimization_barrier(apply_updates(params, updates))
-    return updates, {
-        name: _kept(finite, roles.get(name), slots[name], tree, moved) for name, tree in new_slots.items()
-    }
+    return updates, {name: _kept(finite, roles.get(name), slots[name], tree, moved) for name, tree in new_slots.items()}
 
 
 def _kept(finite: Array, role: Role | None, old: Any, new: Any, moved: Params) -> Any:
