@@ -150,7 +150,7 @@ class Optimizer(NamedTuple):
         ...     return {"start_step": jnp.array(global_step, jnp.int32)}
         >>> init.ages = ("start_step",)
         >>> def update(updates, slots, params, step):
-        ...     age = step + 1 - slots["start_step"]
+        ...     age = jnp.float32(step + 1 - slots["start_step"])
         ...     return jax.tree.map(lambda g: -g / age, updates), slots
         >>> guarded = jstep.skip_nonfinite(jstep.Optimizer(init, update, lambda step: {}))
         >>> state = jstep.TrainState.create({"w": 4.0}, guarded)

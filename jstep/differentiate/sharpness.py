@@ -30,8 +30,8 @@ def checked_radius(sharpness: Any) -> Any:
     """The radius of a training step: as `checked_sharpness`, or a schedule."""
     if isinstance(sharpness, Held):
         raise TypeError(
-            f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; the state holds values "
-            "in the slots of its optimizer, and the radius belongs to the loss, which has none"
+            f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; the state holds "
+            "values in the slots of its optimizer, and the radius belongs to the loss, which has none"
         )
     if isinstance(sharpness, type):
         raise TypeError(f"sharpness={shown(sharpness)}: must be a number, an array or a schedule, got a class")

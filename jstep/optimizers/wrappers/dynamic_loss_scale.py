@@ -91,9 +91,9 @@ def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
         names = ", ".join(map(repr, hidden))
         several = f"several loss scales, {names}" if len(hidden) > 1 else f"the loss scale {names}"
         raise ValueError(
-            f"dynamic_loss_scale: must be outermost, got {several}, below a label or beside other elements. The whole "
-            "loss is multiplied by one scale, and the others would see gradients so multiplied. Put it around the whole "
-            "optimizer: dynamic_loss_scale(partition(...)), dynamic_loss_scale(chain(...))"
+            f"dynamic_loss_scale: must be outermost, got {several}, below a label or beside other elements. A loss is "
+            "multiplied by one scale, and others would see gradients so multiplied. Put it around the whole optimizer: "
+            "dynamic_loss_scale(partition(...)), dynamic_loss_scale(chain(...))"
         )
     return next((slots[name] for name in roles.of(Role.LOSS_SCALE) if name in slots), None)
 
