@@ -51,9 +51,6 @@ def checked_loss(loss: Any) -> Array:
 
 def checked_aux(aux: Any) -> Any:
     """The auxiliary values, as arrays."""
-    if isinstance(aux, dict) and len(set(map(type, aux))) > 1:  # JAX cannot sort such keys
-        key = next(key for key in aux if not isinstance(key, str))
-        raise TypeError(f"aux: the key {key!r} must be a string as the others are, got a {type(key).__name__}")
 
     def leaf(keys: Any, x: Any) -> Array:
         if not (trees.is_array(x) or isinstance(x, bool | int | float | complex)):

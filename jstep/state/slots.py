@@ -22,12 +22,14 @@ def is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
     """
     if not jax.tree_util.all_leaves([tree]):
         return False
+    if not jax.tree_util.all_leaves([params]):
+        return True
+    # Of params that are one bare leaf, a slot looks like a scalar: then the name or the dtype tells.
     *prefixes, last = name.split("/")
     counts = np.issubdtype(getattr(tree, "dtype", np.float32), np.integer)
     if np.ndim(tree):
         return bool(counts and last == START_STEP)  # of a population of states
-    # Of params that are one bare leaf, a slot looks like a scalar: then the name or the dtype tells.
-    return not jax.tree_util.all_leaves([params]) or counts or last in OF_ALL or "held" in prefixes
+    return bool(counts or last in OF_ALL or "held" in prefixes)
 
 
 def get_slot_names(state: TrainState) -> list[str]:

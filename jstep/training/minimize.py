@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.clipping import global_norm
 from jstep.core import trees
-from jstep.core.checks import as_bool, kind, shown
+from jstep.core.checks import as_bool, as_function, kind, shown
 from jstep.core.loops import Unroll
 from jstep.core.meshes import on_auto_axes
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
@@ -114,7 +114,9 @@ def minimize(
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
     differentiate = Differentiation(
-        loss_fn,
+        _with_named_aux(as_function(loss_fn, "loss_fn", "(params, *args) -> loss"), has_model_state)
+        if has_aux is True
+        else loss_fn,
         var_list=var_list,
         has_aux=has_aux,
         has_model_state=has_model_state,
@@ -162,7 +164,7 @@ def minimize(
             "the loss": {"loss": part.loss},
             "the optimizer's hyperparameters": optimizer.hyperparameters(step),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
-            "aux": _named_aux(part.aux) if has_aux else {},
+            "aux": (part.aux if isinstance(part.aux, Mapping) else {"aux": part.aux}) if has_aux else {},
             "the norms": {name: norm(name) for name in norms},
             "what the loss made": {} if part.summaries is None else {"summaries": part.summaries},
         }
@@ -194,16 +196,22 @@ def _skipped(done: Applied, before: TrainState, grads: Updates, optimizer: Optim
     return {name: value.astype(jnp.float32) for name, value in (found | {SKIPPED: overall}).items()}
 
 
-def _named_aux(aux: Any) -> Mapping[str, Any]:
-    if not isinstance(aux, Mapping):
-        return {"aux": aux}
-    for key in aux:
-        if not isinstance(key, str):
-            raise TypeError(
-                f"aux: the key {key!r} must be a string, got {kind(key)}: entries of aux are metrics by name; return "
-                f"{{{str(key)!r}: ...}}"
-            )
-    return aux
+def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:
+    """The loss, with an error for entries of aux that cannot be metrics; JAX's own would be about sorting keys."""
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        out = aux = loss_fn(*args, **kwargs)
+        for _ in range(2 if has_model_state else 1):  # (loss, aux), or (loss, (model_state, aux))
+            aux = aux[1] if isinstance(aux, tuple | list) and len(aux) == 2 else None
+        for key in aux if isinstance(aux, Mapping) else ():
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"aux: the key {key!r} must be a string, got {kind(key)}: entries of aux are metrics by name"
+                )
+        return out
+
+    return checked
 
 
 def _checked_key(rng: Any) -> Any:

@@ -107,7 +107,8 @@ def params_from_slot(state: TrainState, name: str, hint: str) -> Params:
         name: The name of the slot, with its prefix or without.
         hint: What makes such a slot, for the error.
     """
-    found = trees.flatten_like(state.params, state.slots[found_slot(state, name, hint)], f"slot {name!r}")
+    slot = found_slot(state, name, hint)
+    found = trees.flatten_like(state.params, state.slots[slot], f"slot {slot!r}")
     leaves, treedef = trees.flatten(state.params)
     return treedef.unflatten(
         [p if one is None else one.astype(jnp.result_type(p)) for one, p in zip(found, leaves, strict=True)]
