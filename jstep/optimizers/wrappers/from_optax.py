@@ -1,7 +1,6 @@
 """Optax transformations as optimizers of jstep."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,16 +10,13 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
-from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.types import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
+from jstep.core.types import Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked, report
 from jstep.optimizers.matched import matched_gradients, missing_slot
 from jstep.optimizers.names import Init, Roles
 from jstep.optimizers.updated import NOTHING
-
-EXTRA = ("value", "grad", "value_fn")
-"""The extra arguments that Optax's own transformations take."""
+from jstep.optimizers.wrappers.optax_arguments import EXTRA, dense, extra_arguments, takes_extra
 
 
 def from_optax(
@@ -76,7 +72,7 @@ def from_optax(
         )
     check_prefix("name", as_text(name, "name"))
     reported = _reported(hyperparameters)
-    takes = _takes(transformation.update)
+    takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         with _usual_promotion():
@@ -102,14 +98,15 @@ def from_optax(
     ) -> tuple[Updates, Slots]:
         gradients = matched_gradients(updates, params)
         leaves, treedef = trees.flatten(params)
-        dense = [_dense(g, p) if trees.is_trainable(p) else None for g, p in zip(gradients, leaves, strict=True)]
+        grads = treedef.unflatten(
+            [dense(g, p) if trees.is_trainable(p) else None for g, p in zip(gradients, leaves, strict=True)]
+        )
         shape = skeleton(params)
         for slot in shape.slots:
             if slot not in slots:
                 raise missing_slot(slot, slots)
         with _usual_promotion():
-            grads = treedef.unflatten(dense)
-            extra = {key: value for key, value in _extra(context, grads, params).items() if takes(key)}
+            extra = {key: value for key, value in extra_arguments(context, grads, params).items() if takes(key)}
             try:
                 given, after = transformation.update(grads, shape.state_from(slots), _seen(params), **extra)
             except AttributeError as error:
@@ -144,56 +141,6 @@ def _other_params(function: str, error: Exception) -> TypeError:
         "wants LookaheadParams, two copies of them: use jstep.lookahead(jstep.from_optax(...)), which keeps the slow "
         "copy in a slot"
     )
-
-
-def _takes(update: Callable[..., Any]) -> Callable[[str], bool]:
-    """Whether an update takes an extra argument, by its name."""
-    try:
-        parameters = inspect.signature(update).parameters
-    except (TypeError, ValueError):  # a callable without a signature
-        return lambda name: False
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    return lambda name: takes_any or name in parameters
-
-
-def _extra(context: Context, grads: Updates, params: Params) -> dict[str, Any]:
-    """The extra arguments that Optax's transformations know, as far as the step has them."""
-    known: dict[str, Any] = {}
-    if context.loss is not None:
-        known |= {"value": _wide(context.loss), "grad": grads}
-    if context.value_and_grad is not None:
-        known["value_fn"] = _value_fn(context.value_and_grad, params)
-    return known
-
-
-def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params: Params) -> Callable[[Params], Array]:
-    """The loss as a function of the parameters that Optax sees, whose derivative is the one the step knows."""
-    leaves, treedef = trees.flatten(params)
-
-    def evaluated(seen: Params) -> tuple[Array, Params]:
-        found = treedef.flatten_up_to(seen)
-        own = [p if s is None else s.astype(p.dtype) for s, p in zip(found, leaves, strict=True)]
-        loss, gradients = value_and_grad(treedef.unflatten(own))
-        pairs = zip(treedef.flatten_up_to(gradients), leaves, found, strict=True)
-        dense = [None if s is None else _dense(g, p) for g, p, s in pairs]
-        return _wide(loss), treedef.unflatten(dense)
-
-    @jax.custom_jvp
-    def value_fn(seen: Params) -> Array:
-        return evaluated(seen)[0]
-
-    @value_fn.defjvp
-    def _derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
-        loss, gradients = evaluated(*primals)
-        products = jax.tree.map(lambda g, t: jnp.sum(g * t), gradients, *tangents)
-        return loss, sum(jax.tree.leaves(products), start=jnp.zeros_like(loss)).astype(loss.dtype)
-
-    return value_fn
-
-
-def _wide(loss: Array) -> Array:
-    loss = jnp.asarray(loss)
-    return loss.astype(trees.compute_dtype(loss.dtype))
 
 
 @contextlib.contextmanager
@@ -265,13 +212,6 @@ def _trained_only(params: Params) -> Params:
 def _seen(params: Params) -> Params:
     """The parameters as Optax sees them: what can be trained, in float32 at least."""
     return jax.tree.map(lambda leaf: leaf.astype(trees.compute_dtype(leaf.dtype)), _trained_only(params))
-
-
-def _dense(gradient: Any, leaf: Any) -> Any:
-    dtype = trees.compute_dtype(leaf.dtype)
-    if gradient is None:
-        return jnp.zeros_like(leaf, dtype=dtype)
-    return (gradient.to_dense() if isinstance(gradient, IndexedSlices) else jnp.asarray(gradient)).astype(dtype)
 
 
 def _own_copy(leaf: Any) -> Any:
