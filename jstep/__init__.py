@@ -22,7 +22,7 @@ Optimizers of tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl
     dynamic_loss_scale, cautious; with_moving_average, ExponentialMovingAverage, averaged_params.
     In a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio, scale_by_learning_rate,
     scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients, normalize_gradients, orthogonalize,
-    trace. Of your own: Optimizer, leafwise with Slot, stateless, map_leaves, apply_updates, as_schedule, from_optax.
+    trace. Custom: Optimizer, Context, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule, from_optax.
     Hyperparameters that the state holds: held, get_hyperparameter, set_hyperparameter.
 Schedules (a Schedule is any function of the step): constant, linear, piecewise_constant, polynomial_decay,
     exponential_decay, natural_exp_decay, inverse_time_decay, inverse_sqrt_decay; cosine_decay, cosine_decay_restarts,
@@ -55,6 +55,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSaverHook",
     "Collective",
+    "Context",
     "Coordinator",
     "Cost",
     "DivergenceError",

@@ -18,6 +18,7 @@ from jstep.clipping import (
     global_norm,
 )
 from jstep.core import (
+    Context,
     IndexedSlices,
     Optimizer,
     Schedule,
@@ -220,6 +221,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSaverHook",
     "Collective",
+    "Context",
     "Coordinator",
     "Cost",
     "DivergenceError",

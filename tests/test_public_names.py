@@ -112,7 +112,7 @@ SIGNATURES = {
     "get_slot": "(state, name, path=None)",
     "gradients": "(fn, xs, grad_ys=None)",
     "stop_gradient": "(x)",
-    "apply_gradients": "(state, grads, optimizer, *, increment_global_step=True)",
+    "apply_gradients": "(state, grads, optimizer, *, context=None, increment_global_step=True)",
     "ExponentialMovingAverage": "(decay, num_updates=False, zero_debias=False, name='ExponentialMovingAverage', "
     "start_step=0, every=1)",
     "with_moving_average": "(optimizer, ema, var_list=None)",

@@ -2,9 +2,10 @@
 
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.public import publish as _publish
-from jstep.core.types import Optimizer, Schedule
+from jstep.core.types import Context, Optimizer, Schedule
 
 __all__ = [
+    "Context",
     "IndexedSlices",
     "Optimizer",
     "Schedule",

@@ -108,7 +108,7 @@ def like(*trees: Any) -> Callable[[Any], Any]:
 
     def specs(result: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: known.get((path, jax.numpy.shape(leaf)), PartitionSpec()), result
+            lambda path, leaf: known.get((path, getattr(leaf, "shape", ())), PartitionSpec()), result
         )
 
     return specs
@@ -135,6 +135,26 @@ def in_auto_axes(
             result = fn(*jax.tree.map(_entered, args))
         specs = (place or like())(result)
         return jax.tree.map(functools.partial(_left, mesh), result, specs)
+
+
+def leaving_auto_axes(fn: Callable[[Any], _R], params: Any) -> Callable[[Any], _R]:
+    """A function of parameters that works on the axis types of its mesh, to be called within `in_auto_axes`.
+
+    Args:
+        fn: The function.
+        params: Trees like the arguments that it will be called with, sharded as `fn` is to see them.
+    """
+    mesh = explicit_mesh(params)
+    if mesh is None:
+        return fn
+    place = like(params)
+
+    def outside(params: Any) -> _R:
+        with jax.sharding.use_abstract_mesh(mesh):
+            result = fn(jax.tree.map(functools.partial(_left, mesh), params, place(params)))
+        return jax.tree.map(_entered, result)
+
+    return outside
 
 
 def _entered(leaf: Any) -> Any:

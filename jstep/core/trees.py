@@ -162,6 +162,15 @@ def _short(x: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def is_like(params: Any, tree: Any) -> bool:
+    """Whether a tree has the structure of params; None may stand in the place of a leaf."""
+    try:
+        flatten_like(params, tree, "tree")
+    except ValueError:
+        return False
+    return True
+
+
 def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None) -> list[Any]:
     """The subtrees of `tree` at the leaves of `params`: arrays, `is_leaf` nodes or None.
 

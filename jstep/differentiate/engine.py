@@ -63,11 +63,13 @@ class Differentiation:
     unroll: Unroll = None
     gathers: bool = False
     """Whether summaries that the loss makes are gathered."""
-    _attempts: Attempts = dataclasses.field(init=False, repr=False, compare=False)
+    attempts: Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
+    """What traces the loss; the same for all that `dataclasses.replace` makes of this."""
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
-        object.__setattr__(self, "_attempts", Attempts(getattr(self.loss_fn, "__name__", "loss_fn")))
+        if self.attempts is None:
+            object.__setattr__(self, "attempts", Attempts(getattr(self.loss_fn, "__name__", "loss_fn")))
         check_form(self.var_list, "var_list")
         as_bool(self.has_aux, "has_aux")
         as_bool(self.has_model_state, "has_model_state")
@@ -98,7 +100,8 @@ class Differentiation:
                 )
         given = given._replace(rows=specs_of_rows(given.args, given.rows) if self.num_microbatches > 1 else None)
         there = like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
-        return self._attempts(self._of_batch, given, place=there)
+        assert self.attempts is not None  # since it was made
+        return self.attempts(self._of_batch, given, place=there)
 
     def _of_batch(self, given: Inputs) -> Part:
         params = given.params

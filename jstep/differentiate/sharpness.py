@@ -9,16 +9,11 @@ from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.checks import kind, shown
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.types import Array
+from jstep.core.types import Array, Held
 
 
 def checked_sharpness(sharpness: Any) -> Any:
-    """The radius ρ ≥ 0, a number or a scalar array (a tracer too); None for none.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is no scalar, negative or not finite.
-    """
+    """The radius ρ ≥ 0, a number or a scalar array (a tracer too); None for none."""
     if sharpness is None:
         return None
     if isinstance(sharpness, bool | np.bool_) or not (isinstance(sharpness, int | float) or trees.is_array(sharpness)):
@@ -29,6 +24,18 @@ def checked_sharpness(sharpness: Any) -> Any:
     if value is not None and not (np.isfinite(value) and value >= 0):
         raise ValueError(f"sharpness={value}: must be finite and ≥ 0")
     return sharpness
+
+
+def checked_radius(sharpness: Any) -> Any:
+    """The radius of a training step: as `checked_sharpness`, or a schedule."""
+    if isinstance(sharpness, Held):
+        raise TypeError(
+            f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; the state holds "
+            "values in the slots of its optimizer, and the radius belongs to the loss, which has none"
+        )
+    if isinstance(sharpness, type):
+        raise TypeError(f"sharpness={shown(sharpness)}: must be a number, an array or a schedule, got a class")
+    return sharpness if callable(sharpness) else checked_sharpness(sharpness)
 
 
 def perturbed(leaves: list[Array], gradients: list[Any], rho: Any, *, adaptive: bool) -> list[Array]:

@@ -1,7 +1,7 @@
 """Optimizers: one algorithm per file, each a function that returns an `Optimizer` of pure functions."""
 
 from jstep.core.public import publish as _publish
-from jstep.core.types import Optimizer, Schedule
+from jstep.core.types import Context, Optimizer, Schedule
 from jstep.optimizers.adabelief import adabelief
 from jstep.optimizers.adadelta import adadelta
 from jstep.optimizers.adafactor import adafactor
@@ -71,6 +71,7 @@ from jstep.optimizers.wrappers import (
 from jstep.optimizers.yogi import yogi
 
 __all__ = [
+    "Context",
     "ExponentialMovingAverage",
     "Optimizer",
     "Schedule",

@@ -8,7 +8,7 @@ from jstep.core.types import Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at
 from jstep.optimizers.matched import missing_slot
-from jstep.optimizers.names import Init
+from jstep.optimizers.names import Init, Role, Roles
 
 
 def element(
@@ -29,7 +29,11 @@ def element(
                 raise missing_slot(name, slots)
         return fn(updates, params, step, values_at(hyper, step, slots)), {name: slots[name] for name in held}
 
-    return Optimizer(Init(lambda params, step: held_slots(hyper), lambda params: held, finished), update, report(hyper))
+    def init(params: Params, step: Step) -> Slots:
+        return held_slots(hyper)
+
+    roles = Roles(dict.fromkeys(held, Role.HELD))
+    return Optimizer(Init(init, lambda params: roles, finished), update, report(hyper))
 
 
 def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
@@ -38,9 +42,6 @@ def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     Args:
         fn: `fn(updates, params, step) -> updates`, pure. Leaves of updates are arrays, `IndexedSlices` or None, which
             stays None; the step is the number of updates applied so far.
-
-    Raises:
-        TypeError: `fn` is no function.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep

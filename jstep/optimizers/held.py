@@ -42,13 +42,7 @@ def held(name: str, value: Any) -> Held:
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: must be a string, got {type(name).__name__}")
     check_prefix("name", name)
-    if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
-        raise TypeError(f"value={value!r}: must be a number or a scalar array, got {type(value).__name__}")
-    if np.ndim(value):
-        raise ValueError(f"value: must be a scalar, got shape {np.shape(value)}")
-    number = trees.concrete(value)
-    if number is not None and not np.isfinite(number.astype(np.float64)):
-        raise ValueError(f"value={number}: must be finite")
+    _check_number(value)
     return Held(name, value)
 
 
@@ -110,16 +104,19 @@ def shown_name(slot: str) -> str | None:
 
 
 def held_values(slots: Slots) -> dict[str, Array]:
-    """All hyperparameters that some slots hold, by the names they are known under (`embed/learning_rate`)."""
-    named = ((shown_name(slot), value) for slot, value in slots.items())
+    """All hyperparameters that some slots hold, by the names they are known under (`embed/learning_rate`).
+
+    For where there is a state and no optimizer: names decide.
+    """
+    named = ((shown_name(slot), value) for slot, value in slots.items() if trees.is_array(value))
     return {name: value for name, value in named if name is not None}
 
 
-def get_hyperparameter(state: Any, name: str) -> float:
+def get_hyperparameter(state: Any, name: str) -> Any:
     """The value of a held hyperparameter. Waits for the device.
 
     Args:
-        state: A `TrainState`.
+        state: A `TrainState`. Of a population of states, stacked by `jax.vmap`, the value is an array.
         name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
 
     Raises:
@@ -132,7 +129,8 @@ def get_hyperparameter(state: Any, name: str) -> float:
         0.5
     """
     slot = _slot_of(state, name)
-    return float(jax.device_get(state.slots[slot]))  # an explicit transfer, which a guard lets pass
+    value = np.asarray(jax.device_get(state.slots[slot]))  # an explicit transfer, which a guard lets pass
+    return value if value.ndim else float(value)
 
 
 def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
@@ -141,12 +139,13 @@ def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
     Args:
         state: A `TrainState`.
         name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
-        value: A finite number, or a scalar array (traced too).
+        value: A finite number, or a scalar array (traced too). In a population of states, stacked by `jax.vmap`, one
+            for all, or an array with one for each.
 
     Raises:
         KeyError: The state holds no such hyperparameter; names those it does.
-        TypeError: The value is no number.
-        ValueError: The value is no scalar, or not finite.
+        TypeError: The value is not a number.
+        ValueError: The value is not finite, or has another shape than what the state holds.
 
     Example:
         >>> import jstep
@@ -155,21 +154,35 @@ def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
         0.25
     """
     slot = _slot_of(state, name)
-    new = held(slot.rsplit("/", 1)[-1], value).value
-    number = trees.concrete(new)
-    if number is not None and abs(float(number)) > float(np.finfo(np.float32).max):
-        raise ValueError(f"value={value!r}: does not fit float32")
     old = state.slots[slot]
-    if trees.is_traced(old) or trees.is_traced(new):
-        fresh: Any = jnp.asarray(new).astype(jnp.float32)
-    elif isinstance(old, jnp.ndarray) and not old.is_fully_addressable:
-        whole = np.asarray(new, np.float32)
-        fresh = jax.make_array_from_callback((), old.sharding, lambda index: whole)
+    shape = np.shape(old)
+    _check_number(value, shape)
+    if trees.is_traced(old) or trees.is_traced(value):
+        fresh: Any = jnp.broadcast_to(jnp.asarray(value).astype(jnp.float32), shape)
+        return state.replace(slots={**state.slots, slot: fresh})
+    with np.errstate(over="ignore"):
+        whole = np.broadcast_to(np.asarray(value, np.float32), shape)
+    if not np.all(np.isfinite(whole)):
+        raise ValueError(f"value={value!r}: does not fit float32")
+    if isinstance(old, jnp.ndarray) and not old.is_fully_addressable:
+        fresh = jax.make_array_from_callback(shape, old.sharding, lambda index: whole[index])
     elif isinstance(old, jnp.ndarray) and old.committed:
-        fresh = jax.device_put(np.asarray(new, np.float32), old.sharding)
+        fresh = jax.device_put(whole, old.sharding)
     else:
-        fresh = jax.device_put(np.asarray(new, np.float32))
+        fresh = jax.device_put(whole)
     return state.replace(slots={**state.slots, slot: fresh})
+
+
+def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
+    """Refuses what cannot be the value of a held hyperparameter: one number, or an array of them of a given shape."""
+    if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
+        raise TypeError(f"value={value!r}: must be a number or a scalar array, got {type(value).__name__}")
+    if np.ndim(value) and np.shape(value) != shape:
+        held_shape = f" or an array of shape {shape}" if shape else ""
+        raise ValueError(f"value: must be a scalar{held_shape}, got shape {np.shape(value)}")
+    number = trees.concrete(value)
+    if number is not None and not np.all(np.isfinite(np.asarray(number).astype(np.float64))):
+        raise ValueError(f"value={number}: must be finite")
 
 
 def _slot_of(state: Any, name: str) -> str:
@@ -178,7 +191,8 @@ def _slot_of(state: Any, name: str) -> str:
         raise TypeError(f"state: must be a TrainState, got {type(state).__name__}")
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: must be a string, got {type(name).__name__}")
-    known = {shown: slot for slot in slots if (shown := shown_name(slot)) is not None}
+    arrays = (slot for slot, value in slots.items() if trees.is_array(value))
+    known = {shown: slot for slot in arrays if (shown := shown_name(slot)) is not None}
     if name not in known:
         have = f"it holds {sorted(known)}" if known else "it holds none"
         raise KeyError(

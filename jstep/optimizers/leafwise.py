@@ -45,9 +45,9 @@ from jstep.optimizers.apply_updates import written_late
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper as Hyper
 from jstep.optimizers.hyper import checked, report, value_at, values_at
-from jstep.optimizers.masks import Flag
+from jstep.optimizers.masks import Flag, own_leaves
 from jstep.optimizers.matched import matched_gradients, missing_slot, slot_leaves
-from jstep.optimizers.names import Init
+from jstep.optimizers.names import Init, Role, Roles
 from jstep.state import START_STEP
 
 LeafSlots: TypeAlias = dict[str, Any]
@@ -200,10 +200,11 @@ def leafwise(
             new = written_late(new, late, params, treedef.unflatten(new_updates))
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
-    def names(params: Params) -> tuple[str, ...]:
-        return (*specs_for(params), *scalar_names)
+    def roles(params: Params) -> Roles:
+        own: dict[str, Role | None] = dict.fromkeys([*specs_for(params), *scalars])
+        return Roles(own | dict.fromkeys(held, Role.HELD) | ({START_STEP: Role.AGE} if aged else {}))
 
-    return Optimizer(Init(init, names, is_finished, late), update, report(hyper))
+    return Optimizer(Init(init, roles, is_finished, late), update, report(hyper))
 
 
 def _scalar(name: str, value: Any, global_step: Step) -> Array:
@@ -216,7 +217,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
     copy = isinstance(spec.initial, str)
     value: Any = None if copy else value_at(f"the initial value of slot {name!r}", spec.initial, global_step)
 
-    def leaf_slot(path: str, leaf: Any) -> Any:
+    def leaf_slot(path: str, like: Any, leaf: Any) -> Any:
         if not trees.is_trainable(leaf):
             return None
         dtype = spec.dtype or trees.compute_dtype(jnp.result_type(leaf))
@@ -224,11 +225,11 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
             return jnp.array(leaf, dtype=dtype, copy=True)
         if spec.shape is None:
             return jnp.full_like(leaf, value, dtype=dtype)  # keeps the sharding of the parameter where it has one
-        shape = spec.shape(path, leaf)
+        shape = spec.shape(path, like)
         return None if shape is None else jnp.full(shape, value, dtype)
 
-    named = trees.leaves_with_paths(params)
-    return trees.structure(params).unflatten([leaf_slot(path, leaf) for path, leaf in named])
+    told = zip(own_leaves(params), jax.tree.leaves(params), strict=True)
+    return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in told])
 
 
 def _split(h: Hyper) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:

@@ -19,7 +19,7 @@ _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params
 
 @contextlib.contextmanager
 def part_of(params: Params) -> Iterator[None]:
-    """Within, what is handed on has None for some leaves of `params`; masks go on speaking of all of them."""
+    """Within, what is handed on has None or another dtype for some leaves of `params`, which masks go on to see."""
     token = _WHOLE.set(params if _WHOLE.get() is None else _WHOLE.get())
     try:
         yield
@@ -35,9 +35,6 @@ def mask(argument: str, var_list: VarList) -> Flag:
     Args:
         argument: The argument's name, for errors.
         var_list: A predicate `(path, leaf) -> bool`, paths or globs, a tree of bools, or None.
-
-    Raises:
-        TypeError: `var_list` is none of these.
     """
     check_form(var_list, argument)
     return lambda params: on_whole(params, lambda whole: flags(whole, var_list, argument))
@@ -47,21 +44,39 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
     """For each leaf `fn(path, leaf)`, which must be hashable and may look at shape and dtype, not at values."""
 
     def values(params: Params) -> list[Any]:
-        return [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in trees.leaves_with_paths(params)]
+        return [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
 
     return values
 
 
+def own_leaves(params: Params) -> list[tuple[str, Any]]:
+    """The leaves of params with their paths, each as the state has it: predicates look at shape and dtype."""
+    whole = _whole(params)
+    if whole is None:
+        return trees.leaves_with_paths(params)
+    here = _with_nones(params)[0]
+    everywhere = jax.tree_util.tree_leaves_with_path(whole, is_leaf=trees.is_none)
+    return [
+        (trees.path_str(keys), leaf if true is None else true)
+        for (keys, true), leaf in zip(everywhere, here, strict=True)
+        if leaf is not None
+    ]
+
+
 def on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:
     """For each leaf of params what `of` says of it; `of` sees all parameters, also inside `partition`."""
-    whole = _WHOLE.get()
-    here, treedef = _with_nones(params)
-    everywhere, whole_treedef = _with_nones(whole)
-    if whole is None or treedef != whole_treedef:
+    whole = _whole(params)
+    if whole is None:
         return of(params)
     values = iter(of(whole))
-    by_all = [None if leaf is None else next(values) for leaf in everywhere]
-    return [value for value, leaf in zip(by_all, here, strict=True) if leaf is not None]
+    by_all = [None if leaf is None else next(values) for leaf in _with_nones(whole)[0]]
+    return [value for value, leaf in zip(by_all, _with_nones(params)[0], strict=True) if leaf is not None]
+
+
+def _whole(params: Params) -> Params | None:
+    """The parameters of the state, of which these are a part or another form; None if these are all there is."""
+    whole = _WHOLE.get()
+    return None if whole is None or _with_nones(params)[1] != _with_nones(whole)[1] else whole
 
 
 def _with_nones(tree: Any) -> tuple[list[Any], Any]:

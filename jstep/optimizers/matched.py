@@ -11,8 +11,14 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, check, is_slices
 from jstep.core.types import Params, Slots, Updates
+from jstep.optimizers.masks import own_leaves
 
-NO_GRADIENTS = "No gradients provided for any variable"
+
+class NoGradientsError(ValueError):
+    """No leaf has a gradient: an error of the whole update, while one part of a `partition` may sit a step out."""
+
+    def __init__(self, params: Params, why: str) -> None:
+        super().__init__(f"No gradients provided for any variable: {trees.paths_of(params)[:20]}. {why}")
 
 
 def matched_gradients(updates: Updates, params: Params) -> list[Any]:
@@ -29,9 +35,8 @@ def matched_gradients(updates: Updates, params: Params) -> list[Any]:
         for i, (gradient, leaf) in enumerate(zip(found, leaves, strict=True))
     ]
     if all(gradient is None for gradient in gradients):
-        raise ValueError(
-            f"{NO_GRADIENTS}: {trees.paths_of(params)[:20]}. "
-            "All gradients are None; does the loss depend on params, and does var_list leave any?"
+        raise NoGradientsError(
+            params, "All gradients are None; does the loss depend on params, and does var_list leave any?"
         )
     return gradients
 
@@ -85,10 +90,9 @@ def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, An
     if name not in held:
         raise missing_slot(name, held)
     leaves = trees.flatten_like(params, held[name], f"slot {name!r}")
-    paths = trees.paths_of(params) if shape else [""] * len(leaves)
+    seen = own_leaves(params) if shape else [("", None)] * len(leaves)
     for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):
-        want = np.shape(leaf) if shape is None else shape(paths[i], leaf) if trees.is_trainable(leaf) else None
-        want = want if trees.is_trainable(leaf) else None
+        want = (np.shape(leaf) if shape is None else shape(*seen[i])) if trees.is_trainable(leaf) else None
         have = None if slot is None else np.shape(slot)
         if have != (None if want is None else tuple(want)):
             raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 
 from jstep.core.types import Optimizer, Params, Slots, Step
 from jstep.optimizers.held import shown_name
-from jstep.optimizers.names import Init, hyperparameter_names, makes_finished_updates, slot_names
+from jstep.optimizers.names import Roles, hyperparameter_names, roles_of
 
 Parts = Mapping[str, Optimizer]
 """What each part is called in errors → the part."""
@@ -41,16 +41,16 @@ def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def merged_init(parts: Parts) -> Init:
-    """The `init` of optimizers together."""
+def merged_slots(parts: Parts, params: Params, global_step: Step) -> Slots:
+    """The slots of optimizers together."""
+    return merge([(part, one.init(params, global_step)) for part, one in parts.items()], "slot")
 
-    def make(params: Params, global_step: Step) -> Slots:
-        return merge([(part, one.init(params, global_step)) for part, one in parts.items()], "slot")
 
-    def names(params: Params) -> list[str] | None:
-        return None if any(slot_names(one, params) is None for one in parts.values()) else _merged_names(parts, params)
-
-    return Init(make, names, any(makes_finished_updates(one) for one in parts.values()))
+def merged_roles(parts: Parts, params: Params) -> Roles:
+    """The slots of optimizers side by side, and their roles."""
+    known = {part: roles_of(one, params) for part, one in parts.items()}
+    merged = Roles(merge(known.items(), "slot"), complete=all(roles.complete for roles in known.values()))
+    return merged.beside_others() if len(parts) > 1 else merged
 
 
 def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
@@ -66,11 +66,8 @@ def check_names(parts: Parts) -> None:
     """Refuses colliding names when optimizers are put together, not only when they are first used.
 
     Touches no device: `jax.distributed.initialize` may come later.
-
-    Raises:
-        ValueError: A name occurs twice.
     """
-    _merged_names(parts, {})
+    merged_roles(parts, {})
     hyper = []
     for part, one in parts.items():
         try:
@@ -78,8 +75,3 @@ def check_names(parts: Parts) -> None:
         except Exception:  # a schedule may want a concrete step: its names are checked when it is first used
             continue
     merge(hyper, "hyperparameter")
-
-
-def _merged_names(parts: Parts, params: Params) -> list[str]:
-    known = ((part, slot_names(one, params)) for part, one in parts.items())
-    return list(merge([(part, dict.fromkeys(names or ())) for part, names in known], "slot"))

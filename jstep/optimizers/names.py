@@ -1,12 +1,55 @@
-"""Which slots an optimizer has: known from the optimizer, never read out of names."""
+"""Which slots an optimizer has, and what each means to jstep: known from the optimizer, never read out of names."""
 
+import contextvars
 import dataclasses
-from collections.abc import Callable, Iterable
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 
 from jstep.core import trees
 from jstep.core.types import Optimizer, Params, Slots, Step
+
+
+class Role(enum.Enum):
+    """What a slot means to jstep; most mean nothing, and have none."""
+
+    AGE = "the step at which slots were created: a step that is left out moves it along"
+    HELD = "a hyperparameter that the state holds"
+    LOSS_SCALE = "what the loss is multiplied by"
+    HIDDEN_SCALE = "a loss scale that is not outermost, which is refused when it is used"
+    SCALE_SINCE = "the step of the loss scale's last change"
+    LAST_FINITE = "the step that the last finite update made"
+
+
+class Roles(dict[str, Role | None]):
+    """Slot name → its role.
+
+    Attributes:
+        complete: Whether these are all slots of the optimizer: False if its `init` cannot be traced.
+    """
+
+    def __init__(self, roles: Mapping[str, Role | None] | Iterable[str] = (), *, complete: bool = True) -> None:
+        super().__init__(roles if isinstance(roles, Mapping) else dict.fromkeys(roles))
+        self.complete = complete
+
+    def prefixed(self, prefix: str) -> "Roles":
+        """The same roles under `prefix/name`."""
+        return Roles({f"{prefix}/{name}": role for name, role in self.items()}, complete=self.complete)
+
+    def joined(self, other: "Roles") -> "Roles":
+        """These roles and others."""
+        return Roles({**self, **other}, complete=self.complete and other.complete)
+
+    def beside_others(self) -> "Roles":
+        """The roles of a part that does not see all gradients: its loss scale is not outermost."""
+        hidden = {name: Role.HIDDEN_SCALE if role is Role.LOSS_SCALE else role for name, role in self.items()}
+        return Roles(hidden, complete=self.complete)
+
+    def of(self, *roles: Role) -> list[str]:
+        """The names of the slots that have one of these roles."""
+        return [name for name, role in self.items() if role in roles]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,31 +58,55 @@ class Init:
 
     Attributes:
         make: `make(params, global_step) -> slots`.
-        names: `names(params)`: the names of the slots, or None where they cannot be told.
+        roles: `roles(params)`: the slots that `make` makes for params, and their roles. It touches no device.
         finished: Whether the updates are finished, with −learning_rate in them, fit to be added.
         late: Slots that updates are made of as they were, and that are written after the parameters: see `leafwise`.
+        guarded: Whether gradients that are not finite reach neither parameters nor slots.
     """
 
     make: Callable[[Params, Step], Slots]
-    names: Callable[[Params], Iterable[str] | None]
+    roles: Callable[[Params], Roles]
     finished: bool = False
     late: tuple[str, ...] = ()
+    guarded: bool = False
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
         """The slots for `params`, created at `global_step`."""
-        return self.make(params, global_step)
+        slots = self.make(params, global_step)
+        made = _MADE.get()
+        if made is not None:
+            roles = self.roles(params)
+            made += [(tree, roles.get(name)) for name, tree in slots.items()]
+        return slots
+
+
+_MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvars.ContextVar("jstep_made", default=None)
+"""What optimizers inside a custom one make while its `init` is traced: slots and their roles."""
+
+
+def roles_of(optimizer: Optimizer, params: Params) -> Roles:
+    """The slots of an optimizer for some parameters, and their roles. Touches no device."""
+    init = optimizer.init
+    if isinstance(init, Init):
+        return init.roles(params)
+    ages: dict[str, Role | None] = dict.fromkeys(getattr(init, "ages", ()), Role.AGE)
+    made: list[tuple[Any, Role | None]] = []
+    token = _MADE.set(made)
+    try:
+        # A custom init: its slots are made, but as shapes. Those that optimizers inside it have made keep their roles.
+        slots = _traced(lambda step: init(params, step))
+    except Exception:  # it may want values: then the names are those it makes in the end
+        return Roles(ages, complete=False)
+    finally:
+        _MADE.reset(token)
+    inherited = {id(tree): role for tree, role in made}
+    return Roles({name: ages.get(name, inherited.get(id(tree))) for name, tree in slots.items()})
 
 
 def slot_names(optimizer: Optimizer, params: Params) -> list[str] | None:
-    """The names of an optimizer's slots for some parameters; None where they cannot be told. Touches no device."""
-    if isinstance(optimizer.init, Init):
-        names = optimizer.init.names(params)
-        return None if names is None else list(names)
-    try:
-        # An init of a user's own: its slots are made, but as shapes.
-        return _traced_names(lambda step: optimizer.init(params, step))
-    except Exception:  # it may want values: then the names are those it makes in the end
-        return None
+    """The names of an optimizer's slots for some parameters; None if they are not known."""
+    roles = roles_of(optimizer, params)
+    return list(roles) if roles.complete else None
 
 
 def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
@@ -51,7 +118,7 @@ def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = 
         params: The parameters they are for.
         prefix: What stands before its names in `slots`.
     """
-    names = slot_names(optimizer, params)
+    names: Iterable[str] | None = slot_names(optimizer, params)
     if names is None:
         names = [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
     return {name: slots[prefix + name] for name in names if prefix + name in slots}
@@ -59,18 +126,23 @@ def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = 
 
 def hyperparameter_names(optimizer: Optimizer) -> list[str]:
     """The names of an optimizer's hyperparameters. Touches no device."""
-    return _traced_names(optimizer.hyperparameters)
+    return list(_traced(optimizer.hyperparameters))
 
 
-def _traced_names(fn: Callable[[Step], Iterable[str]]) -> list[str]:
-    names: list[str] = []
-    jax.eval_shape(lambda step: names.extend(fn(step)), jax.ShapeDtypeStruct((), trees.default_int()))
-    return names
+def _traced(fn: Callable[[Step], Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    jax.eval_shape(lambda step: found.update(fn(step)), jax.ShapeDtypeStruct((), trees.default_int()))
+    return found
 
 
 def late_slots(optimizer: Optimizer) -> tuple[str, ...]:
     """The slots of an element of a chain that are to be written after the parameters."""
     return optimizer.init.late if isinstance(optimizer.init, Init) else ()
+
+
+def is_guarded(optimizer: Optimizer) -> bool:
+    """Whether gradients that are not finite are known to reach neither parameters nor slots."""
+    return isinstance(optimizer.init, Init) and optimizer.init.guarded
 
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:

@@ -12,6 +12,7 @@ from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.arguments import beta, decay_flags, decay_hyper, rate, with_decay
+from jstep.optimizers.found import found_slot
 from jstep.optimizers.hyper import checked, constant
 from jstep.optimizers.leafwise import Hyper, Slot, leafwise
 
@@ -181,18 +182,20 @@ def adamw_direction(g: Array, v: Array, p: Array, h: Hyper) -> Array:
 
 
 @on_any_mesh
-def schedule_free_params(state: Any) -> Any:
+def schedule_free_params(state: Any, name: str | None = None) -> Any:
     """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free run, for evaluation: the state's own are y.
 
     Args:
         state: A `TrainState` whose optimizer is, or holds under a scope or a label, a schedule-free one. Where it is
             inside `master_weights`, y is the master.
+        name: The name of its slot `z` with the prefixes of scopes and labels, such as `"embed/z"`, if there are
+            several; None for the only one.
 
     Returns:
         A tree like params, of their dtypes; leaves of other optimizers as they are.
 
     Raises:
-        ValueError: The state has no slot `z` of such an optimizer.
+        ValueError: The state has no slot `z` of such an optimizer, or several (lists their names).
 
     Example:
         >>> import jstep
@@ -202,30 +205,21 @@ def schedule_free_params(state: Any) -> Any:
 
     Source: Facebook's `optimizer.eval()`, which changes the parameters in place.
     """
-    params, slots = getattr(state, "params", None), getattr(state, "slots", None)
-    if not isinstance(slots, dict):
-        raise TypeError(f"state: must be a TrainState, got {type(state).__name__}")
-    prefixes = [
-        name.removesuffix("z")
-        for name in slots
-        if (name == "z" or name.endswith("/z")) and all(name.removesuffix("z") + other in slots for other in SCALARS)
-    ]
-    if not prefixes:
-        raise ValueError(
-            f"state: has no slots of a schedule-free optimizer, it has {sorted(slots)}; "
-            "schedule_free_adamw and schedule_free_sgd make them"
-        )
+
+    def has_scalars(slot: str) -> bool:
+        return all(trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS)
+
+    hint = "The state has no slots of a schedule-free optimizer; schedule_free_adamw and schedule_free_sgd make them."
+    prefix = found_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
+    params, slots = state.params, state.slots
     leaves, treedef = trees.flatten(params)
-    for prefix in prefixes:
-        beta1 = slots[prefix + "beta1"]
-        ys = leaves
-        master = _master_around(prefix, slots)
-        if master is not None:
-            masters = treedef.flatten_up_to(slots[master])
-            ys = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
-        zs = treedef.flatten_up_to(slots[prefix + "z"])
-        leaves = [_x(leaf, y, z, beta1) for leaf, y, z in zip(leaves, ys, zs, strict=True)]
-    return treedef.unflatten(leaves)
+    ys, master = leaves, _master_around(prefix, slots)
+    if master is not None:
+        masters = treedef.flatten_up_to(slots[master])
+        ys = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
+    zs = treedef.flatten_up_to(slots[prefix + "z"])
+    beta1 = slots[prefix + "beta1"]
+    return treedef.unflatten([_x(leaf, y, z, beta1) for leaf, y, z in zip(leaves, ys, zs, strict=True)])
 
 
 def _master_around(prefix: str, slots: Slots) -> str | None:

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from jstep.core.types import Optimizer, Params, Slots, Step, Updates
+from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at
+from jstep.optimizers.masks import part_of
 from jstep.optimizers.matched import missing_slot
 from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
-from jstep.optimizers.names import Init, makes_finished_updates, own_slots, slot_names
+from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
+from jstep.optimizers.updated import NOTHING
 from jstep.state import START_STEP
 
-Around: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper], tuple[Updates, Slots, Slots]]
-"""`update(updates, inner, own, params, step, h) -> (updates, inner, own)`, the slots of either apart."""
+Around: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]
+"""`update(updates, inner, own, params, step, h, context) -> (updates, inner, own)`, the slots of either apart."""
 
 
 def wrapped(
@@ -23,7 +25,9 @@ def wrapped(
     *,
     added: Mapping[str, Callable[[Params, Step], Any]] | None = None,
     hyper: Mapping[str, Any] | None = None,
+    roles: Mapping[str, Role] | None = None,
     aged: bool = False,
+    guarded: bool = False,
     init_on: Callable[[Params], Params] = lambda params: params,
 ) -> Optimizer:
     """An optimizer around another.
@@ -34,8 +38,10 @@ def wrapped(
         update: The update.
         added: The names of its own slots → `make(params, global_step)`.
         hyper: Its own hyperparameters, as `checked` returned them.
-        aged: Whether it needs `start_step`: the inner one's, or one of its own where the inner one has none.
-            Either way it finds it in `own`, and need not return it.
+        roles: The roles of some of its own slots.
+        aged: Whether it needs an age: that of the inner one's `start_step`, or of one of its own if the inner one has
+            none. Either way it finds it in `own` as `start_step`, and need not return it.
+        guarded: Whether gradients that are not finite do not get past it.
         init_on: What the inner one sees as params when its slots are made.
 
     Raises:
@@ -47,36 +53,46 @@ def wrapped(
     def own_init(params: Params, global_step: Step = 0) -> Slots:
         return {name: make(params, global_step) for name, make in added.items()} | held_slots(hyper)
 
+    own_roles = Roles({**dict.fromkeys(added), **(roles or {}), **dict.fromkeys(held, Role.HELD)})
     own = Optimizer(
-        Init(own_init, lambda params: (*added, *held)),
-        lambda updates, slots, params, step: (updates, {}),
-        report(hyper),
+        Init(own_init, lambda params: own_roles), lambda updates, slots, params, step: (updates, {}), report(hyper)
     )
     parts = {f"the optimizer in {by}": optimizer, by: own}
     check_names(parts)
 
-    def lacks_age(inner: Any) -> bool:
-        return aged and START_STEP not in (inner or ())
+    def age_slot(inner: Roles) -> str:
+        return START_STEP if inner.get(START_STEP, Role.AGE) is Role.AGE else f"{by}/{START_STEP}"
 
     def init(params: Params, global_step: Step) -> Slots:
-        inner = optimizer.init(init_on(params), global_step)
+        with part_of(params):
+            inner = optimizer.init(init_on(params), global_step)
+            age = age_slot(roles_of(optimizer, params))
         slots = merge(zip(parts, (inner, own_init(params, global_step)), strict=True), "slot")
-        return slots | ({START_STEP: new_start_step(global_step)} if lacks_age(inner) else {})
+        return slots | ({age: new_start_step(global_step)} if aged and age not in inner else {})
 
-    def names(params: Params) -> list[str] | None:
-        inner = slot_names(optimizer, params)
-        if inner is None:
-            return None
-        return [*inner, *added, *held, *([START_STEP] if lacks_age(inner) else [])]
+    def all_roles(params: Params) -> Roles:
+        inner = roles_of(optimizer, params)
+        age = Roles({age_slot(inner): Role.AGE} if aged else {})
+        return (inner.beside_others() if Role.LOSS_SCALE in own_roles.values() else inner).joined(own_roles).joined(age)
 
-    def whole(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        wanted = (*added, *held, *([START_STEP] if aged else []))
-        for name in wanted:
+    def whole(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+    ) -> tuple[Updates, Slots]:
+        age = age_slot(roles_of(optimizer, params)) if aged else None
+        for name in (*own_roles, *([age] if age else [])):
             if name not in slots:
                 raise missing_slot(name, slots)
         inner = own_slots(optimizer, slots, params)
-        mine = {name: slots[name] for name in wanted}
-        updates, inner, changed = update(updates, inner, mine, params, step, values_at(hyper, step, slots))
-        return updates, mine | changed | inner
+        mine = {name: slots[name] for name in own_roles}
+        seen = mine | ({START_STEP: slots[age]} if age else {})
+        h = values_at(hyper, step, slots)
+        updates, inner, changed = update(updates, inner, seen, params, step, h, context)
+        return updates, mine | ({age: slots[age]} if age else {}) | changed | inner
 
-    return Optimizer(Init(init, names, makes_finished_updates(optimizer)), whole, merged_hyperparameters(parts))
+    is_safe = guarded or is_guarded(optimizer)
+    return Optimizer(
+        Init(init, all_roles, makes_finished_updates(optimizer), guarded=is_safe),
+        whole,
+        merged_hyperparameters(parts),
+        optimizer.takes_context,
+    )

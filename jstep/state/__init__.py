@@ -10,7 +10,7 @@ from jstep.state.global_step import (
 )
 from jstep.state.require import require_alive, require_state, require_step, step_of
 from jstep.state.shard_state import shard_state
-from jstep.state.slots import get_slot, get_slot_names, is_scalar_slot, is_start_step
+from jstep.state.slots import get_slot, get_slot_names, is_scalar_slot
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "global_step",
     "increment_global_step",
     "is_scalar_slot",
-    "is_start_step",
     "require_alive",
     "require_state",
     "require_step",

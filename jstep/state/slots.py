@@ -15,21 +15,21 @@ OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max"
 """Slots of jstep's optimizers that are one number for all parameters, besides steps and held hyperparameters."""
 
 
-def is_start_step(name: str) -> bool:
-    """Whether a slot is `start_step`, under whatever prefix."""
-    return name.rsplit("/", 1)[-1] == START_STEP
-
-
 def is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
-    """Whether a slot is one scalar for all parameters, such as `start_step` or `embed/start_step`."""
-    if is_start_step(name):
-        return True
-    if not jax.tree_util.all_leaves([tree]) or np.ndim(tree):
+    """Whether a slot is one scalar for all parameters, such as `start_step` or `embed/start_step`.
+
+    There is only a state here, and no optimizer that knows: the shape decides, and the name where shapes are the same.
+    """
+    if not jax.tree_util.all_leaves([tree]):
         return False
+    if not jax.tree_util.all_leaves([params]):
+        return True
     # Of params that are one bare leaf, a slot looks like a scalar: then the name or the dtype tells.
     *prefixes, last = name.split("/")
     counts = np.issubdtype(getattr(tree, "dtype", np.float32), np.integer)
-    return not jax.tree_util.all_leaves([params]) or counts or last in OF_ALL or "held" in prefixes
+    if np.ndim(tree):
+        return bool(counts and last == START_STEP)  # of a population of states
+    return bool(counts or last in OF_ALL or "held" in prefixes)
 
 
 def get_slot_names(state: TrainState) -> list[str]:
@@ -57,7 +57,6 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
             the end of its path.
 
     Raises:
-        TypeError: `state` is no state, `name` or `path` no text.
         ValueError: Several leaves share the path.
 
     Example:

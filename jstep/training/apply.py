@@ -1,20 +1,31 @@
 """One update of the state: params + updates, new slots, global_step + 1. The only place that counts."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.checks import as_bool
+from jstep.core.checks import as_bool, kind
 from jstep.core.contexts import own_transfers
-from jstep.core.meshes import in_auto_axes, like
-from jstep.core.types import Optimizer, Slots, Updates, require_optimizer
+from jstep.core.meshes import in_auto_axes, leaving_auto_axes, like
+from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.matched import matched_gradients
-from jstep.state import MODEL_STATE, TrainState, is_start_step, require_alive, require_state, step_of
+from jstep.optimizers.names import Role, Roles, roles_of
+from jstep.optimizers.updated import NOTHING, updated
+from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
+from jstep.optimizers.wrappers.skip_nonfinite import ASKED, LEFT_OUT
+from jstep.state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 from jstep.state.global_step import later_step
 
 
 def apply_gradients(
-    state: TrainState, grads: Updates, optimizer: Optimizer, *, increment_global_step: bool = True
+    state: TrainState,
+    grads: Updates,
+    optimizer: Optimizer,
+    *,
+    context: Context | None = None,
+    increment_global_step: bool = True,
 ) -> TrainState:
     """The next state: params + updates, new slots, global_step + 1. Pure; it neither compiles nor donates.
 
@@ -22,10 +33,11 @@ def apply_gradients(
         state: The state before the update.
         grads: A tree like `state.params`; a leaf is an array, an `IndexedSlices`, or None to stay as it is.
         optimizer: The one the state was created with.
-        increment_global_step: Whether the update counts.
+        context: What an optimizer with `takes_context` may know of the step besides the gradients.
+        increment_global_step: Whether to increment `global_step`.
 
     Raises:
-        TypeError: A gradient is not floating point.
+        TypeError: A gradient is not floating point, or `context` is not a `Context`.
         ValueError: All gradients are None, structures or shapes do not fit (names the path), or the slots of
             the state are not the optimizer's.
 
@@ -40,30 +52,62 @@ def apply_gradients(
     Source: `tf.train.Optimizer.apply_gradients`.
     """
     as_bool(increment_global_step, "increment_global_step")
+    if not (context is None or isinstance(context, Context)):
+        raise TypeError(f"context: must be a jstep.Context or None, got {kind(context)}")
     with own_transfers():
-        return applied(state, grads, optimizer, increment_global_step)[0]
+        return applied(state, grads, optimizer, increment_global_step, context or NOTHING).state
 
 
-def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool) -> tuple[TrainState, Updates]:
-    """The next state, and the updates as they were added."""
+class Applied(NamedTuple):
+    """What an update did.
+
+    Attributes:
+        state: The next state.
+        updates: The updates as they were added.
+        slots: The optimizer's slots after it.
+        roles: Their roles.
+        left_out: The slot of each guard → whether that guard, or one around it, left the update out.
+    """
+
+    state: TrainState
+    updates: Updates
+    slots: Slots
+    roles: Roles
+    left_out: dict[str, Array]
+
+
+def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
+    """The next state, and what the update did."""
     require_optimizer("optimizer", optimizer)
     require_alive(require_state(state))
-    place = like((state, state.params))
-    return in_auto_axes(lambda state, grads: _applied(state, grads, optimizer, increment), state, grads, place=place)
+    evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
+
+    def run(state: TrainState, grads: Updates, loss: Array | None, key: Array | None) -> Applied:
+        return _applied(state, grads, optimizer, increment, Context(loss, evaluate, key))
+
+    place = like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
+    return in_auto_axes(run, state, grads, context.loss, context.key, place=place)
 
 
-def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool) -> tuple[TrainState, Updates]:
+def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
     step = step_of(state)
     matched_gradients(grads, state.params)  # also where no element of a chain looks at them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
-    updates, own = optimizer.update(grads, held, state.params, step)
+    roles = roles_of(optimizer, state.params)
+    loss_scale_of(roles, held)
+    guards = [name for name in roles.of(Role.LAST_FINITE) if name in held]
+    asked = {name: jnp.full_like(held[name], ASKED) for name in guards}
+    updates, own = updated(optimizer, grads, held | asked, state.params, step, context)
     _check_slots(held, own)
+    left_out = {name: own[name] == LEFT_OUT for name in guards}
+    own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}
     if not increment:
-        # A skipped update moves start_step along with the step; where the step stays, so does the age.
-        own = {name: held[name] if is_start_step(name) else tree for name, tree in own.items()}
+        # A skipped update moves an age along with the step; where the step stays, so does the age.
+        own |= {name: held[name] for name in roles.of(Role.AGE)}
     params = apply_updates(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})
-    return (new.replace(global_step=later_step(step)) if increment else new), updates
+    new = new.replace(global_step=later_step(step)) if increment else new
+    return Applied(new, updates, own, roles, left_out)
 
 
 def _check_slots(held: Slots, own: Slots) -> None:

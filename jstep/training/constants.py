@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.types import Array
 
 
 @jax.tree_util.register_static
@@ -18,14 +17,15 @@ class Constants:
     """Numbers known without running the program, by name; a pytree without leaves, equal where they are.
 
     Attributes:
-        values: Name → NumPy array.
+        values: Name → NumPy array, which nobody can write to.
+        skipped: The name of the metric that tells whether the update was left out, or None if there is no guard.
     """
 
-    def __init__(self, values: dict[str, np.ndarray[Any, Any]]) -> None:
+    def __init__(self, values: dict[str, np.ndarray[Any, Any]], skipped: str | None = None) -> None:
         self.values = values
-        self.skipped: str | None = None
-        self._key = tuple((name, str(value.dtype), value.shape, value.tobytes()) for name, value in values.items())
-        self._arrays: dict[str, Array] | None = None
+        self.skipped = skipped
+        known = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in values.items())
+        self._key = (skipped, *known)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and self._key == other._key
@@ -33,28 +33,28 @@ class Constants:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def arrays(self) -> dict[str, Array]:
-        """The numbers as arrays on the device, made once."""
-        if self._arrays is None:
-            with jax.ensure_compile_time_eval():
-                self._arrays = {name: jax.device_put(value) for name, value in self.values.items()}
-        return self._arrays
+    def arrays(self) -> dict[str, Any]:
+        """The numbers as NumPy scalars, or arrays that cannot be written to: callers share, donate or drop nothing."""
+        return {name: value[()] for name, value in self.values.items()}
 
     def repeated(self, k: int) -> "Constants":
         """The numbers of K steps, stacked."""
-        return Constants({name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.values.items()})
+        stacked = {name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.values.items()}
+        return Constants(stacked, self.skipped)
 
 
-def split_constants(metrics: Any) -> tuple[Any, Constants]:
+def split_constants(metrics: Any, skipped: str | None = None) -> tuple[Any, Constants]:
     """What a step computes, and what is a plain number (of Python or NumPy) among its metrics.
 
-    Metrics that are no dict are taken as computed.
+    Args:
+        metrics: The metrics of a step. Anything but a dict is taken as computed.
+        skipped: The name of the metric that tells whether the update was left out.
     """
     if type(metrics) is not dict:
-        return metrics, Constants({})
+        return metrics, Constants({}, skipped)
     plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}
     constants = {name: value for name, value in plain.items() if value is not None}
-    return {name: value for name, value in metrics.items() if name not in constants}, Constants(constants)
+    return {name: value for name, value in metrics.items() if name not in constants}, Constants(constants, skipped)
 
 
 def _plain(value: Any) -> np.ndarray[Any, Any] | None:

@@ -1,5 +1,7 @@
 """From a loss and an optimizer to a training step."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,20 +11,27 @@ import numpy as np
 
 from jstep.clipping import global_norm
 from jstep.core import trees
-from jstep.core.checks import as_bool, kind, shown
+from jstep.core.checks import as_bool, as_function, kind, shown
 from jstep.core.keys import anywhere
 from jstep.core.loops import Unroll
-from jstep.core.types import Array, Number, Optimizer, Params, Slots, require_optimizer
+from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.differentiate import GATE_OP, AggregationMethod
 from jstep.differentiate.engine import Differentiation, Inputs
-from jstep.optimizers.metrics import metrics_of_slots
-from jstep.optimizers.wrappers.skip_nonfinite import LOSS_SCALE
+from jstep.differentiate.sharpness import checked_radius
+from jstep.optimizers.hyper import value_at
+from jstep.optimizers.metrics import SKIPPED, shown_slots, skips, spoiled
+from jstep.optimizers.names import is_guarded, roles_of
+from jstep.optimizers.updated import NOTHING
+from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
+from jstep.optimizers.wrappers.skip_nonfinite import all_finite
 from jstep.state import MODEL_STATE, TrainState, require_state, step_of
-from jstep.training.apply import applied
+from jstep.training.apply import Applied, applied
 from jstep.training.constants import Constants, split_constants
 from jstep.training.step import PureStep, TrainStep
 
+OF_CONTEXT = 0x6A73
+"""What the key of a `Context` is folded with, so that it is another one than the loss gets."""
 NORMS = ("grad_norm", "update_norm", "param_norm")
 
 
@@ -38,7 +47,7 @@ def minimize(
     aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
     has_model_state: bool = False,
     rng: Array | None = None,
-    sharpness: Number | None = None,
+    sharpness: ScalarOrSchedule | None = None,
     adaptive: bool = False,
     unroll: Unroll = None,
     metrics: Sequence[str] = (),
@@ -62,24 +71,27 @@ def minimize(
         has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`.
         rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, a function of the step alone, so that a run
             that was interrupted draws the same numbers. A microbatch i gets `fold_in(that, i)`.
-        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`: loss, aux and model_state are
-            those at the parameters themselves.
+        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it: loss, aux
+            and model_state are those at the parameters themselves.
         adaptive: Whether that radius follows the size of each element.
         unroll: How the loop over microbatches is unrolled, as in `scan_steps`; None chooses.
         metrics: Which of `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates as added) and
             `"param_norm"` (of the new parameters) to compute.
-        increment_global_step: Whether the update counts.
+        increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile. False gives the pure function.
         donate: Whether the compiled step takes over the memory of the state passed in.
 
     Returns:
         A `TrainStep`, or the pure function where jit=False. Its metrics hold `loss`, each hyperparameter in force at
         the update (also those that the state holds), the norms asked for, and the entries of aux where it is a
-        mapping, else `aux`; scalars on the device, which nothing waits for. Where the loss makes summaries that it does
-        not return, they are `summaries`.
+        mapping, else `aux`; scalars on the device, which nothing waits for (hyperparameters that are plain numbers are
+        NumPy scalars). Where the loss makes summaries that it does not return, they are `summaries`. If the optimizer
+        has guards (`skip_nonfinite`, `dynamic_loss_scale`), `skipped` is 1.0 if one of them left the update out and
+        nothing that is not finite was applied anywhere, else 0.0; guards below labels and scopes also report it each
+        under their own prefix.
 
     Raises:
-        TypeError: An argument, the loss or a gradient is of the wrong type.
+        TypeError: An argument, the loss or a gradient is of the wrong type, or a key of aux is not a string.
         ValueError: An argument is out of range, or something does not fit: var_list, the batch and
             num_microbatches, the state and the optimizer, names of metrics that collide.
 
@@ -97,10 +109,14 @@ def minimize(
     require_optimizer("optimizer", optimizer)
     norms = _checked_norms(metrics)
     rng = anywhere(_checked_key(rng))
+    radius = checked_radius(sharpness)
+    scheduled = callable(radius)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
     differentiate = Differentiation(
-        loss_fn,
+        _with_named_aux(as_function(loss_fn, "loss_fn", "(params, *args) -> loss"), has_model_state)
+        if has_aux is True
+        else loss_fn,
         var_list=var_list,
         has_aux=has_aux,
         has_model_state=has_model_state,
@@ -108,8 +124,8 @@ def minimize(
         weight_fn=weight_fn,
         gate_gradients=gate_gradients,
         aggregation_method=aggregation_method,
-        sharpness=sharpness,
-        adaptive=adaptive,
+        sharpness=None if scheduled else radius,
+        adaptive=as_bool(adaptive, "adaptive") and not scheduled,
         unroll=unroll,
         gathers=True,
     )
@@ -119,10 +135,21 @@ def minimize(
         if has_model_state and MODEL_STATE not in state.slots:
             raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
         key = None if rng is None else jax.random.fold_in(rng, step)
-        scale = loss_scale(state.slots)
-        model_state = state.slots.get(MODEL_STATE)
-        part = differentiate(Inputs(state.params, model_state, args, key=key, rows=rows, scale=scale))
-        new_state, updates = applied(state, part.gradients, optimizer, increment_global_step)
+        scale = loss_scale_of(roles_of(optimizer, state.params), state.slots)
+        inputs = Inputs(state.params, state.slots.get(MODEL_STATE), args, key=key, rows=rows, scale=scale)
+        at_radius = differentiate
+        if scheduled:
+            at_radius = dataclasses.replace(
+                differentiate, sharpness=value_at("sharpness", radius, step), adaptive=adaptive
+            )
+        part = at_radius(inputs)
+        context = NOTHING
+        if optimizer.takes_context:
+            plain = dataclasses.replace(differentiate, sharpness=None, adaptive=False)
+            own_key = None if key is None else jax.random.fold_in(key, OF_CONTEXT)
+            context = Context(part.loss, _value_and_grad(plain, inputs), own_key)
+        done = applied(state, part.gradients, optimizer, increment_global_step, context)
+        new_state = done.state
         if has_model_state:
             new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: part.model_state})
 
@@ -130,36 +157,61 @@ def minimize(
             if name == "grad_norm":
                 found = global_norm(part.gradients)
                 return found if scale is None else found / scale.astype(found.dtype)
-            return global_norm(updates if name == "update_norm" else _trainable(new_state.params))
+            return global_norm(done.updates if name == "update_norm" else _trainable(new_state.params))
 
-        aux = part.aux if isinstance(part.aux, Mapping) else {"aux": part.aux}
+        skipped = _skipped(done, state, part.gradients, optimizer)
         named = {
             "the loss": {"loss": part.loss},
             "the optimizer's hyperparameters": optimizer.hyperparameters(step),
-            "the optimizer's slots": metrics_of_slots(state.slots, new_state.slots, step),
-            "aux": aux if has_aux else {},
+            "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
+            "aux": (part.aux if isinstance(part.aux, Mapping) else {"aux": part.aux}) if has_aux else {},
             "the norms": {name: norm(name) for name in norms},
             "what the loss made": {} if part.summaries is None else {"summaries": part.summaries},
         }
-        return (new_state, *split_constants(_joined(named)))
+        return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
 
     pure_step = PureStep(parts, looks_at_rows=num_microbatches > 1)
     return TrainStep(pure_step, donate=donate) if jit else pure_step
 
 
-def loss_scale(slots: Slots) -> Array | None:
-    """By what the loss is multiplied before it is differentiated: the slot `loss_scale`, whatever its prefix.
+def _value_and_grad(differentiate: Differentiation, inputs: Inputs) -> Callable[[Params], tuple[Array, Updates]]:
+    """Loss and gradients on this step's batch at other parameters, both unscaled."""
 
-    Raises:
-        ValueError: There are several.
-    """
-    names = [name for name, slot in slots.items() if name.rsplit("/", 1)[-1] == LOSS_SCALE and np.ndim(slot) == 0]
-    if len(names) > 1:
-        raise ValueError(
-            f"the state has several loss scales, {', '.join(map(repr, names))}, and a loss is multiplied by one: put "
-            "dynamic_loss_scale around the whole optimizer"
-        )
-    return slots[names[0]] if names else None
+    def value_and_grad(params: Params) -> tuple[Array, Updates]:
+        part = differentiate(inputs._replace(params=params))
+        return part.loss, part.gradients if inputs.scale is None else unscaled(part.gradients, inputs.scale)
+
+    return value_and_grad
+
+
+def _skipped(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
+    """Whether each guard left the update out, and `skipped` for all of them; nothing without guards."""
+    scale = loss_scale_of(done.roles, before.slots)
+    found = skips(done.left_out, None if scale is None else ~all_finite(grads, before.params), done.roles)
+    if not found:
+        return {}
+    overall = functools.reduce(jnp.logical_or, found.values())
+    if not is_guarded(optimizer):
+        overall &= ~spoiled(done.updates, before.slots, done.slots, done.roles)
+    return {name: value.astype(jnp.float32) for name, value in (found | {SKIPPED: overall}).items()}
+
+
+def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:
+    """The loss, with an error for entries of aux that cannot be metrics; JAX's own would be about sorting keys."""
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        out = aux = loss_fn(*args, **kwargs)
+        for _ in range(2 if has_model_state else 1):  # (loss, aux), or (loss, (model_state, aux))
+            aux = aux[1] if isinstance(aux, tuple | list) and len(aux) == 2 else None
+        for key in aux if isinstance(aux, Mapping) else ():
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"aux: the key {key!r} must be a string, got {kind(key)}: entries of aux are metrics by name"
+                )
+        return out
+
+    return checked
 
 
 def _checked_key(rng: Any) -> Any:

@@ -79,3 +79,28 @@ def test_bad_arguments(kwargs: Any, kind: type[Exception], words: str) -> None:
     for make in (jstep.compute_gradients, lambda f, **k: jstep.minimize(f, jstep.adam(), **k)):
         with pytest.raises(kind, match=words):
             make(loss_fn, **kwargs)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_schedule_is_read_at_the_step(adaptive: bool) -> None:
+    optimizer = jstep.gradient_descent(0.1)
+    schedule = jstep.piecewise_constant([0], [0.5, 0.1])
+    step = jstep.minimize(loss_fn, optimizer, sharpness=schedule, adaptive=adaptive, metrics=("grad_norm",))
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    for rho in (0.5, 0.1, 0.1):
+        fixed = jstep.minimize(loss_fn, optimizer, sharpness=jnp.float32(rho), adaptive=adaptive, donate=False)
+        want, _ = fixed(state, X)
+        state, _ = step(state, X)
+        np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-6)
+    assert step._cache_size() == 1  # type: ignore[attr-defined]
+
+
+def test_a_radius_that_the_state_would_hold_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"sharpness=held\('rho', ...\): .* the radius belongs to the loss"):
+        jstep.minimize(loss_fn, jstep.adam(), sharpness=jstep.held("rho", 0.1))
+    for wrong in ("0.1", True, float):
+        with pytest.raises(TypeError, match="sharpness="):
+            jstep.minimize(loss_fn, jstep.adam(), sharpness=wrong)  # type: ignore[arg-type]
+    eager = jstep.minimize(loss_fn, jstep.adam(), sharpness=lambda step: -1.0, jit=False)
+    with pytest.raises(ValueError, match=r"sharpness=-1\.0: must be finite and ≥ 0"):
+        eager(jstep.TrainState.create(PARAMS, jstep.adam()), X)

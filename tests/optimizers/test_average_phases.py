@@ -113,5 +113,6 @@ def test_averaged_params_of_something_else() -> None:
         jstep.averaged_params(None)  # type: ignore[arg-type]
     ema = jstep.ExponentialMovingAverage(0.5)
     state = run(jstep.scope("x", jstep.with_moving_average(jstep.gradient_descent(0.1), ema)), 1)[0]
+    assert jstep.averaged_params(state)["w"] is not None
     with pytest.raises(ValueError, match=r"nearest: 'x/ExponentialMovingAverage'"):
-        jstep.averaged_params(state)
+        jstep.averaged_params(state, "x/ExponentialMovingAverages")

@@ -150,3 +150,31 @@ def test_it_is_saved_and_restored(tmp_path: Any) -> None:
     with jstep.Saver(tmp_path) as saver:
         saver.save(jstep.set_hyperparameter(state_of(optimizer), "rate", 0.125))
         assert jstep.get_hyperparameter(saver.restore(state_of(optimizer)), "rate") == 0.125
+
+
+def test_of_a_population_it_is_an_array() -> None:
+    optimizer = jstep.scope("net", jstep.adam(jstep.held("rate", 0.5)))
+    population = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, optimizer))(jnp.ones((4, 2)))
+    np.testing.assert_array_equal(jstep.get_hyperparameter(population, "net/rate"), np.full(4, 0.5))
+    assert jstep.get_slot_names(population) == ["net/m", "net/v"]
+    rates = jnp.array([0.0, 0.1, 0.2, 0.3])
+    step = jax.jit(jax.vmap(lambda state: jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)))
+    moved = step(jstep.set_hyperparameter(population, "net/rate", rates))
+    np.testing.assert_allclose(1 - moved.params["w"][:, 0], rates, atol=1e-6)
+    one = jstep.set_hyperparameter(moved, "net/rate", 0.25)
+    assert one.slots["net/held/rate"].shape == (4,)
+    step(one)
+    assert step._cache_size() == 1
+    with pytest.raises(ValueError, match=r"must be a scalar or an array of shape \(4,\), got shape \(3,\)"):
+        jstep.set_hyperparameter(population, "net/rate", jnp.ones(3))
+    with pytest.raises(ValueError, match="finite"):
+        jstep.set_hyperparameter(population, "net/rate", rates.at[2].set(jnp.nan))
+
+
+def test_a_slot_that_is_a_tree_is_none() -> None:
+    def init(params: Any, global_step: Any = 0) -> Any:
+        return {"held/x": jax.tree.map(jnp.zeros_like, params)}
+
+    mine = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
+    with pytest.raises(KeyError, match="it holds none"):
+        jstep.get_hyperparameter(state_of(mine), "x")

@@ -124,7 +124,7 @@ def test_metrics_hold_the_loss_and_every_hyperparameter() -> None:
     for jit in (True, False):
         _, metrics = jstep.minimize(loss_fn, optimizer, jit=jit)(fresh(optimizer), X, Y)
         assert sorted(metrics) == ["beta1", "beta2", "clip_by_global_norm", "epsilon", "learning_rate", "loss"]
-        assert all(isinstance(value, jax.Array) and value.shape == () for value in metrics.values())
+        assert all(isinstance(value, jax.Array | np.generic) and value.shape == () for value in metrics.values())
         np.testing.assert_allclose([metrics[k] for k in ("beta1", "clip_by_global_norm")], [0.9, 0.5], rtol=1e-6)
 
 

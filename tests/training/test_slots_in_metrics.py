@@ -60,7 +60,7 @@ def test_the_loss_is_scaled_wherever_the_slot_is() -> None:
         lambda path, leaf: "a" if path == "w" else "b",
     )
     both = jstep.TrainState.create({"w": 1.0, "v": 1.0}, two)
-    with pytest.raises(ValueError, match="several loss scales"):
+    with pytest.raises(ValueError, match="must be outermost, got several loss scales"):
         jstep.minimize(lambda p: p["w"] * p["v"], two)(both)
 
 

@@ -15,8 +15,9 @@ from jstep.core.types import Optimizer, Params, ScalarOrSchedule, Slots, Step, U
 from jstep.optimizers.arguments import low_dtype
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import checked, report, value_at
+from jstep.optimizers.masks import own_leaves
 from jstep.optimizers.matched import matched_gradients, missing_slot
-from jstep.optimizers.names import Init
+from jstep.optimizers.names import Init, Role, Roles
 from jstep.optimizers.newton_schulz import Iteration, as_matrix, orthogonalized
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -80,10 +81,7 @@ def orthogonalize(
     chosen = as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True) or _last_two
 
     def matrix_axes(params: Params) -> list[Any]:
-        return [
-            _axes_of(path, leaf, chosen) if trees.is_trainable(leaf) else None
-            for path, leaf in trees.leaves_with_paths(params)
-        ]
+        return [_axes_of(path, leaf, chosen) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         matrix_axes(params)
@@ -107,7 +105,8 @@ def orthogonalize(
             new[i] = factor(*answer.shape[-2:]) * ways[i](answer)
         return treedef.unflatten(new), {name: given[name] for name in held_names(hyper)}
 
-    return Optimizer(Init(init, lambda params: held_names(hyper)), update, report(hyper))
+    roles = Roles(dict.fromkeys(held_names(hyper), Role.HELD))
+    return Optimizer(Init(init, lambda params: roles), update, report(hyper))
 
 
 def _coefficients(given: Any, count: int) -> tuple[tuple[float, float, float], ...]:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.indexed_slices import is_slices
-from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.updated import updated
 from jstep.optimizers.wrapped import wrapped
 
 LEAST_SHARE = 1e-3
@@ -44,10 +45,10 @@ def cautious(optimizer: Optimizer) -> Optimizer:
     require_optimizer("optimizer", optimizer)
 
     def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
         gradients = jax.tree.map(lambda g: g.to_dense() if is_slices(g) else g, updates, is_leaf=is_slices)
-        updates, inner = optimizer.update(gradients, inner, params, step)
+        updates, inner = updated(optimizer, gradients, inner, params, step, context)
         found, given = (
             trees.flatten_like(params, tree, what, is_leaf=is_slices)
             for tree, what in ((updates, "updates"), (gradients, "gradients"))

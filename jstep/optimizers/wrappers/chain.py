@@ -1,13 +1,13 @@
 """One optimizer after another."""
 
 import contextlib
-import dataclasses
 import warnings
 
-from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import ordered_outside, written_late
-from jstep.optimizers.merge import check_names, merged_hyperparameters, merged_init
-from jstep.optimizers.names import late_slots, makes_finished_updates, own_slots
+from jstep.optimizers.merge import check_names, merged_hyperparameters, merged_roles, merged_slots
+from jstep.optimizers.names import Init, is_guarded, late_slots, makes_finished_updates, own_slots
+from jstep.optimizers.updated import NOTHING, updated
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -22,7 +22,6 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         An `Optimizer` with the slots and hyperparameters of all.
 
     Raises:
-        TypeError: An element is not an optimizer.
         ValueError: There is none, or two have a slot or a hyperparameter of the same name.
 
     Example:
@@ -59,13 +58,22 @@ def chain(*optimizers: Optimizer) -> Optimizer:
 
     late = tuple(name for one in optimizers for name in late_slots(one))
 
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+    ) -> tuple[Updates, Slots]:
         new: Slots = {}
         for optimizer in optimizers:
             mine = own_slots(optimizer, slots, params)
             with ordered_outside() if late_slots(optimizer) else contextlib.nullcontext():
-                updates, own = optimizer.update(updates, mine, params, step)
+                updates, own = updated(optimizer, updates, mine, params, step, context)
             new |= own
         return updates, written_late(new, late, params, updates)
 
-    return Optimizer(dataclasses.replace(merged_init(parts), late=late), update, merged_hyperparameters(parts))
+    init = Init(
+        lambda params, step: merged_slots(parts, params, step),
+        lambda params: merged_roles(parts, params),
+        finished=bool(finished),
+        late=late,
+        guarded=is_guarded(optimizers[0]),
+    )
+    return Optimizer(init, update, merged_hyperparameters(parts), any(one.takes_context for one in optimizers))

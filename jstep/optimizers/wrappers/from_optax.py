@@ -10,12 +10,13 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
-from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.types import Held, Optimizer, Params, Slots, Step, Updates
+from jstep.core.types import Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked, report
 from jstep.optimizers.matched import matched_gradients, missing_slot
-from jstep.optimizers.names import Init
+from jstep.optimizers.names import Init, Roles
+from jstep.optimizers.updated import NOTHING
+from jstep.optimizers.wrappers.optax_arguments import EXTRA, dense, extra_arguments, takes_extra
 
 
 def from_optax(
@@ -30,6 +31,11 @@ def from_optax(
     float32 at least, sees leaves that can be trained only, zeros where a gradient is None (and then neither the leaf
     nor what it keeps of it changes), and dense arrays in the place of `IndexedSlices`.
 
+    A transformation with extra arguments gets `value`, `grad` and `value_fn` in a training step of `minimize`:
+    `optax.lbfgs()` with its line search, `optax.polyak_sgd`, `optax.contrib.reduce_on_plateau`. `grad` are the
+    gradients that it is given, `value_fn` the loss on the batch of the step. With `apply_gradients` they come from
+    `context=jstep.Context(...)`.
+
     Optax counts by itself: its schedules see the number of its own updates, which is the global step unless updates
     were skipped or its slots are younger than the run.
 
@@ -42,7 +48,8 @@ def from_optax(
         An `Optimizer`.
 
     Raises:
-        TypeError: `transformation` has no `init` and `update`, or another argument is of the wrong type.
+        TypeError: `transformation` has no `init` and `update`; it wants other parameters than a tree of arrays (as
+            `optax.lookahead` does), or extra arguments that the step does not have.
         ValueError: The name cannot be a prefix.
 
     Example:
@@ -65,26 +72,54 @@ def from_optax(
         )
     check_prefix("name", as_text(name, "name"))
     reported = _reported(hyperparameters)
+    takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         with _usual_promotion():
-            kept = _Kept(name, transformation.init(_seen(params)), params)
+            try:
+                state = transformation.init(_seen(params))
+            except (AttributeError, TypeError) as error:
+                raise _other_params("init", error) from error
+        kept = _Kept(name, state, params)
         return {slot: jax.tree.map(_own_copy, tree) for slot, tree in kept.slots.items()}
 
     def skeleton(params: Params) -> "_Kept":
         with _usual_promotion():
             return _Kept(name, jax.eval_shape(lambda given: transformation.init(_seen(given)), params), params)
 
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+    def roles(params: Params) -> Roles:
+        try:
+            return Roles(skeleton(params).slots)
+        except Exception:  # L-BFGS has no state for an empty tree, by which wrappers compare names
+            return Roles(complete=False)
+
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+    ) -> tuple[Updates, Slots]:
         gradients = matched_gradients(updates, params)
         leaves, treedef = trees.flatten(params)
-        dense = [_dense(g, p) if trees.is_trainable(p) else None for g, p in zip(gradients, leaves, strict=True)]
+        grads = treedef.unflatten(
+            [dense(g, p) if trees.is_trainable(p) else None for g, p in zip(gradients, leaves, strict=True)]
+        )
         shape = skeleton(params)
         for slot in shape.slots:
             if slot not in slots:
                 raise missing_slot(slot, slots)
         with _usual_promotion():
-            given, after = transformation.update(treedef.unflatten(dense), shape.state_from(slots), _seen(params))
+            extra = {key: value for key, value in extra_arguments(context, grads, params).items() if takes(key)}
+            try:
+                given, after = transformation.update(grads, shape.state_from(slots), _seen(params), **extra)
+            except AttributeError as error:
+                raise _other_params("update", error) from error
+            except TypeError as error:
+                missing = [key for key in EXTRA if takes(key) and key not in extra and f"'{key}'" in str(error)]
+                if not missing:
+                    raise
+                raise TypeError(
+                    f"transformation: needs {', '.join(missing)} of the step's loss, which apply_gradients does not "
+                    "know; train by jstep.minimize, which gives them, or hand over context=jstep.Context(loss, "
+                    "value_and_grad)"
+                ) from error
         absent = [g is None for g in gradients]
         new = _Kept(name, after, params).slots
         if new.keys() != shape.slots.keys():
@@ -97,7 +132,15 @@ def from_optax(
         return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
 
     finished = isinstance(hyperparameters, Mapping) and "learning_rate" in hyperparameters
-    return Optimizer(Init(init, lambda params: list(skeleton(params).slots), finished), update, reported)
+    return Optimizer(Init(init, roles, finished), update, reported, any(map(takes, EXTRA)))
+
+
+def _other_params(function: str, error: Exception) -> TypeError:
+    return TypeError(
+        f"transformation: its {function} does not take a plain tree of parameters ({error}). optax.lookahead, for one, "
+        "wants LookaheadParams, two copies of them: use jstep.lookahead(jstep.from_optax(...)), which keeps the slow "
+        "copy in a slot"
+    )
 
 
 @contextlib.contextmanager
@@ -171,13 +214,6 @@ def _seen(params: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(trees.compute_dtype(leaf.dtype)), _trained_only(params))
 
 
-def _dense(gradient: Any, leaf: Any) -> Any:
-    dtype = trees.compute_dtype(leaf.dtype)
-    if gradient is None:
-        return jnp.zeros_like(leaf, dtype=dtype)
-    return (gradient.to_dense() if isinstance(gradient, IndexedSlices) else jnp.asarray(gradient)).astype(dtype)
-
-
 def _own_copy(leaf: Any) -> Any:
     """A buffer of its own: some states start as the parameters, or hold one array twice."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -209,7 +245,7 @@ def _reported(given: Any) -> Any:
     if isinstance(given, Mapping):
         for key, value in given.items():
             if not isinstance(key, str):
-                raise TypeError(f"hyperparameters: {shown(key)} must be a text, got {kind(key)}")
+                raise TypeError(f"hyperparameters: {shown(key)} must be a string, got {kind(key)}")
             if isinstance(value, Held):
                 raise TypeError(f"hyperparameters: {key!r} is held, which Optax does not read")
         return report({key: checked(key, value) for key, value in given.items()})

@@ -6,11 +6,22 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.indexed_slices import is_slices
-from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates, require_optimizer
+from jstep.core.types import (
+    Array,
+    Context,
+    Optimizer,
+    Params,
+    ScalarOrSchedule,
+    Slots,
+    Step,
+    Updates,
+    require_optimizer,
+)
 from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
+from jstep.optimizers.updated import updated
 from jstep.optimizers.wrapped import wrapped
 from jstep.optimizers.wrappers.moving_average import params_from_slot
 from jstep.state import START_STEP, TrainState
@@ -32,7 +43,6 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         A leaf without gradient at an update is not synchronised there.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: A number is out of its range, or the optimizer has a slot or hyperparameter of that name.
 
     Example:
@@ -50,10 +60,10 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
     period = as_int(sync_period, "sync_period", at_least=1)
 
     def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
         due = age_of(step, own[START_STEP]) % period == 0
-        updates, inner = optimizer.update(updates, inner, params, step)
+        updates, inner = updated(optimizer, updates, inner, params, step, context)
         treedef = trees.structure(params)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
@@ -90,11 +100,11 @@ def slow_params(state: TrainState, name: str = SLOW) -> Params:
 
     Args:
         state: A state whose optimizer is `lookahead`.
-        name: The slot of the slow weights, with its prefix under a scope.
+        name: The slot of the slow weights: its name with the prefixes of scopes and labels, or the last part of it if
+            there is one such slot.
 
     Raises:
-        TypeError: `state` is no TrainState.
-        ValueError: The state has no such slot.
+        ValueError: The state has no such slot, or several (lists their names).
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import kind, shown
 from jstep.core.indexed_slices import is_slices
-from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.masks import part_of
+from jstep.optimizers.updated import seen_through, updated
 from jstep.optimizers.wrapped import wrapped
 
 MASTER = "master"
@@ -23,15 +25,16 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
     rounding of those that a float32 run on the same gradients would have.
 
     Args:
-        optimizer: Sees the master weights as its parameters, and makes the updates u of them.
+        optimizer: Sees the master weights as its parameters, and makes the updates u of them. Its labels, masks and
+            other predicates see the parameters themselves, with their dtypes.
         dtype: The dtype of the master weights; wider parameters keep theirs.
 
     Returns:
-        An `Optimizer` with one more slot, `master`, a copy of the parameters at first. It is the truth: parameters
-        that are changed by hand are changed back by the next update, unless the slot is changed with them.
+        An `Optimizer` with one more slot, `master`, a copy of the parameters at first. It is the source of truth:
+        parameters that are changed by hand are changed back by the next update, unless the slot is changed with them.
 
     Raises:
-        TypeError: An argument is of the wrong type.
+        TypeError: `dtype` is not a floating dtype of at least 32 bits.
         ValueError: The optimizer has a slot of that name.
 
     Example:
@@ -57,12 +60,14 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, params)
 
     def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
         leaves, treedef = trees.flatten(params)
         kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
-        updates, inner = optimizer.update(updates, inner, whole, step)
+        at_rounding = seen_through(context, lambda masters: jax.tree.map(_rounded, params, masters))
+        with part_of(params):
+            updates, inner = updated(optimizer, updates, inner, whole, step, at_rounding)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         moved = trees.flatten(apply_updates(whole, updates))[0]
         rounded: list[Any] = [
@@ -76,12 +81,16 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
     )
 
 
+def _rounded(p: Any, master: Any) -> Any:
+    return master.astype(p.dtype) if trees.is_trainable(p) else master
+
+
 def _to_rounding(p: Any, master: Any) -> Any:
     """The update that takes p to the rounding of its master.
 
     The difference of two low-precision numbers is exact in the wider dtype unless one is some 2^13 times the other.
     """
-    return master.astype(p.dtype).astype(master.dtype) - p.astype(master.dtype)
+    return _rounded(p, master).astype(master.dtype) - p.astype(master.dtype)
 
 
 def _floating_dtype(dtype: Any) -> Any:

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.found import found_slot
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.masks import mask
+from jstep.optimizers.updated import updated
 from jstep.optimizers.wrapped import wrapped
 from jstep.optimizers.wrappers.exponential_moving_average import NAME, ExponentialMovingAverage
 from jstep.state import START_STEP, TrainState
@@ -30,7 +32,6 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
         skipped update leaves the averages as they are; inside `master_weights` it averages the master.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: The optimizer has a slot of that name, or (when the slots are made) an entry of var_list matches
             nothing.
 
@@ -54,9 +55,9 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
         )
 
     def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = optimizer.update(updates, inner, params, step)
+        updates, inner = updated(optimizer, updates, inner, params, step, context)
         after = jnp.asarray(step) + 1
         age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
         # The averages read the new parameters from memory. Without the barrier XLA computes them a second
@@ -76,14 +77,14 @@ def averaged_params(state: TrainState, name: str = NAME) -> Params:
 
     Args:
         state: A state whose optimizer is `with_moving_average`.
-        name: The slot of the averages, with its prefix under a scope.
+        name: The slot of the averages: its name with the prefixes of scopes and labels, or the last part of it if
+            there is one such slot.
 
     Returns:
         A tree like `state.params`.
 
     Raises:
-        TypeError: `state` is no TrainState.
-        ValueError: The state has no such slot.
+        ValueError: The state has no such slot, or several (lists their names).
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -101,18 +102,13 @@ def averaged_params(state: TrainState, name: str = NAME) -> Params:
 def params_from_slot(state: TrainState, name: str, hint: str) -> Params:
     """The parameters with the leaves of a slot in their place and dtype.
 
-    Raises:
-        TypeError: `state` is no TrainState.
-        ValueError: The state has no such slot.
+    Args:
+        state: The state.
+        name: The name of the slot, with its prefix or without.
+        hint: What makes such a slot, for the error.
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state={state!r:.100}: must be a TrainState, got {type(state).__name__}")
-    if name not in state.slots:
-        raise ValueError(
-            f"name={name!r}: the state has no such slot{trees.nearest(str(name), state.slots)}; it has "
-            f"{sorted(state.slots)}. {hint}"
-        )
-    found = trees.flatten_like(state.params, state.slots[name], f"slot {name!r}")
+    slot = found_slot(state, name, hint)
+    found = trees.flatten_like(state.params, state.slots[slot], f"slot {slot!r}")
     leaves, treedef = trees.flatten(state.params)
     return treedef.unflatten(
         [p if one is None else one.astype(jnp.result_type(p)) for one, p in zip(found, leaves, strict=True)]

@@ -3,15 +3,18 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.indexed_slices import is_slices
-from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.held import check_prefix
-from jstep.optimizers.masks import part_of
-from jstep.optimizers.matched import NO_GRADIENTS
+from jstep.optimizers.masks import own_leaves, part_of
+from jstep.optimizers.matched import NoGradientsError
 from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
-from jstep.optimizers.names import Init, makes_finished_updates, own_slots, slot_names
+from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
+from jstep.optimizers.updated import NOTHING, seen_through, updated
 from jstep.optimizers.wrappers.scope import scope
 
 
@@ -26,9 +29,9 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
     Returns:
         An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot holds None for the leaves of
         other labels. What an element computes over all leaves, such as a global norm, it computes over its own.
+        A part that has no gradient in a step sits it out: its slots wait, and it does not age.
 
     Raises:
-        TypeError: An element is not an optimizer.
         ValueError: There is none, two have a slot or hyperparameter of the same name (labels `a` and `a/b` may), or
             a leaf has a label without an optimizer (when the slots are made).
 
@@ -57,7 +60,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
 
     def labels_of(params: Params) -> list[str | None]:
         found = []
-        for path, leaf in trees.leaves_with_paths(params):
+        for path, leaf in own_leaves(params):
             label = labels(path, leaf)
             if not (label is None or (isinstance(label, str) and label in parts)):
                 raise ValueError(
@@ -67,57 +70,93 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
             found.append(label)
         return found
 
-    def restricted(params: Params, leaves: list[Any], labelled: list[str | None], label: str) -> Any:
-        mine = [leaf if one == label else None for leaf, one in zip(leaves, labelled, strict=True)]
-        return trees.structure(params).unflatten(mine)
-
-    def own_params(params: Params) -> dict[str, Params]:
-        leaves, labelled = trees.flatten(params)[0], labels_of(params)
-        return {label: restricted(params, leaves, labelled, label) for label in parts}
+    def split(params: Params) -> dict[str, _Part]:
+        labelled = labels_of(params)
+        return {label: _Part(one, params, [mine == label for mine in labelled]) for label, one in parts.items()}
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         with part_of(params):
-            own = own_params(params)
             made = [
-                (f"the optimizer of label {label!r}", part.init(own[label], global_step))
-                for label, part in parts.items()
+                (name, part.optimizer.init(part.params, global_step))
+                for name, part in zip(called, split(params).values(), strict=True)
             ]
         return merge(made, "slot")
 
-    def names(params: Params) -> list[str] | None:
-        own = own_params(params)
-        found: list[str] = []
-        for label, part in parts.items():
-            inner = slot_names(part, own[label])
-            if inner is None:
-                return None
-            found += inner
-        return found
-
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        treedef, labelled = trees.structure(params), labels_of(params)
-        leaves = trees.flatten(params)[0]
-        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
-        merged: list[Any] = [None] * treedef.num_leaves
-        new: Slots = {}
-        given = False
+    def roles(params: Params) -> Roles:
         with part_of(params):
-            for label, part in parts.items():
-                own = restricted(params, leaves, labelled, label)
-                mine = own_slots(part, slots, own)
-                if all(trees.is_none(g) for g, one in zip(gradients, labelled, strict=True) if one == label):
-                    new |= mine
+            found = Roles()
+            for part in split(params).values():
+                found = found.joined(roles_of(part.optimizer, part.params))
+        return found.beside_others()
+
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+    ) -> tuple[Updates, Slots]:
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+        merged: list[Any] = [None] * len(gradients)
+        new: Slots = {}
+        idle = 0
+        with part_of(params):
+            for part in split(params).values():
+                mine = own_slots(part.optimizer, slots, part.params)
+                try:
+                    partial, own = part.update(gradients, mine, step, context)
+                except NoGradientsError:
+                    idle += 1
+                    new |= part.waited(mine)
                     continue
-                given = True
-                partial, kept = part.update(restricted(params, gradients, labelled, label), mine, own, step)
-                new |= kept
+                new |= own
                 for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_slices)):
                     merged[i] = one if one is not None else merged[i]
-        if not given:
-            raise ValueError(
-                f"{NO_GRADIENTS}: {trees.paths_of(params)[:20]}. All gradients are None or of frozen leaves."
-            )
-        return treedef.unflatten(merged), new
+        if idle == len(parts):
+            raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
+        return trees.structure(params).unflatten(merged), new
 
-    finished = any(makes_finished_updates(part) for part in parts.values())
-    return Optimizer(Init(init, names, finished), update, merged_hyperparameters(called))
+    init_of_all = Init(
+        init,
+        roles,
+        finished=any(makes_finished_updates(part) for part in parts.values()),
+        guarded=all(is_guarded(part) for part in parts.values()),
+    )
+    takes_context = any(part.takes_context for part in parts.values())
+    return Optimizer(init_of_all, update, merged_hyperparameters(called), takes_context)
+
+
+class _Part:
+    """The leaves of one label, and their optimizer.
+
+    Attributes:
+        optimizer: The optimizer, whose slots have the label as prefix.
+        params: The parameters, with None for the leaves of other labels.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Params, mine: list[bool]) -> None:
+        self.optimizer = optimizer
+        self._leaves, self._treedef = trees.flatten(params)
+        self._mine = mine
+        self.params = self._restricted(self._leaves)
+
+    def _restricted(self, leaves: list[Any]) -> Any:
+        return self._treedef.unflatten([leaf if mine else None for leaf, mine in zip(leaves, self._mine, strict=True)])
+
+    def _in_whole(self, params: Params) -> Params:
+        """All parameters, with other ones for this part."""
+        found = self._treedef.flatten_up_to(params)
+        pairs = zip(found, self._leaves, self._mine, strict=True)
+        return self._treedef.unflatten([one if mine else leaf for one, leaf, mine in pairs])
+
+    def _of_gradients(self, gradients: Updates) -> Updates:
+        return self._restricted(self._treedef.flatten_up_to(gradients))
+
+    def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
+        """The updates of these leaves, and the slots after it."""
+        own = self._restricted(gradients)
+        if not jax.tree.leaves(own, is_leaf=is_slices):
+            raise NoGradientsError(self.params, "All gradients of this part are None.")
+        own_context = seen_through(context, self._in_whole, self._of_gradients)
+        return updated(self.optimizer, own, slots, self.params, step, own_context)
+
+    def waited(self, slots: Slots) -> Slots:
+        """The slots after a step without any gradient: ages move along with the step."""
+        ages = roles_of(self.optimizer, self.params).of(Role.AGE)
+        return {name: tree + 1 if name in ages else tree for name, tree in slots.items()}

@@ -1,10 +1,11 @@
 """A prefix for the names of an optimizer."""
 
 from jstep.core.checks import as_text
-from jstep.core.types import Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.merge import prefixed
-from jstep.optimizers.names import Init, makes_finished_updates, own_slots, slot_names
+from jstep.optimizers.names import Init, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
+from jstep.optimizers.updated import NOTHING, updated
 
 
 def scope(name: str, optimizer: Optimizer) -> Optimizer:
@@ -18,7 +19,6 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
         An `Optimizer`.
 
     Raises:
-        TypeError: `optimizer` is none, or the name is no string.
         ValueError: The name is empty, begins or ends with a slash, or has the part `held`.
 
     Example:
@@ -32,16 +32,19 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
     def init(params: Params, global_step: Step = 0) -> Slots:
         return prefixed(name, optimizer.init(params, global_step))
 
-    def names(params: Params) -> list[str] | None:
-        inner = slot_names(optimizer, params)
-        return None if inner is None else [f"{name}/{one}" for one in inner]
+    def roles(params: Params) -> Roles:
+        return roles_of(optimizer, params).prefixed(name)
 
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        updates, own = optimizer.update(updates, own_slots(optimizer, slots, params, f"{name}/"), params, step)
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+    ) -> tuple[Updates, Slots]:
+        mine = own_slots(optimizer, slots, params, f"{name}/")
+        updates, own = updated(optimizer, updates, mine, params, step, context)
         return updates, prefixed(name, own)
 
     return Optimizer(
-        Init(init, names, makes_finished_updates(optimizer)),
+        Init(init, roles, makes_finished_updates(optimizer), guarded=is_guarded(optimizer)),
         update,
         lambda step: prefixed(name, optimizer.hyperparameters(step)),
+        optimizer.takes_context,
     )

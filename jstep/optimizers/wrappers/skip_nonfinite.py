@@ -7,19 +7,21 @@ import jax.numpy as jnp
 
 from jstep.clipping import global_norm
 from jstep.core import trees
-from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step, ordered_after
 from jstep.optimizers.apply_updates import apply_updates, ordered_outside
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.matched import matched_gradients
+from jstep.optimizers.names import Role, roles_of
+from jstep.optimizers.updated import updated
 from jstep.optimizers.wrapped import wrapped
-from jstep.state import is_start_step
 
 LAST_FINITE_STEP = "last_finite_step"
-LOSS_SCALE = "loss_scale"
-SCALE_SINCE = "scale_since"
-MOVE_WHEN_SKIPPED = {LOSS_SCALE, SCALE_SINCE}
-"""Slots whose very purpose is to change when an update is skipped."""
+ASKED = -1
+"""What a step puts in `last_finite_step` before an update, to find out what the guard did. It stays there if the guard
+was not reached: its part has no gradient."""
+LEFT_OUT = -2
+"""What a guard puts there in answer if it left the update out."""
 
 
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
@@ -37,7 +39,6 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         step that the last finite update made. A training step's metrics say `skipped`: 1 where the update was, else 0.
 
     Raises:
-        TypeError: `optimizer` is none.
         ValueError: It has a slot named `last_finite_step`, as a guarded one has.
 
     Example:
@@ -53,16 +54,21 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     require_optimizer("optimizer", optimizer)
 
     def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
         finite = all_finite(updates, params)
-        updates, inner = unless_skipped(finite, optimizer, updates, inner, params, step)
+        updates, inner = unless_skipped(finite, optimizer, updates, inner, params, step, context)
         last = own[LAST_FINITE_STEP]
         made = jnp.asarray(step).astype(last.dtype) + 1
-        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, last)}
+        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, _left_out(last))}
 
     added = {LAST_FINITE_STEP: lambda params, step: new_start_step(step)}
-    return wrapped(optimizer, "skip_nonfinite", update, added=added)
+    roles = {LAST_FINITE_STEP: Role.LAST_FINITE}
+    return wrapped(optimizer, "skip_nonfinite", update, added=added, roles=roles, guarded=True)
+
+
+def _left_out(last: Array) -> Array:
+    return jnp.where(last == ASKED, jnp.asarray(LEFT_OUT, last.dtype), last)
 
 
 def all_finite(gradients: Updates, params: Params) -> Array:
@@ -74,25 +80,27 @@ def all_finite(gradients: Updates, params: Params) -> Array:
 
 
 def unless_skipped(
-    finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step
+    finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step, context: Context
 ) -> tuple[Updates, Slots]:
-    """The update of an optimizer where `finite`; else none, all slots as they are, and start_step a step on."""
+    """The update of an optimizer where `finite`; else none, all slots as they are, and ages a step on."""
+    roles = roles_of(optimizer, params)
     with ordered_outside():
-        updates, new_slots = optimizer.update(updates, slots, params, step)
+        updates, new_slots = updated(optimizer, updates, slots, params, step, context)
     updates = jax.tree.map(lambda u: _zero_unless(finite, u), updates)
     # The parameters first, while the old slots are still there: see ordered_after.
     moved = jax.lax.optimization_barrier(apply_updates(params, updates))
-    return updates, {name: _kept(finite, name, slots[name], tree, moved) for name, tree in new_slots.items()}
+    return updates, {name: _kept(finite, roles.get(name), slots[name], tree, moved) for name, tree in new_slots.items()}
 
 
-def _kept(finite: Array, name: str, old: Any, new: Any, moved: Params) -> Any:
-    if is_start_step(name):
-        return old + jnp.where(finite, 0, 1).astype(old.dtype)
-    if name.rsplit("/", 1)[-1] in MOVE_WHEN_SKIPPED:
+def _kept(finite: Array, role: Role | None, old: Any, new: Any, moved: Params) -> Any:
+    if role in (Role.LOSS_SCALE, Role.SCALE_SINCE):  # whose very purpose is to change when an update is skipped
         return new
-
+    if role is Role.AGE:
+        return jnp.where(finite, new, old + 1)
+    if role is Role.LAST_FINITE:
+        return jnp.where(finite, new, _left_out(old))
     try:
-        olds, news = (trees.flatten_like(moved, tree, f"slot {name!r}") for tree in (old, new))
+        olds, news = (trees.flatten_like(moved, tree, "slots") for tree in (old, new))
     except ValueError:  # a scalar, or whatever else has not the structure of params
         return jax.tree.map(lambda before, after: jnp.where(finite, after, before), old, new)
     chosen = [

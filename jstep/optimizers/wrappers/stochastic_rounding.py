@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.indexed_slices import is_slices
 from jstep.core.keys import as_key
-from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.masks import leaf_numbers
+from jstep.optimizers.updated import updated
 from jstep.optimizers.wrapped import wrapped
 
 
@@ -47,9 +48,9 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
     key = as_key(key, "key")
 
     def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = optimizer.update(updates, inner, params, step)
+        updates, inner = updated(optimizer, updates, inner, params, step, context)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         of_step = jax.random.fold_in(key, step)
         numbers = leaf_numbers(params)

@@ -1,0 +1,261 @@
+"""What a slot means is known from the optimizer that made it, never from its name or its place."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {"w": jnp.array([1.0, -2.0]), "v": jnp.float32(0.5)}
+ODD = ("loss_scale", "start_step", "last_finite_step", "scale_since", "skipped", "held/x")
+PLAIN = ("s1", "s2", "s3", "s4", "s5", "s6/x")
+KEY = jax.random.key(5)
+
+
+def counting(names: tuple[str, ...], kind: str) -> jstep.Optimizer:
+    """Descent whose rate grows by what each slot counts: whoever touches a slot changes the parameters."""
+
+    def init(params: Any, global_step: Any = 0) -> Any:
+        if kind == "trees":
+            return {name: jax.tree.map(jnp.zeros_like, params) for name in names}
+        return {name: jnp.zeros((), jnp.int32 if kind == "integers" else jnp.float32) for name in names}
+
+    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+        mine = {name: jax.tree.map(lambda x: x + 1, slots[name]) for name in names}
+        total = sum(jnp.max(jax.tree.leaves(tree)[0]).astype(jnp.float32) for tree in mine.values())
+        return jax.tree.map(lambda g: -0.01 * total * g, updates), mine
+
+    return jstep.Optimizer(init, update, lambda step: {})
+
+
+def by_label(*labels: str) -> Callable[[str, Any], str]:
+    return lambda path, leaf: labels[0] if path == "w" else labels[-1]
+
+
+EMA = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
+AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+    "nothing": lambda one: one,
+    "scope": lambda one: jstep.scope("start_step", one),
+    "skip_nonfinite": lambda one: jstep.skip_nonfinite(jstep.scope("x", one)),
+    "skip-in-a-scope": lambda one: jstep.scope("y", jstep.skip_nonfinite(jstep.scope("x", one))),
+    "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(jstep.scope("x", one)),
+    "master_weights": jstep.master_weights,
+    "lookahead": lambda one: jstep.lookahead(one, sync_period=2),
+    "averages": lambda one: jstep.with_moving_average(one, EMA),
+    "averages-of-lookahead": lambda one: jstep.with_moving_average(jstep.lookahead(one, 2), EMA),
+    "cautious": jstep.cautious,
+    "rounding": lambda one: jstep.stochastic_rounding(one, KEY),
+    "chain": lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=1.0), one, jstep.decay_weights(0.01)),
+    "chain-beside": lambda one: jstep.skip_nonfinite(jstep.chain(jstep.scale_by_adam(), jstep.scope("x", one))),
+    "labels": lambda one: jstep.partition({"a": one, "a/b": jstep.skip_nonfinite(jstep.adam())}, by_label("a", "a/b")),
+    "labels-turned": lambda one: jstep.partition(
+        {"a/b": one, "a": jstep.skip_nonfinite(jstep.adam())}, by_label("a/b", "a")
+    ),
+    "guarded-labels": lambda one: jstep.skip_nonfinite(
+        jstep.partition({"held_": one, "start_step": jstep.adam()}, by_label("held_", "start_step"))
+    ),
+}
+
+
+OWN_AGE = {
+    "lookahead": "lookahead/start_step",
+    "averages": "with_moving_average/start_step",
+    "averages-of-lookahead": "with_moving_average/start_step",
+}
+"""What the age that a wrapper keeps is called if the usual name is taken."""
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return jnp.sum(params["w"] ** 2) * x + params["v"] ** 2
+
+
+def run(optimizer: jstep.Optimizer, **kwargs: Any) -> tuple[jstep.TrainState, list[dict[str, Any]]]:
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    step = jstep.minimize(loss_fn, optimizer, **kwargs)
+    shown = []
+    for x in (1.0, jnp.nan, 0.5, 2.0):
+        state, metrics = step(state, jnp.float32(x))
+        shown.append(metrics)
+    return state, shown
+
+
+@pytest.mark.parametrize("kind", ["floats", "integers", "trees"])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_slot_of_ones_own_is_a_slot_like_any_other(around: str, kind: str) -> None:
+    (odd, shown), (plain, want) = (run(AROUND[around](counting(names, kind))) for names in (ODD, PLAIN))
+    np.testing.assert_equal(jax.tree.map(np.asarray, odd.params), jax.tree.map(np.asarray, plain.params))
+    assert [sorted(one) for one in shown] == [sorted(one) for one in want]
+    for one, other in zip(shown, want, strict=True):
+        np.testing.assert_equal(jax.tree.map(np.asarray, one), jax.tree.map(np.asarray, other))
+    rename = dict(zip(PLAIN, ODD, strict=True))
+    for name, tree in plain.slots.items():
+        called = {name.removesuffix(p) + o for p, o in rename.items() if name == p or name.endswith("/" + p)} or {name}
+        if name == "start_step":
+            called = {OWN_AGE.get(around, name)}
+        np.testing.assert_equal(jax.tree.map(np.asarray, odd.slots[called.pop()]), jax.tree.map(np.asarray, tree))
+
+
+# Guards, wherever they stand.
+
+GUARD = jstep.skip_nonfinite
+GUARDS: dict[str, tuple[Callable[[], jstep.Optimizer], tuple[str, ...], bool]] = {
+    "outermost": (lambda: GUARD(jstep.adam()), ("",), True),
+    "loss-scale": (lambda: jstep.dynamic_loss_scale(jstep.adam()), ("",), True),
+    "scoped-loss-scale": (lambda: jstep.scope("s", jstep.dynamic_loss_scale(jstep.adam())), ("s/", ""), True),
+    "both": (lambda: jstep.dynamic_loss_scale(GUARD(jstep.adam())), ("",), True),
+    "both-turned": (lambda: GUARD(jstep.dynamic_loss_scale(jstep.adam())), ("",), True),
+    "averaged": (lambda: jstep.with_moving_average(GUARD(jstep.adam()), EMA), ("",), True),
+    "in-a-chain": (lambda: jstep.chain(jstep.clip_gradients(by_value=1.0), GUARD(jstep.adam())), ("",), True),
+    "behind-a-trace": (lambda: jstep.chain(jstep.trace(0.9), GUARD(jstep.scale(0.1))), ("",), False),
+    "each-label": (
+        lambda: jstep.partition({"a": GUARD(jstep.adam()), "a/b": GUARD(jstep.adam())}, by_label("a", "a/b")),
+        ("a/", "a/b/", ""),
+        True,
+    ),
+    "one-label": (
+        lambda: jstep.partition({"a": GUARD(jstep.adam()), "a/b": jstep.adam()}, by_label("a", "a/b")),
+        ("a/", ""),
+        True,
+    ),
+    "other-label": (
+        lambda: jstep.partition({"a": jstep.adam(), "a/b": GUARD(jstep.adam())}, by_label("a", "a/b")),
+        ("a/b/", ""),
+        False,
+    ),
+    "nested": (
+        lambda: GUARD(
+            jstep.partition(
+                {
+                    "p": jstep.scope("q", jstep.partition({"r": GUARD(jstep.adam())}, by_label("r"))),
+                    "p/q": jstep.master_weights(jstep.adam()),
+                },
+                by_label("p", "p/q"),
+            )
+        ),
+        ("p/q/r/", ""),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_step_is_skipped_where_a_guard_skipped_and_nothing_else_was_spoiled(name: str, counted: bool) -> None:
+    make, prefixes, whole = GUARDS[name]
+    optimizer = make()
+    state, shown = run(optimizer, increment_global_step=counted)
+    names = {f"{prefix}skipped" for prefix in prefixes}
+    assert {key for key in shown[0] if key.endswith("skipped")} == names
+    spoils = not whole  # then a NaN reached what no guard protects
+    assert [float(one["skipped"]) for one in shown][:2] == [0, 0 if spoils else 1]
+    if not spoils:
+        assert [float(one["skipped"]) for one in shown][2:] == [0, 0]
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    assert int(state.global_step) == 4 * counted
+    constants = jstep.minimize(loss_fn, optimizer, jit=False).parts(state, (jnp.float32(1.0),), None)[2]
+    assert constants.skipped == constants.repeated(3).skipped == "skipped"
+
+
+def test_without_a_guard_there_is_no_such_metric() -> None:
+    optimizer = jstep.scope("a", counting(ODD, "floats"))
+    state, shown = run(optimizer)
+    assert sorted(shown[0]) == ["loss"]
+    assert jstep.minimize(loss_fn, optimizer, jit=False).parts(state, (jnp.float32(1.0),), None)[2].skipped is None
+
+
+def test_a_part_that_sits_out_was_not_skipped() -> None:
+    optimizer = jstep.partition({"a": GUARD(jstep.adam()), "a/b": GUARD(jstep.adam())}, by_label("a", "a/b"))
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    step = jstep.minimize(loss_fn, optimizer, var_list=["v"])
+    state, metrics = step(state, jnp.float32(1.0))
+    assert [float(metrics[name]) for name in ("a/skipped", "a/b/skipped", "skipped")] == [0, 0, 0]
+    assert int(state.slots["a/last_finite_step"]) == 0
+    assert int(state.slots["a/b/last_finite_step"]) == 1
+
+
+# Ages: of optimizers of one's own, of parts without gradients.
+
+
+def aged(declared: bool) -> jstep.Optimizer:
+    def init(params: Any, global_step: Any = 0) -> Any:
+        return {"born": jnp.array(global_step, jnp.int32)}
+
+    if declared:
+        init.ages = ("born",)  # type: ignore[attr-defined]
+
+    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+        return jax.tree.map(lambda g: -g / (step + 1 - slots["born"]).astype(jnp.float32), updates), slots
+
+    return jstep.Optimizer(init, update, lambda step: {})
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_an_age_is_declared(declared: bool) -> None:
+    state, _ = run(GUARD(jstep.scope("a", aged(declared))))
+    assert int(state.slots["a/born"]) == int(declared)
+
+
+def test_slots_handed_through_by_a_wrapper_of_ones_own_keep_their_roles() -> None:
+    def wrapper(inner: jstep.Optimizer) -> jstep.Optimizer:
+        def init(params: Any, global_step: Any = 0) -> Any:
+            slots = {f"my/{name}": tree for name, tree in inner.init(params, global_step).items()}
+            return slots | {"extra": jnp.zeros(())}
+
+        def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+            own = {name.removeprefix("my/"): tree for name, tree in slots.items() if name.startswith("my/")}
+            updates, own = inner.update(updates, own, params, step)
+            return updates, {f"my/{name}": tree for name, tree in own.items()} | {"extra": slots["extra"]}
+
+        return jstep.Optimizer(init, update, inner.hyperparameters)
+
+    state, shown = run(GUARD(wrapper(jstep.adam())))
+    want, _ = run(GUARD(jstep.adam()))
+    np.testing.assert_array_equal(state.params["w"], want.params["w"])
+    assert int(state.slots["my/start_step"]) == 1
+    scaled, shown = run(wrapper(jstep.dynamic_loss_scale(jstep.adam(), initial=8.0)))
+    np.testing.assert_allclose(scaled.params["w"], want.params["w"], rtol=1e-5)
+    assert [float(one["skipped"]) for one in shown] == [0, 1, 0, 0]
+    assert float(shown[0]["my/loss_scale"]) == 8
+
+
+def waits(inner: jstep.Optimizer) -> jstep.Optimizer:
+    return jstep.partition({"w": inner, "w/v": jstep.adam(0.1)}, by_label("w", "w/v"))
+
+
+WAITING: dict[str, Callable[[], jstep.Optimizer]] = {
+    "a-label": lambda: waits(jstep.adam(0.1)),
+    "a-scope": lambda: waits(jstep.scope("s", jstep.adam(0.1))),
+    "a-label-in-a-label": lambda: waits(jstep.partition({"w": jstep.adam(0.1)}, lambda path, leaf: "w")),
+    "a-chain": lambda: waits(jstep.chain(jstep.scale_by_adam(), jstep.scale(-0.1))),
+    "masters": lambda: jstep.master_weights(waits(jstep.adam(0.1))),
+    "a-guard": lambda: GUARD(waits(jstep.scope("t", jstep.adam(0.1)))),
+    "guards": lambda: jstep.scope("u", waits(GUARD(jstep.adam(0.1)))),
+    "an-average": lambda: waits(jstep.with_moving_average(jstep.adam(0.1), EMA)),
+    "declared": lambda: waits(jstep.chain(aged(True), jstep.scale(0.1))),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_has_no_gradient_does_not_age(name: str) -> None:
+    optimizer = WAITING[name]()
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    state = alone = jstep.TrainState.create(PARAMS, optimizer)
+    for n in range(9):
+        g = {"w": jnp.array([1.0, 0.5]) * (n + 1), "v": jnp.float32(1.0)}
+        state = step(state, g if n % 3 == 0 else g | {"w": None})
+        if n % 3 == 0:
+            alone = step(alone, g)
+    np.testing.assert_allclose(state.params["w"], alone.params["w"], rtol=1e-6)
+
+
+def test_all_parts_without_gradients_are_an_error() -> None:
+    optimizer = waits(jstep.partition({"x": jstep.adam()}, lambda path, leaf: None))
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        jstep.apply_gradients(state, {"w": jnp.ones(2), "v": None}, optimizer)
+    moved = jstep.apply_gradients(state, {"w": jnp.ones(2), "v": jnp.float32(1.0)}, optimizer)
+    np.testing.assert_array_equal(moved.params["w"], PARAMS["w"])

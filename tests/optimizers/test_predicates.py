@@ -1,0 +1,101 @@
+"""Labels, masks and predicates see the state's own leaves, whatever wrapper stands in between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {"low": jnp.ones((2, 2), jnp.bfloat16), "high": jnp.ones((2, 2)), "n": jnp.int32(1), "none": None}
+GRADS = {"low": jnp.ones((2, 2), jnp.bfloat16), "high": jnp.ones((2, 2)), "n": None, "none": None}
+
+
+def is_low(path: str, leaf: Any) -> bool:
+    return leaf.dtype == jnp.bfloat16
+
+
+def by_dtype(path: str, leaf: Any) -> str | None:
+    return {"bfloat16": "low", "float32": "high"}.get(str(leaf.dtype))
+
+
+def slow_and_quick() -> jstep.Optimizer:
+    return jstep.partition({"low": jstep.gradient_descent(1.0), "high": jstep.gradient_descent(0.0)}, by_dtype)
+
+
+AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+    "nothing": lambda one: one,
+    "masters": jstep.master_weights,
+    "scoped": lambda one: jstep.master_weights(jstep.scope("s", one)),
+    "guarded": lambda one: jstep.skip_nonfinite(jstep.master_weights(jstep.with_moving_average(one, EMA))),
+    "label": lambda one: jstep.partition({"a": jstep.master_weights(one)}, lambda path, leaf: "a"),
+    "labels": lambda one: jstep.master_weights(
+        jstep.partition({"a": jstep.partition({"b": one}, lambda path, leaf: "b")}, lambda path, leaf: "a")
+    ),
+    "chain": lambda one: jstep.master_weights(jstep.chain(jstep.clip_gradients(by_value=9.0), one)),
+}
+EMA = jstep.ExponentialMovingAverage(0.5)
+# Each moves low by 1 and leaves high alone.
+MOVES_LOW: dict[str, Callable[[], jstep.Optimizer]] = {
+    "labels": slow_and_quick,
+    "labels-in-labels": lambda: jstep.partition({"x": slow_and_quick()}, lambda path, leaf: "x" if by_dtype else None),
+    "decay": lambda: jstep.chain(jstep.add_weight_decay(1.0, is_low), jstep.stateless(_decay_alone)),
+    "decoupled": lambda: jstep.chain(jstep.gradient_descent(0.0), jstep.decay_weights(1.0, is_low)),
+    "factors": lambda: jstep.chain(
+        jstep.gradient_descent(1.0), jstep.scale_updates(lambda path, leaf: float(is_low(path, leaf)))
+    ),
+    "axes": lambda: jstep.chain(jstep.orthogonalize(scale=None, axes=_axes), jstep.stateless(_ones_alone)),
+    "slots": lambda: jstep.leafwise(_slotted, hyper={}, slots={"m": jstep.Slot(shape=_shape)}),
+}
+
+
+def _decay_alone(updates: Any, params: Any, step: Any) -> Any:
+    """−(u − g): what decay has added to gradients of 1."""
+    return jax.tree.map(lambda u: 1 - u, updates)
+
+
+def _axes(path: str, leaf: Any) -> tuple[int, int]:
+    seen.append((path, str(leaf.dtype)))
+    return 0, 1
+
+
+seen: list[tuple[str, str]] = []
+
+
+def _ones_alone(updates: Any, params: Any, step: Any) -> Any:
+    return {"low": jnp.full((2, 2), -1.0), "high": jnp.zeros((2, 2)), "n": None, "none": None}
+
+
+def _shape(path: str, leaf: Any) -> tuple[int, ...] | None:
+    return leaf.shape if is_low(path, leaf) else None
+
+
+def _slotted(g: Any, p: Any, slots: Any, h: Any) -> Any:
+    return (0 * g, {}) if slots["m"] is None else (-g, {"m": slots["m"] + 1})
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("what", MOVES_LOW)
+def test_dtypes_are_those_of_the_state(what: str, around: str) -> None:
+    seen.clear()
+    optimizer = AROUND[around](MOVES_LOW[what]())
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    state = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, GRADS)
+    np.testing.assert_allclose(state.params["low"].astype(jnp.float32), 0.0, atol=1e-6)
+    np.testing.assert_array_equal(state.params["high"], 1.0)
+    assert set(seen) <= {("low", "bfloat16"), ("high", "float32")}
+
+
+def test_what_is_averaged_and_trusted_goes_by_the_state_too() -> None:
+    optimizer = jstep.master_weights(jstep.with_moving_average(jstep.gradient_descent(0.1), EMA, is_low))
+    averages = jstep.TrainState.create(PARAMS, optimizer).slots["ExponentialMovingAverage"]
+    assert averages["high"] is None
+    assert averages["low"].dtype == jnp.float32
+    for around in (lambda one: one, jstep.master_weights):
+        lars = around(jstep.lars(1.0, momentum=0.0, trust_coefficient=0.5, trust_ratio_mask=is_low))
+        state = jstep.apply_gradients(jstep.TrainState.create(PARAMS, lars), GRADS, lars)
+        np.testing.assert_allclose(state.params["low"].astype(jnp.float32), 0.5, rtol=1e-2)
+        np.testing.assert_allclose(state.params["high"], 0.0, atol=1e-6)

@@ -1,0 +1,72 @@
+"""A loss scale stands around the whole optimizer; anywhere else it is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {"a": jnp.float32(1.0), "b": jnp.float32(2.0)}
+SGD = lambda: jstep.gradient_descent(1.0)  # noqa: E731
+SCALED = lambda: jstep.dynamic_loss_scale(SGD(), initial=4.0)  # noqa: E731
+WRONG: dict[str, Callable[[], jstep.Optimizer]] = {
+    "label": lambda: jstep.partition({"a": SCALED(), "b": SGD()}, lambda path, leaf: path),
+    "only-label": lambda: jstep.partition({"a": SCALED()}, lambda path, leaf: "a"),
+    "behind": lambda: jstep.chain(jstep.add_weight_decay(0.1), SCALED()),
+    "before": lambda: jstep.chain(SCALED(), jstep.decay_weights(0.1)),
+    "scoped": lambda: jstep.chain(jstep.add_weight_decay(0.1), jstep.scope("s", SCALED())),
+    "deep": lambda: jstep.skip_nonfinite(
+        jstep.scope("s", jstep.partition({"a": jstep.master_weights(SCALED())}, lambda path, leaf: "a"))
+    ),
+    "twice": lambda: jstep.dynamic_loss_scale(jstep.scope("s", SCALED())),
+}
+RIGHT: dict[str, Callable[[], jstep.Optimizer]] = {
+    "alone": SCALED,
+    "scope": lambda: jstep.scope("s", SCALED()),
+    "one-element": lambda: jstep.chain(SCALED()),
+    "guard": lambda: jstep.skip_nonfinite(SCALED()),
+    "masters": lambda: jstep.master_weights(SCALED()),
+    "averages": lambda: jstep.with_moving_average(SCALED(), jstep.ExponentialMovingAverage(0.5)),
+    "lookahead": lambda: jstep.lookahead(SCALED()),
+    "all": lambda: jstep.scope("s", jstep.skip_nonfinite(jstep.scope("t", jstep.master_weights(SCALED())))),
+}
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return params["a"] * x + params["b"]
+
+
+@pytest.mark.parametrize("place", WRONG)
+def test_elsewhere_it_says_where_it_belongs(place: str) -> None:
+    optimizer = WRONG[place]()
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    step = jstep.minimize(loss_fn, optimizer)
+    with pytest.raises(ValueError, match=r"dynamic_loss_scale: must be outermost, got .*loss_scale'.*around the whole"):
+        step(state, jnp.float32(1.0))
+    with pytest.raises(ValueError, match="must be outermost"):
+        jstep.apply_gradients(state, PARAMS, optimizer)
+
+
+@pytest.mark.parametrize("place", RIGHT)
+def test_what_does_not_mind_may_stand_around_it(place: str) -> None:
+    optimizer = RIGHT[place]()
+    step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm",))
+    state, metrics = step(jstep.TrainState.create(PARAMS, optimizer), jnp.float32(0.5))
+    np.testing.assert_allclose([state.params["a"], state.params["b"]], [0.5, 1.0])
+    assert next(float(value) for name, value in metrics.items() if name.endswith("loss_scale")) == 4
+    np.testing.assert_allclose(metrics["grad_norm"], 1.25**0.5, rtol=1e-6)
+    state, metrics = step(state, jnp.float32(jnp.inf))
+    assert float(metrics["skipped"]) == 1
+    np.testing.assert_allclose([state.params["a"], state.params["b"]], [0.5, 1.0])
+
+
+def test_at_its_limits_a_skip_is_still_a_skip() -> None:
+    for initial, x, skipped in ((2.0**-126, jnp.inf, 1), (2.0**126, 1e-30, 0)):
+        optimizer = jstep.dynamic_loss_scale(SGD(), initial=initial, period=1)
+        for counted in (True, False):
+            step = jstep.minimize(lambda params, x: params["a"] * x, optimizer, increment_global_step=counted)
+            _, metrics = step(jstep.TrainState.create(PARAMS, optimizer), jnp.float32(x))
+            assert float(metrics["skipped"]) == skipped
