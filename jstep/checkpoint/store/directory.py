@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -116,7 +116,12 @@ class Directory:
         """As `Store.save`."""
 
         def publish(temporary: str, final: str) -> None:
+            from jstep.checkpoint.store import tensors
+
             manifest = commit.seal(checksums.collect(temporary, jax.process_count()))
+            # Cleaners of old files remove what is being written, too, and the rest would look like a checkpoint.
+            if lost := _lost(lambda: tensors.lacking(temporary, manifest)):
+                raise OSError(errno.ENOENT, f"{lost}: somebody removed files while they were written", temporary)
             manifest_file.write(temporary, manifest)
             place.publish(temporary, final)
             commit.committed()
@@ -160,3 +165,12 @@ class Directory:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+
+
+def _lost(lacking: Callable[[], str | None]) -> str | None:
+    """What is not there of what was written, in words."""
+    try:
+        path = lacking()
+    except Exception as error:  # tensorstore has no types of errors
+        return f"what was written cannot be read ({str(error)[:300]})"
+    return path and f"{path!r} is not there any more"

@@ -4,13 +4,14 @@ A checkpoint is written under a temporary name, its manifest last, and renamed. 
 """
 
 import contextlib
+import errno
 import logging
 import os
 import re
 import shutil
 from collections.abc import Callable
 
-from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
+from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed, missing
 
 _logger = logging.getLogger("jstep")
 
@@ -26,6 +27,12 @@ def publish(temporary: str, final: str) -> None:
             _set_aside(final)
     sync(temporary)
     os.rename(temporary, final)
+    if (lacks := missing(final)) is not None:
+        # Somebody is removing the folder, and went on after it was renamed.
+        evict(final)
+        if os.path.lexists(replaced):
+            os.rename(replaced, final)
+        raise FileNotFoundError(errno.ENOENT, f"{lacks} was removed while the checkpoint was written", temporary)
     sync(os.path.dirname(final))
     remove(replaced)
 
