@@ -4,6 +4,7 @@ float32 cannot tell 16 777 216 from 16 777 217, so `step / decay_steps` in float
 staircase built on it jumps at the wrong one. Here a step is divided by a rational period in integers.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -88,6 +89,30 @@ def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
         raise ValueError(f"{name}={number}: must be {'≥ 0' if zero else 'positive'} and finite{hint}")
     # The number as it is written: 0.1 is a tenth, not the float nearest to it.
     return Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
+
+
+def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
+    """A number of steps: an integer, so that a call in another library's order cannot train at a rate of 1000.
+
+    Args:
+        name: The argument's name, for the error.
+        value: The number.
+        schedule: The function it was given to, for the error.
+        zero: Whether it may be 0, which may be a float then.
+
+    Raises:
+        TypeError: It is not an integer, or traced; shows the order of the arguments.
+        ValueError: It is not positive.
+    """
+    order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
+    dtype = getattr(value, "dtype", None)
+    is_float = isinstance(value, float) or (dtype is not None and jnp.issubdtype(dtype, jnp.floating))
+    if is_float and not (zero and not trees.is_traced(value) and not np.ndim(value) and value == 0):
+        raise TypeError(f"{name}={shown(value)}: must be an integer, a number of steps, got {kind(value)}; {order}")
+    try:
+        return period(name, value, zero=zero)
+    except TypeError as error:
+        raise TypeError(f"{error}; {order}") from None
 
 
 def scalar(name: str, value: Any) -> Any:
