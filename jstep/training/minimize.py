@@ -10,6 +10,7 @@ import numpy as np
 from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
+from jstep.core.collecting import with_returned
 from jstep.core.loops import Unroll
 from jstep.core.meshes import on_auto_axes
 from jstep.core.types import Array, Number, Optimizer, Params, Slots, require_optimizer
@@ -132,14 +133,14 @@ def minimize(
                 return found if scale is None else found / scale.astype(found.dtype)
             return global_norm(updates if name == "update_norm" else _trainable(new_state.params))
 
-        aux = part.aux if isinstance(part.aux, Mapping) else {"aux": part.aux}
+        aux, made = with_returned(part.aux if isinstance(part.aux, Mapping) else {"aux": part.aux}, part.summaries)
         named = {
             "the loss": {"loss": part.loss},
             "the optimizer's hyperparameters": optimizer.hyperparameters(step),
             "the optimizer's slots": metrics_of_slots(state.slots, new_state.slots, step),
             "aux": aux if has_aux else {},
             "the norms": {name: norm(name) for name in norms},
-            "what the loss made": {} if part.summaries is None else {"summaries": part.summaries},
+            "what the loss made": {} if made is None else {"summaries": made},
         }
         return (new_state, *split_constants(_joined(named)))
 
