@@ -21,7 +21,6 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
         A function from the step to a scalar, for `ademamix(alpha=…)`.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: `steps` ≤ 0, or `alpha` < 0.
 
     Example:
@@ -56,7 +55,6 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
         A function from the step to a scalar, for `ademamix(beta3=…)`.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: `steps` ≤ 0, or a β outside (0, 1).
 
     Example:

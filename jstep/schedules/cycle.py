@@ -31,10 +31,6 @@ def one_cycle(
     Returns:
         A function from the step to a scalar; from step total_steps − 1 on it stays.
 
-    Raises:
-        TypeError: A number is none.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jstep
         >>> schedule = jstep.one_cycle(1.0, 100)
@@ -82,7 +78,6 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: A length is ≤ 0.
 
     Example:

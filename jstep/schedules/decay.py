@@ -33,7 +33,7 @@ def exponential_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number, or `staircase` no bool.
+        TypeError: `staircase` is not a bool.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -73,7 +73,7 @@ def natural_exp_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number, or `staircase` no bool.
+        TypeError: `staircase` is not a bool.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -112,7 +112,7 @@ def inverse_time_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number, or `staircase` no bool.
+        TypeError: `staircase` is not a bool.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -156,7 +156,7 @@ def polynomial_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number, or `cycle` no bool.
+        TypeError: `cycle` is not a bool.
         ValueError: `decay_steps` ≤ 0 or `power` < 0.
 
     Example:
@@ -204,7 +204,6 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: `steps` ≤ 0.
 
     Example:
