@@ -141,7 +141,7 @@ class TrainState:
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
         numbers = sum(int(np.size(leaf)) for leaf in leaves)
-        slots = ", ".join(f"{name} ({_bytes_text(tree)})" for name, tree in self.slots.items())
+        slots = ", ".join(f"{name} ({_bytes_text(tree)})" for name, tree in sorted(self.slots.items()))
         return (
             f"TrainState(global_step={_step_text(self.global_step)}, "
             f"params: {numbers:,} numbers in {len(leaves)} leaves ({_bytes_text(self.params)}), "

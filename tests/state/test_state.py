@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import jax
@@ -241,3 +242,11 @@ def test_a_donated_state_compares() -> None:
     after = jax.jit(lambda state: state, donate_argnums=0)(state)
     assert (state == after) is False
     assert (state == state) is True
+
+
+def test_the_summary_of_a_state_orders_slots_by_name() -> None:
+    optimizer = jstep.adam(0.1)
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+    after, _ = jstep.minimize(lambda p: p["w"].sum(), optimizer)(state)
+    for one in (state, after, state.replace(slots=dict(reversed(state.slots.items())))):
+        assert re.findall(r"(\w+) \(", str(one).partition("slots")[2]) == ["m", "start_step", "v"]
