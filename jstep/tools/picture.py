@@ -1,7 +1,6 @@
 """Pictures, drawn with matplotlib, without a display."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +51,7 @@ def draw_plan(
     if constant:
         words = ",  ".join(f"{name} = {number(value)}" for name, value in constant.items())
         fig.supxlabel(f"constant:  {words}", fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
-    fig.savefig(os.path.expanduser(path), dpi=200)
+    fig.savefig(path, dpi=200)
 
 
 def _panel(axes: Any, steps: Any, name: str, column: Any, last_step: int) -> None:
