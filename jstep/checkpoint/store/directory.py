@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest
 from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, owner, place
 from jstep.checkpoint.store.claim import Claim, file_of
 from jstep.checkpoint.store.in_flight import IN_FLIGHT
@@ -123,7 +123,7 @@ class Directory:
             if lost := _lost(lambda: tensors.lacking(temporary, manifest)):
                 raise OSError(errno.ENOENT, f"{lost}: somebody removed files while they were written", temporary)
             manifest_file.write(temporary, manifest)
-            place.publish(temporary, final)
+            place.publish(temporary, final, [NAME, *manifest.files])
             commit.committed()
 
         self._bytes = sum(int(array.nbytes) for array in arrays.values())
