@@ -16,7 +16,7 @@ from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_rema
 _logger = logging.getLogger("jstep")
 
 
-def publish(temporary: str, final: str, files: Iterable[str]) -> None:
+def publish(temporary: str, final: str, files: Iterable[str] = ()) -> None:
     """Gives a finished checkpoint its name. One of the same name goes only once the new one is there.
 
     Args:
