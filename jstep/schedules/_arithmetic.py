@@ -157,7 +157,7 @@ def until(step: Array, end: Fraction) -> Array:
 
 
 def between(
-    first: Any, last: Any, step: Array, start: Fraction, end: Fraction, shape: Callable[[Array, Array], Array]
+    first: Any, last: Any, step: Array, start: Fraction, end: Fraction, shape: Callable[[Array, Array], tuple[Array, Array]]
 ) -> Array:
     """From `first` (up to step `start`) to `last` (from step `end` on), along a curve.
 
@@ -167,13 +167,14 @@ def between(
         step: Integer steps.
         start: Where it begins, in steps.
         end: Where it ends, later than `start`.
-        shape: `shape(passed, left)`, the weight of `first`; both fractions have all their digits.
+        shape: `shape(passed, left)`, the weights of `first` and `last`; both fractions have all their digits.
     """
     length = jnp.asarray(float(end - start), trees.default_float())
     passed, left = since(step, start) / length, until(step, end) / length
-    weight = shape(jnp.clip(passed, 0.0, 1.0), jnp.clip(left, 0.0, 1.0))
-    # Each end is met exactly, and what lies near an end that is 0 has all its digits.
-    return jnp.where(left >= 1, first, jnp.where(left <= 0, last, last + (first - last) * weight))
+    early, late = shape(jnp.clip(passed, 0.0, 1.0), jnp.clip(left, 0.0, 1.0))
+    # Each end is met exactly, and what lies near an end that is small has all its digits.
+    inside = jnp.where(early < late, last + (first - last) * early, first + (last - first) * late)
+    return jnp.where(left >= 1, first, jnp.where(left <= 0, last, inside))
 
 
 def ramp(step: Array, length: Fraction) -> Array:
@@ -193,14 +194,14 @@ def half_cosine(remaining: Array) -> Array:
     return jnp.square(jnp.sin(remaining * (math.pi / 2)))
 
 
-def straight(passed: Array, left: Array) -> Array:
-    """The weight of a line's first value, for `between`."""
-    return left
+def straight(passed: Array, left: Array) -> tuple[Array, Array]:
+    """The weights of a line's first and last value, for `between`."""
+    return left, passed
 
 
-def cosine(passed: Array, left: Array) -> Array:
+def cosine(passed: Array, left: Array) -> tuple[Array, Array]:
     """Likewise of half a cosine's."""
-    return half_cosine(left)
+    return half_cosine(left), half_cosine(passed)
 
 
 class Periods(NamedTuple):

@@ -15,9 +15,9 @@ SHAPES = {
     "linear": straight,
     "cosine": cosine,
     # 1 − √x without the cancellation near x = 1.
-    "sqrt": lambda passed, left: left / (1 + jnp.sqrt(passed)),
+    "sqrt": lambda passed, left: (left / (1 + jnp.sqrt(passed)), jnp.sqrt(passed)),
 }
-"""The weight of a decay's first value."""
+"""The weights of a decay's first and last value."""
 
 
 def warmup_cosine_decay(
