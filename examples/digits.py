@@ -120,7 +120,8 @@ def write_hardest(writer, state, images, labels):
     params = jstep.averaged_params(state)
     guesses = np.asarray(predict(params, images).argmax(-1))
     wrong = np.flatnonzero(guesses != labels)
-    print(f"{len(wrong)} mistakes:", ", ".join(f"a {labels[i]} taken for a {guesses[i]}" for i in wrong) or "none")
+    which = ", ".join(f"a {labels[i]} taken for a {guesses[i]}" for i in wrong)
+    print(f"{len(wrong)} mistakes{f': {which}' if which else ''}")
     hardest = np.argsort(-np.asarray(metrics(params, images, labels)["loss"]))[:16]
     writer.add_summary(jstep.summary.image("hardest", tile(images[hardest, :, :, 0]), max_images=1), state.global_step)
 

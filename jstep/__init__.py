@@ -44,223 +44,37 @@ Summaries for TensorBoard: summary.scalar and others, summary.SummaryWriter. `py
 
 __version__ = "0.2.0"
 
-# A name is written down here and in __init__.pyi.
-__all__ = [
-    "GATE_GRAPH",
-    "GATE_NONE",
-    "GATE_OP",
-    "AggregationMethod",
-    "Batches",
-    "CancelledError",
-    "CheckpointError",
-    "CheckpointSaverHook",
-    "Collective",
-    "Context",
-    "Coordinator",
-    "Cost",
-    "DivergenceError",
-    "EarlyStopping",
-    "EvaluationHook",
-    "ExponentialMovingAverage",
-    "FIFOQueue",
-    "FingerprintHook",
-    "Hook",
-    "IndexedSlices",
-    "KeepBest",
-    "LoggingHook",
-    "MetricsHook",
-    "NanLossDuringTrainingError",
-    "NanLossHook",
-    "NonFinite",
-    "Optimizer",
-    "OutOfRangeError",
-    "Plan",
-    "Preempted",
-    "PrefetchIterator",
-    "ProfilerHook",
-    "ProgressHook",
-    "QueueRunner",
-    "RandomShuffleQueue",
-    "ReduceOnPlateau",
-    "Replay",
-    "ResumeReport",
-    "Saver",
-    "Schedule",
-    "Slot",
-    "StepCounterHook",
-    "StopAtStepHook",
-    "SummarySaverHook",
-    "TrainState",
-    "TrainStep",
-    "adabelief",
-    "adadelta",
-    "adafactor",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "adan",
-    "add_noise",
-    "add_queue_runner",
-    "add_weight_decay",
-    "ademamix",
-    "ademamix_alpha",
-    "ademamix_beta3",
-    "adopt",
-    "apply_gradients",
-    "apply_updates",
-    "as_schedule",
-    "averaged_params",
-    "batches",
-    "cautious",
-    "centralize_gradients",
-    "chain",
-    "checkpoint_name",
-    "clip_by_average_norm",
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "clip_gradients",
-    "compute_gradients",
-    "constant",
-    "cosine_decay",
-    "cosine_decay_restarts",
-    "cost",
-    "create_global_step",
-    "cyclical",
-    "decay_weights",
-    "distributed",
-    "dynamic_loss_scale",
-    "evaluator",
-    "every",
-    "exponential_decay",
-    "find_nonfinite",
-    "fingerprint",
-    "from_optax",
-    "fsdp_specs",
-    "ftrl",
-    "get_global_step",
-    "get_hyperparameter",
-    "get_or_create_global_step",
-    "get_slot",
-    "get_slot_names",
-    "global_norm",
-    "global_step",
-    "gradient_descent",
-    "gradients",
-    "held",
-    "increment_global_step",
-    "inverse_sqrt_decay",
-    "inverse_time_decay",
-    "join",
-    "lamb",
-    "lars",
-    "latest_checkpoint",
-    "leafwise",
-    "linear",
-    "linear_cosine_decay",
-    "linear_warmup",
-    "lion",
-    "log_every_n",
-    "lookahead",
-    "lookup",
-    "map_gradients",
-    "map_leaves",
-    "master_weights",
-    "minimize",
-    "momentum",
-    "muon",
-    "nadam",
-    "natural_exp_decay",
-    "normalize_gradients",
-    "novograd",
-    "one_cycle",
-    "orthogonalize",
-    "partition",
-    "piecewise_constant",
-    "plan",
-    "polynomial_decay",
-    "prefetch_to_device",
-    "prodigy",
-    "radam",
-    "replay",
-    "rmsprop",
-    "rprop",
-    "scale",
-    "scale_by_adam",
-    "scale_by_learning_rate",
-    "scale_by_lion",
-    "scale_by_rms",
-    "scale_by_trust_ratio",
-    "scale_updates",
-    "scan_steps",
-    "schedule_free_adamw",
-    "schedule_free_params",
-    "schedule_free_sgd",
-    "scope",
-    "set_hyperparameter",
-    "sgd",
-    "shard_batch",
-    "shard_state",
-    "shift",
-    "signum",
-    "skip_nonfinite",
-    "slow_params",
-    "soap",
-    "start_queue_runners",
-    "stateless",
-    "stochastic_rounding",
-    "stop_gradient",
-    "summary",
-    "times",
-    "trace",
-    "train",
-    "verify_resume",
-    "warmup_cosine_decay",
-    "warmup_stable_decay",
-    "with_moving_average",
-    "yogi",
-]
 
-# From the bottom up: asked for a name, jstep loads the packages up to the one that exports it. So `import jstep` is
-# quick, and what a run does not use costs it nothing.
-_PACKAGES = (
-    "core",
-    "sharding",
-    "schedules",
-    "clipping",
-    "state",
-    "optimizers",
-    "differentiate",
-    "training",
-    "distributed",
-    "data",
-    "queues",
-    "checkpoint",
-    "fingerprints",
-    "hooks",
-    "evaluating",
-    "loop",
-    "tools",
-    "summary",
-)
+def _places() -> dict[str, str]:
+    """The public names, and the module that each comes from: what the stub beside this file says."""
+    stub = __spec__.loader.get_data(__file__.removesuffix("c") + "i").decode()  # type: ignore
+    places, module = {}, ""
+    for line in stub.splitlines():
+        words = line.replace(",", " ").split()
+        module = words[1] if words[:1] == ["from"] else module
+        places.update((words[i + 1], module) for i, word in enumerate(words) if word == "as")
+    return places
+
+
+_PLACES = _places()
+__all__ = sorted(_PLACES)
+
+# A name is loaded when it is asked for, so that `import jstep` is quick, and what a run does not use costs it nothing.
 
 
 def __getattr__(name: str) -> object:
     import importlib
     import sys
 
-    if name in _PACKAGES:
+    place = _PLACES.get(name)
+    if place == "jstep" or (place is None and f"jstep.{name}" in _PLACES.values()):  # a package
         return importlib.import_module(f"jstep.{name}")
-    if name in __all__:
-        for package in _PACKAGES:
-            module = importlib.import_module(f"jstep.{package}")
-            if name in module.__all__:
-                value: object = getattr(module, name)
-                globals()[name] = value
-                return value
-    raise AttributeError(f"module 'jstep' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    if place is None:
+        raise AttributeError(f"module 'jstep' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    value: object = getattr(importlib.import_module(place), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__all__)

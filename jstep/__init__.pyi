@@ -1,389 +1,179 @@
-# What type checkers and editors see of the package; at run time __init__.py loads a name when it is asked for.
+# The public names and where they are: the one list of them, read by __init__.py, type checkers and editors.
 
-from jstep import (
-    distributed,
-    summary,
-)
-from jstep.checkpoint import (
-    CheckpointError,
-    Saver,
-    checkpoint_name,
-    latest_checkpoint,
-)
-from jstep.clipping import (
-    clip_by_average_norm,
-    clip_by_global_norm,
-    clip_by_norm,
-    clip_by_value,
-    global_norm,
-)
-from jstep.core import (
-    Context,
-    IndexedSlices,
-    Optimizer,
-    Schedule,
-)
-from jstep.data import (
-    Batches,
-    PrefetchIterator,
-    batches,
-    prefetch_to_device,
-)
-from jstep.differentiate import (
-    GATE_GRAPH,
-    GATE_NONE,
-    GATE_OP,
-    AggregationMethod,
-    compute_gradients,
-    gradients,
-    lookup,
-    map_gradients,
-    stop_gradient,
-)
-from jstep.evaluating import (
-    EarlyStopping,
-    KeepBest,
-    ReduceOnPlateau,
-    evaluator,
-)
-from jstep.fingerprints import (
-    fingerprint,
-)
-from jstep.hooks import (
-    CheckpointSaverHook,
-    DivergenceError,
-    EvaluationHook,
-    FingerprintHook,
-    Hook,
-    LoggingHook,
-    MetricsHook,
-    NanLossDuringTrainingError,
-    NanLossHook,
-    ProfilerHook,
-    ProgressHook,
-    StepCounterHook,
-    StopAtStepHook,
-    SummarySaverHook,
-    every,
-    log_every_n,
-)
-from jstep.loop import (
-    Preempted,
-    train,
-)
-from jstep.optimizers import (
-    ExponentialMovingAverage,
-    Slot,
-    adabelief,
-    adadelta,
-    adafactor,
-    adagrad,
-    adam,
-    adamax,
-    adamw,
-    adan,
-    add_noise,
-    add_weight_decay,
-    ademamix,
-    adopt,
-    apply_updates,
-    as_schedule,
-    averaged_params,
-    cautious,
-    centralize_gradients,
-    chain,
-    clip_gradients,
-    decay_weights,
-    dynamic_loss_scale,
-    from_optax,
-    ftrl,
-    get_hyperparameter,
-    gradient_descent,
-    held,
-    lamb,
-    lars,
-    leafwise,
-    lion,
-    lookahead,
-    map_leaves,
-    master_weights,
-    momentum,
-    muon,
-    nadam,
-    normalize_gradients,
-    novograd,
-    orthogonalize,
-    partition,
-    prodigy,
-    radam,
-    rmsprop,
-    rprop,
-    scale,
-    scale_by_adam,
-    scale_by_learning_rate,
-    scale_by_lion,
-    scale_by_rms,
-    scale_by_trust_ratio,
-    scale_updates,
-    schedule_free_adamw,
-    schedule_free_params,
-    schedule_free_sgd,
-    scope,
-    set_hyperparameter,
-    sgd,
-    signum,
-    skip_nonfinite,
-    slow_params,
-    soap,
-    stateless,
-    stochastic_rounding,
-    trace,
-    with_moving_average,
-    yogi,
-)
-from jstep.queues import (
-    CancelledError,
-    Coordinator,
-    FIFOQueue,
-    OutOfRangeError,
-    QueueRunner,
-    RandomShuffleQueue,
-    add_queue_runner,
-    start_queue_runners,
-)
-from jstep.schedules import (
-    ademamix_alpha,
-    ademamix_beta3,
-    constant,
-    cosine_decay,
-    cosine_decay_restarts,
-    cyclical,
-    exponential_decay,
-    inverse_sqrt_decay,
-    inverse_time_decay,
-    join,
-    linear,
-    linear_cosine_decay,
-    linear_warmup,
-    natural_exp_decay,
-    one_cycle,
-    piecewise_constant,
-    polynomial_decay,
-    shift,
-    times,
-    warmup_cosine_decay,
-    warmup_stable_decay,
-)
-from jstep.sharding import (
-    fsdp_specs,
-    shard_batch,
-)
-from jstep.state import (
-    TrainState,
-    create_global_step,
-    get_global_step,
-    get_or_create_global_step,
-    get_slot,
-    get_slot_names,
-    global_step,
-    increment_global_step,
-    shard_state,
-)
-from jstep.tools import (
-    Collective,
-    Cost,
-    NonFinite,
-    Plan,
-    Replay,
-    ResumeReport,
-    cost,
-    find_nonfinite,
-    plan,
-    replay,
-    verify_resume,
-)
-from jstep.training import (
-    TrainStep,
-    apply_gradients,
-    minimize,
-    scan_steps,
-)
+from jstep import distributed as distributed
+from jstep import summary as summary
+from jstep.checkpoint import CheckpointError as CheckpointError
+from jstep.checkpoint import Saver as Saver
+from jstep.checkpoint import checkpoint_name as checkpoint_name
+from jstep.checkpoint import latest_checkpoint as latest_checkpoint
+from jstep.clipping import clip_by_average_norm as clip_by_average_norm
+from jstep.clipping import clip_by_global_norm as clip_by_global_norm
+from jstep.clipping import clip_by_norm as clip_by_norm
+from jstep.clipping import clip_by_value as clip_by_value
+from jstep.clipping import global_norm as global_norm
+from jstep.core import Context as Context
+from jstep.core import IndexedSlices as IndexedSlices
+from jstep.core import Optimizer as Optimizer
+from jstep.core import Schedule as Schedule
+from jstep.data import Batches as Batches
+from jstep.data import PrefetchIterator as PrefetchIterator
+from jstep.data import batches as batches
+from jstep.data import prefetch_to_device as prefetch_to_device
+from jstep.differentiate import GATE_GRAPH as GATE_GRAPH
+from jstep.differentiate import GATE_NONE as GATE_NONE
+from jstep.differentiate import GATE_OP as GATE_OP
+from jstep.differentiate import AggregationMethod as AggregationMethod
+from jstep.differentiate import compute_gradients as compute_gradients
+from jstep.differentiate import gradients as gradients
+from jstep.differentiate import lookup as lookup
+from jstep.differentiate import map_gradients as map_gradients
+from jstep.differentiate import stop_gradient as stop_gradient
+from jstep.evaluating import EarlyStopping as EarlyStopping
+from jstep.evaluating import KeepBest as KeepBest
+from jstep.evaluating import ReduceOnPlateau as ReduceOnPlateau
+from jstep.evaluating import evaluator as evaluator
+from jstep.fingerprints import fingerprint as fingerprint
+from jstep.hooks import CheckpointSaverHook as CheckpointSaverHook
+from jstep.hooks import DivergenceError as DivergenceError
+from jstep.hooks import EvaluationHook as EvaluationHook
+from jstep.hooks import FingerprintHook as FingerprintHook
+from jstep.hooks import Hook as Hook
+from jstep.hooks import LoggingHook as LoggingHook
+from jstep.hooks import MetricsHook as MetricsHook
+from jstep.hooks import NanLossDuringTrainingError as NanLossDuringTrainingError
+from jstep.hooks import NanLossHook as NanLossHook
+from jstep.hooks import ProfilerHook as ProfilerHook
+from jstep.hooks import ProgressHook as ProgressHook
+from jstep.hooks import StepCounterHook as StepCounterHook
+from jstep.hooks import StopAtStepHook as StopAtStepHook
+from jstep.hooks import SummarySaverHook as SummarySaverHook
+from jstep.hooks import every as every
+from jstep.hooks import log_every_n as log_every_n
+from jstep.loop import Preempted as Preempted
+from jstep.loop import train as train
+from jstep.optimizers import ExponentialMovingAverage as ExponentialMovingAverage
+from jstep.optimizers import Slot as Slot
+from jstep.optimizers import adabelief as adabelief
+from jstep.optimizers import adadelta as adadelta
+from jstep.optimizers import adafactor as adafactor
+from jstep.optimizers import adagrad as adagrad
+from jstep.optimizers import adam as adam
+from jstep.optimizers import adamax as adamax
+from jstep.optimizers import adamw as adamw
+from jstep.optimizers import adan as adan
+from jstep.optimizers import add_noise as add_noise
+from jstep.optimizers import add_weight_decay as add_weight_decay
+from jstep.optimizers import ademamix as ademamix
+from jstep.optimizers import adopt as adopt
+from jstep.optimizers import apply_updates as apply_updates
+from jstep.optimizers import as_schedule as as_schedule
+from jstep.optimizers import averaged_params as averaged_params
+from jstep.optimizers import cautious as cautious
+from jstep.optimizers import centralize_gradients as centralize_gradients
+from jstep.optimizers import chain as chain
+from jstep.optimizers import clip_gradients as clip_gradients
+from jstep.optimizers import decay_weights as decay_weights
+from jstep.optimizers import dynamic_loss_scale as dynamic_loss_scale
+from jstep.optimizers import from_optax as from_optax
+from jstep.optimizers import ftrl as ftrl
+from jstep.optimizers import get_hyperparameter as get_hyperparameter
+from jstep.optimizers import gradient_descent as gradient_descent
+from jstep.optimizers import held as held
+from jstep.optimizers import lamb as lamb
+from jstep.optimizers import lars as lars
+from jstep.optimizers import leafwise as leafwise
+from jstep.optimizers import lion as lion
+from jstep.optimizers import lookahead as lookahead
+from jstep.optimizers import map_leaves as map_leaves
+from jstep.optimizers import master_weights as master_weights
+from jstep.optimizers import momentum as momentum
+from jstep.optimizers import muon as muon
+from jstep.optimizers import nadam as nadam
+from jstep.optimizers import normalize_gradients as normalize_gradients
+from jstep.optimizers import novograd as novograd
+from jstep.optimizers import orthogonalize as orthogonalize
+from jstep.optimizers import partition as partition
+from jstep.optimizers import prodigy as prodigy
+from jstep.optimizers import radam as radam
+from jstep.optimizers import rmsprop as rmsprop
+from jstep.optimizers import rprop as rprop
+from jstep.optimizers import scale as scale
+from jstep.optimizers import scale_by_adam as scale_by_adam
+from jstep.optimizers import scale_by_learning_rate as scale_by_learning_rate
+from jstep.optimizers import scale_by_lion as scale_by_lion
+from jstep.optimizers import scale_by_rms as scale_by_rms
+from jstep.optimizers import scale_by_trust_ratio as scale_by_trust_ratio
+from jstep.optimizers import scale_updates as scale_updates
+from jstep.optimizers import schedule_free_adamw as schedule_free_adamw
+from jstep.optimizers import schedule_free_params as schedule_free_params
+from jstep.optimizers import schedule_free_sgd as schedule_free_sgd
+from jstep.optimizers import scope as scope
+from jstep.optimizers import set_hyperparameter as set_hyperparameter
+from jstep.optimizers import sgd as sgd
+from jstep.optimizers import signum as signum
+from jstep.optimizers import skip_nonfinite as skip_nonfinite
+from jstep.optimizers import slow_params as slow_params
+from jstep.optimizers import soap as soap
+from jstep.optimizers import stateless as stateless
+from jstep.optimizers import stochastic_rounding as stochastic_rounding
+from jstep.optimizers import trace as trace
+from jstep.optimizers import with_moving_average as with_moving_average
+from jstep.optimizers import yogi as yogi
+from jstep.queues import CancelledError as CancelledError
+from jstep.queues import Coordinator as Coordinator
+from jstep.queues import FIFOQueue as FIFOQueue
+from jstep.queues import OutOfRangeError as OutOfRangeError
+from jstep.queues import QueueRunner as QueueRunner
+from jstep.queues import RandomShuffleQueue as RandomShuffleQueue
+from jstep.queues import add_queue_runner as add_queue_runner
+from jstep.queues import start_queue_runners as start_queue_runners
+from jstep.schedules import ademamix_alpha as ademamix_alpha
+from jstep.schedules import ademamix_beta3 as ademamix_beta3
+from jstep.schedules import constant as constant
+from jstep.schedules import cosine_decay as cosine_decay
+from jstep.schedules import cosine_decay_restarts as cosine_decay_restarts
+from jstep.schedules import cyclical as cyclical
+from jstep.schedules import exponential_decay as exponential_decay
+from jstep.schedules import inverse_sqrt_decay as inverse_sqrt_decay
+from jstep.schedules import inverse_time_decay as inverse_time_decay
+from jstep.schedules import join as join
+from jstep.schedules import linear as linear
+from jstep.schedules import linear_cosine_decay as linear_cosine_decay
+from jstep.schedules import linear_warmup as linear_warmup
+from jstep.schedules import natural_exp_decay as natural_exp_decay
+from jstep.schedules import one_cycle as one_cycle
+from jstep.schedules import piecewise_constant as piecewise_constant
+from jstep.schedules import polynomial_decay as polynomial_decay
+from jstep.schedules import shift as shift
+from jstep.schedules import times as times
+from jstep.schedules import warmup_cosine_decay as warmup_cosine_decay
+from jstep.schedules import warmup_stable_decay as warmup_stable_decay
+from jstep.sharding import fsdp_specs as fsdp_specs
+from jstep.sharding import shard_batch as shard_batch
+from jstep.state import TrainState as TrainState
+from jstep.state import create_global_step as create_global_step
+from jstep.state import get_global_step as get_global_step
+from jstep.state import get_or_create_global_step as get_or_create_global_step
+from jstep.state import get_slot as get_slot
+from jstep.state import get_slot_names as get_slot_names
+from jstep.state import global_step as global_step
+from jstep.state import increment_global_step as increment_global_step
+from jstep.state import shard_state as shard_state
+from jstep.tools import Collective as Collective
+from jstep.tools import Cost as Cost
+from jstep.tools import NonFinite as NonFinite
+from jstep.tools import Plan as Plan
+from jstep.tools import Replay as Replay
+from jstep.tools import ResumeReport as ResumeReport
+from jstep.tools import cost as cost
+from jstep.tools import find_nonfinite as find_nonfinite
+from jstep.tools import plan as plan
+from jstep.tools import replay as replay
+from jstep.tools import verify_resume as verify_resume
+from jstep.training import TrainStep as TrainStep
+from jstep.training import apply_gradients as apply_gradients
+from jstep.training import minimize as minimize
+from jstep.training import scan_steps as scan_steps
 
 __version__: str
-
-__all__ = [
-    "GATE_GRAPH",
-    "GATE_NONE",
-    "GATE_OP",
-    "AggregationMethod",
-    "Batches",
-    "CancelledError",
-    "CheckpointError",
-    "CheckpointSaverHook",
-    "Collective",
-    "Context",
-    "Coordinator",
-    "Cost",
-    "DivergenceError",
-    "EarlyStopping",
-    "EvaluationHook",
-    "ExponentialMovingAverage",
-    "FIFOQueue",
-    "FingerprintHook",
-    "Hook",
-    "IndexedSlices",
-    "KeepBest",
-    "LoggingHook",
-    "MetricsHook",
-    "NanLossDuringTrainingError",
-    "NanLossHook",
-    "NonFinite",
-    "Optimizer",
-    "OutOfRangeError",
-    "Plan",
-    "Preempted",
-    "PrefetchIterator",
-    "ProfilerHook",
-    "ProgressHook",
-    "QueueRunner",
-    "RandomShuffleQueue",
-    "ReduceOnPlateau",
-    "Replay",
-    "ResumeReport",
-    "Saver",
-    "Schedule",
-    "Slot",
-    "StepCounterHook",
-    "StopAtStepHook",
-    "SummarySaverHook",
-    "TrainState",
-    "TrainStep",
-    "adabelief",
-    "adadelta",
-    "adafactor",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "adan",
-    "add_noise",
-    "add_queue_runner",
-    "add_weight_decay",
-    "ademamix",
-    "ademamix_alpha",
-    "ademamix_beta3",
-    "adopt",
-    "apply_gradients",
-    "apply_updates",
-    "as_schedule",
-    "averaged_params",
-    "batches",
-    "cautious",
-    "centralize_gradients",
-    "chain",
-    "checkpoint_name",
-    "clip_by_average_norm",
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "clip_gradients",
-    "compute_gradients",
-    "constant",
-    "cosine_decay",
-    "cosine_decay_restarts",
-    "cost",
-    "create_global_step",
-    "cyclical",
-    "decay_weights",
-    "distributed",
-    "dynamic_loss_scale",
-    "evaluator",
-    "every",
-    "exponential_decay",
-    "find_nonfinite",
-    "fingerprint",
-    "from_optax",
-    "fsdp_specs",
-    "ftrl",
-    "get_global_step",
-    "get_hyperparameter",
-    "get_or_create_global_step",
-    "get_slot",
-    "get_slot_names",
-    "global_norm",
-    "global_step",
-    "gradient_descent",
-    "gradients",
-    "held",
-    "increment_global_step",
-    "inverse_sqrt_decay",
-    "inverse_time_decay",
-    "join",
-    "lamb",
-    "lars",
-    "latest_checkpoint",
-    "leafwise",
-    "linear",
-    "linear_cosine_decay",
-    "linear_warmup",
-    "lion",
-    "log_every_n",
-    "lookahead",
-    "lookup",
-    "map_gradients",
-    "map_leaves",
-    "master_weights",
-    "minimize",
-    "momentum",
-    "muon",
-    "nadam",
-    "natural_exp_decay",
-    "normalize_gradients",
-    "novograd",
-    "one_cycle",
-    "orthogonalize",
-    "partition",
-    "piecewise_constant",
-    "plan",
-    "polynomial_decay",
-    "prefetch_to_device",
-    "prodigy",
-    "radam",
-    "replay",
-    "rmsprop",
-    "rprop",
-    "scale",
-    "scale_by_adam",
-    "scale_by_learning_rate",
-    "scale_by_lion",
-    "scale_by_rms",
-    "scale_by_trust_ratio",
-    "scale_updates",
-    "scan_steps",
-    "schedule_free_adamw",
-    "schedule_free_params",
-    "schedule_free_sgd",
-    "scope",
-    "set_hyperparameter",
-    "sgd",
-    "shard_batch",
-    "shard_state",
-    "shift",
-    "signum",
-    "skip_nonfinite",
-    "slow_params",
-    "soap",
-    "start_queue_runners",
-    "stateless",
-    "stochastic_rounding",
-    "stop_gradient",
-    "summary",
-    "times",
-    "trace",
-    "train",
-    "verify_resume",
-    "warmup_cosine_decay",
-    "warmup_stable_decay",
-    "with_moving_average",
-    "yogi",
-]
+__all__: list[str]

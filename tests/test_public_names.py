@@ -27,14 +27,19 @@ def test_all_is_complete_and_true() -> None:
     assert dir(jstep) == sorted(jstep.__all__)
 
 
-def test_type_checkers_are_told_of_each_name() -> None:
+def test_each_name_is_where_the_stub_says() -> None:
     tree = ast.parse((ROOT / "__init__.pyi").read_text(encoding="utf-8"))
-    told = {a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert sorted(told) == sorted(jstep.__all__)
-    for name, package in told.items():
-        assert package == "jstep" or name in importlib.import_module(package).__all__
-    (names,) = (n.value for n in tree.body if isinstance(n, ast.Assign))
-    assert ast.literal_eval(names) == jstep.__all__
+    told = [(a.name, a.asname, n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert sorted(name for name, _, _ in told) == jstep.__all__
+    for name, known_as, module in told:
+        assert known_as == name, f"`import {name} as {name}` is how a stub exports"
+        assert module == "jstep" or name in importlib.import_module(str(module)).__all__
+
+
+def test_packages_are_attributes() -> None:
+    code = "import jstep; print(jstep.optimizers.adam is jstep.adam, jstep.schedules.__name__, jstep.summary.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "jstep.schedules", "jstep.summary"]
 
 
 def test_the_packages_docstring_is_its_map() -> None:

@@ -46,7 +46,7 @@ class Reader:
             found = match(target, manifest.leaves, averages, partial, names, path)
             with own_transfers():
                 values = self._filled(path, manifest, found)
-            self._mention(path, target, found, values)
+            self._mention(path, manifest.step, target, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
 
         return self._again(step, read)
@@ -107,7 +107,7 @@ class Reader:
         return placed.looked_at(manifest.leaves, arrays, averages)
 
     def _filled(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
-        left = {i: placed.left_as_is(want) for i, want in enumerate(found.wanted) if want.source is None}
+        left = {i: placed.left_as_is(want, manifest.step) for i, want in enumerate(found.wanted) if want.source is None}
         sources = [want.source for want in found.wanted if want.source is not None]
         uses = Counter(source.array for source in sources)
         shardings: dict[str, Any] = {}
@@ -126,11 +126,19 @@ class Reader:
 
         return [value(i) for i in range(len(found.wanted))]
 
-    def _mention(self, path: str, target: Any, found: Match, values: Sequence[Any]) -> None:
+    def _mention(self, path: str, step: int, target: Any, found: Match, values: Sequence[Any]) -> None:
         """Says what a restore in part has left out: a misspelt path is seen here or nowhere."""
+        if guards := [repr(want.path) for want in found.wanted if want.is_guard]:
+            _logger.info(
+                "%s was saved without a guard (skip_nonfinite, dynamic_loss_scale) that the target has: guarded from "
+                "step %d on, with fresh %s",
+                path,
+                step,
+                ", ".join(guards),
+            )
         if not found.differences():
             return
-        left = [i for i, want in enumerate(found.wanted) if want.source is None]
+        left = [i for i, want in enumerate(found.wanted) if want.source is None and not want.is_guard]
         _logger.warning(
             "%s was restored in part%s%s",
             path,

@@ -57,8 +57,6 @@ class Saver:
 
     Raises:
         NotADirectoryError: `directory` is a file.
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument is out of range.
 
     Example:
         >>> import tempfile, jax, jstep

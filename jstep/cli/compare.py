@@ -19,7 +19,8 @@ class LeafDifference:
         number: How many elements have other bits.
         size: How many there are.
         max_abs: The largest difference of two finite numbers; None where all that differ are others.
-        max_ulps: The largest difference in units in the last place, of floating-point numbers that are no NaN.
+        max_ulps: The largest difference in units in the last place, of floating-point numbers that are not a NaN;
+            infinities of opposite signs have none.
     """
 
     path: str
@@ -48,10 +49,19 @@ def difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> L
     words += [] if max_abs is None else [f"by up to {max_abs:.6g}" if a.size > 1 else f"by {max_abs:.6g}"]
     words += [] if ulps is None else [f"({ulps} ULP{'s' if ulps != 1 else ''})"]
     if is_inexact(a):
-        nans, infinities = (int(is_one(of_a).sum() + is_one(of_b).sum()) for is_one in (np.isnan, np.isinf))
+        opposite = _are_opposite(of_a, of_b)
+        nans = int(np.isnan(of_a).sum() + np.isnan(of_b).sum())
+        infinities = int(np.isinf(of_a[~opposite]).sum() + np.isinf(of_b[~opposite]).sum())
+        flips = int(opposite.sum())
         more = [f"{nans} NaN"] * bool(nans) + [f"{infinities} infinite"] * bool(infinities)
+        more += [f"{flips} infinite of opposite sign"] * bool(flips)
         words += [f"with {' and '.join(more)}"] if more else []
     return LeafDifference(path, "values", " ".join(words), number, int(a.size), max_abs, ulps)
+
+
+def _are_opposite(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Where both are infinite, and of opposite signs."""
+    return np.asarray(np.isinf(a) & np.isinf(b) & (a != b))
 
 
 def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -73,7 +83,7 @@ def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[floa
     finite = np.isfinite(wide_a) & np.isfinite(wide_b)
     with np.errstate(over="ignore"):
         max_abs = float(np.abs(wide_a[finite] - wide_b[finite]).max()) if finite.any() else None
-    numbers = ~(np.isnan(wide_a) | np.isnan(wide_b))
+    numbers = ~(np.isnan(wide_a) | np.isnan(wide_b) | _are_opposite(wide_a, wide_b))
     return (None if max_abs is None or not np.isfinite(max_abs) else max_abs), _ulps(a[numbers], b[numbers])
 
 

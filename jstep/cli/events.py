@@ -9,10 +9,10 @@ from typing import Any
 
 from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import as_json, complain, printable
-from jstep.stores import location
+from jstep.stores import location, opened
 from jstep.summary import DataLossError, summary_iterator
 from jstep.summary.proto import decode_error, proto
-from jstep.summary.read.files import event_files
+from jstep.summary.read.files import event_files, is_event_file
 
 
 def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",)) -> int:
@@ -35,15 +35,27 @@ def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",))
         raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {path}")
     code = OK
     for file in files:
+        found = False
         try:
             for event in summary_iterator(file):
+                found = True
                 entry = _entry(event, tags)
                 if entry is not None:
                     print(as_json(entry) if json else printable(_line(entry)))
         except DataLossError as error:
-            complain("events", error)
+            complain("events", error if found else f"{error}; it is not an event file, or its beginning is damaged")
             code = TROUBLE
+        else:
+            # Of a directory the names are those of event files, and a run that was killed may leave an empty one.
+            if not found and file == path and not (is_event_file(file) and _is_empty(file)):
+                complain("events", f"{file}: is not an event file, or ends inside its first event")
+                code = TROUBLE
     return code
+
+
+def _is_empty(file: str) -> bool:
+    with opened(file) as data:
+        return not data.read(1)
 
 
 def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:

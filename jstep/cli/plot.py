@@ -119,7 +119,7 @@ def _draw(
         if len(runs) > 1 and axes.lines:
             for text in axes.legend(fontsize=8, frameon=False).get_texts():
                 text.set_parse_math(False)
-    figure.savefig(output, dpi=150)
+    figure.savefig(os.path.expanduser(output), dpi=150)
 
 
 def _figure() -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.clipping.norms import factors, norm_of, times
+from jstep.clipping.norms import clipped, factors, norm_of
 from jstep.clipping.parts import check_clip_norm, map_leaves, number
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
@@ -72,8 +72,8 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
     """
     check_clip_norm("clip_norm", clip_norm)
     norm = global_norm(tree) if use_norm is None else _known_norm(use_norm)
-    first, second = factors(norm, clip_norm)  # once for all leaves
-    return map_leaves(lambda x: times(x, first, second), tree, "clip_by_global_norm"), norm
+    by = factors(norm, clip_norm)  # once for all leaves
+    return map_leaves(lambda x: clipped(x, norm, *by), tree, "clip_by_global_norm"), norm
 
 
 def _known_norm(norm: Any) -> Array:

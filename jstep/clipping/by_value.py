@@ -20,7 +20,7 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
     Args:
         t: An array or a tree of arrays.
         min: The smallest value, a scalar or an array that broadcasts to each leaf.
-        max: The largest value, likewise.
+        max: The largest value, likewise. Each of them must broadcast to the shape of the leaf, which stays.
 
     Returns:
         The same tree, dtypes kept. A NaN stays a NaN.
@@ -36,9 +36,13 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
     Source: `tf.clip_by_value`.
     """
     low, high = _bound("min", min), _bound("max", max)
-    fit = low is None or high is None or _broadcasts(low.shape, high.shape) or _broadcasts(high.shape, low.shape)
-    if not fit:
-        raise ValueError(f"min and max have shapes {np.shape(min)} and {np.shape(max)}, which do not fit together")
+    try:
+        np.broadcast_shapes(np.shape(min), np.shape(max))
+    except ValueError:
+        raise ValueError(
+            f"min and max have shapes {np.shape(min)} and {np.shape(max)}, which do not fit together: they must "
+            "broadcast with each other"
+        ) from None
     if low is not None and high is not None and np.any(low > high):
         raise ValueError(f"min={min!r} is larger than max={max!r}")
 
@@ -55,7 +59,8 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
             raise TypeError(
                 f"clip_by_value: the leaf at {trees.quoted(path)} is {x.dtype}, and complex numbers have no order"
             )
-        return jnp.clip(x, jnp.asarray(min).astype(x.dtype), jnp.asarray(max).astype(x.dtype))
+        low, high = (jnp.asarray(bound).astype(x.dtype) for bound in (min, max))
+        return jnp.clip(x, *(jnp.broadcast_to(bound, x.shape) if bound.ndim else bound for bound in (low, high)))
 
     def leaf(keys: Any, x: Any) -> Any:
         path = trees.path_str(keys)

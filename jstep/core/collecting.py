@@ -1,17 +1,32 @@
 """How a training step gathers the summaries made inside a loss, without knowing the package that makes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Collect = Callable[[Callable[[], Any]], Callable[[], tuple[Any, Any]]]
 """From a function to one that also returns what was made inside it and is no part of its result, or None."""
 
 _known: list[Collect] = []
+_merges: list[Callable[[Any, Any], Any]] = []
 
 
-def register(collect: Collect) -> None:
-    """Says how to gather; `jstep.summary` does, when it is loaded."""
+def register(collect: Collect, merge: Callable[[Any, Any], Any]) -> None:
+    """Says how to gather and how to merge; `jstep.summary` does, when it is loaded.
+
+    Args:
+        collect: Makes a function that also returns the summaries made in it.
+        merge: Of two values one summary; None if they are not summaries.
+    """
     _known[:] = [collect]
+    _merges[:] = [merge]
+
+
+def with_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any], Any]:
+    """Aux, and the summaries that the loss made: those that it returned by the name of `summaries` join them."""
+    merged = _merges[0](aux["summaries"], made) if _merges and "summaries" in aux and made is not None else None
+    if merged is None:
+        return aux, made
+    return {name: value for name, value in aux.items() if name != "summaries"}, merged
 
 
 def collecting(fn: Callable[[], Any]) -> tuple[Any, Any]:

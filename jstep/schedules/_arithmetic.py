@@ -4,6 +4,7 @@ float32 cannot tell 16 777 216 from 16 777 217, so `step / decay_steps` in float
 staircase built on it jumps at the wrong one. Here a step is divided by a rational period in integers.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -90,6 +91,30 @@ def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
     return Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
 
 
+def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
+    """A number of steps: an integer, so that a call in another library's order cannot train at a rate of 1000.
+
+    Args:
+        name: The argument's name, for the error.
+        value: The number.
+        schedule: The function it was given to, for the error.
+        zero: Whether it may be 0, which may be a float then.
+
+    Raises:
+        TypeError: It is not an integer, or traced; shows the order of the arguments.
+        ValueError: It is not positive.
+    """
+    order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
+    dtype = getattr(value, "dtype", None)
+    is_float = isinstance(value, float) or (dtype is not None and jnp.issubdtype(dtype, jnp.floating))
+    if is_float and not (zero and not trees.is_traced(value) and not np.ndim(value) and value == 0):
+        raise TypeError(f"{name}={shown(value)}: must be an integer, a number of steps, got {kind(value)}; {order}")
+    try:
+        return period(name, value, zero=zero)
+    except TypeError as error:
+        raise TypeError(f"{error}; {order}") from None
+
+
 def scalar(name: str, value: Any) -> Any:
     """A number as it enters a schedule: a Python float, or a float scalar array (a tracer too).
 
@@ -133,7 +158,12 @@ def until(step: Array, end: Fraction) -> Array:
 
 
 def between(
-    first: Any, last: Any, step: Array, start: Fraction, end: Fraction, shape: Callable[[Array, Array], Array]
+    first: Any,
+    last: Any,
+    step: Array,
+    start: Fraction,
+    end: Fraction,
+    shape: Callable[[Array, Array], tuple[Array, Array]],
 ) -> Array:
     """From `first` (up to step `start`) to `last` (from step `end` on), along a curve.
 
@@ -143,13 +173,14 @@ def between(
         step: Integer steps.
         start: Where it begins, in steps.
         end: Where it ends, later than `start`.
-        shape: `shape(passed, left)`, the weight of `first`; both fractions have all their digits.
+        shape: `shape(passed, left)`, the weights of `first` and `last`; both fractions have all their digits.
     """
     length = jnp.asarray(float(end - start), trees.default_float())
     passed, left = since(step, start) / length, until(step, end) / length
-    weight = shape(jnp.clip(passed, 0.0, 1.0), jnp.clip(left, 0.0, 1.0))
-    # Each end is met exactly, and what lies near an end that is 0 has all its digits.
-    return jnp.where(left >= 1, first, jnp.where(left <= 0, last, last + (first - last) * weight))
+    early, late = shape(jnp.clip(passed, 0.0, 1.0), jnp.clip(left, 0.0, 1.0))
+    # Each end is met exactly, and what lies near an end that is small has all its digits.
+    inside = jnp.where(early < late, last + (first - last) * early, first + (last - first) * late)
+    return jnp.where(left >= 1, first, jnp.where(left <= 0, last, inside))
 
 
 def ramp(step: Array, length: Fraction) -> Array:
@@ -169,14 +200,14 @@ def half_cosine(remaining: Array) -> Array:
     return jnp.square(jnp.sin(remaining * (math.pi / 2)))
 
 
-def straight(passed: Array, left: Array) -> Array:
-    """The weight of a line's first value, for `between`."""
-    return left
+def straight(passed: Array, left: Array) -> tuple[Array, Array]:
+    """The weights of a line's first and last value, for `between`."""
+    return left, passed
 
 
-def cosine(passed: Array, left: Array) -> Array:
+def cosine(passed: Array, left: Array) -> tuple[Array, Array]:
     """Likewise of half a cosine's."""
-    return half_cosine(left)
+    return half_cosine(left), half_cosine(passed)
 
 
 class Periods(NamedTuple):

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import period, ramp, scalar
+from jstep.schedules._arithmetic import count, ramp, scalar
 from jstep.schedules._arithmetic import steps as exact
 
 
-def ademamix_alpha(alpha: Number, steps: float) -> Schedule:
+def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
     """Alpha at the update t = step + 1: min(t · alpha / steps, alpha).
 
     Args:
@@ -21,7 +21,6 @@ def ademamix_alpha(alpha: Number, steps: float) -> Schedule:
         A function from the step to a scalar, for `ademamix(alpha=…)`.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: `steps` ≤ 0, or `alpha` < 0.
 
     Example:
@@ -32,7 +31,7 @@ def ademamix_alpha(alpha: Number, steps: float) -> Schedule:
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
-    height, length = scalar("alpha", alpha), period("steps", steps)
+    height, length = scalar("alpha", alpha), count("steps", steps, ademamix_alpha)
     if isinstance(height, float) and not 0 <= height < math.inf:
         raise ValueError(f"alpha={alpha}: must be ≥ 0 and finite")
 
@@ -42,7 +41,7 @@ def ademamix_alpha(alpha: Number, steps: float) -> Schedule:
     return schedule
 
 
-def ademamix_beta3(beta1: Number, beta3: Number, steps: float) -> Schedule:
+def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
     """β3 at the update t = step + 1: min(exp(ln β1 · ln β3 / ((1 − x) ln β3 + x ln β1)), β3), x = t / steps.
 
     The half-life of the slow average grows linearly from that of β1 to that of β3.
@@ -56,7 +55,6 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: float) -> Schedule:
         A function from the step to a scalar, for `ademamix(beta3=…)`.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: `steps` ≤ 0, or a β outside (0, 1).
 
     Example:
@@ -67,7 +65,7 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: float) -> Schedule:
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
-    first, last, length = _beta("beta1", beta1), _beta("beta3", beta3), period("steps", steps)
+    first, last, length = _beta("beta1", beta1), _beta("beta3", beta3), count("steps", steps, ademamix_beta3)
     logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
 
     def schedule(step: Step, /) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.types import Number, ScalarOrSchedule, Schedule, Step
-from jstep.schedules._arithmetic import period, ramp, scalar, steps
+from jstep.schedules._arithmetic import count, ramp, scalar, steps
 
 
 def constant(value: Number) -> Schedule:
@@ -114,7 +114,7 @@ def _edge_array(edges: list[int], dtype: Any) -> Any:
     return jnp.asarray(np.array([min(max(edge, -1), info.max) for edge in edges], dtype))
 
 
-def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: float) -> Schedule:
+def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
     """schedule(step) · min(1, (step + 1) / warmup_steps).
 
     The first update already has a rate above zero, and update number `warmup_steps` is the first at full rate.
@@ -127,8 +127,8 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: float) -> Schedule:
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: `warmup_steps` is negative or not finite.
+        TypeError: `warmup_steps` is not an integer.
+        ValueError: `warmup_steps` is negative.
 
     Example:
         >>> import jstep
@@ -137,7 +137,7 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: float) -> Schedule:
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
     inner = _as_schedule("schedule", schedule)
-    length = period("warmup_steps", warmup_steps, zero=True)
+    length = count("warmup_steps", warmup_steps, linear_warmup, zero=True)
     if not length:
         return inner
 

@@ -29,7 +29,6 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -78,7 +77,6 @@ def cosine_decay_restarts(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so little above it that a run could hold
             more than 100 000 periods), or `m_mul` < 0.
 
@@ -160,7 +158,6 @@ def linear_cosine_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: `decay_steps` ≤ 0.
 
     Example:

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from jstep.core.checks import one_of
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import between, cosine, period, scalar, since, split, steps, straight
+from jstep.schedules._arithmetic import between, cosine, count, period, scalar, since, split, steps, straight
 
 
 def one_cycle(
     max_value: Number,
-    total_steps: float,
+    total_steps: int,
     pct_start: float = 0.3,
     div_factor: Number = 25.0,
     final_div_factor: Number = 1e4,
@@ -31,10 +31,6 @@ def one_cycle(
     Returns:
         A function from the step to a scalar; from step total_steps − 1 on it stays.
 
-    Raises:
-        TypeError: A number is none.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jstep
         >>> schedule = jstep.one_cycle(1.0, 100)
@@ -44,7 +40,7 @@ def one_cycle(
     Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR` with its two phases,
     whose `final_div_factor`, too, divides the first value. Optax's ends at total_steps, one update later.
     """
-    top, length = scalar("max_value", max_value), period("total_steps", total_steps)
+    top, length = scalar("max_value", max_value), count("total_steps", total_steps, one_cycle)
     first = top / _positive("div_factor", div_factor)
     last = first / _positive("final_div_factor", final_div_factor)
     share = period("pct_start", pct_start, zero=True)
@@ -69,7 +65,7 @@ def _positive(name: str, value: Any) -> Any:
     return number
 
 
-def cyclical(base: Number, peak: Number, step_size_up: float, step_size_down: float | None = None) -> Schedule:
+def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int | None = None) -> Schedule:
     """Triangles: from `base` up to `peak` in step_size_up steps, down again in step_size_down, and so on.
 
     Args:
@@ -82,7 +78,6 @@ def cyclical(base: Number, peak: Number, step_size_up: float, step_size_down: fl
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: A length is ≤ 0.
 
     Example:
@@ -95,8 +90,8 @@ def cyclical(base: Number, peak: Number, step_size_up: float, step_size_down: fl
     `torch.optim.lr_scheduler.CyclicLR` with mode="triangular".
     """
     foot, top = scalar("base", base), scalar("peak", peak)
-    up = period("step_size_up", step_size_up)
-    down = up if step_size_down is None else period("step_size_down", step_size_down)
+    up = count("step_size_up", step_size_up, cyclical)
+    down = up if step_size_down is None else count("step_size_down", step_size_down, cyclical)
     length = up + down
 
     def schedule(step: Step, /) -> Any:

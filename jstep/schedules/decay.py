@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import Periods, between, exp, flag, period, power, scalar, split, straight
+from jstep.schedules._arithmetic import Periods, between, count, exp, flag, period, power, scalar, split, straight
 from jstep.schedules._arithmetic import steps as exact
 
 
@@ -33,7 +33,7 @@ def exponential_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number, or `staircase` no bool.
+        TypeError: `staircase` is not a bool.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -73,7 +73,7 @@ def natural_exp_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number, or `staircase` no bool.
+        TypeError: `staircase` is not a bool.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -112,7 +112,7 @@ def inverse_time_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number, or `staircase` no bool.
+        TypeError: `staircase` is not a bool.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -156,7 +156,7 @@ def polynomial_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number, or `cycle` no bool.
+        TypeError: `cycle` is not a bool.
         ValueError: `decay_steps` ≤ 0 or `power` < 0.
 
     Example:
@@ -192,19 +192,18 @@ def _cycled(step: Any, periods: Periods) -> Any:
     return jnp.where(at_end, 0.0, periods.remaining / (periods.whole + 1))
 
 
-def linear(init_value: Number, end_value: Number, steps: float) -> Schedule:
+def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
     """Line: init_value + (end_value − init_value) · step / steps, and end_value from `steps` on.
 
     Args:
         init_value: The value at step 0.
         end_value: The value at step `steps` and later.
-        steps: How long it takes; > 0, may be fractional.
+        steps: How long it takes, > 0.
 
     Returns:
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
         ValueError: `steps` ≤ 0.
 
     Example:
@@ -216,7 +215,8 @@ def linear(init_value: Number, end_value: Number, steps: float) -> Schedule:
     Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warm-up it begins with an update of
     rate 0 where init_value is 0; `linear_warmup` does not.
     """
-    start, end, length = scalar("init_value", init_value), scalar("end_value", end_value), period("steps", steps)
+    start, end = scalar("init_value", init_value), scalar("end_value", end_value)
+    length = count("steps", steps, linear)
 
     def schedule(step: Step, /) -> Any:
         return between(start, end, exact(step), Fraction(0), length, straight)

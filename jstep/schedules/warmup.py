@@ -9,21 +9,21 @@ import numpy as np
 
 from jstep.core.checks import one_of
 from jstep.core.types import Array, Number, Schedule, Step
-from jstep.schedules._arithmetic import between, cosine, period, ramp, scalar, since, steps, straight
+from jstep.schedules._arithmetic import between, cosine, count, ramp, scalar, since, steps, straight
 
 SHAPES = {
     "linear": straight,
     "cosine": cosine,
     # 1 − √x without the cancellation near x = 1.
-    "sqrt": lambda passed, left: left / (1 + jnp.sqrt(passed)),
+    "sqrt": lambda passed, left: (left / (1 + jnp.sqrt(passed)), jnp.sqrt(passed)),
 }
-"""The weight of a decay's first value."""
+"""The weights of a decay's first and last value."""
 
 
 def warmup_cosine_decay(
     peak: Number,
-    warmup_steps: float,
-    decay_steps: float,
+    warmup_steps: int,
+    decay_steps: int,
     init_value: Number = 0.0,
     end_value: Number = 0.0,
 ) -> Schedule:
@@ -41,7 +41,7 @@ def warmup_cosine_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
+        TypeError: A number of steps is not an integer.
         ValueError: `warmup_steps` < 0, or `decay_steps` ≤ `warmup_steps`.
 
     Example:
@@ -53,7 +53,8 @@ def warmup_cosine_decay(
     Source: `optax.warmup_cosine_decay_schedule`.
     """
     top, begin, end = scalar("peak", peak), scalar("init_value", init_value), scalar("end_value", end_value)
-    warm, length = period("warmup_steps", warmup_steps, zero=True), period("decay_steps", decay_steps)
+    warm = count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
+    length = count("decay_steps", decay_steps, warmup_cosine_decay)
     if length <= warm:
         raise ValueError(
             f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, got {decay_steps}; "
@@ -72,9 +73,9 @@ def warmup_cosine_decay(
 
 def warmup_stable_decay(
     peak: Number,
-    warmup_steps: float,
-    stable_steps: float,
-    decay_steps: float,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
     end_value: Number = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> Schedule:
@@ -96,7 +97,7 @@ def warmup_stable_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: A number of steps is not an integer.
         ValueError: A length is out of its range, or `shape` is none of the three.
 
     Example:
@@ -109,8 +110,9 @@ def warmup_stable_decay(
     Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warm-up is step / warmup_steps.
     """
     top, end = scalar("peak", peak), scalar("end_value", end_value)
-    warm, stable = period("warmup_steps", warmup_steps, zero=True), period("stable_steps", stable_steps, zero=True)
-    length = period("decay_steps", decay_steps)
+    warm = count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
+    stable = count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
+    length = count("decay_steps", decay_steps, warmup_stable_decay)
     weight = SHAPES[one_of(shape, "shape", list(SHAPES))]
 
     def schedule(step: Step, /) -> Any:
@@ -120,7 +122,7 @@ def warmup_stable_decay(
     return schedule
 
 
-def inverse_sqrt_decay(peak: Number, warmup_steps: float) -> Schedule:
+def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     """Warm-up and root: peak · min(1, (step + 1) / w) · √(w / max(step, w)), w = warmup_steps.
 
     Args:
@@ -131,7 +133,7 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: float) -> Schedule:
         A function from the step to a scalar.
 
     Raises:
-        TypeError: An argument is no number.
+        TypeError: `warmup_steps` is not an integer.
         ValueError: `warmup_steps` ≤ 0.
 
     Example:
@@ -143,12 +145,12 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: float) -> Schedule:
     Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, whose
     warm-up is step / w.
     """
-    top, length = scalar("peak", peak), period("warmup_steps", warmup_steps)
+    top, length = scalar("peak", peak), count("warmup_steps", warmup_steps, inverse_sqrt_decay)
 
     def schedule(step: Step, /) -> Any:
         step = steps(step)
-        count = jnp.maximum(since(step, Fraction(0)), float(length))
-        return top * ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), count.dtype) / count)
+        past = jnp.maximum(since(step, Fraction(0)), float(length))
+        return top * ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), past.dtype) / past)
 
     return schedule
 

@@ -28,7 +28,7 @@ START_STEP = "start_step"
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class TrainState:
     """What training changes: parameters, slots and the global step; an immutable pytree of arrays.
 
@@ -45,6 +45,8 @@ class TrainState:
         TrainState(global_step=0, params: 2 numbers in 2 leaves (8 B), slots: momentum (8 B))
         >>> state.replace(params={"w": [0.0, 0.0]}).params
         {'w': [0.0, 0.0]}
+
+    `state == other` is a bool: whether both have the same structure and, bit for bit, the same arrays.
     """
 
     params: Params
@@ -146,10 +148,15 @@ class TrainState:
                 )
         return dataclasses.replace(self, **changes)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TrainState):
+            return NotImplemented
+        return self is other or _is_equal(self, other)
+
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
         numbers = sum(int(np.size(leaf)) for leaf in leaves)
-        slots = ", ".join(f"{name} ({_bytes_text(tree)})" for name, tree in self.slots.items())
+        slots = ", ".join(f"{name} ({_bytes_text(tree)})" for name, tree in sorted(self.slots.items()))
         return (
             f"TrainState(global_step={_step_text(self.global_step)}, "
             f"params: {numbers:,} numbers in {len(leaves)} leaves ({_bytes_text(self.params)}), "
@@ -186,6 +193,30 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array) -> Slots:
         return jax.tree.map(lambda one: one.spec, layout.state_shardings(params, slots, mesh, specs)[1])
 
     return in_auto_axes(lambda params, step: dict(optimizer.init(params, step)), params, step, place=place)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two trees are the same, bit for bit; of leaves that have no values to look at, whether they are one."""
+    (leaves, structure), (others, other) = trees.flatten(a), trees.flatten(b)
+    try:
+        with own_transfers():
+            return bool(structure == other) and all(map(_has_same_bits, leaves, others))
+    except Exception:  # static parts of a user's class that cannot be compared
+        return False
+
+
+def _has_same_bits(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if not (trees.is_array(a) and trees.is_array(b)):
+        return bool(a == b)
+    if trees.is_traced(a) or trees.is_traced(b) or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    if any(isinstance(one, jax.Array) and (one.is_deleted() or not one.is_fully_addressable) for one in (a, b)):
+        return False
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def _unshared(params: Params, slots: Slots) -> Slots:

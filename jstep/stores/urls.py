@@ -20,7 +20,7 @@ def is_url(where: Any) -> bool:
 
 
 def location(where: Any, name: str) -> str:
-    """A path as it is given, or a checked URL without a slash at its end.
+    """A path as it is given, `~` replaced by the user's home, or a checked URL without a slash at its end.
 
     Args:
         where: A string, or anything with `__fspath__`, such as `pathlib.Path` and `etils.epath.Path`. `file://` is
@@ -48,7 +48,7 @@ def location(where: Any, name: str) -> str:
                 f"{name}={path!r}: must have two slashes behind the scheme, which pathlib takes for one; "
                 f"give the URL as a string, such as '{path[:2].lower()}://bucket/run'"
             )
-        return path
+        return os.path.expanduser(path)
     scheme, rest = match[1].lower(), path[match.end() :]
     if scheme == "file":
         if not rest.startswith("/"):

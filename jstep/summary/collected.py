@@ -240,7 +240,11 @@ def collect_unreturned(fn: Callable[[], R]) -> Callable[[], tuple[R, Summary | N
     return collected
 
 
-register_with_steps(collect_unreturned)
+def _merged(returned: Any, made: Any) -> Summary | None:
+    return merge_parts((*returned.parts, *made.parts)) if isinstance(returned, Summary) else None
+
+
+register_with_steps(collect_unreturned, _merged)
 
 
 def _returned(result: Any, collector: _Collector) -> list[Part]:

@@ -13,6 +13,7 @@ from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, setting
 from jstep.tools.nonfinite.inside import evaluated
 from jstep.tools.nonfinite.numbers import Range, is_inexact, range_of
+from jstep.tools.nonfinite.origin import Reader, origin
 from jstep.tools.nonfinite.search import Found, Search
 from jstep.tools.nonfinite.sites import Body, body_of
 from jstep.tools.nonfinite.source import line_of
@@ -32,6 +33,8 @@ class NonFinite:
         outputs: The range of each of its results.
         reaches: Whether a result of the function is non-finite as well; else something, a `where` for instance, hides
             it.
+        constant: The range of the constant that is not finite, if no operation made the number: `primitive` and
+            `source` then tell what reads it first. Else None.
     """
 
     primitive: str
@@ -40,9 +43,15 @@ class NonFinite:
     inputs: tuple[Range, ...]
     outputs: tuple[Range, ...] = ()
     reaches: bool = True
+    constant: Range | None = None
 
     def __str__(self) -> str:
-        lines = [f"the first non-finite number is made by {self.primitive} at {self.source}"]
+        if self.constant is None:
+            lines = [f"the first non-finite number is made by {self.primitive} at {self.source}"]
+        elif self.primitive:
+            lines = [f"a constant is not finite: {self.constant}, first read by {self.primitive} at {self.source}"]
+        else:
+            lines = [f"a constant is not finite, and is returned as it is: {self.constant}"]
         if self.where:
             lines.append(f"  inside of  {self.where}")
         lines += [f"  operand {i}  {one}" for i, one in enumerate(self.inputs)]
@@ -59,8 +68,10 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     shard_map and custom derivatives; what it is made of is then evaluated up to that operation. Of a step that
     `minimize` returned, that is the loss, its gradient and the update; nothing is donated and nothing changes.
 
-    Infinities among the user's constants (a mask of −inf) are no finding, but a NaN that is made of them is one. A
-    number that a `where` hides afterwards is a finding (its derivative often does not hide it); `reaches` tells.
+    Infinities among the user's constants (a mask of −inf) are not a finding, but a NaN that is made of them is one. A
+    number that a `where` hides afterwards is a finding (its derivative often does not hide it); `reaches` tells. If a
+    result is not finite and no operation made it so, it comes from a constant: statistics with a NaN that the function
+    closes over, or `x * nan`. `constant` is then its range, and `primitive` and `source` tell what reads it first.
 
     Args:
         fn: Any function of arrays that JAX can trace; Python integers, texts and None among its arguments stay as they
@@ -68,7 +79,7 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
         *args: Its arguments, with finite numbers.
 
     Returns:
-        What was found, whose `str()` is a report; None where all is finite.
+        What was found, whose `str()` is a report; None if everything is finite.
 
     Raises:
         RuntimeError: An argument was donated to an earlier step.
@@ -122,19 +133,30 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
 def _found(body: Body, given: list[Any]) -> NonFinite | None:
     search = Search()
     try:
-        search.run(body, given, [True] * len(given))
+        results = [value for value, _ in search.run(body, given, [True] * len(given))]
         search.finish()
     except Found as found:
-        site, path = found.site, found.path
-        return NonFinite(
-            site.eqn.primitive.name,
-            line_of([site.eqn, *(step.site.eqn for step in reversed(path))], site.jaxpr.eqns),
-            ", ".join(step.words for step in path),
-            tuple(map(range_of, found.ins)),
-            tuple(range_of(out) for out in found.outs if out is not None),
-            not all(range_of(out).is_finite for out in evaluated(body, given)),
-        )
-    return None
+        return _report(found, not all(range_of(out).is_finite for out in evaluated(body, given)))
+    began = origin(body, given, results)
+    if began is None:
+        return None
+    constant = None if began.constant is None else range_of(began.constant)
+    if began.reader is None:
+        return NonFinite("", "unknown", "", (), (), True, constant)
+    return _report(began.reader, True, constant)
+
+
+def _report(found: Found | Reader, reaches: bool, constant: Range | None = None) -> NonFinite:
+    site, path = found.site, found.path
+    return NonFinite(
+        site.eqn.primitive.name,
+        line_of([site.eqn, *(step.site.eqn for step in reversed(path))], site.jaxpr.eqns),
+        ", ".join(step.words for step in path),
+        tuple(map(range_of, found.ins)),
+        tuple(range_of(out) for out in found.outs if out is not None),
+        reaches,
+        constant,
+    )
 
 
 def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:

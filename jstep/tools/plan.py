@@ -105,7 +105,6 @@ def plan(
         A `Plan`: `str()` is a table, `plot(path)` a picture.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: `start` is not before last_step, or a number is out of range.
 
     Example:

@@ -74,7 +74,6 @@ def replay(
 
     Raises:
         CheckpointError: The checkpoint is damaged (names it).
-        TypeError: An argument is of the wrong type.
         ValueError: Nothing lies before the step, or the batches cannot go there.
 
     Example:

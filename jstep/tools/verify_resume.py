@@ -74,7 +74,6 @@ def verify_resume(
 
     Raises:
         RuntimeError: make_state returned a state that was donated to an earlier step.
-        TypeError: An argument is of the wrong type.
         ValueError: Not 0 < at < steps, or the batches end before.
 
     Example:

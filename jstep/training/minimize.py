@@ -12,6 +12,7 @@ import numpy as np
 from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
+from jstep.core.collecting import with_returned
 from jstep.core.keys import anywhere
 from jstep.core.loops import Unroll
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
@@ -160,13 +161,14 @@ def minimize(
             return global_norm(done.updates if name == "update_norm" else _trainable(new_state.params))
 
         skipped = _skipped(done, state, part.gradients, optimizer)
+        aux, made = with_returned(part.aux if isinstance(part.aux, Mapping) else {"aux": part.aux}, part.summaries)
         named = {
             "the loss": {"loss": part.loss},
             "the optimizer's hyperparameters": optimizer.hyperparameters(step),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
-            "aux": (part.aux if isinstance(part.aux, Mapping) else {"aux": part.aux}) if has_aux else {},
+            "aux": aux if has_aux else {},
             "the norms": {name: norm(name) for name in norms},
-            "what the loss made": {} if part.summaries is None else {"summaries": part.summaries},
+            "what the loss made": {} if made is None else {"summaries": made},
         }
         return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
 

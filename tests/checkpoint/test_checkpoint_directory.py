@@ -6,6 +6,7 @@ import shutil
 import pytest
 from checkpoint_states import fail, listing, save_all, state_at
 
+import jstep
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
 from jstep.checkpoint.store import manifest_file
 from jstep.checkpoint.store import place as _checkpoint_dir
@@ -159,3 +160,15 @@ class TestDirectory:
         assert outcomes[:2] == [1, 1]
         assert set(outcomes[2:]) == {2}
         assert len(outcomes) > 10
+
+
+def test_the_users_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with jstep.Saver("~/runs/x") as saver:
+        assert saver.directory == str(tmp_path / "runs" / "x")
+        saver.save(state_at(1))
+    assert jstep.latest_checkpoint("~/runs/x") == str(tmp_path / "runs" / "x" / "model-1")
+    with jstep.summary.SummaryWriter("~/logs") as writer:
+        writer.add_summary(jstep.summary.scalar("loss", 0.5), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "runs"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 import pathlib
 import re
@@ -171,6 +172,28 @@ def test_a_loop_is_closed_when_its_tasks_have_ended():
     loop.close()
     assert ended == [False, False]
     assert loop.is_closed()
+
+
+def test_loggers_of_others_are_left_as_they_were(tmp_path, monkeypatch):
+    gate = threading.Event()
+    write = manifest_file.write
+    monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), write(*args)))
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before = [list(logger.filters) for logger in loggers]
+    with Saver(tmp_path) as saver, Saver(tmp_path, "other") as other:
+        for one in (saver, other):
+            one.save(state_at(1))
+        assert [list(logger.filters) for logger in loggers] != before
+        gate.set()
+        saver.wait()
+        other.wait()
+        assert [list(logger.filters) for logger in loggers] == before
+        monkeypatch.setattr(manifest_file, "write", fail)
+        for step in (2, 3):
+            saver.save(state_at(step))
+            with pytest.raises(checkpoint.CheckpointError):
+                saver.wait()
+        assert [list(logger.filters) for logger in loggers] == before
 
 
 def test_one_module_knows_orbax():

@@ -74,9 +74,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "lengths", [(10, 20, 50), (0, 0, 50), (2.5, 3.25, 7.5), (1, 0, 0.5), (7, 2**24 + 1, 2**25 + 3)]
-)
+@pytest.mark.parametrize("lengths", [(10, 20, 50), (0, 0, 50), (3, 4, 7), (1, 0, 1), (7, 2**24 + 1, 2**25 + 3)])
 def test_warmup_stable_decay(shape: str, lengths: tuple[float, float, float]) -> None:
     warm, stable, down = map(Fraction, lengths)
     steps = [*STEPS, 2**24 - 1, 2**24 + 7, 2**24 + 8, 2**24 + 9, 2**25 + 2**24 + 10, LAST]
@@ -107,7 +105,7 @@ def test_the_last_digits_of_late_steps_count(length: int) -> None:
     assert float(jstep.ademamix_alpha(5.0, length)(length - 100)) < 5.0
 
 
-@pytest.mark.parametrize("half", [3, 1000, 2**20 + 1, 2.5])
+@pytest.mark.parametrize("half", [3, 1000, 2**20 + 1])
 def test_triangles_stay_where_they_are(half: float) -> None:
     schedule = jstep.cyclical(0.0, 1.0, half)
     for n in (2**24 + 1, 2**24 + 3, 2**30 + 1, LAST - 1, LAST):
@@ -162,6 +160,25 @@ def test_times_is_the_product() -> None:
         (lambda: jstep.linear(0.0, 1.0, 0), ValueError, "steps=0: must be positive"),
         (lambda: jstep.linear(0.0, float, 3), TypeError, "end_value=.*class float"),
         (lambda: jstep.warmup_cosine_decay(1.0, 10, 10), ValueError, "decay_steps=10: must be > warmup_steps=10"),
+        (
+            lambda: jstep.warmup_cosine_decay(0.0, 1e-3, 100, 1000),
+            TypeError,
+            r"warmup_steps=0.001: must be an integer.*warmup_cosine_decay\(peak, warmup_steps, decay_steps, init_value",
+        ),
+        (lambda: jstep.linear_warmup(100, 1e-3), TypeError, r"warmup_steps=0.001.*linear_warmup\(schedule, warmup_st"),
+        (lambda: jstep.linear_warmup(100, jnp.float32(1)), TypeError, "warmup_steps=.*must be an integer"),
+        (lambda: jstep.linear_warmup(1000, jstep.constant(1.0)), TypeError, r"warmup_steps=.*linear_warmup\(schedule"),
+        (lambda: jstep.warmup_cosine_decay(1.0, 10, 100.0), TypeError, "decay_steps=100.0"),
+        (lambda: jstep.warmup_stable_decay(1.0, 1e-3, 1, 1), TypeError, "warmup_steps=0.001"),
+        (lambda: jstep.warmup_stable_decay(1.0, 1, 1e-3, 1), TypeError, "stable_steps=0.001"),
+        (lambda: jstep.warmup_stable_decay(1.0, 1, 1, 1e-3), TypeError, "decay_steps=0.001"),
+        (lambda: jstep.inverse_sqrt_decay(100, np.float64(0.1)), TypeError, "warmup_steps=.*inverse_sqrt_decay"),
+        (lambda: jstep.linear(0.0, 1.0, 0.5), TypeError, r"steps=0.5.*linear\(init_value, end_value, steps\)"),
+        (lambda: jstep.one_cycle(1000, 0.1), TypeError, "total_steps=0.1.*max_value, total_steps"),
+        (lambda: jstep.cyclical(0.0, 1.0, 0.5), TypeError, "step_size_up=0.5"),
+        (lambda: jstep.cyclical(0.0, 1.0, 4, 0.5), TypeError, "step_size_down=0.5"),
+        (lambda: jstep.ademamix_alpha(1000, 5.0), TypeError, r"steps=5.0.*ademamix_alpha\(alpha, steps\)"),
+        (lambda: jstep.ademamix_beta3(0.9, 0.99, 0.5), TypeError, "steps=0.5"),
         (lambda: jstep.warmup_cosine_decay(1.0, -1, 10), ValueError, "warmup_steps=-1"),
         (lambda: jstep.warmup_stable_decay(1.0, 1, 1, 0), ValueError, "decay_steps=0"),
         (lambda: jstep.warmup_stable_decay(1.0, 1, 1, 1, shape="1-sqrt"), ValueError, "shape='1-sqrt'.*'sqrt'"),

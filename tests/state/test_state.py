@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import jax
@@ -212,3 +213,40 @@ def test_repr_survives_tracing_and_donation() -> None:
     jstep.minimize(lambda p: jnp.sum(p["dense"]["kernel"]), jstep.adam())(state)
     assert "TrainState" in repr(state)
     assert "TrainState" in repr(plain().replace(global_step=None))
+
+
+def test_states_compare_as_a_whole() -> None:
+    state = jstep.TrainState.create({"w": jnp.array([1.0, jnp.nan]), "key": jax.random.key(0)}, jstep.adam(0.1))
+    same = jax.tree.map(jnp.copy, state)
+    for other, wanted in (
+        (state, True),
+        (same, True),
+        (state.replace(global_step=jnp.int32(1)), False),
+        (state.replace(global_step=jnp.int64(0) if jax.config.jax_enable_x64 else jnp.int16(0)), False),
+        (state.replace(params=None), False),
+        (state.replace(params={**state.params, "w": jnp.array([2.0, jnp.nan])}), False),
+        (jax.eval_shape(lambda: state), False),
+        (3, False),
+        (None, False),
+    ):
+        assert (state == other) is wanted
+        assert (state != other) is not wanted
+    assert (jax.eval_shape(lambda: state) == jax.eval_shape(lambda: same)) is True
+    assert jax.jit(lambda a, b: jnp.asarray([a == b, a == a]))(state, same).tolist() == [False, True]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(state)
+
+
+def test_a_donated_state_compares() -> None:
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, jstep.adam(0.1))
+    after = jax.jit(lambda state: state, donate_argnums=0)(state)
+    assert (state == after) is False
+    assert (state == state) is True
+
+
+def test_the_summary_of_a_state_orders_slots_by_name() -> None:
+    optimizer = jstep.adam(0.1)
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+    after, _ = jstep.minimize(lambda p: p["w"].sum(), optimizer)(state)
+    for one in (state, after, state.replace(slots=dict(reversed(state.slots.items())))):
+        assert re.findall(r"(\w+) \(", str(one).partition("slots")[2]) == ["m", "start_step", "v"]

@@ -1,4 +1,5 @@
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -121,12 +122,13 @@ def test_the_same_function_lowered():
         "dense/dot_general",
         "dense/relu/maximum",
         "blocks/block/inner/tanh",
-        "while/body/closed_call/sine",
         "gradients/dense/dot_general",
         "result/1/loss",
         "result/0/params/dense/kernel",
     ):
         assert name in found, sorted(found)
+    # What JAX itself calls in a loop is `closed_call` in 0.10, and `eval_jaxpr` in 0.12.
+    assert [name for name in found if re.fullmatch(r"while/body/(closed_call|eval_jaxpr)/sine", name)], sorted(found)
     assert shape(found["dense/dot_general"]) == [2, 4]
     assert found["dense/dot_general"].attr["dtype"].type == types_pb2.DT_FLOAT
 

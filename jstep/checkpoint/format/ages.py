@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.checkpoint.format import counts
+from jstep.checkpoint.format.match import keys_of
 from jstep.core import trees
 
 _AGE = "start_step"
@@ -23,14 +25,14 @@ def warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
         left: Which of them were left as they were.
     """
     leaves = jax.tree_util.tree_leaves_with_path(target)
-    keys = [tuple(trees.path_str((key,)) for key in path) for path, _ in leaves]
+    keys = [keys_of(path) for path, _ in leaves]
     before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
     after = dict(zip(keys, values, strict=True))
     starts = [key[1] for key in keys if len(key) == 2 and key[0] == "slots" and key[1].split("/")[-1] == _AGE]
     stale: dict[str, list[str]] = {}
     for index in left:
         key = keys[index]
-        if len(key) < 2 or key[0] != "slots" or key[1] in starts:
+        if len(key) < 2 or key[0] != "slots" or key[1] in starts or counts.is_ageless(key, leaves[index][1]):
             continue
         start = max((s for s in starts if key[1].startswith(s.removesuffix(_AGE))), key=len, default=None)
         if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):

@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jstep.checkpoint.format import counts
 from jstep.checkpoint.format.leaves import by_id, ids
 from jstep.checkpoint.format.manifest import Leaf
 from jstep.core import trees
 from jstep.core.checks import kind, shown
 
+STEP = counts.GLOBAL_STEP
 _SHOWN = 20  # paths listed in a message
 
 Names = Mapping[str, str] | Callable[[str], str | None]
@@ -20,11 +22,19 @@ Names = Mapping[str, str] | Callable[[str], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A leaf of a target, and the saved leaf to fill it with; None where there is none that fits."""
+    """A leaf of a target, and the saved leaf to fill it with.
+
+    Attributes:
+        path: Its path.
+        leaf: The leaf.
+        source: The saved leaf; None if there is none that fits.
+        is_guard: Whether it belongs to a guard that the saved state did not have.
+    """
 
     path: str
     leaf: Any
     source: Leaf | None
+    is_guard: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +85,11 @@ def match(
     renamed = _renamed(names, paths, {leaf.path for leaf in saved}, where)
     found = Match([], [], [], [])
     used: set[tuple[str, int]] = set()
-    for (path, leaf), (_, number) in zip(flat, ids(paths), strict=True):
-        wanted_kind = _kind(leaf, path)
+    kinds = [_kind(leaf, path) for path, leaf in flat]
+    all_keys = [keys_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(target)]
+    steps = next((shape for keys, (shape, _) in zip(all_keys, kinds, strict=True) if keys == (STEP,)), ())
+    lacking = {}
+    for (path, leaf), (_, number), keys, wanted_kind in zip(flat, ids(paths), all_keys, kinds, strict=True):
         key = (renamed.get(path, path), number)
         used.add(key)
         source, average = records.get(key), average_of(key, records, averages)
@@ -85,13 +98,21 @@ def match(
             source = records[average]
         elif source is None:
             found.missing.append(path)
-        elif (source.shape, source.dtype) != wanted_kind:
+            lacking[keys] = wanted_kind
+        elif (source.shape, source.dtype) != wanted_kind and not counts.converts(
+            keys, (source.shape, source.dtype), wanted_kind, steps
+        ):
             found.differing.append(
                 f"{path!r} ({_text(source.shape, source.dtype)}, and {_text(*wanted_kind)} in target)"
             )
             source = None
         found.wanted.append(Wanted(path, leaf, source))
     found.extra.extend(key[0] for key in records if key not in used and not _is_average(key[0], averages))
+    guards = counts.guards(lacking, steps)
+    for i, keys in enumerate(all_keys):
+        if found.wanted[i].source is None and keys in guards:
+            found.wanted[i] = dataclasses.replace(found.wanted[i], is_guard=True)
+            found.missing.remove(found.wanted[i].path)
     if not partial and found.differences():
         raise ValueError(
             f"target does not fit {where}{found.differences()}. Nothing was restored; "
@@ -104,7 +125,21 @@ def match(
             + listing("target has", [repr(path) for path in paths])
             + listing("the checkpoint has", [repr(leaf.path) for leaf in saved])
         )
+    left = [
+        wanted for keys, wanted in zip(all_keys, found.wanted, strict=True) if keys == (STEP,) and not wanted.source
+    ]
+    if left:
+        raise ValueError(
+            f"partial=True: {where} has no global_step that fits{found.differences()}; a trained state whose clock "
+            "starts at 0 would repeat its schedule and its data. To take parameters alone, give a target without "
+            "a step, such as {'params': params}."
+        )
     return found
+
+
+def keys_of(path: Any) -> tuple[str, ...]:
+    """The keys of a leaf as texts."""
+    return tuple(trees.path_str((key,)) for key in path)
 
 
 def _renamed(names: Names | None, paths: Sequence[str], saved: set[str], where: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Arrays read from a checkpoint, made into the leaves a target asks for: where it asks, and nobody else's memory."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,10 +57,18 @@ def stored_sharding(wanted: Wanted) -> Any:
     if isinstance(wanted.leaf, np.ndarray | np.generic):
         return None
     sharding = sharding_of(wanted.leaf, wanted.path)
+    if wanted.source is not None and wanted.source.dtype != dtype_of(wanted):
+        return None  # a count of another width: converted on the host, which has both
     is_key = wanted.source is not None and wanted.source.key_impl is not None
     # The data of a key has further axes, which these two leave whole.
     fits = isinstance(sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding)
     return sharding if fits or not is_key else None
+
+
+def dtype_of(wanted: Wanted) -> str:
+    """The dtype that a leaf of a target asks for."""
+    leaf = wanted.leaf
+    return str(leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
 
 def placed(wanted: Wanted, read: Any) -> Any:
@@ -72,6 +81,8 @@ def placed(wanted: Wanted, read: Any) -> Any:
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
     array = _zeros(record) if read is None else read
+    if record.dtype != (wanted_dtype := dtype_of(wanted)) and jnp.issubdtype(record.dtype, jnp.integer):
+        record, array = dataclasses.replace(record, dtype=wanted_dtype), _count(wanted, np.asarray(array))
     if isinstance(leaf, np.ndarray | np.generic):
         return np.array(_leaves.from_stored(record, np.asarray(array)), leaf.dtype)
     sharding = sharding_of(leaf, wanted.path)
@@ -87,6 +98,16 @@ def placed(wanted: Wanted, read: Any) -> Any:
 
         array = jax.jit(leaf_of, out_shardings=sharding)(array)
     return jax.device_put(array, sharding)
+
+
+def _count(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A count in the integers that the target has."""
+    converted = array.astype(dtype_of(wanted))
+    if (converted != array).any():
+        raise ValueError(
+            f"target: {wanted.path!r} is {converted.dtype} and does not hold {array.max()}; enable jax_enable_x64"
+        )
+    return converted
 
 
 def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]) -> jax.Array:
@@ -127,13 +148,22 @@ def looked_at(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str |
     return _leaves.nested(out)
 
 
-def left_as_is(wanted: Wanted) -> Any:
-    """A leaf of the target that nothing is restored into: a copy.
+def left_as_is(wanted: Wanted, step: int) -> Any:
+    """A leaf of the target that nothing is restored into: a copy; of a guard's step, that of the checkpoint.
+
+    Args:
+        wanted: The leaf.
+        step: That of the checkpoint.
 
     Raises:
         ValueError: It has no value.
     """
     leaf = wanted.leaf
+    if wanted.is_guard and jnp.issubdtype(dtype_of(wanted), jnp.integer):
+        since = np.full(np.shape(leaf), step, dtype_of(wanted))
+        if isinstance(leaf, np.ndarray | np.generic):
+            return since
+        return jax.device_put(_own(since), sharding_of(leaf, wanted.path))
     if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
         raise ValueError(
             f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "

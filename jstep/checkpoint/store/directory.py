@@ -5,12 +5,12 @@ import gc
 import logging
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest
 from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, owner, place
 from jstep.checkpoint.store.claim import Claim, file_of
 from jstep.checkpoint.store.in_flight import IN_FLIGHT
@@ -116,9 +116,14 @@ class Directory:
         """As `Store.save`."""
 
         def publish(temporary: str, final: str) -> None:
+            from jstep.checkpoint.store import tensors
+
             manifest = commit.seal(checksums.collect(temporary, jax.process_count()))
+            # Cleaners of old files remove what is being written, too, and the rest would look like a checkpoint.
+            if lost := _lost(lambda: tensors.lacking(temporary, manifest)):
+                raise OSError(errno.ENOENT, f"{lost}: somebody removed files while they were written", temporary)
             manifest_file.write(temporary, manifest)
-            place.publish(temporary, final)
+            place.publish(temporary, final, [NAME, *manifest.files])
             commit.committed()
 
         self._bytes = sum(int(array.nbytes) for array in arrays.values())
@@ -160,3 +165,12 @@ class Directory:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+
+
+def _lost(lacking: Callable[[], str | None]) -> str | None:
+    """What is not there of what was written, in words."""
+    try:
+        path = lacking()
+    except Exception as error:  # tensorstore has no types of errors
+        return f"what was written cannot be read ({str(error)[:300]})"
+    return path and f"{path!r} is not there any more"

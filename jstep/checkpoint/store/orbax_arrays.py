@@ -18,17 +18,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jstep.checkpoint.store import checksums
+from jstep.checkpoint.store import checksums, quiet
 from jstep.checkpoint.store.in_flight import IN_FLIGHT
 from jstep.checkpoint.store.listing import TEMPORARY
-from jstep.checkpoint.store.quiet import Quiet
 from jstep.checkpoint.store.stragglers import ToTheEnd
 
 _TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
 
 _logger = logging.getLogger("jstep")
-
-_quietly = Quiet(lambda: bool(IN_FLIGHT))
 
 
 class _Failure:
@@ -162,7 +159,7 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 class Checkpointer:
     """Orbax, as far as it is needed: named arrays into a folder, by all processes together."""
 
-    @_quietly()
+    @quiet.quietly()
     def __init__(self, prefix: str) -> None:
         begun: list[Any] = []
         registry = ocp.type_handlers.create_type_handler_registry(
@@ -183,10 +180,12 @@ class Checkpointer:
             temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
         )
 
-    @_quietly()
+    @quiet.quietly()
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, publish: Callable[[str, str], None]) -> None:
         """Starts to write; returns when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
+        if path + TEMPORARY not in IN_FLIGHT:
+            quiet.begin()
         IN_FLIGHT[path + TEMPORARY] = self
         _finish_at_exit()
         self._async.save(path, args=SaveArgs(dict(arrays), compress))
@@ -202,7 +201,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a fork has none of the threads
         try:
-            with _quietly():
+            with quiet.quietly():
                 self._async.wait_until_finished()
             if self._failure.error is not None:
                 raise self._failure.error
@@ -213,8 +212,9 @@ class Checkpointer:
     def _forget(self) -> None:
         for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
             del IN_FLIGHT[path]
+            quiet.end()
 
-    @_quietly()
+    @quiet.quietly()
     def close(self) -> None:
         """Ends its threads."""
         self._async.close()

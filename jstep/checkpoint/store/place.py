@@ -4,19 +4,29 @@ A checkpoint is written under a temporary name, its manifest last, and renamed. 
 """
 
 import contextlib
+import errno
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
 
 _logger = logging.getLogger("jstep")
 
 
-def publish(temporary: str, final: str) -> None:
-    """Gives a finished checkpoint its name. One of the same name goes only once the new one is there."""
+def publish(temporary: str, final: str, files: Iterable[str] = ()) -> None:
+    """Gives a finished checkpoint its name. One of the same name goes only once the new one is there.
+
+    Args:
+        temporary: Its folder.
+        final: The path it gets.
+        files: What has to be there under the new name.
+
+    Raises:
+        FileNotFoundError: Somebody has removed one of them meanwhile.
+    """
     replaced = final + REPLACED
     if os.path.lexists(final):
         if is_remains(final):
@@ -26,6 +36,13 @@ def publish(temporary: str, final: str) -> None:
             _set_aside(final)
     sync(temporary)
     os.rename(temporary, final)
+    lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
+    if lacks is not None:
+        # Somebody is removing the folder, and went on after it was renamed.
+        evict(final)
+        if os.path.lexists(replaced):
+            os.rename(replaced, final)
+        raise FileNotFoundError(errno.ENOENT, f"{lacks} was removed while the checkpoint was written", temporary)
     sync(os.path.dirname(final))
     remove(replaced)
 

@@ -1,24 +1,19 @@
-"""Orbax without its log lines: some twenty for each save at INFO, and hundreds with tracebacks for one that fails.
+"""Orbax without its log lines while a Saver writes: some twenty for each save, and hundreds for one that fails.
 
-What they have to say is said once, by jstep's own errors. A program that uses orbax itself keeps its lines, but for
-those while a Saver writes.
+What they have to say is said once, by jstep's own errors. The filters are on the loggers only while something is
+written, so that a program which uses orbax itself keeps its lines.
 """
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 
 from jstep.checkpoint.store.listing import TEMPORARY
 
 
-class _Filter(logging.Filter):
-    def __init__(self, is_writing: Callable[[], bool]) -> None:
-        super().__init__()
-        self._is_writing, self.calls = is_writing, 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is to be seen."""
-        return "orbax" not in record.pathname or not (self.calls or self._is_writing())
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
@@ -26,23 +21,35 @@ def _is_not_ours(record: logging.LogRecord) -> bool:
     return TEMPORARY not in record.getMessage()
 
 
-class Quiet:
-    """Drops orbax's log lines within its blocks, and from any thread as long as something is being written.
+_FILTERS = {"absl": _is_not_orbax, "asyncio": _is_not_ours}
+_lock = threading.Lock()
+_writers = 0
 
-    Args:
-        is_writing: Whether something is.
-    """
 
-    def __init__(self, is_writing: Callable[[], bool]) -> None:
-        self._filter = _Filter(is_writing)
-        logging.getLogger("absl").addFilter(self._filter)
-        logging.getLogger("asyncio").addFilter(_is_not_ours)
+def begin() -> None:
+    """Drops orbax's log lines, from any thread, until as many calls of `end`."""
+    global _writers
+    with _lock:
+        _writers += 1
+        for name, one in _FILTERS.items():
+            logging.getLogger(name).addFilter(one)  # a second time changes nothing
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """A block, or a decorated function, without them."""
-        self._filter.calls += 1
-        try:
-            yield
-        finally:
-            self._filter.calls -= 1
+
+def end() -> None:
+    """The end of what `begin` began."""
+    global _writers
+    with _lock:
+        _writers -= 1
+        if not _writers:
+            for name, one in _FILTERS.items():
+                logging.getLogger(name).removeFilter(one)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """A block, or a decorated function, without them."""
+    begin()
+    try:
+        yield
+    finally:
+        end()

@@ -5,6 +5,8 @@ manifest says, and of damage tell only lines on stderr.
 """
 
 import collections
+import itertools
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,9 +45,38 @@ def read(path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[st
 
 def _spec(path: str, name: str) -> dict[str, Any]:
     base = {"driver": "file", "path": path + "/"}
-    place = name if name.endswith("/") else name + "/"  # as orbax joins paths, where the last key is empty
-    store = {"driver": "ocdbt", "base": base, "path": place, "cache_pool": "cache_pool#ocdbt"}
+    store = {"driver": "ocdbt", "base": base, "path": _within(name), "cache_pool": "cache_pool#ocdbt"}
     return {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False, "recheck_cached_data": False}
+
+
+def lacking(path: str, manifest: Manifest) -> str | None:
+    """The first array of a manifest that is not in a folder with all its parts; None if they are all there.
+
+    One byte of each part is read, which finds files that somebody has removed.
+    """
+    base = {"driver": "file", "path": path + "/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    there = {key.decode() for key in store.list().result()}
+    wanted = {leaf.array: leaf for leaf in manifest.leaves if leaf.array is not None}
+    described = {name: store.read(_within(name) + ".zarray") for name in wanted}
+    reads = {}
+    for name, leaf in wanted.items():
+        if not (found := described[name].result().value):
+            return leaf.path
+        zarray = json.loads(found)
+        grid = [-(-size // chunk) for size, chunk in zip(zarray["shape"], zarray["chunks"], strict=True)]
+        for at in itertools.product(*map(range, grid)):
+            key = _within(name) + (zarray.get("dimension_separator", ".").join(map(str, at)) or "0")
+            if key not in there:
+                return leaf.path
+            reads[key] = leaf.path, store.read(key, byte_range=slice(0, 1))
+    # Of a file that is gone the store returns an empty value.
+    return next((leaf for leaf, read in reads.values() if not read.result().value), None)
+
+
+def _within(name: str) -> str:
+    """Where an array lies in the store, as orbax joins paths, where the last key is empty."""
+    return name if name.endswith("/") else name + "/"
 
 
 def _difference(leaf: Leaf, stored: Any) -> str:

@@ -75,7 +75,7 @@ class Search:
         def value(atom: Any) -> Any:
             return (atom.val, False) if isinstance(atom, core.Literal) else env[atom]
 
-        last = _last_uses(body)
+        last = last_uses(body)
         for at, site in enumerate(body.sites):
             pairs = [value(atom) for atom in site.eqn.invars]
             ins, on = [one for one, _ in pairs], [which for _, which in pairs]
@@ -118,11 +118,11 @@ class Search:
         return outs
 
     def _call(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        return _values(self.run(site.bodies[0], ins, on, (*path, Step(site, _words(site, site.bodies[0])))))
+        return _values(self.run(site.bodies[0], ins, on, (*path, Step(site, entered(site, site.bodies[0])))))
 
     def _cond(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
         taken = site.bodies[min(max(int(ins[0]), 0), len(site.bodies) - 1)]
-        return _values(self.run(taken, ins[1:], on[1:], (*path, Step(site, _words(site, taken)))))
+        return _values(self.run(taken, ins[1:], on[1:], (*path, Step(site, entered(site, taken)))))
 
     def _shard_map(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
         """It is made whole, as its shards work together; what is sought in it is made a second time."""
@@ -139,7 +139,7 @@ class Search:
         made_of, made = numbers_of(site, ins, shard, chain, at[shard])
         inside = [Step(site, f"shard_map ({name_of(site, shard)})")]
         for (_, one), (body, _) in itertools.pairwise(chain):
-            inside.append(Step(one, _words(one, body, at[shard])))
+            inside.append(Step(one, entered(one, body, at[shard])))
         raise Found((*path, *inside), chain[-1][1], made_of, made)
 
     def _scan(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
@@ -166,11 +166,11 @@ class Search:
     ) -> None:
         inner = next(body for body in site.bodies if path_to(body, number))
         args = arguments_of(site, inner, ins, at[site.depth])
-        self.run(inner, args, [depends] * len(args), (*path, Step(site, _words(site, inner, at))))
+        self.run(inner, args, [depends] * len(args), (*path, Step(site, entered(site, inner, at))))
         self.finish()
 
 
-def _words(site: Site, inner: Body, at: list[int] | tuple[()] = ()) -> str:
+def entered(site: Site, inner: Body, at: list[int] | tuple[()] = ()) -> str:
     """What to call an operation that is gone into."""
     eqn = site.eqn
     if site.kind == "cond":
@@ -187,7 +187,7 @@ def _values(pairs: list[Any]) -> list[Any]:
     return [value for value, _ in pairs]
 
 
-def _last_uses(body: Body) -> dict[int, list[Any]]:
+def last_uses(body: Body) -> dict[int, list[Any]]:
     """The variables that an operation is the last to need: they need not be kept."""
     last: dict[Any, int] = {}
     for at, site in enumerate(body.sites):

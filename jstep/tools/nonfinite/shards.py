@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jstep.tools.nonfinite import sites
 from jstep.tools.nonfinite.inside import arguments_of
 from jstep.tools.nonfinite.sites import Body, Site, apply, path_to, read
 
 
 def shard_counts(site: Site) -> dict[str, int]:
     """The axes over which a shard_map has a program for each shard, and how many there are."""
-    mesh, manual = site.eqn.params["mesh"], site.eqn.params["newly_manual_axes"]
+    mesh, manual = site.eqn.params["mesh"], sites.manual_axes(site.eqn.params)
     return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
 
 

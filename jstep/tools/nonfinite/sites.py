@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.extend import core
@@ -11,7 +11,7 @@ _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Where operations that merely call something keep it."""
 _OPAQUE = {"pallas_call", "custom_linear_solve", "custom_root"}
 """They hold programs, too, but of pieces of arrays, or to be run in ways of their own: seen from outside."""
-_SHARD_MAP = ("jaxpr", "mesh", "in_specs", "out_specs", "check_vma", "newly_manual_axes")
+_SHARD_MAP = ("jaxpr", "mesh", "in_specs", "out_specs", "check_vma")
 
 MOVES = frozenset(
     [
@@ -165,10 +165,15 @@ def _site(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_shards: b
         return made("cond", *((one, f"branch {i}") for i, one in enumerate(params["branches"])))
     if name == "shard_map":
         # One inside another is seen from outside, as is one of a version of JAX that keeps it otherwise.
-        known = not on_shards and all(key in params for key in _SHARD_MAP) and params["newly_manual_axes"]
+        known = not on_shards and all(key in params for key in _SHARD_MAP) and manual_axes(params)
         return made("shard_map", (params["jaxpr"], "")) if known else made("operation")
     called = next((params[key] for key in _CALLED if _is_program(params.get(key), eqn)), None)
     return made("operation") if called is None or name in _OPAQUE else made("call", (called, ""))
+
+
+def manual_axes(params: Mapping[str, Any]) -> Any:
+    """The axes that a shard_map makes manual; JAX 0.10.0 calls them otherwise."""
+    return params.get("newly_manual_axes") or params.get("manual_axes")
 
 
 def _is_program(value: Any, eqn: Any) -> bool:

@@ -1,0 +1,59 @@
+"""Leaves of a state that are no weights: counts of steps, and the scalars that guards keep."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GLOBAL_STEP = "global_step"
+_PARAMS = "params"
+_SLOTS = "slots"
+_LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE = "last_finite_step", "loss_scale", "scale_since"
+_WIDTHS = {"int32", "int64"}
+
+Keys = tuple[str, ...]
+Kind = tuple[tuple[int, ...], str]
+
+
+def converts(keys: Keys, saved: Kind, wanted: Kind, steps: Sequence[int]) -> bool:
+    """Whether a leaf is a count of steps, which is the same number in 32 and in 64 bits.
+
+    The global step, and integer scalars among the slots; never a parameter.
+
+    Args:
+        keys: Of the leaf in the target.
+        saved: Its shape and dtype in the checkpoint.
+        wanted: Those in the target.
+        steps: The shape of the target's global step: a population has a step for each of its members.
+    """
+    if saved[0] != wanted[0] or {saved[1], wanted[1]} != _WIDTHS or _PARAMS in keys:
+        return False
+    return keys[-1] == GLOBAL_STEP or (keys[0] == _SLOTS and saved[0] in ((), tuple(steps)))
+
+
+def guards(missing: Mapping[Keys, Kind], steps: Sequence[int]) -> set[Keys]:
+    """Which of the slots that a checkpoint lacks are those of `skip_nonfinite` and `dynamic_loss_scale`.
+
+    They are known by name, shape, dtype and, of a loss scale, by each other; below any scope or label.
+
+    Args:
+        missing: The leaves that the checkpoint lacks, by their keys: shape and dtype in the target.
+        steps: The shape of the target's global step.
+    """
+    found: set[Keys] = set()
+    for keys, (shape, dtype) in missing.items():
+        if len(keys) != 2 or keys[0] != _SLOTS or tuple(shape) != tuple(steps):
+            continue
+        scope, _, name = keys[1].rpartition("/")
+        scope += "/" if scope else ""
+        pair = {(_SLOTS, scope + _LOSS_SCALE), (_SLOTS, scope + _SCALE_SINCE)}
+        if (name == _LAST_FINITE_STEP and dtype in _WIDTHS) or (
+            keys in pair and pair <= missing.keys() and dtype in ({"float32"} if name == _LOSS_SCALE else _WIDTHS)
+        ):
+            found.add(keys)
+    return found
+
+
+def is_ageless(keys: Keys, leaf: Any) -> bool:
+    """Whether a slot is none that an optimizer corrects by its age: a count, a guard's scalar, a held value."""
+    names = keys[1].split("/")
+    count = str(getattr(leaf, "dtype", "")) in _WIDTHS and not getattr(leaf, "shape", (0,))
+    return count or names[-1] in (_LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE) or "held" in names

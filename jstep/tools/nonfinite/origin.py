@@ -1,0 +1,286 @@
+"""Where a non-finite result comes from if no operation made it of an argument: constants, or what is made of them.
+
+The program is evaluated once more, and followed backwards from the results that are not finite: through the operands
+that are not finite either (those with a NaN, where the result has one), down to where they begin.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jstep.core.scans import counts_of
+from jstep.tools.nonfinite.inside import arguments_of, evaluated
+from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
+from jstep.tools.nonfinite.search import Step, entered, last_uses
+from jstep.tools.nonfinite.sites import MOVES, Body, Site, apply, read, walk
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """An operation that reads a non-finite value or makes one.
+
+    Attributes:
+        path: The operations it is in, from the outermost in.
+        site: The operation.
+        ins: Its operands.
+        outs: Its results.
+    """
+
+    path: tuple[Step, ...]
+    site: Site
+    ins: list[Any]
+    outs: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where non-finite numbers begin.
+
+    Attributes:
+        reader: The operation that reads the constant, or made the numbers; None where a constant is a result.
+        constant: The constant; None where the operation made the numbers.
+    """
+
+    reader: Reader | None
+    constant: Any = None
+
+
+def origin(body: Body, args: list[Any], results: Sequence[Any]) -> Origin | None:
+    """The first constant, or operation on constants, that makes a result non-finite.
+
+    Args:
+        body: The program.
+        args: Its arguments, all of them finite.
+        results: Its results.
+
+    Returns:
+        None where all results are finite, or infinite constants that are returned as they are.
+    """
+    wanted = _bad(results)
+    found = _Backwards(body, args, ()).run(wanted)
+    # An infinity that nothing is computed with is a bound or a mask that the function returns.
+    computed = [
+        one for one in found.origins if one.constant is None or has_nan(one.constant) or not _returned(body, one)
+    ]
+    return min(computed, key=lambda one: one.reader.site.number if one.reader else -1, default=None)
+
+
+def _returned(body: Body, one: Origin) -> bool:
+    """Whether a constant comes out of the program as it went in, at most moved."""
+    if one.reader is None:
+        return True
+    if one.reader.path:
+        return False
+    moved = {one.reader.site.eqn.outvars[0]}
+    for site in body.sites:
+        if moved.intersection(atom for atom in site.eqn.invars if not isinstance(atom, core.Literal)):
+            if site.eqn.primitive.name not in MOVES:
+                return False
+            moved.update(site.eqn.outvars)
+    return one.reader.site.eqn.primitive.name in MOVES
+
+
+@dataclasses.dataclass
+class _Trail:
+    """What was found going backwards through a program: origins, and the arguments that the rest comes from."""
+
+    origins: list[Origin]
+    readers: dict[int, Reader | None]
+
+
+class _Backwards:
+    """A program, evaluated, to be followed backwards from some of its results."""
+
+    def __init__(self, body: Body, args: list[Any], path: tuple[Step, ...]) -> None:
+        self._body, self._path = body, path
+        self._consts = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+        # Operands and results of the operations whose results are not finite.
+        self._kept: dict[int, tuple[list[Any], list[Any]]] = {}
+        env = {**self._consts, **dict(zip(body.jaxpr.invars, args, strict=True))}
+        last = last_uses(body)
+        for at, site in enumerate(body.sites):
+            ins = [read(env, atom) for atom in site.eqn.invars]
+            outs = apply(site, ins)
+            if _bad(outs):
+                self._kept[site.number] = ins, outs
+            env.update(zip(site.eqn.outvars, outs, strict=True))
+            for var in last.get(at, ()):
+                env.pop(var, None)
+
+    def run(self, wanted: Iterable[int]) -> _Trail:
+        """Follows the results of these numbers to where they begin."""
+        trail = _Trail([], {})
+        sought: dict[Any, Reader | None] = {}
+        self._note([(self._body.jaxpr.outvars[i], None) for i in wanted], sought, trail)
+        for site in reversed(self._body.sites):
+            made = [i for i, var in enumerate(site.eqn.outvars) if var in sought]
+            if made:
+                readers = self._through(site, made, trail)
+                self._note([(site.eqn.invars[i], reader) for i, reader in readers.items()], sought, trail)
+        places = {var: i for i, var in enumerate(self._body.jaxpr.invars)}
+        trail.readers.update((places[var], reader) for var, reader in sought.items() if var in places)
+        return trail
+
+    def _note(self, needed: list[tuple[Any, Reader | None]], sought: dict[Any, Reader | None], trail: _Trail) -> None:
+        """Sorts what was read into constants, which are origins, and variables, which are sought further."""
+        for atom, reader in needed:
+            if isinstance(atom, core.Literal) or atom in self._consts:
+                trail.origins.append(Origin(reader, read(self._consts, atom)))
+            else:
+                sought[atom] = reader
+
+    def _reader(self, site: Site) -> Reader:
+        return Reader(self._path, site, *self._kept[site.number])
+
+    def _through(self, site: Site, made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+        """The operands that these results come from, each with the operation that reads it."""
+        ins, outs = self._kept[site.number]
+        inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}.get(site.kind)
+        if inner is not None:
+            return inner(site, ins, made, trail)
+        bad = _worst(ins, bool(_bad([outs[i] for i in made], nan=True)))
+        if not bad:
+            trail.origins.append(self._inside(site))
+        return dict.fromkeys(bad, self._reader(site))
+
+    def _inside(self, site: Site) -> Origin:
+        """An operation that made it, or a constant inside of one that is seen from outside."""
+        for body in site.bodies:
+            for one in walk(body):
+                for atom in one.eqn.invars:
+                    if isinstance(atom, core.Literal) and is_inexact(atom.val) and not np.isfinite(probe(atom.val)):
+                        step = Step(site, site.eqn.primitive.name)
+                        return Origin(Reader((*self._path, step), one, [atom.val], []), atom.val)
+        return Origin(self._reader(site))
+
+    def _into(
+        self, site: Site, body: Body, args: list[Any], wanted: list[int], trail: _Trail, at: list[int] | None = None
+    ) -> dict[int, Reader | None]:
+        inner = _Backwards(body, args, (*self._path, Step(site, entered(site, body, at or ())))).run(wanted)
+        own = self._reader(site)
+        trail.origins.extend(Origin(one.reader or own, one.constant) for one in inner.origins)
+        return {i: reader or own for i, reader in inner.readers.items()}
+
+    def _call(self, site: Site, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+        return self._into(site, site.bodies[0], ins, made, trail)
+
+    def _cond(self, site: Site, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+        taken = site.bodies[min(max(int(ins[0]), 0), len(site.bodies) - 1)]
+        return {i + 1: one for i, one in self._into(site, taken, ins[1:], made, trail).items()}
+
+    def _scan(self, site: Site, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+        params, body = site.eqn.params, site.bodies[0]
+        consts, carry = counts_of(params)
+        length, reverse = params["length"], params["reverse"]
+
+        def step(held: Any, xs: Any) -> Any:
+            outs = evaluated(body, [*ins[:consts], *held, *xs])
+            return outs[:carry], _states(outs)
+
+        _, states = jax.jit(lambda held, xs: lax.scan(step, held, xs, length=length, reverse=reverse))(
+            ins[consts : consts + carry], ins[consts + carry :]
+        )
+        order = np.asarray(states)[::-1] if reverse else np.asarray(states)
+
+        def at(i: int) -> int:
+            return length - 1 - i if reverse else i
+
+        return self._iterations(site, body, ins, made, order, at, consts, carry, trail)
+
+    def _while(self, site: Site, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+        params, body = site.eqn.params, site.bodies[-1]
+        before, consts = params["cond_nconsts"], params["body_nconsts"]
+        first = before + consts
+        given = ins[before:first]
+
+        def step(state: Any) -> Any:
+            i, held, since = state
+            outs = evaluated(body, [*given, *held])
+            # Of each value, the first iteration after which it had an infinity, and a NaN.
+            return i + 1, outs, jnp.where((since < 0) & _states(outs), i, since)
+
+        def again(state: Any) -> Any:
+            return evaluated(site.bodies[0], [*ins[:before], *state[1]])[0]
+
+        start = jnp.full((len(ins) - first, 2), -1, jnp.int32)
+        count, _, since = jax.jit(lambda held: lax.while_loop(again, step, (jnp.int32(0), held, start)))(ins[first:])
+        states = np.asarray(since)
+        order = (np.arange(int(states.max(initial=0)) + 1)[:, None, None] == states) if int(count) else None
+        if order is None:  # no iteration: the results are the operands
+            return {first + i: self._reader(site) for i in made}
+        order = np.logical_or.accumulate(order)
+        found = self._iterations(site, body, ins[before:], made, order, lambda i: i, consts, len(ins) - first, trail)
+        return {before + i: reader for i, reader in found.items()}
+
+    def _iterations(
+        self,
+        site: Site,
+        body: Body,
+        ins: list[Any],
+        made: list[int],
+        states: Any,
+        at: Any,
+        consts: int,
+        carry: int,
+        trail: _Trail,
+    ) -> dict[int, Reader | None]:
+        """Goes back from the first iteration that had what the results have, to those before that it was handed by.
+
+        Args:
+            site: The loop.
+            body: What it repeats.
+            ins: Its operands, without those of a condition.
+            made: The results to follow.
+            states: [iteration, result of the body, (is not finite, is NaN)], in the order in which they ran.
+            at: The place of an iteration among the results of a scan.
+            consts: How many operands stay.
+            carry: How many pass from one iteration to the next.
+            trail: Where origins go.
+        """
+        readers: dict[int, Reader | None] = {}
+        column = int(states[:, made, 1].any())
+        wanted, last = made, len(states)
+        while wanted and last:
+            when = [np.flatnonzero(states[:last, i, column]) for i in wanted]
+            first = min((int(one[0]) for one in when if one.size), default=None)
+            if first is None:
+                break
+            iterations = [0] * (site.depth + 1)
+            iterations[site.depth] = at(first)
+            args = arguments_of(site, body, self._kept[site.number][0], at(first))
+            bad = [i for i, one in zip(wanted, when, strict=True) if one.size and one[0] == first]
+            found = self._into(site, body, args, bad, trail, iterations)
+            readers.update((i, one) for i, one in found.items() if not consts <= i < consts + carry)
+            handed = [i - consts for i in found if consts <= i < consts + carry]
+            if not first:
+                readers.update((consts + i, found[consts + i]) for i in handed)
+                break
+            wanted, last = handed, first
+        return readers
+
+
+def _states(outs: Sequence[Any]) -> Any:
+    """Of each value, whether it is not finite and whether it has a NaN."""
+    no = jnp.zeros((), bool)
+    each = [jnp.stack([~jnp.isfinite(probe(one)), has_nan(one)] if is_inexact(one) else [no, no]) for one in outs]
+    return jnp.stack(each) if each else jnp.zeros((0, 2), bool)
+
+
+def _bad(values: Sequence[Any], nan: bool = False) -> list[int]:
+    """Which of them are not finite, or have a NaN."""
+    return [
+        i
+        for i, one in enumerate(values)
+        if one is not None and is_inexact(one) and (bool(has_nan(one)) if nan else not np.isfinite(probe(one)))
+    ]
+
+
+def _worst(values: Sequence[Any], nan: bool) -> list[int]:
+    """Those with a NaN, where a NaN is sought and there are some; else those that are not finite."""
+    return (_bad(values, nan=True) if nan else []) or _bad(values)

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Everything that takes too long for each change: the newest versions, the lowest, XLA's own optimization level.
+#
+#   tests/nightly.sh [pytest arguments]
+#
+# Each step runs whatever the others came to, with its output in .nightly/<step>.log (another folder: NIGHTLY_LOGS).
+# A summary comes last; the exit code is 1 if a step failed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+logs=${NIGHTLY_LOGS:-.nightly}
+mkdir -p "$logs"
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+newest=$(command -v python3.13 || ls "$HOME"/.pyenv/versions/3.13.*/bin/python3 2> /dev/null | tail -n 1)
+results=()
+code=0
+
+step() { # name, command …
+    local name=$1 begin=$SECONDS result=passed
+    shift
+    echo "== $name"
+    if ! "$@" > "$logs/$name.log" 2>&1; then
+        result=FAILED
+        code=1
+        tail -n 20 "$logs/$name.log"
+    fi
+    results+=("$(printf '%-12s %-7s %5d s  %s' "$name" "$result" "$((SECONDS - begin))" \
+        "$(grep -aE '(passed|failed|error).* in [0-9]' "$logs/$name.log" | tail -n 1)")")
+}
+
+step newest env PYTHON="${newest:-python3}" tests/versions.sh newest "$@"
+step lowest env PYTHON="$python" tests/versions.sh lowest "$@"
+step optimized env XLA_FLAGS= "$python" -m pytest -n 2 "$@"
+for script in soak compilers; do
+    if [ -x "tests/$script.sh" ]; then
+        step "$script" "tests/$script.sh"
+    fi
+done
+
+printf '\n'
+printf '%s\n' "${results[@]}"
+exit "$code"
