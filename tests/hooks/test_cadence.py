@@ -146,7 +146,11 @@ MORE_BAD = [
     (lambda: jstep.CheckpointSaverHook("d", before_save=print), TypeError, "before_save: must be a tuple of functions"),
     (lambda: jstep.CheckpointSaverHook("d", before_save=(3,)), TypeError, "before_save[0]=3: must be a function"),
     (lambda: jstep.CheckpointSaverHook("d", extra=3), TypeError, "extra=3: must be a function () -> values or None"),
-    (lambda: jstep.EvaluationHook(print, every_n_steps=1, summary_writer=3), TypeError, "summary_writer=3: must have a method"),
+    (
+        lambda: jstep.EvaluationHook(print, every_n_steps=1, summary_writer=3),
+        TypeError,
+        "summary_writer=3: must have a method",
+    ),
     (lambda: jstep.StepCounterHook(1, summary_writer=3), TypeError, "summary_writer=3: must have a method"),
     (lambda: jstep.SummarySaverHook(Writer), TypeError, "must have a method add_summary"),
     (lambda: jstep.SummarySaverHook(Writer(), histograms=3), TypeError, "histograms=3: must be globs of paths"),
