@@ -37,8 +37,8 @@ class ConfusionMatrix:
         matrix, unknown = self.matrix.exact(), int(self.unknown.exact())
         if unknown:
             raise ValueError(
-                f"num_classes={len(matrix)}: predictions and labels of confusion_matrix must be in 0 … {len(matrix) - 1}; "
-                f"{unknown} examples have others; leave them out, or give more classes"
+                f"num_classes={len(matrix)}: predictions and labels of confusion_matrix must be below it and not "
+                f"negative, {unknown} examples have others; leave them out, or give more classes"
             )
         return {f"{i}/{j}": int(count) for i, row in enumerate(matrix) for j, count in enumerate(row)}
 
