@@ -61,23 +61,30 @@ class Merger:
         if common:
             if mesh not in self._jitted:
                 everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-                self._jitted[mesh] = jax.jit(_merged, out_shardings=everywhere)
+
+                # Not one for all evaluators: JAX takes classes of the same fields for the same.
+                def merged_of(totals: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
+                    return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
+
+                self._jitted[mesh] = jax.jit(merged_of, out_shardings=everywhere)
             merged = self._jitted[mesh](common, {name: objects[name] for name in common})
         return {**totals, **objects, **merged}
 
 
-def _merged(totals: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    return {name: _merged_of(name, total, objects[name]) for name, total in totals.items()}
-
-
-def _merged_of(name: str, total: Any, one: Any) -> Any:
+def _merged(name: str, total: Any, one: Any) -> Any:
+    before = trees.structure(total)
+    if type(one) is not type(total) or trees.structure(one) != before:
+        raise TypeError(
+            f"metric_fn: the metric {name!r}: merge of {kind(total)} was given {kind(one)} of another structure: all "
+            f"batches must give {before}, got {trees.structure(one)}"
+        )
     try:
         merged = total.merge(one)
     except Exception as error:
         error.add_note(f"metric_fn: in merge of the metric {name!r}")
         raise
-    before, after = trees.structure(total), trees.structure(merged)
-    if before != after:
+    after = trees.structure(merged)
+    if type(merged) is not type(total) or after != before:
         raise TypeError(
             f"metric_fn: the metric {name!r}: merge of {kind(total)} returned {kind(merged)} of another structure: "
             f"must return {before}, got {after}"

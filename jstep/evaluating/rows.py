@@ -84,6 +84,6 @@ def _as_args(batch: Any) -> tuple[Any, ...]:
     def known(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
             return leaf
-        return np.array(leaf)
+        return np.array(np.asarray(leaf))  # twice: `__array__` need not copy
 
     return jax.tree.map(known, batch if isinstance(batch, tuple) else (batch,))

@@ -81,7 +81,7 @@ def logits_and_labels(logits: Any, labels: Any) -> tuple[Array, Array]:
 
 def at_least_float32(array: Array) -> Array:
     """The array in float32, or in float64 if it is that already."""
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
 
 
 def is_class(labels: Array, num_classes: int) -> Array:

@@ -74,7 +74,7 @@ def perplexity(logits: Any, labels: Any) -> Perplexity:
     """
     given, truth = checks.logits_and_labels(logits, labels)
     logs = jax.nn.log_softmax(given, axis=-1)
-    chosen = truth.astype(jnp.int32)[:, None] == jnp.arange(given.shape[-1], dtype=jnp.int32)
+    chosen = truth.astype(jnp.int32)[:, None] == jnp.arange(given.shape[-1], dtype=jnp.int32)[None]
     picked = jnp.sum(jnp.where(chosen, logs, jnp.zeros_like(logs)), axis=-1)
     known = checks.is_class(truth, given.shape[-1])
     loss = -jnp.sum(jnp.where(known, picked, jnp.full_like(picked, jnp.nan)))

@@ -41,11 +41,11 @@ def both(first: Thresholds, second: Thresholds) -> Thresholds:
 def fewer(given: Thresholds, most: int) -> Thresholds:
     """The same examples in so many places, in the order of their scores.
 
-    Equal scores come to one place. If different ones are too many, neighbours are joined so that a place holds about
-    3/most of the positive or of the negative examples; a score that has more of them by itself stays alone.
+    Equal scores come to one place. If different ones are too many, neighbours are joined so that places are about
+    equally large, as `_weight` measures them; a score that is larger by itself stays alone.
     """
     given = _sorted(both(given, _empty(given)))
-    size = _share(given.positive) + _share(given.negative)
+    size = _weight(given.positive.approximate(), given.negative.approximate())
     is_seen = size > 0
     is_new = _differs(given.low) | _differs(given.high)
     group = jnp.cumsum(is_new.astype(jnp.int32)) - 1
@@ -60,9 +60,19 @@ def fewer(given: Thresholds, most: int) -> Thresholds:
     )
 
 
-def _share(count: Count) -> Array:
-    size = count.approximate()
-    return size / jnp.maximum(jnp.sum(size), 1)
+def _weight(positive: Array, negative: Array) -> Array:
+    """How much each place matters: by its share of the positive examples, of the negative ones, and of their ranks.
+
+    Ranks count by their logarithms: precision changes fastest at the highest scores.
+    """
+    each = positive + negative
+    above = jnp.cumsum(each[::-1])[::-1] - each
+    rank = jnp.log1p(each / (above + 1))
+    return _share(positive) + _share(negative) + _share(rank)
+
+
+def _share(size: Array) -> Array:
+    return size / jnp.maximum(jnp.sum(size), jnp.float32(1e-30))
 
 
 def _empty(like: Thresholds) -> Thresholds:
@@ -84,12 +94,12 @@ def _sorted(given: Thresholds) -> Thresholds:
 
 def _joined_neighbours(size: Array, is_new: Array, group: Array, parts: int) -> Array:
     """The number of the place for each entry, at most 3·parts of them: groups stay whole, large ones alone."""
-    total = jnp.sum(size)  # 2, or 1 where all examples are of one kind
+    total = jnp.sum(size)
     size_of_group = jax.ops.segment_sum(size, group, size.size)[group]
     is_large = size_of_group * parts > total
     before = jnp.cumsum(size) - size
     begins = jax.lax.cummax(jnp.where(is_new, before, jnp.zeros_like(before)))  # where the group of an entry begins
-    part = jnp.floor((begins + size_of_group / 2) / jnp.maximum(total, 1) * parts)
+    part = jnp.floor((begins + size_of_group / 2) / jnp.maximum(total, jnp.float32(1)) * parts)
     part = jax.lax.cummax(jnp.clip(part, 0, parts - 1).astype(jnp.int32))  # sums in float32 are not quite monotone
     begins_place = is_new & (_differs(part) | is_large | jnp.roll(is_large, 1))
     return jnp.cumsum(begins_place.astype(jnp.int32)) - 1
