@@ -1,6 +1,7 @@
 # The public names and where they are: the one list of them, read by __init__.py, type checkers and editors.
 
 from jstep import distributed as distributed
+from jstep import metrics as metrics
 from jstep import summary as summary
 from jstep.checkpoint import CheckpointError as CheckpointError
 from jstep.checkpoint import Saver as Saver

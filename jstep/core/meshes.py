@@ -70,6 +70,14 @@ def setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
         return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
+def instead_of_another(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """The context in which `mesh` is set if another one was; where none is set, none is."""
+    try:
+        return contextlib.nullcontext() if jax.sharding.get_mesh().empty else setting(mesh)
+    except ValueError:  # inside a function that JAX is tracing
+        return setting(mesh)
+
+
 def explicit_mesh(tree: Any) -> AbstractMesh | None:
     """The mesh with Explicit axes in the types of some arrays, traced or not; None for any other mesh, or none.
 

@@ -28,6 +28,7 @@ class RunInfo:
         constant_metrics: Names of metrics that never change, once the first step is made.
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
+        stop_wished: Whether a signal wishes the run to stop; all processes have to ask equally often.
     """
 
     last_step: int
@@ -38,6 +39,7 @@ class RunInfo:
     constant_metrics: Callable[[], Collection[str]] = tuple
     counter: Any = None
     evaluations: tuple[Any, ...] = ()
+    stop_wished: Callable[[], bool] = lambda: False
 
 
 class Hook:

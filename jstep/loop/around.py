@@ -45,6 +45,16 @@ class Around:
         self._next_due = min(self._dues, default=NEVER)
         return done
 
+    def resume(self, at: At) -> bool:
+        """Evaluations that a signal cut short are made up for; whether one of them wants no step."""
+        done = False
+        for hook in self._hooks:
+            if hasattr(hook, "evaluate_owed"):
+                answer = self._call(hook, "evaluate_owed", at.step, at.state)
+                stop, at.state = taken_answer(answer, at.state, at.step, f"{name_of(hook)}.evaluate_owed")
+                done = done or stop
+        return done
+
     def after(self, first: int, at: At) -> bool:
         """What follows a call that began at step `first`; whether it was the last one."""
         step = at.step

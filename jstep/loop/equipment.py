@@ -41,7 +41,12 @@ class Equipment(NamedTuple):
 
 
 def equipment(
-    options: Options, begin: Beginning, call: Any, position: Callable[[], Any], stack: contextlib.ExitStack
+    options: Options,
+    begin: Beginning,
+    call: Any,
+    position: Callable[[], Any],
+    stack: contextlib.ExitStack,
+    stop_wished: Callable[[], bool],
 ) -> Equipment:
     """Opens the event file, and puts the stock hooks behind the user's."""
     writer = _open_writer(stack, options.logdir, begin.step)
@@ -78,6 +83,7 @@ def equipment(
         constant_metrics=constants,
         counter=counter,
         evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),
+        stop_wished=stop_wished,
     )
     for hook in hooks:
         if hasattr(hook, "use_writer"):

@@ -49,7 +49,9 @@ class Run:
             try:
                 begun = self._begun = beginning(self._options, self._at.state, stack, self._signals)
                 self._at.step, self._at.state = begun.step, begun.state
-                equipped = self._equipped = equipment(self._options, begun, self._call, self._position, stack)
+                equipped = self._equipped = equipment(
+                    self._options, begun, self._call, self._position, stack, self._signals.to_stop
+                )
                 around = self._around = Around(
                     equipped.hooks, begun.step, stacked=self._options.steps_per_call > 1, to_stop=self._signals.to_stop
                 )
@@ -74,11 +76,13 @@ class Run:
         """The batches as calls, once the hooks have begun; None where no step is to be made."""
         options = self._options
         source = source_of(batches, begun.step, options.last_step, begun.kept.get(POSITION))
+        memory.check(equipped.hooks)
         done = around.begin(begun.state)
         if begun.restored is not None:
             done = memory.set_states(equipped.hooks, begun.kept.get(HOOKS)) or done
             if equipped.saving is not None:
                 equipped.saving.restored(begun.restored, begun.state)
+            done = around.resume(self._at) or done
         if done or begun.step >= options.last_step:
             _logger.info("the run is at step %d already: no step is made", begun.step)
             return None

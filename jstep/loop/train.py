@@ -10,7 +10,7 @@ import jax
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_bool, as_int
 from jstep.core.loops import as_unroll
-from jstep.core.meshes import mesh_of, setting
+from jstep.core.meshes import instead_of_another, mesh_of
 from jstep.hooks.visible import visible_logging
 from jstep.loop.checks import check, check_places, list_of_hooks
 from jstep.loop.options import Options
@@ -133,5 +133,5 @@ def train(
     )
     seen = progress is not False and jax.process_index() == 0
     # States lie on Auto axes: hooks and evaluations may compute with them as they are.
-    with setting(mesh_of(state)), visible_logging() if seen else contextlib.nullcontext():
+    with instead_of_another(mesh_of(state)), visible_logging() if seen else contextlib.nullcontext():
         return Run(options, train_step, state).go(batches)

@@ -29,7 +29,7 @@ print("found", *jstep.evaluator(value, mine, batch_sharding=rows)(state).values(
 import itertools
 then = [jstep.EarlyStopping("each", 2), jstep.KeepBest(directory + f"/best{count}", "each")]
 losses = itertools.chain([3.0, 2.0, 1.0], itertools.repeat(1.0 - process))  # the first one's numbers count
-hooks = [jstep.EvaluationHook(lambda state: {"each": next(losses)}, 5, then=then), jstep.MetricsHook(
+hooks = [jstep.EvaluationHook(lambda state: {"each": next(losses)}, every_n_steps=5, then=then), jstep.MetricsHook(
     lambda step, values: print("metrics", step, *values.values()), 10)]
 with jax.transfer_guard("disallow"):  # which is for the user's own transfers
     end = jstep.train(

@@ -13,7 +13,7 @@ CADENCED = {
     "counter": lambda steps: jstep.StepCounterHook(steps),
     "logging": lambda steps: jstep.LoggingHook(steps),
     "summary": lambda steps: jstep.SummarySaverHook(Writer(), steps),
-    "evaluation": lambda steps: jstep.EvaluationHook(lambda state: {}, steps),
+    "evaluation": lambda steps: jstep.EvaluationHook(lambda state: {}, every_n_steps=steps),
     "checkpoint": lambda steps: jstep.CheckpointSaverHook("unused", save_steps=steps),
 }
 
@@ -95,7 +95,7 @@ BAD = [
         "start_step=5, stop_step=5: must be 0 ≤ start_step < stop_step",
     ),
     (lambda: jstep.ProfilerHook("d", 1.0, 5), TypeError, "start_step=1.0: must be an integer"),
-    (lambda: jstep.EvaluationHook(3, 1), TypeError, "evaluate=3: must be a function of the state"),
+    (lambda: jstep.EvaluationHook(3, every_n_steps=1), TypeError, "evaluate=3: must be a function of the state"),
     (lambda: jstep.EvaluationHook(lambda state: {}), ValueError, "every_n_steps=None and every_n_secs=None"),
 ]
 
@@ -146,7 +146,11 @@ MORE_BAD = [
     (lambda: jstep.CheckpointSaverHook("d", before_save=print), TypeError, "before_save: must be a tuple of functions"),
     (lambda: jstep.CheckpointSaverHook("d", before_save=(3,)), TypeError, "before_save[0]=3: must be a function"),
     (lambda: jstep.CheckpointSaverHook("d", extra=3), TypeError, "extra=3: must be a function () -> values or None"),
-    (lambda: jstep.EvaluationHook(print, 1, summary_writer=3), TypeError, "summary_writer=3: must have a method"),
+    (
+        lambda: jstep.EvaluationHook(print, every_n_steps=1, summary_writer=3),
+        TypeError,
+        "summary_writer=3: must have a method",
+    ),
     (lambda: jstep.StepCounterHook(1, summary_writer=3), TypeError, "summary_writer=3: must have a method"),
     (lambda: jstep.SummarySaverHook(Writer), TypeError, "must have a method add_summary"),
     (lambda: jstep.SummarySaverHook(Writer(), histograms=3), TypeError, "histograms=3: must be globs of paths"),
@@ -159,7 +163,7 @@ MORE_BAD = [
     (lambda: jstep.NanLossHook(None), TypeError, "every_n_steps=None: must be an integer"),
     (lambda: jstep.NanLossHook(10, "no"), TypeError, "fail_on_nan_loss='no': must be True or False"),
     (lambda: jstep.ProfilerHook(3, 1, 2), TypeError, "logdir=3: must be a string or a path"),
-    (lambda: jstep.EvaluationHook(print, 1, prefix=3), TypeError, "prefix=3: must be a text"),
+    (lambda: jstep.EvaluationHook(print, every_n_steps=1, prefix=3), TypeError, "prefix=3: must be a text"),
 ]
 
 

@@ -141,7 +141,7 @@ def test_evaluation(caplog):
 
 
 def test_evaluation_of_no_mapping():
-    hook = jstep.EvaluationHook(lambda state: 0.5, 1)
+    hook = jstep.EvaluationHook(lambda state: 0.5, every_n_steps=1)
     hook.begin(state_at())
     with pytest.raises(TypeError, match="evaluate returned float; it must return a mapping"):
         hook.after_step(1, state_at(), {})

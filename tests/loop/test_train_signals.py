@@ -50,7 +50,9 @@ say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, C
 
 
 def test_sigterm_without_a_checkpoint_dir(tmp_path):
-    process = start('train(10**9, hooks=[jstep.EvaluationHook(lambda s: say("here") or {}, 100)])', tmp_path)
+    process = start(
+        'train(10**9, hooks=[jstep.EvaluationHook(lambda s: say("here") or {}, every_n_steps=100)])', tmp_path
+    )
     until(process, "here")
     process.terminate()
     _, err = end(process, 143)
