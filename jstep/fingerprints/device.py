@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep.core.memory import on_devices
 from jstep.fingerprints.host import host_sums
 from jstep.fingerprints.mix import HALF, HIGH, MASK, STRIDE, U, lanes, sealed, split_at
 
@@ -18,6 +19,7 @@ HOST = np.ndarray | np.generic
 
 def device_sums(array: Any) -> Any:
     """The sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
+    array = on_devices(array)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if not array.size:

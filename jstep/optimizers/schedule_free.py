@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.memory import on_devices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule, Slots
 from jstep.core.var_list import VarList
@@ -219,7 +220,9 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
         ys = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
     zs = treedef.flatten_up_to(slots[prefix + "z"])
     beta1 = slots[prefix + "beta1"]
-    return treedef.unflatten([_x(leaf, y, z, beta1) for leaf, y, z in zip(leaves, ys, zs, strict=True)])
+    return treedef.unflatten(
+        [_x(leaf, on_devices(y), on_devices(z), beta1) for leaf, y, z in zip(leaves, ys, zs, strict=True)]
+    )
 
 
 def _master_around(prefix: str, slots: Slots) -> str | None:

@@ -162,6 +162,20 @@ def state_shardings(
     return treedef.unflatten(placed), {name: wherever(name, tree) for name, tree in slots.items()}, on_all
 
 
+def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
+    """Shardings of slots, those of one dimension or more in another memory; model_state stays where it is."""
+    if kind is None:
+        return shardings
+
+    def moved(sharding: NamedSharding, leaf: Any) -> NamedSharding:
+        return sharding.with_memory_kind(kind) if np.ndim(leaf) else sharding
+
+    return {
+        name: tree if name == MODEL_STATE else jax.tree.map(moved, tree, slots[name])
+        for name, tree in shardings.items()
+    }
+
+
 def everywhere(mesh: AnyMesh) -> NamedSharding:
     """On every device."""
     return NamedSharding(mesh, PartitionSpec())

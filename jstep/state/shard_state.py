@@ -5,13 +5,21 @@ from typing import Any
 import jax
 
 from jstep.core.contexts import own_transfers
+from jstep.core.memory import checked_memory
 from jstep.core.meshes import require_mesh
-from jstep.sharding.layout import ParamSpecs, put, state_shardings
+from jstep.sharding.layout import ParamSpecs, in_memory, put, state_shardings
 from jstep.state.require import require_state
 from jstep.state.train_state import TrainState
 
 
-def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, slot_axis: Any = None) -> TrainState:
+def shard_state(
+    state: TrainState,
+    mesh: Any,
+    param_specs: ParamSpecs = None,
+    slot_axis: Any = None,
+    *,
+    slots_memory: str | None = None,
+) -> TrainState:
     """The same state, laid out over a mesh. Compiled steps keep every leaf where it lies.
 
     Args:
@@ -25,12 +33,16 @@ def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, sl
         slot_axis: An axis of the mesh over which the slots of replicated parameters are split (ZeRO-1); other
             slots lie as their parameters do, scalars and model_state on every device.
 
+        slots_memory: The memory that slots of one dimension or more are in: `"pinned_host"` for that of the host, from
+            where a step brings them in and sends them back; None or `"device"` for that of the devices.
+
     Returns:
         A new state.
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: A spec names an axis that the mesh has not, or does not divide its leaf (names the path).
+        ValueError: A spec names an axis that the mesh has not, or does not divide its leaf (names the path); or the
+            devices do not have that memory.
 
     Example:
         >>> import jax, jstep
@@ -44,6 +56,7 @@ def shard_state(state: TrainState, mesh: Any, param_specs: ParamSpecs = None, sl
     """
     require_state(state)
     params, slots, everywhere = state_shardings(state.params, state.slots, require_mesh(mesh), param_specs, slot_axis)
+    slots = in_memory(slots, state.slots, checked_memory(slots_memory, mesh, "slots_memory"))
     step: Any = None if state.global_step is None else everywhere
     with own_transfers():
         return jax.tree.map(put, state, TrainState(params, slots, step))

@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jstep.core import trees
 from jstep.core.checks import as_bool
 from jstep.core.contexts import own_transfers
+from jstep.core.memory import checked_memory
 from jstep.core.meshes import explicit_mesh, in_auto_axes, require_mesh, setting, spec_of
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.sharding import layout
@@ -65,6 +66,7 @@ class TrainState:
         mesh: Any = None,
         param_specs: Any = None,
         slot_axis: Any = None,
+        slots_memory: str | None = None,
     ) -> "TrainState":
         """A fresh state, whose slots are created at `global_step`.
 
@@ -80,6 +82,7 @@ class TrainState:
             mesh: A `jax.sharding.Mesh` to lay the state out over; see `shard_state` for this and what follows.
             param_specs: How parameters lie on the mesh.
             slot_axis: The axis over which slots of replicated parameters are split.
+            slots_memory: The memory that slots are in, such as `"pinned_host"`.
 
         Raises:
             TypeError: A leaf is no array and no number (names its path), or `global_step` is not an integer.
@@ -87,8 +90,10 @@ class TrainState:
         """
         require_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
-        if mesh is None and (param_specs is not None or slot_axis is not None):
-            raise ValueError("param_specs and slot_axis say how the state lies on a mesh: give mesh as well")
+        if mesh is None and (param_specs is not None or slot_axis is not None or slots_memory is not None):
+            raise ValueError(
+                "param_specs, slot_axis and slots_memory say how the state lies on a mesh: give mesh as well"
+            )
         is_function = trees.is_function(params)
 
         def make(params: Any, model_state: Any) -> TrainState:
@@ -101,9 +106,11 @@ class TrainState:
             return make(params, model_state)
         create_global_step(global_step)  # refused before anything large is laid out
         mesh = require_mesh(mesh)
+        memory = checked_memory(slots_memory, mesh, "slots_memory")
 
         def where(params: Any, slots: Slots) -> Any:
-            return layout.state_shardings(params, slots, mesh, param_specs, slot_axis)
+            placed, of_slots, step = layout.state_shardings(params, slots, mesh, param_specs, slot_axis)
+            return placed, layout.in_memory(of_slots, slots, memory), step
 
         def placed(tree: Any, shardings: Callable[[Any], Any]) -> Any:
             tree = jax.tree_util.tree_map_with_path(trees.host_leaf, tree)

@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.contexts import own_transfers
+from jstep.core.memory import back, on_devices
 from jstep.core.meshes import in_auto_axes, leaving_auto_axes, like
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
@@ -42,7 +44,8 @@ def apply_gradients(
             the state are not the optimizer's.
 
     Example:
-        >>> import jax.numpy as jnp, jstep
+        >>> import jax
+    import jax.numpy as jnp, jstep
         >>> optimizer = jstep.gradient_descent(0.5)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
@@ -86,7 +89,9 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         return _applied(state, grads, optimizer, increment, Context(loss, evaluate, key))
 
     place = like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
-    return in_auto_axes(run, state, grads, context.loss, context.key, place=place)
+    here = state.replace(slots=on_devices(state.slots))
+    done = in_auto_axes(run, here, grads, context.loss, context.key, place=place)
+    return done._replace(state=jax.tree.map(back, done.state, state))
 
 
 def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:

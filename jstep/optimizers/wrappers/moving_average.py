@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.memory import on_devices
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.optimizers.apply_updates import apply_updates
@@ -111,5 +112,5 @@ def params_from_slot(state: TrainState, name: str, hint: str) -> Params:
     found = trees.flatten_like(state.params, state.slots[slot], f"slot {slot!r}")
     leaves, treedef = trees.flatten(state.params)
     return treedef.unflatten(
-        [p if one is None else one.astype(jnp.result_type(p)) for one, p in zip(found, leaves, strict=True)]
+        [p if one is None else on_devices(one).astype(jnp.result_type(p)) for one, p in zip(found, leaves, strict=True)]
     )

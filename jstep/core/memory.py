@@ -1,0 +1,55 @@
+"""Arrays in the memory of the host, which device computations bring in and send back."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jstep.core.checks import as_text, shown
+
+DEVICE = "device"
+
+
+def checked_memory(kind: Any, mesh: Mesh, argument: str) -> str | None:
+    """A kind of memory that the devices of a mesh have; None for the one they use by default.
+
+    Raises:
+        TypeError: It is not a string.
+        ValueError: The devices have no such memory.
+    """
+    if kind is None or as_text(kind, argument) == DEVICE:
+        return None
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if kind not in kinds:
+        raise ValueError(f"{argument}={shown(kind)}: {device.device_kind} devices have the memory kinds {kinds}")
+    return None if kind == device.default_memory().kind else str(kind)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Whether an array, traced or not, is in the memory of the host and not in that of its devices."""
+    return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
+
+
+def on_devices(tree: Any) -> Any:
+    """The same arrays in the memory of their devices, fit to be computed with."""
+    return jax.tree.map(_on_device, tree)
+
+
+def _on_device(leaf: Any) -> Any:
+    if not is_on_host(leaf):
+        return leaf
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.device_put(leaf, jax.memory.Space.Device)
+    (device, *_) = leaf.sharding.device_set
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(device.default_memory().kind))
+
+
+def back(leaf: Any, before: Any) -> Any:
+    """An array in the memory of another, whose place it takes, and sharded like it unless traced."""
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.device_put(leaf, jax.memory.Space.Host) if is_on_host(before) else leaf
+    sharding = getattr(before, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(leaf, jax.Array) or leaf.sharding == sharding:
+        return leaf
+    return jax.device_put(leaf, sharding)
