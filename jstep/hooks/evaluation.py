@@ -18,7 +18,7 @@ from jstep.hooks.cadence import CadencedHook, cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo, name_of
 from jstep.hooks.results import numbers_of
 from jstep.hooks.summaries import scalar
-from jstep.hooks.values import LeaveOut, read, text
+from jstep.hooks.values import read, text
 from jstep.hooks.writers import check_writer
 from jstep.state import TrainState
 
@@ -48,6 +48,7 @@ class EvaluationHook(CadencedHook):
     Attributes:
         results: Step → what evaluate returned, of this run.
         newest: The last step evaluated and its results, by the names they are logged under; or None.
+        stopped_by: The function in `then` that stopped the run, or None.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -72,9 +73,9 @@ class EvaluationHook(CadencedHook):
     def __init__(
         self,
         evaluate: Callable[[TrainState], Mapping[str, Any]],
+        *,
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
-        *,
         then: Sequence[Then] = (),
         summary_writer: Any = None,
         prefix: str = "eval",
@@ -92,20 +93,19 @@ class EvaluationHook(CadencedHook):
         self.newest: tuple[int, dict[str, Any]] | None = None
         self._told: int | None = None
         self._is_kept = False
-
-    def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
-        """Takes the writer of `train`, where the hook was made without one."""
-        if self._takes_writer:
-            self._writer = summary_writer
+        self.stopped_by: str | None = None
 
     def use_run(self, run: RunInfo) -> None:
-        """Hands it on."""
+        """Takes the writer of `train`, where the hook was made without one, and hands the run on."""
+        super().use_run(run)
+        if self._takes_writer:
+            self._writer = run.writer
         self._is_kept = run.saver is not None
         self._each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
         """Seconds count from here; a true result of one of `then`'s: no step is made."""
-        self.results, self.newest, self._told = {}, None, None
+        self.results, self.newest, self._told, self.stopped_by = {}, None, None, None
         super().begin(state)
         return any(self._each("begin", state))
 
@@ -141,9 +141,12 @@ class EvaluationHook(CadencedHook):
 
     def close(self) -> None:
         """Closes those in `then`."""
+        self.run = None
         self._each("close")
 
     def _run(self, step: int, state: TrainState) -> Any:
+        if self.run is not None:
+            self.run.pending.hand_over_all()  # rows of earlier steps come before the results of this one
         values = self._evaluate(state)
         if not isinstance(values, Mapping):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
@@ -178,6 +181,8 @@ class EvaluationHook(CadencedHook):
         for function in self._then:
             answer = function(step, given, values)
             stop_now, given = taken_answer(answer, given, step, f"then: {name_of(function)}")
+            if stop_now:
+                self.stopped_by = name_of(function)
             stop = stop or stop_now
         if stop and given is not state:
             return StopWith(given)

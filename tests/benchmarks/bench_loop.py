@@ -23,7 +23,7 @@ from bench_step import init_params, loss_fn
 
 import jstep
 
-CALLS, ROUNDS, K = 5_000, 41, 100
+CALLS, ROUNDS, K = 2_000, 9, 100
 
 
 def main():

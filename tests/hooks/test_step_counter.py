@@ -37,7 +37,7 @@ class Points:
 def counted(monkeypatch):
     monkeypatch.setattr(step_counter, "_markers", lambda metrics: [metrics["loss"]] if "loss" in metrics else [])
     clock, writer = Clock(), Points()
-    hook = jstep.StepCounterHook(10, summary_writer=writer, clock=clock)
+    hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     hook.begin(state_at())
     return hook, clock, writer
 
@@ -83,7 +83,7 @@ def test_a_first_call_that_the_device_has_not_begun_counts(counted):
 def test_every_due_step_has_a_point_however_quick_the_run_is():
     for steps_per_call in (1, 4, 100):
         writer = Points()
-        train(20, [jstep.StepCounterHook(5, summary_writer=writer)], steps_per_call=steps_per_call)
+        train(20, [jstep.StepCounterHook(every_n_steps=5, summary_writer=writer)], steps_per_call=steps_per_call)
         # None of a first call that is compiled and ends where it is due.
         assert [step for step, _ in writer.points] == [5, 10, 15, 20][steps_per_call == 100 :]
         assert all(rate > 0 for _, rate in writer.points)
@@ -93,7 +93,7 @@ def test_one_among_the_hooks_takes_the_place_of_the_stock_one(tmp_path, caplog):
     """It writes to train's logdir, and the lines show its figure."""
     pytest.importorskip("tensorboard")
     caplog.set_level(logging.INFO)
-    hook = jstep.StepCounterHook(4)
+    hook = jstep.StepCounterHook(every_n_steps=4)
     for run in ("a", "b"):  # and serves a second run
         train(10, [hook], logdir=tmp_path / run, log_steps=2, progress=None)
         points = []
@@ -108,7 +108,7 @@ def test_one_among_the_hooks_takes_the_place_of_the_stock_one(tmp_path, caplog):
 
 def test_examples_of_batches_of_many_shapes():
     def rate(batches, **kwargs):
-        hook = jstep.StepCounterHook(2)
+        hook = jstep.StepCounterHook(every_n_steps=2)
         optimizer = jstep.gradient_descent(0.1)
         state = jstep.TrainState.create({"w": 1.0}, optimizer)
         step = jstep.minimize(lambda params, *args: params["w"] ** 2, optimizer)

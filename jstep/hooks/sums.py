@@ -1,0 +1,317 @@
+"""Sums of metrics over intervals of steps, kept on the device: one dispatch a call, one array to read an interval."""
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.core.contexts import own_transfers
+from jstep.hooks import sums_program
+from jstep.hooks.hook import Metrics
+from jstep.hooks.skipped import SKIPPED, SkipMetric
+from jstep.hooks.sums_program import BAD, SKIPS, TOO_MANY, VALUE
+from jstep.hooks.values import host, is_number, is_numeric, shown
+
+LOSS = "loss"
+
+
+class BadStep(NamedTuple):
+    """A step that a run does not get over, and its loss."""
+
+    step: int
+    loss: float
+
+
+class Sums:
+    """What several hooks want to know of the metrics of all steps of an interval; each has intervals of its own.
+
+    A mean is that of the steps that have the metric. A value that is not finite does not count if the update of its
+    step was skipped. Metrics that no step computes are never added up.
+
+    Args:
+        skip_metric: The name of the metric that is 1 where the whole update was skipped.
+        constants: The names of the metrics that no step computes, once the first step was taken.
+    """
+
+    def __init__(
+        self, skip_metric: SkipMetric = lambda: SKIPPED, constants: Callable[[], Collection[str]] = tuple
+    ) -> None:
+        self._skip_metric, self._constants = skip_metric, constants
+        self._limits: list[float] = []
+        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+        self._last: _Layout | None = None
+
+    def subscribe(self, max_skipped: int | None = None) -> int:
+        """A number to take intervals with; before the first step. `max_skipped`: how many in a row are too many."""
+        self._limits.append(math.inf if max_skipped is None else max_skipped)
+        return len(self._limits) - 1
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody wants to know."""
+        return bool(self._limits)
+
+    def add(self, first: int, steps: int, metrics: Metrics, stacked: bool) -> None:
+        """Takes the metrics of the steps after `first`; before anybody may change the mapping."""
+        layout = self._layouts.get((stacked, *metrics))
+        if layout is None or not layout.fits(metrics):
+            layout = self._layout(metrics, stacked)
+        if layout is not self._last:
+            if self._last is not None and self._last.sums is not None:
+                layout.go_on_from(self._last.sums)
+            self._last = layout
+        layout.add(first, steps, metrics)
+
+    def take(self, number: int) -> "Interval":
+        """What was added since the last time."""
+        return Interval([part for layout in self._layouts.values() if (part := layout.take(number)) is not None])
+
+    def _layout(self, metrics: Metrics, stacked: bool) -> "_Layout":
+        """That of metrics that have come for the first time, or whose constants have changed: the old one is kept."""
+        key: tuple[Any, ...] = (stacked, *metrics)
+        if key in self._layouts:
+            old = self._layouts.pop(key)
+            self._layouts[(*key, len(self._layouts))] = old  # what it holds is still to be taken
+        layout = self._layouts[key] = _Layout(
+            metrics, stacked, self._limits, frozenset(self._constants()), self._skip_metric()
+        )
+        return layout
+
+
+class Part(NamedTuple):
+    """An interval's share in the steps that had the same metrics.
+
+    Attributes:
+        names: The metrics that are added up, in their order.
+        fixed: Those that are constants.
+        steps: How many steps there were.
+        row: A row of the sums, on the device.
+        step_of: From the number of a step in the interval to that of the run.
+    """
+
+    names: list[str]
+    fixed: list[tuple[str, Any]]
+    steps: int
+    row: Any
+    step_of: Callable[[int], int]
+
+
+class Interval:
+    """What was added up over an interval."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._parts = parts
+        for part in parts:
+            part.row.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(part.row.is_ready() for part in self._parts)
+
+    def names(self) -> list[str]:
+        """All metrics of the interval."""
+        return list(dict.fromkeys(name for part in self._parts for name in self._all(part)))
+
+    def _all(self, part: Part) -> list[str]:
+        return [*part.names, *(name for name, _ in part.fixed)]
+
+    def means(self, names: Collection[str]) -> dict[str, float]:
+        """The means of these metrics; waits for them."""
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for part, row in self._rows():
+            m = len(part.names)
+            for i, name in enumerate(part.names):
+                if name in found:
+                    total, lost = float(row[i]), float(row[m + i])
+                    found[name].append((total + lost if math.isfinite(total) else total, float(row[2 * m + i])))
+            for name, value in part.fixed:
+                if name in found:
+                    found[name].append((float(np.mean(host(value), dtype=np.float64)) * part.steps, part.steps))
+        return {name: _mean(sums) for name, sums in found.items()}
+
+    def first_bad(self) -> BadStep | None:
+        """The first step whose loss was not finite and whose update was applied; waits."""
+        bad = [BadStep(part.step_of(int(row[BAD])), float(row[VALUE])) for part, row in self._rows() if row[BAD] >= 0]
+        return min(bad, default=None)
+
+    def one_too_many(self) -> int | None:
+        """The step with which too many in a row were skipped; waits."""
+        steps = [part.step_of(int(row[TOO_MANY])) for part, row in self._rows() if row[TOO_MANY] >= 0]
+        return min(steps, default=None)
+
+    def _rows(self) -> list[tuple[Part, Any]]:
+        with own_transfers():
+            return [(part, host(part.row)) for part in self._parts]
+
+
+class Means:
+    """The means of an interval, in the order in which they are shown, on their way to the host."""
+
+    def __init__(self, interval: Interval, leave_out: Collection[str] = ()) -> None:
+        self._interval, self._names = interval, shown(interval.names(), leave_out)
+
+    def start(self) -> None:
+        """They are asked for already."""
+
+    def is_ready(self) -> bool:
+        """Whether reading them would not wait."""
+        return self._interval.is_ready()
+
+    def read(self) -> dict[str, Any]:
+        """The numbers; waits for them."""
+        return dict(self._interval.means(self._names))
+
+
+def _mean(sums: list[tuple[float, float]]) -> float:
+    if len(sums) == 1 and sums[0][1]:
+        return sums[0][0] / sums[0][1]
+    count = sum(n for _, n in sums)
+    return sum(total for total, _ in sums) / count if count else math.nan
+
+
+class _Layout:
+    """The sums of steps that return the same metrics."""
+
+    def __init__(
+        self, metrics: Metrics, stacked: bool, limits: list[float], constants: frozenset[str], skip: str | None
+    ) -> None:
+        ndim = int(stacked)
+        numbers = [name for name, value in metrics.items() if is_number(value, ndim)]
+        self.fixed = [(name, metrics[name]) for name in numbers if name in constants]
+        self._devices = [n for n in numbers if n not in constants and isinstance(metrics[n], jax.Array)]
+        self._plain = [n for n in numbers if n not in constants and not isinstance(metrics[n], jax.Array)]
+        self.names = self._devices + self._plain
+        self._loss_alone = None
+        loss = self.names.index(LOSS) if LOSS in self.names else None
+        if loss is None and is_numeric(metrics.get(LOSS)):  # a constant, or several numbers a step
+            loss, self._loss_alone = -1, LOSS
+        self._program = sums_program.program(loss, self.names.index(skip) if skip in self.names else None, stacked)
+        self._stacked = stacked
+        values = [metrics[name] for name in self._devices]
+        self._is_global = any(not value.is_fully_addressable for value in values)
+        dtypes = [value.dtype for value in values]
+        wide = any(dtype.itemsize > 4 for dtype in dtypes if getattr(dtype, "kind", "") in "iufc")
+        rows = sums_program.empty(len(self.names), limits, np.float64 if wide else np.float32)
+        with own_transfers():
+            self.sums: Any = jax.device_put(rows, _beside(values, self._is_global)) if self._watches_any() else None
+        self._total, self._stop = 0, -1
+        self._pieces: list[tuple[int, int]] = []
+        self._taken = [0] * len(limits)
+
+    def _watches_any(self) -> bool:
+        return bool(self.names or self._loss_alone)
+
+    def fits(self, metrics: Metrics) -> bool:
+        """Whether the constants are those of this layout."""
+        for name, value in self.fixed:
+            other = metrics[name]
+            if other is not value and not np.array_equal(host(other), host(value), equal_nan=True):
+                return False
+        return True
+
+    def go_on_from(self, sums: Any) -> None:
+        """Takes over how many steps in a row were skipped."""
+        if self.sums is not None:
+            with own_transfers(), _without_nan_checks():
+                self.sums = sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
+
+    def add(self, first: int, steps: int, metrics: Metrics) -> None:
+        """Adds the metrics of a call."""
+        if first != self._stop:
+            self._pieces.append((self._total, first + 1))
+        self._total += steps
+        self._stop = first + steps
+        if self.sums is None:
+            return
+        values = [metrics[name] for name in self._devices]
+        loss = None if self._loss_alone is None else metrics[LOSS]
+        if self._is_global:  # the others may not ask
+            values, loss = [_here(value) for value in values], _here(loss)
+        if self._plain or _checks_nans():
+            with own_transfers(), _without_nan_checks():
+                self.sums = self._program(self.sums, values, loss, self._halves(metrics))
+            return
+        self.sums = self._program(self.sums, values, loss, None)
+
+    def _halves(self, metrics: Mapping[str, Any]) -> Any:
+        """Numbers of the host, in two floats: [2, steps, metrics]."""
+        if not self._plain:
+            return None
+        rows = [np.asarray(metrics[name], np.float64).reshape(-1) for name in self._plain]
+        both = np.stack(rows, axis=1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            high = both.astype(self.sums.dtype)
+            low = np.where(np.isfinite(high), both - high, 0).astype(self.sums.dtype)
+        return np.stack([high, low])
+
+    def take(self, number: int) -> Part | None:
+        """What a subscriber has not taken; None where there is nothing."""
+        before, self._taken[number] = self._taken[number], self._total
+        if self._total == before:
+            return None
+        pieces = tuple(self._pieces)
+        gone = min(self._taken)
+        while len(self._pieces) > 1 and self._pieces[1][0] <= gone:
+            del self._pieces[0]
+
+        def step_of(i: int) -> int:
+            base, step = next(piece for piece in reversed(pieces) if piece[0] <= before + i)
+            return step + before + i - base
+
+        if self.sums is None:
+            row: Any = _Nothing()
+        else:
+            with own_transfers(), _without_nan_checks():
+                row, self.sums = sums_program.take(self.sums, np.int32(number))
+        return Part(self.names, self.fixed, self._total - before, row, step_of)
+
+
+class _Nothing:
+    """The row of a layout that adds nothing up."""
+
+    is_fully_addressable = True
+
+    def copy_to_host_async(self) -> None:
+        """There is nothing to copy."""
+
+    def is_ready(self) -> bool:
+        """It is."""
+        return True
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return np.full(sums_program.WATCHED, -1.0)
+
+
+def _here(value: Any) -> Any:
+    """The part that this process has of a value that all have."""
+    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
+    return value.addressable_data(0) if is_global else value
+
+
+def _beside(values: list[Any], is_global: bool) -> Any:
+    """Where the sums go: to the devices that the values are on."""
+    value = next((_here(value) for value in values if getattr(value, "committed", False)), None)
+    if value is None:
+        return None
+    if isinstance(value.sharding, NamedSharding):
+        return NamedSharding(value.sharding.mesh, PartitionSpec())
+    return value.sharding
+
+
+def _checks_nans() -> bool:
+    flags: Any = jax.config
+    return bool(flags.jax_debug_nans or flags.jax_debug_infs)
+
+
+def _without_nan_checks() -> contextlib.AbstractContextManager[object]:
+    """A sum that is NaN is what is looked for: it is no error of the program that adds up."""
+    if not _checks_nans():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(jax.debug_nans(False))
+    stack.enter_context(jax.debug_infs(False))
+    return stack
