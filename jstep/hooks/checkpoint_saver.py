@@ -71,6 +71,7 @@ class CheckpointSaverHook(CadencedHook):
 
     def close(self) -> None:
         """Waits for what is being written, and closes a Saver of its own."""
+        super().close()
         if self._directory is not None and self._saver is not None:
             saver, self._saver = self._saver, None
             saver.close()

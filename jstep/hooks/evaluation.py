@@ -141,7 +141,7 @@ class EvaluationHook(CadencedHook):
 
     def close(self) -> None:
         """Closes those in `then`."""
-        self.run = None
+        super().close()
         self._each("close")
 
     def _run(self, step: int, state: TrainState) -> Any:

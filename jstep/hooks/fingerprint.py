@@ -174,6 +174,7 @@ class FingerprintHook(RunHook):
 
     def close(self) -> None:
         """Writes what is left, also where the run ended by an error, and closes the log."""
+        super().close()
         file, self._file = self._file, None
         if file is None:
             self._pending.clear()

@@ -80,7 +80,6 @@ class RunInfo:
         constant_metrics: Names of metrics that never change, once the first step was taken.
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
-        named: The metrics that were named already as left out.
     """
 
     last_step: int
@@ -93,7 +92,6 @@ class RunInfo:
     constant_metrics: Callable[[], Collection[str]] = tuple
     counter: Any = None
     evaluations: tuple[Any, ...] = ()
-    named: set[str] = dataclasses.field(default_factory=set)
 
 
 def name_of(hook: Any) -> str:

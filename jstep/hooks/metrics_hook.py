@@ -1,6 +1,7 @@
 """Send metrics to an external logger."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -8,7 +9,13 @@ import jax
 from jstep.core.checks import as_function, as_int
 from jstep.core.notes import note
 from jstep.hooks.cadence import Every
+from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers_hook import NumbersHook
+from jstep.hooks.pending import Values
+from jstep.hooks.values import names_of_arrays
+from jstep.state import TrainState
+
+_logger = logging.getLogger("jstep")
 
 
 class MetricsHook(NumbersHook):
@@ -58,6 +65,23 @@ class MetricsHook(NumbersHook):
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
         super().__init__(Every(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), None), mean, self._give)
+
+    def begin(self, state: TrainState) -> bool | None:
+        """Forgets earlier runs."""
+        self._named: set[str] = set()
+        return super().begin(state)
+
+    def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> Values:
+        """The numbers to hand over; what is an array instead is named once a run."""
+        names = sorted({*names_of_arrays(metrics)} - self._named)
+        self._named.update(names)
+        if names and jax.process_index() == 0:
+            _logger.info(
+                "MetricsHook leaves out the metrics %s: they are arrays, not numbers. Return their means or norms as "
+                "well, or handle them in a hook of your own (jstep.every).",
+                ", ".join(map(repr, names)),
+            )
+        return super()._numbers(step, metrics, leave_out)
 
     def _give(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() != 0:

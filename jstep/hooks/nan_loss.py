@@ -81,7 +81,7 @@ class NanLossHook(RunHook):
 
     def close(self) -> None:
         """The run is over."""
-        self.run = None
+        super().close()
         self._forget()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:

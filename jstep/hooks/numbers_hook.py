@@ -1,20 +1,15 @@
 """What hooks share that report numbers of the metrics: those of a step, or means over an interval."""
 
-import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
-import jax
-
 from jstep.core.checks import as_bool
 from jstep.hooks.cadence import CadencedHook, Every
-from jstep.hooks.hook import Metrics, RunInfo, name_of
+from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.pending import Pending, Scalars, Values
 from jstep.hooks.sums import Means, Sums
-from jstep.hooks.values import names_of_arrays, scalars
+from jstep.hooks.values import scalars
 from jstep.state import TrainState
-
-_logger = logging.getLogger("jstep")
 
 
 class NumbersHook(CadencedHook):
@@ -38,13 +33,13 @@ class NumbersHook(CadencedHook):
 
     def _forget(self) -> None:
         """Outside of `train` the hook has to be called after every step, and keeps its own sums and queue."""
-        self._pending, self._sums, self._named = Pending(), Sums(), set[str]()
+        self._pending, self._sums = Pending(), Sums()
         self._number = self._sums.subscribe()
 
     def use_run(self, run: RunInfo) -> None:
         """Shares the run's sums and queue."""
         super().use_run(run)
-        self._pending, self._sums, self._named = run.pending, run.sums, run.named
+        self._pending, self._sums = run.pending, run.sums
         if self._mean:
             self._number = self._sums.subscribe()
 
@@ -57,7 +52,7 @@ class NumbersHook(CadencedHook):
 
     def close(self) -> None:
         """The run is over."""
-        self.run = None
+        super().close()
         self._forget()
 
     def next_due(self, step: int) -> int | None:
@@ -80,6 +75,11 @@ class NumbersHook(CadencedHook):
         if self.run is None:
             self._pending.hand_over_all()
 
+    def end(self, step: int, state: TrainState) -> "TrainState | None":
+        """Hands over what is left."""
+        self._pending.hand_over_all()
+        return None
+
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self._hold(step, metrics)
 
@@ -89,19 +89,6 @@ class NumbersHook(CadencedHook):
     def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> Values:
         """The numbers to hand over for a step, which are then no longer gathered."""
         self._last = step
-        self._name_arrays(metrics)
         if not self._mean:
             return Scalars(scalars(metrics, leave_out))
         return Means(self._sums.take(self._number), leave_out)
-
-    def _name_arrays(self, metrics: Metrics) -> None:
-        """A metric that is an array is left out, which is said once a run."""
-        names = [name for name in names_of_arrays(metrics) if name not in self._named]
-        self._named.update(names)
-        if names and jax.process_index() == 0:
-            _logger.info(
-                "%s leaves out the metrics %s: they are arrays, not numbers. Return their means or norms as well, or "
-                "handle them in a hook of your own (jstep.every).",
-                name_of(self),
-                ", ".join(map(repr, sorted(names))),
-            )

@@ -59,6 +59,7 @@ class ProfilerHook(RunHook):
 
     def close(self) -> None:
         """Ends a trace that an error ended."""
+        super().close()
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

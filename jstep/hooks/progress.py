@@ -102,6 +102,7 @@ class ProgressHook(RunHook):
 
     def close(self) -> None:
         """Leaves the line as it is and goes to the next."""
+        super().close()
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -26,7 +26,8 @@ class RunHook(Hook):
         """Called before each checkpoint of `train`; a true result prevents it, an exception also stops the run."""
 
     def close(self) -> None:
-        """Called at the very end, whatever happened."""
+        """Called at the very end, whatever happened: nothing of the run is kept."""
+        self.run = None
 
     def next_multiple(self, step: int) -> int | None:
         """The first step after `step` at which it is due whatever a clock says, or None."""

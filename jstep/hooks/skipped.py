@@ -18,9 +18,9 @@ def are_bad(finite: Any, skipped: Any) -> Any:
 
     Args:
         finite: Whether each loss is finite.
-        skipped: The metric of `skip_metric_of` for each; 0 where there is none.
+        skipped: Whether the whole update of each was skipped.
     """
-    return ~(finite | (skipped == 1))
+    return ~(finite | skipped)
 
 
 SkipMetric = Callable[[], str | None]

@@ -80,7 +80,7 @@ class StepCounterHook(CadencedHook):
 
     def rates_at(self, step: int) -> tuple[float | None, float | None]:
         """The figure of the interval that a step belongs to, in steps and in examples; else the last one before it."""
-        rate = next((rate for at, rate in reversed(self._figures) if at <= step), None)
+        rate = next((rate for at, rate in reversed(self._figures) if at <= step), self.steps_per_sec)
         return rate, self._in_examples(rate)
 
     def use_run(self, run: RunInfo) -> None:

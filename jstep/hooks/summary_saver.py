@@ -80,8 +80,6 @@ class SummarySaverHook(NumbersHook):
         leave_out = {*self._leave_out(), *self._constants()}
         if self._mean:
             self._pending.add(step, self._numbers(step, metrics, leave_out), self._hand_over, self)
-        else:
-            self._name_arrays(metrics)
         for summary in made_in(metrics) if self._mean else of_metrics(metrics, leave_out):
             self._writer.add_summary(summary, step)
         if self._histograms:

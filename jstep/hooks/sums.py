@@ -1,8 +1,8 @@
-"""Sums of metrics over intervals of steps, kept on the device: one dispatch a call, one array to read an interval."""
+"""Sums of metrics over intervals of steps, kept on the device: no array for each step, and one to read an interval."""
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,8 @@ from jstep.hooks.sums_program import BAD, SKIPS, TOO_MANY, VALUE
 from jstep.hooks.values import host, is_number, is_numeric, shown
 
 LOSS = "loss"
+_CALLS, _VALUES = 16, 128
+"""So many calls are added at once, if they have no more values than that: a dispatch costs as much as a small step."""
 
 
 class BadStep(NamedTuple):
@@ -61,10 +63,17 @@ class Sums:
         if layout is None or not layout.fits(metrics):
             layout = self._layout(metrics, stacked)
         if layout is not self._last:
-            if self._last is not None and self._last.sums is not None:
-                layout.go_on_from(self._last.sums)
+            if self._last is not None:
+                self._last.flush()
+                if self._last.sums is not None:
+                    layout.go_on_from(self._last.sums)
             self._last = layout
         layout.add(first, steps, metrics)
+
+    def flush(self) -> None:
+        """Reads what it was given, before somebody gets it who may donate it."""
+        if self._last is not None:
+            self._last.flush()
 
     def take(self, number: int) -> "Interval":
         """What was added since the last time."""
@@ -179,31 +188,30 @@ class _Layout:
     def __init__(
         self, metrics: Metrics, stacked: bool, limits: list[float], constants: frozenset[str], skip: str | None
     ) -> None:
-        ndim = int(stacked)
-        numbers = [name for name, value in metrics.items() if is_number(value, ndim)]
+        numbers = [name for name, value in metrics.items() if is_number(value, int(stacked))]
         self.fixed = [(name, metrics[name]) for name in numbers if name in constants]
-        self._devices = [n for n in numbers if n not in constants and isinstance(metrics[n], jax.Array)]
+        devices = [n for n in numbers if n not in constants and isinstance(metrics[n], jax.Array)]
         self._plain = [n for n in numbers if n not in constants and not isinstance(metrics[n], jax.Array)]
-        self.names = self._devices + self._plain
-        self._loss_alone = None
+        self.names = devices + self._plain
         loss = self.names.index(LOSS) if LOSS in self.names else None
-        if loss is None and is_numeric(metrics.get(LOSS)):  # a constant, or several numbers a step
-            loss, self._loss_alone = -1, LOSS
+        if loss is None and isinstance(metrics.get(LOSS), jax.Array) and is_numeric(metrics[LOSS]):
+            loss = -1  # several numbers a step, or a constant
+        self._wanted = [*devices, LOSS] if loss == -1 else devices
         self._program = sums_program.program(loss, self.names.index(skip) if skip in self.names else None, stacked)
-        self._stacked = stacked
-        values = [metrics[name] for name in self._devices]
+        self._room = 1 if stacked or loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(devices))))
+        values = [metrics[name] for name in self._wanted]
         self._is_global = any(not value.is_fully_addressable for value in values)
-        dtypes = [value.dtype for value in values]
-        wide = any(dtype.itemsize > 4 for dtype in dtypes if getattr(dtype, "kind", "") in "iufc")
+        wide = any(value.dtype.itemsize > 4 for value in values if is_numeric(value))
         rows = sums_program.empty(len(self.names), limits, np.float64 if wide else np.float32)
-        with own_transfers():
-            self.sums: Any = jax.device_put(rows, _beside(values, self._is_global)) if self._watches_any() else None
+        self.sums: Any = None
+        if self.names or loss is not None:
+            with own_transfers():
+                self.sums = jax.device_put(rows, _beside(values, self._is_global))
+        self._held: list[tuple[list[Any], int]] = []
+        self._halves: list[Any] = []
         self._total, self._stop = 0, -1
         self._pieces: list[tuple[int, int]] = []
         self._taken = [0] * len(limits)
-
-    def _watches_any(self) -> bool:
-        return bool(self.names or self._loss_alone)
 
     def fits(self, metrics: Metrics) -> bool:
         """Whether the constants are those of this layout."""
@@ -213,46 +221,47 @@ class _Layout:
                 return False
         return True
 
-    def go_on_from(self, sums: Any) -> None:
-        """Takes over how many steps in a row were skipped."""
-        if self.sums is not None:
-            with own_transfers(), _without_nan_checks():
-                self.sums = sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
-
     def add(self, first: int, steps: int, metrics: Metrics) -> None:
-        """Adds the metrics of a call."""
+        """Adds the metrics of a call, or keeps them until there are some more."""
         if first != self._stop:
             self._pieces.append((self._total, first + 1))
         self._total += steps
         self._stop = first + steps
         if self.sums is None:
             return
-        values = [metrics[name] for name in self._devices]
-        loss = None if self._loss_alone is None else metrics[LOSS]
+        values = [metrics[name] for name in self._wanted]
         if self._is_global:  # the others may not ask
-            values, loss = [_here(value) for value in values], _here(loss)
-        if self._plain or _checks_nans():
-            with own_transfers(), _without_nan_checks():
-                self.sums = self._program(self.sums, values, loss, self._halves(metrics))
-            return
-        self.sums = self._program(self.sums, values, loss, None)
+            values = [_here(value) for value in values]
+        if self._plain:
+            self._halves.append(_halves([metrics[name] for name in self._plain], self.sums.dtype))
+        self._held.append((values, steps))
+        if len(self._held) >= self._room:
+            self.flush()
 
-    def _halves(self, metrics: Mapping[str, Any]) -> Any:
-        """Numbers of the host, in two floats: [2, steps, metrics]."""
-        if not self._plain:
-            return None
-        rows = [np.asarray(metrics[name], np.float64).reshape(-1) for name in self._plain]
-        both = np.stack(rows, axis=1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            high = both.astype(self.sums.dtype)
-            low = np.where(np.isfinite(high), both - high, 0).astype(self.sums.dtype)
-        return np.stack([high, low])
+    def flush(self) -> None:
+        """Adds what is kept."""
+        if not self._held:
+            return
+        calls, count = [values for values, _ in self._held], sum(steps for _, steps in self._held)
+        halves, missing = self._halves, self._room - len(calls)
+        self._held, self._halves = [], []
+        calls += calls[-1:] * missing  # one program, however many there are
+        plain = np.concatenate(halves + halves[-1:] * missing, axis=1) if halves else None
+        with own_transfers(), _without_nan_checks():
+            self.sums = self._program(self.sums, calls, plain, np.int32(count))
+
+    def go_on_from(self, sums: Any) -> None:
+        """Takes over how many steps in a row were skipped."""
+        if self.sums is not None:
+            with own_transfers(), _without_nan_checks():
+                self.sums = sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
 
     def take(self, number: int) -> Part | None:
         """What a subscriber has not taken; None where there is nothing."""
         before, self._taken[number] = self._taken[number], self._total
         if self._total == before:
             return None
+        self.flush()
         pieces = tuple(self._pieces)
         gone = min(self._taken)
         while len(self._pieces) > 1 and self._pieces[1][0] <= gone:
@@ -262,12 +271,20 @@ class _Layout:
             base, step = next(piece for piece in reversed(pieces) if piece[0] <= before + i)
             return step + before + i - base
 
-        if self.sums is None:
-            row: Any = _Nothing()
-        else:
+        row: Any = _Nothing()
+        if self.sums is not None:
             with own_transfers(), _without_nan_checks():
                 row, self.sums = sums_program.take(self.sums, np.int32(number))
         return Part(self.names, self.fixed, self._total - before, row, step_of)
+
+
+def _halves(values: list[Any], dtype: Any) -> np.ndarray[Any, Any]:
+    """Numbers of the host as two floats: [2, steps, metrics]."""
+    both = np.stack([np.asarray(value, np.float64).reshape(-1) for value in values], axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        high = both.astype(dtype)
+        low = np.where(np.isfinite(high), both - high, 0).astype(dtype)
+    return np.stack([high, low])
 
 
 class _Nothing:

@@ -1,4 +1,4 @@
-"""The compiled part of `sums`: one call adds the metrics of a call of the step to all intervals at once.
+"""The compiled part of `sums`: one call adds the metrics of some steps to all intervals at once.
 
 A row of the array belongs to one subscriber: for M metrics M sums, M corrections (what rounding took away), M counts,
 then what it watches. Sums are kept in two floats, so that a mean is as good as one of float64.
@@ -30,30 +30,36 @@ def empty(num_metrics: int, limits: list[float], dtype: Any) -> np.ndarray[Any, 
 
 @functools.cache
 def program(loss: int | None, skip: int | None, stacked: bool) -> Callable[..., Any]:
-    """`add(sums, values, loss_alone, plain) -> sums`, which donates the sums.
+    """`add(sums, calls, plain, count) -> sums`, which donates the sums.
+
+    `calls` are the values of some calls, `plain` numbers of the host, as two floats: [2, steps, metrics], or None. The
+    first `count` steps of all of them count, the others only fill up.
 
     Args:
-        loss: The place of the loss among all values; −1 where it is `loss_alone`, None where there is none.
-        skip: The place of the metric that is 1 where an update was skipped, or None.
+        loss: The index of the loss among all values; −1 for one that is not added up, behind the others in each call;
+            None if there is none.
+        skip: The index of the metric that is 1 if an update was skipped, or None.
         stacked: Whether the values have a leading axis of steps.
     """
 
-    def add(sums: Any, values: list[Any], loss_alone: Any, plain: Any) -> Any:
-        high, low = _columns(values, plain, sums.dtype, stacked)
+    def add(sums: Any, calls: list[list[Any]], plain: Any, count: Any) -> Any:
+        high, low, known = _columns([call[:-1] for call in calls] if loss == -1 else calls, plain, sums.dtype, stacked)
         steps, m = high.shape
-        skipped = high[:, skip] if skip is not None else jnp.zeros(steps, sums.dtype)
-        used = jnp.isfinite(high) | (skipped[:, None] != 1)
+        counts = jnp.arange(steps) < count
+        skipped = high[:, skip] == 1 if skip is not None else jnp.zeros(steps, bool)
+        used = known & counts[:, None] & (jnp.isfinite(high) | ~skipped[:, None])
         x, error = _total(jnp.where(used, high, 0), jnp.where(used, low, 0))
         total, lost = _two_sum(sums[:, :m], jnp.broadcast_to(x[None], (len(sums), m)))
-        if loss is None:
-            losses = jnp.zeros((steps, 1), sums.dtype)
-        else:
-            losses = high[:, loss, None] if loss >= 0 else _rows(loss_alone, steps)
+        finite, value = jnp.ones(steps, bool), jnp.zeros(steps, sums.dtype)
+        if loss == -1:
+            finite, value = _losses(calls, stacked)
+        elif loss is not None:
+            finite, value = jnp.isfinite(high[:, loss]) | ~known[:, loss], high[:, loss]
         parts = [
             total,
             sums[:, m : 2 * m] + (lost + error[None]),
             sums[:, 2 * m : 3 * m] + jnp.sum(used, axis=0).astype(sums.dtype)[None],
-            _watch(sums[:, -WATCHED:], losses, skipped),
+            _watch(sums[:, -WATCHED:], are_bad(finite, skipped) & counts, value.astype(sums.dtype), skipped, count),
         ]
         return jnp.concatenate(parts, axis=1)
 
@@ -77,16 +83,34 @@ def with_skips(sums: Any, skips: Any) -> Any:
     return sums.at[:, SKIPS].set(skips.astype(sums.dtype))
 
 
-def _columns(values: list[Any], plain: Any, dtype: Any, stacked: bool) -> tuple[Any, Any]:
-    """All values, [steps, metrics], as two floats each."""
-    pairs = [_parts(value if stacked else value[None], dtype) for value in values]
-    high, low = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+def _columns(calls: list[list[Any]], plain: Any, dtype: Any, stacked: bool) -> tuple[Any, Any, Any]:
+    """All values, [steps, metrics], as two floats each, and which are numbers at all: a metric may change its shape."""
+    steps = 1 if not stacked else max((len(value) for value in calls[0] if value.ndim), default=1)
+    columns = []
+    for call in zip(*calls, strict=True):
+        pairs = [_parts(value.reshape(steps), dtype) if value.size == steps else None for value in call]
+        nothing = (jnp.zeros(steps, dtype), jnp.zeros(steps, dtype))
+        known = [jnp.full(steps, pair is not None) for pair in pairs]
+        whole = [pair or nothing for pair in pairs]
+        columns.append((*(jnp.concatenate(half) for half in zip(*whole, strict=True)), jnp.concatenate(known)))
     if plain is not None:
-        high += list(plain[0].astype(dtype).T)
-        low += list(plain[1].astype(dtype).T)
-    if not high:
-        raise ValueError("no metric to add up")
-    return jnp.stack(high, axis=1), jnp.stack(low, axis=1)
+        halves = plain.astype(dtype)
+        columns += [(halves[0, :, i], halves[1, :, i], jnp.ones(halves.shape[1], bool)) for i in range(halves.shape[2])]
+    if not columns:
+        rows = steps * len(calls)
+        return jnp.zeros((rows, 0), dtype), jnp.zeros((rows, 0), dtype), jnp.zeros((rows, 0), bool)
+    together = [jnp.stack(parts, axis=1) for parts in zip(*columns, strict=True)]
+    return together[0], together[1], together[2]
+
+
+def _losses(calls: list[list[Any]], stacked: bool) -> tuple[Any, Any]:
+    """Of losses that are several numbers a step: whether all are finite, and one that is not."""
+    finite, value = [], []
+    for call in calls:
+        rows = call[-1].reshape(len(call[-1]) if stacked else 1, -1)
+        finite.append(jnp.isfinite(rows).all(axis=1))
+        value.append(jnp.real(jnp.where(jnp.isfinite(rows), 0, rows).sum(axis=1)))
+    return jnp.concatenate(finite), jnp.concatenate(value)
 
 
 def _parts(x: Any, dtype: Any) -> tuple[Any, Any]:
@@ -118,30 +142,22 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
     return x, error
 
 
-def _rows(losses: Any, steps: int) -> Any:
-    return jnp.real(losses).reshape(steps, -1)
-
-
-def _watch(watched: Any, losses: Any, skipped: Any) -> Any:
-    """The watched columns after these steps."""
-    dtype, steps = watched.dtype, len(losses)
+def _watch(watched: Any, bad: Any, value: Any, skipped: Any, count: Any) -> Any:
+    """The watched columns after the first `count` steps."""
+    dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
     column = {name: watched[:, name] for name in range(-WATCHED, 0)}
-    finite = jnp.isfinite(losses)
-    bad = are_bad(finite.all(axis=1), skipped)
     at = jnp.argmax(bad)
-    value = jnp.where(finite, 0, losses.astype(dtype)).sum(axis=1)[at]
     is_first = (column[BAD] < 0) & bad.any()
-    steps_so_far = jnp.arange(steps, dtype=np.int32)
-    last_made = jax.lax.cummax(jnp.where(skipped == 1, jnp.int32(-1), steps_so_far))
-    since = (steps_so_far - last_made).astype(dtype)
+    last_made = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), steps))
+    since = (steps - last_made).astype(dtype)
     in_a_row = jnp.where((last_made < 0)[None], column[SKIPS][:, None] + since[None], since[None])
-    over = in_a_row >= column[LIMIT][:, None]
+    over = (in_a_row >= column[LIMIT][:, None]) & (steps < count)[None]
     is_over = (column[TOO_MANY] < 0) & over.any(axis=1)
     new = {
-        SEEN: column[SEEN] + steps,
+        SEEN: column[SEEN] + count.astype(dtype),
         BAD: jnp.where(is_first, column[SEEN] + at.astype(dtype), column[BAD]),
-        VALUE: jnp.where(is_first, value, column[VALUE]),
-        SKIPS: in_a_row[:, -1],
+        VALUE: jnp.where(is_first, value[at], column[VALUE]),
+        SKIPS: jnp.take(in_a_row, count - 1, axis=1),
         LIMIT: column[LIMIT],
         TOO_MANY: jnp.where(is_over, column[SEEN] + jnp.argmax(over, axis=1).astype(dtype), column[TOO_MANY]),
     }

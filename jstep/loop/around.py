@@ -97,6 +97,8 @@ class Around:
                     self._besides(error, hook, at, metrics)
                     continue
                 self._act_by = (hook, "after_step")
+                if not isinstance(hook, RunHook):
+                    self._sums.flush()
                 try:
                     answer = hook.after_step(step, at.state, metrics)
                     if answer is not None:

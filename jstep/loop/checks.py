@@ -10,7 +10,7 @@ from jstep.core.checks import as_function, kind, shown
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.state import TrainState, get_global_step, require_state
 
-_METHODS = ("begin", "before_step", "after_step", "end", "next_due", "get_state", "set_state")
+_METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:

@@ -50,6 +50,7 @@ def calls(
     *,
     on_device: bool = False,
     stack_one: bool = False,
+    why_one: Callable[[], str] = str,
 ) -> Iterator[Call]:
     """The batches as arguments of calls, stacked if a call takes several steps.
 
@@ -62,6 +63,7 @@ def calls(
         on_device: Whether batches are put on the default device, for a step that is not compiled and so sees
             whether they are NumPy arrays: it is to see the same whether they were made ahead or not.
         stack_one: Whether calls of one step are stacked too, for a step that is compiled for that alone.
+        why_one: Why a call takes one step, where others take several.
     """
     one = many = placement(None) if on_device else None
     if sharding is not None:
@@ -82,7 +84,8 @@ def calls(
         if len(some) == length and _stackable([batch for batch, _ in some]) and (length > 1 or stack_one):
             yield call(_stacked([batch for batch, _ in some]), length, True, some[-1][1])
         else:
-            why = "" if length == 1 else "the batches end" if len(some) < length else "its batch has another shape"
+            ragged = "the batches end" if len(some) < length else "batches differ in shape, dtype or structure"
+            why = why_one() if length == 1 else ragged
             for batch, position in some:
                 yield call(_stacked([batch]) if stack_one else batch, 1, stack_one, position, why)
         if len(some) < length:

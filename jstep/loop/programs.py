@@ -40,23 +40,14 @@ class Programs:
         train_step: The step.
         unroll: As in `scan_steps`.
         several: Whether there are calls of several steps.
-        why_one: Why a call has one step, where others have several; asked when its program is compiled.
 
     Attributes:
         stacks_one: Whether calls of one step have to be stacked, too: a step that is not compiled is compiled for that.
     """
 
-    def __init__(
-        self,
-        train_step: Callable[..., Any],
-        unroll: Any = None,
-        *,
-        several: bool = True,
-        why_one: Callable[[], str] = str,
-    ) -> None:
+    def __init__(self, train_step: Callable[..., Any], unroll: Any = None, *, several: bool = True) -> None:
         self._one, self._several = train_step, scanned_step(train_step, unroll) if several else None
         self._name = getattr(train_step, "__name__", "train_step")
-        self._why_one = why_one
         self.stacks_one = several and not is_compiled(train_step)
         self._is_compiled = several or is_compiled(train_step)
         self._begun: set[int] = set()
@@ -93,7 +84,7 @@ class Programs:
         if call.steps > 1:
             why = f"steps_per_call={call.steps}"
         else:
-            why = call.why or self._why_one() or "it is the first call"
+            why = call.why or "it is the first call"
         _logger.info("compiling %s for %s: %s", self._name, _steps(call.steps), why)
 
     def _say_again(self, call: Call) -> None:

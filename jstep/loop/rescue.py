@@ -85,7 +85,7 @@ def is_past_a_nan(at: At, skip_metric: str | None) -> bool:
     try:
         with own_transfers():
             finite = np.isfinite(host(loss).astype(np.float64))
-            skipped = host(metrics.get(skip_metric, 0)) if skip_metric is not None else 0
+            skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
             return bool(np.any(are_bad(finite, skipped)))
     except (TypeError, ValueError):
         return False

@@ -37,7 +37,7 @@ class Run:
     def __init__(self, options: Options, train_step: Callable[..., Any], state: TrainState) -> None:
         self._options, self._step = options, train_step
         several = options.steps_per_call > 1
-        self._programs = Programs(train_step, options.unroll, several=several, why_one=self._why_one)
+        self._programs = Programs(train_step, options.unroll, several=several)
         self._skip_metric = skip_metric_of(train_step)
         self._signals = StopSignals(self._before_the_first_step)
         self._at = At(0, state)
@@ -105,7 +105,14 @@ class Run:
         lengths = around.lengths(options.last_step, options.steps_per_call) if stacked else None
         on_device = not stacked and not is_compiled(self._step)
         stack_one = self._programs.stacks_one
-        made = calls(source, lengths, options.batch_sharding, on_device=on_device, stack_one=stack_one)
+        made = calls(
+            source,
+            lengths,
+            options.batch_sharding,
+            on_device=on_device,
+            stack_one=stack_one,
+            why_one=lambda: around.why_one,
+        )
         feed = Feed(source, made, stopping=lambda: self._signals.interrupts)
         stack.callback(feed.close)
         self._signals.on_first = self._while_it_runs
@@ -169,9 +176,6 @@ class Run:
 
     def _before_save(self, step: int) -> bool:
         return self._around is not None and self._around.before_save(step)
-
-    def _why_one(self) -> str:
-        return "" if self._around is None else self._around.why_one
 
     def _why_done(self, begun: Beginning) -> str:
         by = begun.kept.get(STOPPED)

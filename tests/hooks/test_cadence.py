@@ -121,12 +121,13 @@ def test_the_base_class_does_nothing():
     assert hook.begin(state_at()) is None
     assert hook.after_step(1, state_at(1), {}) is None
     assert hook.next_due(3) is None
-    assert hook.next_multiple(3) is None
-    hook.after_first_call(1)
-    hook.after_call(range(1, 3), {})
-    assert hook.before_save(1) is None
+    hook.before_step(0, state_at())
     hook.end(1, state_at(1))
-    hook.close()
+
+
+def test_the_protocol_is_small():
+    public = {name for name in vars(jstep.Hook) if not name.startswith("_")}
+    assert public <= {"begin", "before_step", "after_step", "end", "next_due", "get_state", "set_state"}
 
 
 BOTH = {

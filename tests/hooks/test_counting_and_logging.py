@@ -16,7 +16,7 @@ def test_the_rate_leaves_the_first_step_out():
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     hook.begin(state_at())
     clock.now += 60  # compilation
-    hook.after_first_call(1)
+    hook.started(range(1, 1 + 1), {}, None)
     clock.now += 9
     hook.after_step(10, state_at(10), {})
     assert hook.steps_per_sec == pytest.approx(1.0)
@@ -29,7 +29,7 @@ def test_the_rate_leaves_the_first_step_out():
 def test_a_first_call_that_ends_where_it_is_due_gives_no_rate():
     hook = jstep.StepCounterHook(every_n_steps=10, clock=Clock())
     hook.begin(state_at())
-    hook.after_first_call(10)
+    hook.started(range(10, 10 + 1), {}, None)
     hook.after_step(10, state_at(10), {})
     assert hook.steps_per_sec is None
 
@@ -50,7 +50,7 @@ def test_a_second_run_forgets_the_first():
     for start in (0, 100):
         hook.begin(state_at(start))
         assert hook.steps_per_sec is None
-        hook.after_first_call(start + 1)
+        hook.started(range(start + 1, start + 1 + 1), {}, None)
         clock.now += 1
         hook.after_step(start + 10, state_at(), {})
         assert hook.steps_per_sec == pytest.approx(9.0)
@@ -76,12 +76,12 @@ class Late:
 @pytest.fixture
 def late(monkeypatch):
     """Arrays that are ready when told, and say whether they were read."""
-    from jstep.hooks import deferred, logging_hook, numbers_hook
+    from jstep.hooks import logging_hook, numbers_hook, pending
 
     monkeypatch.setattr(numbers_hook, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(deferred, "start_transfer", lambda values: None)
-    monkeypatch.setattr(deferred, "is_ready", lambda values: all(value.ready for value in values.values()))
-    monkeypatch.setattr(deferred, "read", lambda values: values)
+    monkeypatch.setattr(pending, "start_transfer", lambda values: None)
+    monkeypatch.setattr(pending, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(pending, "read", lambda values: values)
     monkeypatch.setattr(
         logging_hook, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
     )
@@ -225,7 +225,7 @@ def test_time_left_is_that_of_this_run_after_a_restart():
     hook._bar._time = clock = Clock()
     clock.now = hook._bar.start_t + 60  # compilation
     hook._bar.last_print_t = hook._bar.start_t
-    hook.after_first_call(901)
+    hook.started(range(901, 901 + 1), {}, None)
     began = hook._bar.start_t
     clock.now += 10
     hook.after_step(950, state_at(950), {"loss": 1.0})

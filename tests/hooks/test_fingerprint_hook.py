@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.hooks.run_hook import RunHook
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)
@@ -156,7 +157,7 @@ def test_a_damaged_line_is_passed_over(tmp_path, caplog):
 def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
     path, seen = tmp_path / "log", {}
 
-    class Look(jstep.Hook):
+    class Look(RunHook):
         def before_save(self, step):
             seen[step] = [line["step"] for line in lines(path)]
 

@@ -12,6 +12,7 @@ import pytest
 from hooked_runs import batches, train
 
 import jstep
+from jstep.hooks.run_hook import RunHook
 
 
 def rows_of(last_step, every_n_steps, mean=False, **kwargs):
@@ -52,12 +53,13 @@ class Late:
 
 
 def test_it_never_waits(monkeypatch):
-    from jstep.hooks import deferred, numbers_hook
+    from jstep.hooks import metrics_hook, numbers_hook, pending
 
     monkeypatch.setattr(numbers_hook, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(deferred, "start_transfer", lambda values: None)
-    monkeypatch.setattr(deferred, "is_ready", lambda values: values["loss"].ready)
-    monkeypatch.setattr(deferred, "read", lambda values: {"loss": 1.0})
+    monkeypatch.setattr(pending, "start_transfer", lambda values: None)
+    monkeypatch.setattr(pending, "is_ready", lambda values: values["loss"].ready)
+    monkeypatch.setattr(pending, "read", lambda values: {"loss": 1.0})
+    monkeypatch.setattr(metrics_hook, "names_of_arrays", lambda metrics: [])
     rows, values = [], [Late() for _ in range(5)]
     hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10)
     hook.begin(None)
@@ -77,7 +79,7 @@ def test_it_never_waits(monkeypatch):
 def test_what_belongs_to_steps_before_a_checkpoint_is_written_before_it(tmp_path):
     rows = []
 
-    class Look(jstep.Hook):
+    class Look(RunHook):
         def before_save(self, step):
             saved.append((step, list(rows)))
 
