@@ -45,7 +45,7 @@ def program(loss: int | None, skip: int | None, stacked: bool) -> Callable[..., 
     def add(sums: Any, calls: list[list[Any]], plain: Any, count: Any) -> Any:
         high, low, known = _columns([call[:-1] for call in calls] if loss == -1 else calls, plain, sums.dtype, stacked)
         steps, m = high.shape
-        counts = jnp.arange(steps) < count
+        counts = jnp.arange(steps, dtype=np.int32) < count
         skipped = high[:, skip] == 1 if skip is not None else jnp.zeros(steps, bool)
         used = known & counts[:, None] & (jnp.isfinite(high) | ~skipped[:, None])
         x, error = _total(jnp.where(used, high, 0), jnp.where(used, low, 0))
@@ -73,7 +73,7 @@ def take(sums: Any, number: Any) -> tuple[Any, Any]:
     fresh = [jnp.full_like(watched[:, column], -1 if column in (BAD, TOO_MANY) else 0) for column in range(-WATCHED, 0)]
     fresh[SKIPS], fresh[LIMIT] = watched[:, SKIPS], watched[:, LIMIT]
     begun = jnp.concatenate([jnp.zeros_like(sums[:, :-WATCHED]), jnp.stack(fresh, axis=1)], axis=1)
-    here = jnp.arange(len(sums)) == number
+    here = jnp.arange(len(sums), dtype=np.int32) == number
     return sums[number], jnp.where(here[:, None], begun, sums)
 
 
