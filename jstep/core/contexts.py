@@ -103,8 +103,8 @@ class Thread(threading.Thread):
 def own_transfers() -> contextlib.AbstractContextManager[object]:
     """The context for transfers of jstep's own, between host and devices or devices: no guard of the caller stops them.
 
-    For transfers alone: a user's function that is called inside would not see its guard. It costs almost nothing when no
-    guard is set.
+    For transfers alone: a user's function that is called inside would not see its guard. It costs almost nothing when
+    no guard is set.
 
     Example:
         >>> import jax, numpy as np

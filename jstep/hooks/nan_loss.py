@@ -7,7 +7,8 @@ from jstep.core.checks import as_bool, as_int
 from jstep.core.contexts import own_transfers
 from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
-from jstep.hooks.sums import LOSS, BadStep, Interval, Sums
+from jstep.hooks.sums import BadStep, Interval, Sums
+from jstep.hooks.sums_layout import LOSS
 from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")

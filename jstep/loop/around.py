@@ -40,7 +40,7 @@ class Around:
     ) -> None:
         self._hooks, self._start, self._to_stop = hooks, start, to_stop
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
-        self._sums, self._pending = sums, pending
+        self._sums, self._pending, self._is_summed = sums, pending, sums.is_wanted
         self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
         self._acting = [hook for hook in hooks if hasattr(hook, "after_step")]
         self._due_of = [_due_of(hook) for hook in self._acting]
@@ -77,7 +77,7 @@ class Around:
     def after(self, first: int, at: At) -> bool:
         """What follows a call that began at step `first`; whether it was the last one."""
         step = at.step
-        if self._sums.is_wanted:  # before any hook may change the metrics
+        if self._is_summed:  # before any hook may change the metrics
             self._sums.add(first, step - first, at.metrics, at.stacked)
         if first == self._start:
             for hook in self._run_hooks:

@@ -51,6 +51,7 @@ def calls(
     on_device: bool = False,
     stack_one: bool = False,
     why_one: Callable[[], str] = str,
+    fetched: "Fetched | None" = None,
 ) -> Iterator[Call]:
     """The batches as arguments of calls, stacked if a call takes several steps.
 
@@ -64,6 +65,7 @@ def calls(
             whether they are NumPy arrays: it is to see the same whether they were made ahead or not.
         stack_one: Whether calls of one step are stacked too, for a step that is compiled for that alone.
         why_one: Why a call takes one step, where others take several.
+        fetched: Where to count the batches.
     """
     one = many = placement(None) if on_device else None
     if sharding is not None:
@@ -74,15 +76,18 @@ def calls(
         placed = batch if place is None else place(batch)
         return Call(placed if isinstance(batch, tuple) else (placed,), steps, stacked, position, why)
 
-    items = _own(source)
+    fetched = fetched or Fetched()
     if lengths is None:
-        for batch, position in items:
-            yield call(batch, 1, False, position)
+        for batch, position in _own(source, fetched):
+            placed = batch if one is None else one(batch)
+            yield Call(placed if isinstance(batch, tuple) else (placed,), 1, False, position)
         return
+    items = _own(source, fetched)
     for length in lengths:
         some = list(itertools.islice(items, length))
-        if len(some) == length and _stackable([batch for batch, _ in some]) and (length > 1 or stack_one):
-            yield call(_stacked([batch for batch, _ in some]), length, True, some[-1][1])
+        whole = _stacked([batch for batch, _ in some]) if len(some) == length and (length > 1 or stack_one) else None
+        if whole is not None:
+            yield call(whole, length, True, some[-1][1])
         else:
             ragged = "the batches end" if len(some) < length else "batches differ in shape, dtype or structure"
             why = why_one() if length == 1 else ragged
@@ -92,45 +97,42 @@ def calls(
             return
 
 
-def _own(source: Source) -> Iterator[tuple[Any, Any]]:
+def _own(source: Source, fetched: "Fetched") -> Iterator[tuple[Any, Any]]:
     """Each batch, which nobody else writes into any more, and the position after it."""
+    at, fresh = source.position, source.fresh
     for batch in source.items:
-        yield copied(batch, fresh=source.fresh), source.position() if source.position else None
-
-
-def _stackable(some: list[Any]) -> bool:
-    """Whether all batches have the same structure, shapes and dtypes."""
-    kinds = []
-    for one in some:
-        leaves, structure = flatten(one)
-        kinds.append((structure, [(np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]))
-    return all(kind == kinds[0] for kind in kinds[1:])
+        fetched.count += 1
+        yield copied(batch, fresh=fresh), None if at is None else at()
 
 
 def _stacked(some: list[Any]) -> Any:
-    def stack(*leaves: Any) -> Any:
-        return _stack_arrays(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
+    """The batches of several steps as one; None if their structures, shapes or dtypes differ."""
+    flat = [flatten(one) for one in some]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat[1:]):
+        return None
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    if any(len({_kind(leaf) for leaf in column}) > 1 for column in columns):
+        return None
+    return structure.unflatten([_stack(column) for column in columns])
 
-    return jax.tree.map(stack, *some)
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf)
+
+
+def _stack(leaves: tuple[Any, ...]) -> Any:
+    return _stack_arrays(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
 
 
 _stack_arrays = jax.jit(jnp.stack)  # in one dispatch, not one for each of them
 
 
-class Counted(Iterator[Any]):
-    """Batches, counted.
+@dataclasses.dataclass(slots=True)
+class Fetched:
+    """How many batches were fetched."""
 
-    Attributes:
-        count: How many were made.
-    """
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items, self.count = iter(items), 0
-
-    def __next__(self) -> Any:
-        item = next(self._items)
-        self.count += 1
-        return item
+    count: int = 0
 
 
 class Feed:

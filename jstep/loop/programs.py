@@ -18,11 +18,13 @@ _local = threading.local()
 
 def _count(event: str, duration_secs: float, **_: str | int) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
-        _local.compilations = _compiled_here() + 1
+        _compilations_here()[0] += 1
 
 
-def _compiled_here() -> int:
-    return getattr(_local, "compilations", 0)
+def _compilations_here() -> list[int]:
+    """The number of compilations of this thread so far, in a list that goes on counting."""
+    found: list[int] = _local.__dict__.setdefault("compilations", [0])
+    return found
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)
@@ -52,6 +54,7 @@ class Programs:
         self._is_compiled = several or is_compiled(train_step)
         self._begun: set[int] = set()
         self._latest: Any = train_step
+        self._compilations = _compilations_here()  # the thread that drives
 
     @property
     def constant_metrics(self) -> Any:
@@ -65,14 +68,14 @@ class Programs:
         if is_first:
             self._begun.add(call.steps)
             self._announce(step, call)
-        before = _compiled_here()
+        before = self._compilations[0]
         try:
             result = step(state, *call.args)
         except TypeError as error:
             if len(call.args) == 1 and isinstance(call.args[0], list):
                 note(error, "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y)")
             raise
-        if _compiled_here() != before and not is_first and self._is_compiled:
+        if self._compilations[0] != before and not is_first and self._is_compiled:
             self._say_again(call)
         return result
 
@@ -81,10 +84,7 @@ class Programs:
         size = getattr(step, "_cache_size", None)
         if self._several is None or size is None or size():
             return
-        if call.steps > 1:
-            why = f"steps_per_call={call.steps}"
-        else:
-            why = call.why or "it is the first call"
+        why = f"steps_per_call={call.steps}" if call.steps > 1 else call.why or "it is the first call"
         _logger.info("compiling %s for %s: %s", self._name, _steps(call.steps), why)
 
     def _say_again(self, call: Call) -> None:

@@ -13,7 +13,7 @@ from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning
 from jstep.loop.drive import At, drive
 from jstep.loop.equipment import Equipment, equipment
-from jstep.loop.feed import Counted, Feed, calls
+from jstep.loop.feed import Feed, Fetched, calls
 from jstep.loop.options import Options
 from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.rescue import batches_named, is_past_a_nan, rescue
@@ -45,7 +45,7 @@ class Run:
         self._equipped: Equipment | None = None
         self._around: Around | None = None
         self._feed: Feed | None = None
-        self._fetched: Counted | None = None
+        self._fetched: Fetched | None = None
 
     def go(self, batches: Any) -> TrainState:
         """Runs to its end; returns the last state."""
@@ -99,8 +99,7 @@ class Run:
             _logger.info("%s stopped this run at step %d; it resumes", begun.kept[STOPPED], begun.step)
         if begun.saver is None:
             source = source._replace(position=None)  # nobody asks
-        self._fetched = Counted(source.items)
-        source = source._replace(items=self._fetched)
+        self._fetched = Fetched()
         stacked = options.steps_per_call > 1
         lengths = around.lengths(options.last_step, options.steps_per_call) if stacked else None
         on_device = not stacked and not is_compiled(self._step)
@@ -112,6 +111,7 @@ class Run:
             on_device=on_device,
             stack_one=stack_one,
             why_one=lambda: around.why_one,
+            fetched=self._fetched,
         )
         feed = Feed(source, made, stopping=lambda: self._signals.interrupts)
         stack.callback(feed.close)

@@ -12,7 +12,6 @@ from hooked_runs import OPTIMIZER, STEP, batches, train
 
 import jstep
 
-
 ADD = jax.jit(jnp.add, donate_argnums=0)
 
 

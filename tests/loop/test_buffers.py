@@ -7,7 +7,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_runs import OPTIMIZER, train
+from loop_runs import DATA, OPTIMIZER, train
 
 import jstep
 
@@ -66,9 +66,8 @@ def test_batches_are_new_arrays_and_not_copied_again(monkeypatch):
 
     seen = []
     monkeypatch.setattr(feed, "copied", lambda batch, fresh: seen.append(fresh) or batch)
-    data = jstep.batches(np.ones((40, 1024), np.float32), 4)
-    train(4, data, step=STEP, state=make_state())
-    train(4, data.from_step(0), step=STEP, state=make_state())
+    train(4, DATA)
+    train(4, DATA.from_step(0))
     assert set(seen) == {True}
     train(4, iter([np.ones(1024)] * 4), step=STEP, state=make_state())
     assert seen[-4:] == [False] * 4
@@ -122,7 +121,7 @@ def test_tensors_are_taken_without_a_copy():
 
 @pytest.mark.parametrize("bad", [{"x": np.ones(1024, np.float32), "name": "a"}, ["text"], np.array(["a"])])
 def test_texts_are_named(bad):
-    with pytest.raises(TypeError, match="must be a number or an array of numbers, got .*'(a|text)'"):
+    with pytest.raises(TypeError, match=r"must be a number or an array of numbers, got .*'(a|text)'"):
         train(3, lambda n: bad, step=STEP, state=make_state())
 
 

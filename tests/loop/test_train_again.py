@@ -65,7 +65,7 @@ def test_batches_that_are_used_up_end_a_run_that_was_restored(tmp_path):
 def test_an_abstract_state_needs_something_to_restore(tmp_path):
     abstract = jax.eval_shape(make_state)
     for kwargs in ({}, {"checkpoint_dir": tmp_path}):
-        with pytest.raises(ValueError, match="state: its .* is a shape without values"):
+        with pytest.raises(ValueError, match=r"state: its .* is a shape without values"):
             train(3, state=abstract, **kwargs)
     train(3, checkpoint_dir=tmp_path)
     assert same(train(6, state=abstract, checkpoint_dir=tmp_path), train(6))
@@ -120,34 +120,34 @@ def test_the_directory_is_claimed_before_anything_is_restored(tmp_path, monkeypa
     assert order == ["restore"]
 
 
-class Stubborn(Exception):
+class StubbornError(Exception):
     def add_note(self, note):
         raise TypeError("no notes")
 
 
 def test_an_exception_that_takes_no_notes_is_the_one_to_see(tmp_path):
     def fail(step, state, metrics):
-        raise Stubborn("first")
+        raise StubbornError("first")
 
     class Other(jstep.Hook):
         def after_step(self, step, state, metrics):
             raise ValueError("second")
 
-    with pytest.raises(Stubborn, match="first") as caught:
+    with pytest.raises(StubbornError, match="first") as caught:
         train(3, hooks=[jstep.every(1, fail), Other()], checkpoint_dir=tmp_path)
     assert jstep.global_step(caught.value.state) == 1
 
     def write(step, values):
-        raise Stubborn("write")
+        raise StubbornError("write")
 
-    with pytest.raises(Stubborn, match="write"):
+    with pytest.raises(StubbornError, match="write"):
         train(3, hooks=[jstep.MetricsHook(write, every_n_steps=1)])
 
     def broken(n):
-        raise Stubborn("loader")
+        raise StubbornError("loader")
 
-    with pytest.raises(Stubborn, match="loader"):
+    with pytest.raises(StubbornError, match="loader"):
         train(3, broken)
-    with pytest.raises(Stubborn, match="loader"):
+    with pytest.raises(StubbornError, match="loader"):
         list(jstep.prefetch_to_device(map(broken, range(3))))
     assert OPTIMIZER is not None
