@@ -184,7 +184,9 @@ def main(steps=600, seed=0, mesh=None, directory=None):
         last_step=steps,
         hooks=[
             jstep.NanLossHook(),
-            jstep.EvaluationHook(lambda state: {"loss": evaluate(state.params, held_out)}, every_n_steps=200, prefix="held_out"),
+            jstep.EvaluationHook(
+                lambda state: {"loss": evaluate(state.params, held_out)}, every_n_steps=200, prefix="held_out"
+            ),
         ],
         checkpoint_dir=directory,
         logdir=directory,
