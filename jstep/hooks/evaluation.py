@@ -62,6 +62,7 @@ class EvaluationHook(CadencedHook):
         key: The name that was given.
         results: Step → what evaluate returned, of this run.
         newest: The last step evaluated and its results, by the names they are logged under; or None.
+        stopped_by: The function in `then` that stopped the run, or None.
 
     Raises:
         TypeError: Both `callbacks` and `then` are given.
@@ -115,6 +116,7 @@ class EvaluationHook(CadencedHook):
         )
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
+        self.stopped_by: str | None = None
         self._told: int | None = None
         self._owed: int | None = None
         self._stop_wished: Callable[[], bool] = lambda: False
@@ -156,7 +158,7 @@ class EvaluationHook(CadencedHook):
             ValueError: Two of `then` have the same `key`.
         """
         memory.check(self._then, _WHERE)
-        self.results, self.newest, self._told, self._owed = {}, None, None, None
+        self.results, self.newest, self._told, self._owed, self.stopped_by = {}, None, None, None, None
         super().begin(state)
         return any(self._each("begin", state))
 
@@ -259,6 +261,8 @@ class EvaluationHook(CadencedHook):
                 continue
             answer = function(step, given, values)
             stop_now, given = taken_answer(answer, given, step, f"then: {name_of(function)}")
+            if stop_now and self.stopped_by is None:
+                self.stopped_by = key_of(function)
             stop = stop or stop_now
         if stop and given is not state:
             return StopWith(given)

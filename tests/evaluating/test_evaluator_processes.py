@@ -25,6 +25,22 @@ if count == 1:
     mine = list(parts)
 print("found", *jstep.evaluator(value, mine, batch_sharding=rows)(state).values())
 
+# Objects: counts are the same, whatever the number of processes and the sizes of their parts.
+def objects(params, x):
+    out = jnp.tanh(x @ params["w"])
+    truth = x[:, 0] + 0.1 * x[:, 1] > 0
+    return {"auc": jstep.metrics.auc(out[:, 0], truth), "pr": jstep.metrics.auc(out[:, 0], truth, "PR"),
+            "right": jstep.metrics.accuracy(out, jnp.argmax(x, axis=1)), "f1": jstep.metrics.f1(out[:, 0], truth, 0.1),
+            "matrix": jstep.metrics.confusion_matrix(jnp.argmax(out, 1), jnp.argmax(x, axis=1), 8),
+            "perplexity": jstep.metrics.perplexity(out, jnp.argmax(x, axis=1))}
+
+for part in (mine, jstep.batches(data[:55], 16, shuffle=False, num_epochs=1, drop_remainder=False)):
+    evaluate = jstep.evaluator(objects, part, batch_sharding=rows)
+    counts = evaluate(state)
+    assert evaluate(state) == counts
+    print("perplexity", counts.pop("perplexity"))
+    print("counts", *counts.values())
+
 # What steers a run decides alike; what is best is kept by all of them.
 import itertools
 then = [jstep.EarlyStopping("each", 2), jstep.KeepBest(directory + f"/best{count}", "each")]
@@ -69,6 +85,9 @@ def test_the_same_on_two_processes_as_on_one(alone, tmp_path):
         np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-6)
         np.testing.assert_array_equal(np.stack(found)[:, 3], np.stack(expected)[:, 3])  # counted, so the same
     assert said(first, "found") == said(second, "found")
+    assert said(first, "counts") == said(second, "counts") == said(alone, "counts") != []
+    for a, b in zip(said(first, "perplexity"), said(alone, "perplexity"), strict=True):
+        assert float(a) == pytest.approx(float(b), rel=1e-6)
     assert said(first, "end") == said(second, "end") == said(alone, "end") == ["25 [15]"]
     assert len(said(first, "metrics")) == 3
     assert said(second, "metrics") == []  # the first one writes
