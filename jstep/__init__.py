@@ -34,7 +34,8 @@ Input: batches gives Batches by step; prefetch_to_device a PrefetchIterator; FIF
 Running: train; it ends by Preempted at a SIGTERM. Hooks: Hook and every for your own; StepCounterHook, LoggingHook,
     ProgressHook, SummarySaverHook, MetricsHook, CheckpointSaverHook, EvaluationHook, FingerprintHook, ProfilerHook,
     StopAtStepHook, NanLossHook with NanLossDuringTrainingError; log_every_n.
-Evaluating: evaluator; EarlyStopping, KeepBest, ReduceOnPlateau act on what an EvaluationHook finds.
+Evaluating: evaluator, with metrics.auc and others; EarlyStopping, KeepBest, ReduceOnPlateau act on what an
+    EvaluationHook finds.
 Checkpoints: Saver, latest_checkpoint, checkpoint_name, CheckpointError.
 Many devices: shard_state, shard_batch, fsdp_specs; distributed.initialize for many processes.
 Tools: verify_resume (a ResumeReport), replay (a Replay), fingerprint and DivergenceError, find_nonfinite (a NonFinite);
@@ -166,6 +167,7 @@ __all__ = [
     "map_gradients",
     "map_leaves",
     "master_weights",
+    "metrics",
     "minimize",
     "momentum",
     "muon",
@@ -228,6 +230,7 @@ _PACKAGES = (
     "sharding",
     "schedules",
     "clipping",
+    "metrics",
     "state",
     "optimizers",
     "differentiate",

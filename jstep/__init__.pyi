@@ -2,6 +2,7 @@
 
 from jstep import (
     distributed,
+    metrics,
     summary,
 )
 from jstep.checkpoint import (
@@ -331,6 +332,7 @@ __all__ = [
     "map_gradients",
     "map_leaves",
     "master_weights",
+    "metrics",
     "minimize",
     "momentum",
     "muon",

@@ -1,4 +1,4 @@
-"""Stopping when it gets no better."""
+"""Early stopping on an evaluation metric."""
 
 import logging
 from collections.abc import Mapping
@@ -6,8 +6,19 @@ from typing import Any
 
 import jax
 
-from jstep.core.checks import as_int, as_number
-from jstep.evaluating.scores import checked_metric, found, is_better, kept, score
+from jstep.core.checks import as_bool, as_int, as_number
+from jstep.evaluating.scores import (
+    checked_key,
+    checked_metric,
+    count_in,
+    found,
+    is_better,
+    is_its_own,
+    kept,
+    score,
+    starts_fresh,
+)
+from jstep.hooks.memory import key_of
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -16,21 +27,26 @@ _logger = logging.getLogger("jstep")
 class EarlyStopping:
     """Stops the run at the evaluation that makes `patience` in a row without an improvement; for `EvaluationHook`.
 
-    What counts is the best value so far: an improvement is better than that by more than `min_delta`; NaN is none.
+    What counts is the best value so far: an improvement is better than that by more than `min_delta`; NaN is not one.
     Best value and patience are kept with each checkpoint; a run that stopped stays stopped when it is started again.
+    To continue such a run, give `EarlyStopping(…, reset=True)`, or more patience.
 
     Args:
         metric: The name of a metric that evaluate returns.
-        patience: How many evaluations in a row may bring none, ≥ 1: at that many the run stops.
+        patience: How many evaluations in a row may bring no improvement, ≥ 1: at that many the run stops.
         mode: Whether less (`"min"`) or more (`"max"`) is better.
         min_delta: By how much more than this, ≥ 0.
+        reset: Whether to forget what a checkpoint remembers each time a run is started again.
+        key: Under which name checkpoints keep what it remembers; None for its class and metric.
 
     Attributes:
         best: The best value so far, None before there is one.
         bad: Evaluations in a row without an improvement.
+        why: Why it stopped the run, at which step, and how to continue; None if it did not.
+        key: The name that was given.
+        on_cadence_only: True: evaluations that are not due by themselves (the last one of a run) do not count.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: An argument is out of range.
 
     Example:
@@ -42,41 +58,94 @@ class EarlyStopping:
     Source: Keras' `EarlyStopping`; there a stop is off by none, and its memory is lost in a restart.
     """
 
-    def __init__(self, metric: str, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
+    on_cadence_only: bool = True
+    key: str | None = None
+
+    def __init__(
+        self,
+        metric: str,
+        patience: int = 3,
+        mode: str = "min",
+        min_delta: float = 0.0,
+        *,
+        reset: bool = False,
+        key: str | None = None,
+    ) -> None:
         self.metric, self._mode = checked_metric(metric, mode)
         self._patience = as_int(patience, "patience", 1, "a number of evaluations")
         self._min_delta = as_number(min_delta, "min_delta", low=0.0)
+        self._reset, self.key = as_bool(reset, "reset"), checked_key(key)
+        self._forget()
+
+    @property
+    def watches(self) -> str:
+        """The metric: what tells it from others of its class."""
+        return self.metric
+
+    @property
+    def told_apart_by(self) -> dict[str, Any]:
+        """What it was made with: what tells it from others that watch the same."""
+        return {"mode": self._mode, "patience": self._patience, "min_delta": float(self._min_delta)}
+
+    def _forget(self) -> None:
         self.best: float | None = None
         self.bad = 0
+        self.why: str | None = None
+        self._stopped_at: int | None = None
 
     def begin(self, state: TrainState) -> None:
         """Forgets earlier runs."""
-        self.best, self.bad = None, 0
+        self._forget()
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
-        """True where patience is over.
+        """True when patience is over.
 
         Raises:
             KeyError: evaluate does not return the metric.
         """
         value = score(results, self.metric, "EarlyStopping")
         if is_better(value, self.best, self._mode, self._min_delta):
-            self.best, self.bad = value, 0
+            self._forget()
+            self.best = value
             return None
         self.bad += 1
         if self.bad < self._patience:
             return None
+        self._stop(step)
         if jax.process_index() == 0:
             _logger.info(
                 "step %d: %s has not improved on %s in %d evaluations; stopping", step, self.metric, self.best, self.bad
             )
         return True
 
+    def _stop(self, step: int | None) -> None:
+        self._stopped_at = step
+        self.why = (
+            f"{key_of(self)} stopped the run{'' if step is None else f' at step {step}'}: {self.metric} had not "
+            f"improved on {self.best} in {self.bad} evaluations. To continue, give EarlyStopping(…, reset=True), or "
+            "more patience"
+        )
+
     def get_state(self) -> Any:
-        """The best value and the patience used."""
-        return {"best": kept(self.best), "bad": self.bad}
+        """The best value, the patience used, and at which step it was over; for which metric and mode."""
+        watched = {"metric": self.metric, "mode": self._mode}
+        return {**watched, "best": kept(self.best), "bad": self.bad, "stopped_at": self._stopped_at}
 
     def set_state(self, value: Any) -> bool:
-        """Gives them back; true where patience was over."""
-        self.best, self.bad = found(value["best"]), value["bad"]
-        return self.bad >= self._patience
+        """Gives them back; true if patience was over. What is not its own is a log line, and forgotten."""
+        if self._reset:
+            starts_fresh(self, "is forgotten, as reset=True says")
+            return False
+        if not is_its_own(self, value, {"metric": self.metric, "mode": self._mode}):
+            return False
+        try:
+            best, bad, step = found(value["best"]), count_in(value["bad"]), value["stopped_at"]
+            step = None if step is None else count_in(step)
+        except (KeyError, TypeError, ValueError) as error:
+            starts_fresh(self, f"cannot be read ({type(error).__name__}: {error})")
+            return False
+        self.best, self.bad = best, bad
+        if bad >= self._patience:
+            self._stop(step)
+            return True
+        return False

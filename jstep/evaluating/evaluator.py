@@ -1,6 +1,7 @@
 """Evaluation, exact."""
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +15,11 @@ from jstep.core.meshes import auto_axes, on_auto_axes
 from jstep.data import Batches
 from jstep.distributed import agreement
 from jstep.evaluating.counted import rows_of
+from jstep.evaluating.objects import Merger, numbers_of_objects
 from jstep.evaluating.passes import Passes
 from jstep.evaluating.rows import placer
-from jstep.evaluating.totals import Totals, kinds_of
+from jstep.evaluating.totals import OBJECT, Totals, kinds_of
+from jstep.hooks.interruption import leave_if_wished
 from jstep.optimizers import averaged_params, schedule_free_params
 from jstep.optimizers.wrappers.exponential_moving_average import NAME
 from jstep.state import MODEL_STATE, TrainState, require_alive, require_state
@@ -43,22 +46,26 @@ def evaluator(
         metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`; a batch that is a tuple is `*args`,
             anything else one argument. A metric is a vector with a value for each example; or a scalar, the mean over
             the batch, which counts by its number of examples, the leading axis of the args' arrays; or a pair of
-            scalars `(sum, count)`.
+            scalars `(sum, count)`; or an object with `merge(other)` and `compute()` that is a pytree, such as those of
+            `jstep.metrics`, of CLU, or your own: the objects of all batches are merged on the device, in the order of
+            the batches, and `compute()` at the end gives a number, or a dict of numbers named `name/key`.
         batches: What to evaluate on; has to end: a list, `jstep.batches(…, num_epochs=1, shuffle=False,
             drop_remainder=False)`, a loader. It is gone through once for each evaluation. An iterator that cannot be
-            set back can be used once.
+            set back can be used once. Rows that `jstep.batches` drops are logged as a warning.
         use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` where the state
             has those; a string names the slot of averages.
         has_model_state: Whether metric_fn takes the model state.
         batch_sharding: Where batches go, as in `train`: each process's rows become its part of one global array.
 
     Returns:
-        `evaluate(state) -> {name: float}`, which does not use the state up. A mean over nothing is NaN.
+        `evaluate(state) -> {name: float}`, which does not donate the state. A mean over nothing is NaN.
 
     Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: The batches have no end. From `evaluate`: there is no batch, an iterator is used up, a metric is
-            none of the three (names it), or the state has no averages or model state.
+        TypeError: From `evaluate`: an object among the metrics lacks `merge` or `compute`, is not a pytree, merges to
+            another structure, or computes something else than numbers (names the metric).
+        ValueError: The batches have no end. From `evaluate`: there is no batch, an iterator was used before, a metric
+            is not one of the four (names it), or the state has no averages or model state, or averages of one part
+            and schedule-free parameters of another.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, jstep
@@ -71,6 +78,14 @@ def evaluator(
         >>> evaluate(jstep.TrainState.create({"w": 1.5}, jstep.adam()))
         {'loss': 1.5, 'correct': 0.4}
 
+        Metrics that are not means, by `jstep.metrics`:
+
+        >>> def metrics(params, x, y):
+        ...     return {"auc": jstep.metrics.auc(params["w"] * x, y > 5)}
+        >>> evaluate = jstep.evaluator(metrics, batches)
+        >>> evaluate(jstep.TrainState.create({"w": 1.5}, jstep.adam()))
+        {'auc': 1.0}
+
     Source: Keras' `Model.evaluate`, which weights batches in float32.
     """
     as_function(metric_fn, "metric_fn", "(params, *args) -> {name: metric}")
@@ -78,7 +93,7 @@ def evaluator(
         use_averages = as_bool(use_averages, "use_averages")
     has_model_state = as_bool(has_model_state, "has_model_state")
     passes, placed = Passes(batches), placer(batch_sharding)
-    compute = _Compute(metric_fn)
+    compute, merge = _Compute(metric_fn), Merger()
 
     @auto_axes()
     def evaluate(state: TrainState) -> dict[str, float]:
@@ -90,17 +105,21 @@ def evaluator(
                 "global batch of them, as in train"
             )
         params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
-        totals = Totals()
+        totals, objects = Totals(), dict[str, Any]()
         pending: deque[tuple[Any, Any, int | str]] = deque()
         for args, rows in placed(passes):
-            values, kinds = compute(params, args, rows)
+            mesh = None if agreement.is_alone() else _mesh_of((params, args))
+            if mesh is not None or agreement.is_alone():  # else the processes may have different numbers of batches
+                leave_if_wished()
+            values, kinds = compute(params, args, rows, mesh)
+            found = {name: value for name, value in values.items() if kinds[name] == OBJECT}
+            objects = merge(objects, found, mesh)
             pending.append((values, kinds, rows))
             if len(pending) > _AHEAD:
                 totals.add(*pending.popleft())
         while pending:
             totals.add(*pending.popleft())
-        means = totals.means()
-        return {name: means[name] for name in sorted(means, key=compute.names.index)}
+        return _in_order(totals.means(), numbers_of_objects(objects), compute.names)
 
     return evaluate
 
@@ -124,18 +143,37 @@ class _Compute:
         self._compute = compute
         self._jitted: dict[Any, Any] = {}
 
-    def __call__(self, params: tuple[Any, ...], args: tuple[Any, ...], rows: int | str) -> tuple[Any, dict[str, str]]:
-        mesh = None if agreement.is_alone() else _mesh_of((params, args))
+    def __call__(
+        self, params: tuple[Any, ...], args: tuple[Any, ...], rows: int | str, mesh: Any
+    ) -> tuple[Any, dict[str, str]]:
         if mesh not in self._jitted:
             everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
             self._jitted[mesh] = jax.jit(self._compute, out_shardings=everywhere)
         # On several processes NumPy arrays, the same on all, become global ones here.
         with contextlib.nullcontext() if mesh is None else own_transfers():
             values = self._jitted[mesh](params, on_auto_axes(args))
-        for leaf in jax.tree.leaves(values):
+        kinds = kinds_of(values, rows)
+        for leaf in jax.tree.leaves({name: value for name, value in values.items() if kinds[name] != OBJECT}):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
-        return values, kinds_of(values, rows)
+        return values, kinds
+
+
+def _in_order(
+    means: dict[str, float], computed: dict[str, dict[str, float]], names: tuple[str, ...]
+) -> dict[str, float]:
+    """All results in the order of the user's function.
+
+    Raises:
+        ValueError: A number that an object computed has the name of another metric.
+    """
+    results: dict[str, float] = {}
+    for name in sorted({**means, **computed}, key=names.index):
+        for full, number in computed.get(name, {name: means.get(name, math.nan)}).items():
+            if full in results:
+                raise ValueError(f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other")
+            results[full] = number
+    return results
 
 
 def _mesh_of(tree: Any) -> Any:
@@ -153,14 +191,34 @@ def _params_of(state: TrainState, use_averages: bool | str) -> Any:
     name = NAME if use_averages is True else use_averages
     with own_transfers():
         if use_averages is True and name not in state.slots:
-            try:
-                return schedule_free_params(state)
-            except ValueError:
-                pass
+            free = _schedule_free(state)
+            if free is not None:
+                _refuse_both(state)
+                return free
         try:
             return averaged_params(state, name)
         except ValueError as error:
             raise ValueError(f"use_averages={use_averages!r}: {error}") from None
+
+
+def _schedule_free(state: TrainState) -> Any:
+    """The parameters of a schedule-free optimizer of the state, None where it has none."""
+    try:
+        return schedule_free_params(state)
+    except ValueError:
+        return None
+
+
+def _refuse_both(state: TrainState) -> None:
+    """Raises where a schedule-free state has averages of another part as well: each covers a part of the parameters."""
+    averages = [slot for slot in state.slots if slot.endswith(f"/{NAME}")]
+    if averages:
+        free = [slot for slot in state.slots if slot == "z" or slot.endswith("/z")]
+        raise ValueError(
+            f"use_averages=True: the state has averages ({', '.join(averages)}) and schedule-free parameters "
+            f"({', '.join(free)}), each of a part of the parameters; give the name of the averages, or evaluate "
+            "state.replace(params=jstep.schedule_free_params(state)) with use_averages=False"
+        )
 
 
 def _model_state_of(state: TrainState, has_model_state: bool) -> tuple[Any, ...]:

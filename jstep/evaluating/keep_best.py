@@ -38,7 +38,6 @@ class KeepBest:
         values: Step → value of those kept.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: An argument is out of range; before the first step: the directory and prefix are those of the run.
 
     Example:

@@ -2,11 +2,14 @@
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jstep.core.checks import shown
 from jstep.data import Batches
+
+_logger = logging.getLogger("jstep")
 
 MOST = 1_000_000
 """A source that does not know its length and gives more batches than this has none."""
@@ -39,6 +42,7 @@ class Passes:
             raise TypeError(f"batches={shown(batches)}: must be an iterable or a sequence of batches")
         if _is_endless(batches):
             raise ValueError(f"batches={shown(batches)}: has no end; {_ENDLESS}")
+        _warn_of_dropped_rows(batches)
         self._batches = batches
         self._is_iterator = hasattr(batches, "__next__")
         self._has_state = self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
@@ -74,13 +78,34 @@ class Passes:
         return _indexed(self._batches)
 
 
+def _whole(batches: Any) -> Any:
+    """The `jstep.batches`, or the slice of it, that an iterator goes over; anything else as it is."""
+    return getattr(batches, "_batches", batches)
+
+
+def _warn_of_dropped_rows(batches: Any) -> None:
+    """Says that rows are left out, if whole passes are evaluated; a slice of other steps leaves out rows on purpose."""
+    whole = _whole(batches)
+    if not isinstance(whole, Batches) or len(whole) % whole.steps_per_epoch:
+        return
+    dropped = whole.num_rows - whole.steps_per_epoch * whole.batch_size
+    if dropped > 0:
+        _logger.warning(
+            "evaluator: batches=%s: %d of %d rows are not evaluated: they do not fill a batch, and drop_remainder=True "
+            "drops them; give jstep.batches(…, drop_remainder=False)",
+            whole,
+            dropped,
+            whole.num_rows,
+        )
+
+
 def _is_endless(batches: Any) -> bool:
     if isinstance(batches, itertools.count | itertools.cycle):
         return True
     if isinstance(batches, itertools.repeat):
         return not _has(batches.__length_hint__)
     # jstep.batches, a slice of it, or an iterator over it.
-    whole = getattr(batches, "_batches", batches)
+    whole = _whole(batches)
     return isinstance(whole, Batches) and not _has(batches.__len__ if hasattr(batches, "__len__") else whole.__len__)
 
 

@@ -1,4 +1,4 @@
-"""Lowering a hyperparameter when it gets no better."""
+"""Reducing a hyperparameter when an evaluation metric stops improving."""
 
 import logging
 import math
@@ -9,7 +9,16 @@ import jax
 
 from jstep.core.checks import as_int, as_number, as_text
 from jstep.core.contexts import own_transfers
-from jstep.evaluating.scores import checked_metric, found, kept, score
+from jstep.evaluating.scores import (
+    checked_key,
+    checked_metric,
+    count_in,
+    found,
+    is_its_own,
+    kept,
+    score,
+    starts_fresh,
+)
 from jstep.optimizers import get_hyperparameter, set_hyperparameter
 from jstep.state import TrainState
 
@@ -31,19 +40,21 @@ class ReduceOnPlateau:
         metric: The name of a metric that evaluate returns.
         name: The held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if it has one.
         factor: What to multiply it by, 0 < factor < 1.
-        patience: How many bad evaluations in a row are endured, ≥ 0.
+        patience: How many bad evaluations in a row are tolerated, ≥ 0.
         mode: Whether less (`"min"`) or more (`"max"`) is better.
         threshold: How much better, relative to the best, ≥ 0.
         cooldown: For how many evaluations nothing counts after a reduction, ≥ 0.
         min_value: What it is not lowered below, ≥ 0.
+        key: Under which name checkpoints keep what it remembers; None for its class, metric and hyperparameter.
 
     Attributes:
         best: The best value so far.
         bad: Bad evaluations in a row.
+        key: The name that was given.
+        on_cadence_only: True: evaluations that are not due by themselves (the last one of a run) do not count.
 
     Raises:
         KeyError: The state holds no such hyperparameter, before the first step.
-        TypeError: An argument is of the wrong type.
         ValueError: An argument is out of range.
 
     Example:
@@ -58,6 +69,9 @@ class ReduceOnPlateau:
     Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`.
     """
 
+    on_cadence_only: bool = True
+    key: str | None = None
+
     def __init__(
         self,
         metric: str,
@@ -68,6 +82,8 @@ class ReduceOnPlateau:
         threshold: float = 1e-4,
         cooldown: int = 0,
         min_value: float = 0.0,
+        *,
+        key: str | None = None,
     ) -> None:
         self.metric, self._mode = checked_metric(metric, mode)
         self._name = as_text(name, "name", "that of a held hyperparameter")
@@ -76,7 +92,29 @@ class ReduceOnPlateau:
         self._threshold = as_number(threshold, "threshold", low=0.0)
         self._cooldown = as_int(cooldown, "cooldown", 0, "a number of evaluations")
         self._min_value = as_number(min_value, "min_value", low=0.0)
+        self.key = checked_key(key)
         self._forget()
+
+    @property
+    def watches(self) -> str:
+        """The metric and the hyperparameter: what tells it from others of its class."""
+        return f"{self.metric}, {self._name}"
+
+    @property
+    def told_apart_by(self) -> dict[str, Any]:
+        """What it was made with: what tells it from others that watch the same."""
+        return {
+            "mode": self._mode,
+            "factor": float(self._factor),
+            "patience": self._patience,
+            "threshold": float(self._threshold),
+            "cooldown": self._cooldown,
+            "min_value": float(self._min_value),
+        }
+
+    @property
+    def _watched(self) -> dict[str, str]:
+        return {"metric": self.metric, "name": self._name, "mode": self._mode}
 
     def _forget(self) -> None:
         self.best: float | None = None
@@ -126,9 +164,16 @@ class ReduceOnPlateau:
         return value > self.best * (1.0 + self._threshold)
 
     def get_state(self) -> Any:
-        """What it remembers."""
-        return {"best": kept(self.best), "bad": self.bad, "cooling": self._cooling}
+        """What it remembers; of which metric, hyperparameter and mode."""
+        return {**self._watched, "best": kept(self.best), "bad": self.bad, "cooling": self._cooling}
 
     def set_state(self, value: Any) -> None:
-        """Gives it back."""
-        self.best, self.bad, self._cooling = found(value["best"]), value["bad"], value["cooling"]
+        """Gives it back. What is not its own is a log line, and forgotten."""
+        if not is_its_own(self, value, self._watched):
+            return
+        try:
+            best, bad, cooling = found(value["best"]), count_in(value["bad"]), count_in(value["cooling"])
+        except (KeyError, TypeError, ValueError) as error:
+            starts_fresh(self, f"cannot be read ({type(error).__name__}: {error})")
+            return
+        self.best, self.bad, self._cooling = best, bad, cooling

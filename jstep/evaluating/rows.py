@@ -75,11 +75,15 @@ def _laid(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
 
 
 def _as_args(batch: Any) -> tuple[Any, ...]:
-    """A tuple is the arguments, anything else one; arrays that JAX does not know become NumPy's."""
+    """A tuple is the arguments, anything else one; arrays that JAX does not know become NumPy's.
+
+    Arrays are copied: a loader may fill its buffer anew while the batch is still being computed with, and JAX may use
+    the memory of a NumPy array as it is.
+    """
 
     def known(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic) or not hasattr(leaf, "__array__"):
+        if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
             return leaf
-        return np.asarray(leaf)
+        return np.array(np.asarray(leaf))  # twice: `__array__` need not copy
 
     return jax.tree.map(known, batch if isinstance(batch, tuple) else (batch,))

@@ -9,8 +9,9 @@ import numpy as np
 
 from jstep.core.checks import kind
 from jstep.core.contexts import own_transfers
+from jstep.evaluating.objects import is_object
 
-PER_EXAMPLE, MEAN, PAIR = "per example", "mean", "sum and count"
+PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
 
 
 def kinds_of(found: Any, rows: int | str) -> dict[str, str]:
@@ -36,7 +37,12 @@ def _name(name: Any) -> str:
 
 
 def _kind(name: str, value: Any, rows: int | str) -> str:
-    ways = "a vector with a value for each example, a scalar, or a pair of scalars (sum, count)"
+    if is_object(name, value):
+        return OBJECT
+    ways = (
+        "a vector with a value for each example, a scalar, a pair of scalars (sum, count), or an object with the "
+        "methods merge and compute"
+    )
     parts = value if isinstance(value, tuple | list) else (value,)
     for part in parts:
         if not _is_real(part):
@@ -82,9 +88,12 @@ class Totals:
         self._counts: dict[str, list[int | float]] = {}
 
     def add(self, values: Mapping[str, Any], kinds: Mapping[str, str], rows: int | str) -> None:
-        """Takes the metrics of a batch; waits for them."""
+        """Takes the metrics of a batch; waits for them. Objects are merged elsewhere, and only waited for."""
         with own_transfers():
             for name, value in values.items():
+                if kinds[name] == OBJECT:
+                    jax.block_until_ready(value)
+                    continue
                 if kinds[name] == PAIR:
                     total, count = (_number(part) for part in value)
                 elif kinds[name] == MEAN:

@@ -85,7 +85,11 @@ class CadencedHook(RunHook):
             return self._every.due(step)
         # The clock is asked in any case: the processes have to ask at the same steps.
         by_clock = self._agreed.due(step)
-        return by_clock or (self._every.steps is not None and step % self._every.steps == 0)
+        return by_clock or self.is_multiple(step)
+
+    def is_multiple(self, step: int) -> bool:
+        """Whether it is due at this step whatever a clock says."""
+        return self._every.steps is not None and step % self._every.steps == 0
 
     def has_happened(self) -> None:
         """Seconds count from now: to be called when it is over, or what takes longer than its period never ends."""

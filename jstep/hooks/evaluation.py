@@ -16,6 +16,8 @@ from jstep.hooks import memory
 from jstep.hooks.answers import StopWith, taken_answer
 from jstep.hooks.cadence import CadencedHook, cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo, name_of
+from jstep.hooks.interruption import EvaluationAbandoned, interruptible
+from jstep.hooks.memory import key_of
 from jstep.hooks.results import numbers_of
 from jstep.hooks.summaries import scalar
 from jstep.hooks.values import read, text
@@ -26,33 +28,46 @@ _logger = logging.getLogger("jstep")
 
 Then = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
+_WHERE = "EvaluationHook(then=…)"
+
 
 class EvaluationHook(CadencedHook):
-    """Calls a function of the state every so often, and at the end; logs and writes what it returns, and acts on it.
+    """Calls a function of the state every so often, and at the end; logs and writes its results, and acts on them.
 
-    What those in `then` remember (`get_state`, `set_state`) is kept with each checkpoint: patience goes on counting
-    after a restart, and a run that stopped early stays stopped.
+    What the functions in `then` remember (`get_state`, `set_state`) is kept with each checkpoint, under the key of this
+    hook: patience goes on counting after a restart, and a run that stopped early stays stopped.
+
+    The evaluation at the end of a run that is not due by itself ("off the cadence") is logged and shown to `KeepBest`
+    and to functions of your own, but not to those that have a true attribute `on_cadence_only`, such as `EarlyStopping`
+    and `ReduceOnPlateau`: a run in two parts decides as one run does.
+
+    If a signal arrives during an evaluation by `jstep.evaluator`, the evaluation is abandoned between two batches, the
+    run saves and leaves, and the evaluation is due again when the run is restarted.
 
     Args:
         evaluate: `evaluate(state) -> {name: number}`, such as `jstep.evaluator` makes. It must not donate the state.
         every_n_steps: How often, in steps: at their multiples.
         every_n_secs: How often, in seconds, instead; or as well, whichever comes first.
-        then: Functions `(step, state, results)`, called in order after each evaluation, the one at the end included:
-            `EarlyStopping`, `KeepBest`, `ReduceOnPlateau`, or one's own. Each returns None, True (stop after this
-            step) or a `TrainState` to go on with, which the next ones see; all are called.
+        callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
+            `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
+            to continue with, which the next ones see; all are called.
+        then: Another name of `callbacks`; give one of the two.
         summary_writer: Any object with `add_summary(summary, global_step)`; gets each number as `prefix/name`.
             None for the one that `train` opens in its `logdir`, if any.
-        prefix: Before the names, in the log and in the summaries.
+        prefix: Before the names, in the log and in the summaries; each hook of a run needs its own.
+        key: Under which name checkpoints keep what the hook remembers; None for its class and prefix.
         clock: Seconds; for tests.
 
     Attributes:
+        key: The name that was given.
         results: Step → what evaluate returned, of this run.
         newest: The last step evaluated and its results, by the names they are logged under; or None.
         stopped_by: The function in `then` that stopped the run, or None.
 
     Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument is not positive, or none is given.
+        TypeError: Both `callbacks` and `then` are given.
+        ValueError: An argument is not positive, neither cadence is given; before the first step: two hooks have the
+            same prefix, or two functions the same `key`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -62,13 +77,15 @@ class EvaluationHook(CadencedHook):
         >>> def evaluate(state):
         ...     return {"w": float(state.params["w"])}
         >>> stop = jstep.EarlyStopping("w", patience=2, mode="max", min_delta=0.2)
-        >>> hook = jstep.EvaluationHook(evaluate, every_n_steps=1, then=[stop])
+        >>> hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[stop])
         >>> state = jstep.train(train_step, state, lambda n: jnp.ones(()), 10, hooks=[hook], progress=False)
         >>> hook.results
         {1: {'w': 0.5}, 2: {'w': 0.75}, 3: {'w': 0.875}, 4: {'w': 0.9375}}
 
     Source: `tf.contrib.learn` monitors; the ValidationMonitor of old.
     """
+
+    key: str | None = None
 
     def __init__(
         self,
@@ -77,53 +94,100 @@ class EvaluationHook(CadencedHook):
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
         then: Sequence[Then] = (),
+        callbacks: Sequence[Then] | None = None,
         summary_writer: Any = None,
         prefix: str = "eval",
+        key: str | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
-        self._writer, self._prefix = check_writer(summary_writer), as_text(prefix, "prefix")
+        self._writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
         self._takes_writer = summary_writer is None
-        self._then = _functions(then)
+        self.key = None if key is None else as_text(key, "key", "the name that checkpoints keep its memory under")
+        if callbacks is None:
+            self._then = _functions(then, "then")
+        elif isinstance(then, tuple) and not then:
+            self._then = _functions(callbacks, "callbacks")
+        else:
+            raise TypeError("then and callbacks are two names of one argument: give one of them")
         super().__init__(
             cadence(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock),
             together=True,  # the state lies over all processes, so all of them evaluate it
         )
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
-        self._told: int | None = None
-        self._is_kept = False
         self.stopped_by: str | None = None
+        self._told: int | None = None
+        self._owed: int | None = None
+        self._stop_wished: Callable[[], bool] = lambda: False
+        self._is_kept = False
+
+    @property
+    def watches(self) -> str:
+        """The prefix: what tells it from other hooks of its class."""
+        return self.prefix
+
+    @property
+    def why(self) -> str | None:
+        """Why no step is to be made, as the function that wants none says it; None if none does."""
+        return next((one.why for one in self._then if isinstance(getattr(one, "why", None), str)), None)
 
     def use_run(self, run: RunInfo) -> None:
-        """Takes the writer of `train`, where the hook was made without one, and hands the run on."""
+        """Takes the writer of `train`, if the hook was made without one, and hands the run on.
+
+        Raises:
+            ValueError: Another hook of the run has the same prefix.
+        """
+        if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
+            raise ValueError(
+                f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
+                "results would be logged and written under the same names; give each a prefix of its own"
+            )
         super().use_run(run)
         if self._takes_writer:
             self._writer = run.writer
-        self._is_kept = run.saver is not None
+        self._is_kept, self._stop_wished = run.saver is not None, run.stop_wished
         self._each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
-        """Seconds count from here; a true result of one of `then`'s: no step is made."""
-        self.results, self.newest, self._told, self.stopped_by = {}, None, None, None
+        """Seconds count from here; a true result of one of `then`'s: no step is made.
+
+        Raises:
+            ValueError: Two of `then` have the same `key`.
+        """
+        memory.check(self._then, _WHERE)
+        self.results, self.newest, self._told, self._owed, self.stopped_by = {}, None, None, None, None
         super().begin(state)
         return any(self._each("begin", state))
 
     def get_state(self) -> Any:
-        """What those in `then` remember, and the step they were told of last."""
-        return {"step": self._told, "then": memory.states_of(self._then, "EvaluationHook(then=…)")}
+        """What those in `then` remember, the step they were told of last, and that of an evaluation cut short."""
+        return {"step": self._told, "owed": self._owed, "then": memory.states_of(self._then, _WHERE)}
 
     def set_state(self, value: Any) -> bool:
-        """Gives it back; true where the run had stopped."""
-        self._told = value["step"]
-        return memory.set_states(self._then, value["then"], "EvaluationHook(then=…)")
+        """Gives it back; true if the run had stopped. What is not its own is a log line."""
+        fields = value if isinstance(value, dict) else {}
+        steps = [fields.get("step", ""), fields.get("owed", "")]
+        if not all(step is None or type(step) is int for step in steps):
+            _logger.warning("hooks: %s cannot read what the checkpoint remembers of it: it starts fresh", key_of(self))
+            return False
+        self._told, self._owed = steps
+        return memory.set_states(self._then, fields.get("then"), _WHERE)
+
+    def evaluate_owed(self, step: int, state: TrainState) -> Any:
+        """Called once after a restore: the evaluation that a signal cut short at this step."""
+        if self._owed != step:
+            self._owed = None
+            return None
+        answer = self._run(step, state, self._is_on_cadence(step))
+        return True if self._owed == step else answer  # cut short again
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Evaluates when due; what those in `then` made of it is the answer."""
         if not self.is_due(step):
             return None
         try:
-            return self._run(step, state)
+            return self._run(step, state, on_cadence=True)
         finally:
             self.has_happened()
 
@@ -131,7 +195,7 @@ class EvaluationHook(CadencedHook):
         """Evaluates the last state, unless that is done."""
         if step in self.results:
             return None
-        answer = self._run(step, state)
+        answer = self._run(step, state, self._is_on_cadence(step))
         answer = answer.state if isinstance(answer, StopWith) else answer
         return answer if isinstance(answer, TrainState) else None
 
@@ -144,10 +208,24 @@ class EvaluationHook(CadencedHook):
         super().close()
         self._each("close")
 
-    def _run(self, step: int, state: TrainState) -> Any:
+    def _is_on_cadence(self, step: int) -> bool:
+        """Whether an evaluation is due at this step by itself, or was when it was cut short."""
+        return self._owed == step or self.is_multiple(step)
+
+    def _run(self, step: int, state: TrainState, on_cadence: bool) -> Any:
+        # If this evaluation does not come to its end, whatever stops it, the checkpoint of this step says so.
+        self._owed = step if on_cadence else None
         if self.run is not None:
             self.run.pending.hand_over_all()  # rows of earlier steps come before the results of this one
-        values = self._evaluate(state)
+        try:
+            with interruptible(self._stop_wished):
+                values = self._evaluate(state)
+        except EvaluationAbandoned:
+            if jax.process_index() == 0:
+                _logger.info(
+                    "step %d: the run is to stop; %s is abandoned, and due after a restart", step, key_of(self)
+                )
+            return None
         if not isinstance(values, Mapping):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
         if (path := trees.donated_leaf(state)) is not None:
@@ -155,10 +233,11 @@ class EvaluationHook(CadencedHook):
                 f"evaluate used the state up: its {path!r} was donated, and the run cannot go on with it. Evaluate "
                 "without donation, or a copy: jax.tree.map(jnp.copy, state)"
             )
+        self._owed = None
         if self._then and not agreement.is_alone():
             values = {**values, **_of_process_0(values)}
         self.results[step] = values
-        named = {f"{self._prefix}/{name}": value for name, value in values.items()}
+        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
         self.newest = (step, numbers_of(named))
         if jax.process_index() == 0:
             _logger.info("step %d  %s", step, text(named))
@@ -170,19 +249,21 @@ class EvaluationHook(CadencedHook):
         if self._told == step:
             return None
         self._told = step
-        answer = self._act(step, state, values)
+        answer = self._act(step, state, values, on_cadence)
         if self._is_kept and len(self.results) == 1:
             self.get_state()  # what no checkpoint can hold is said now, not at the first save, perhaps in an hour
         return answer
 
-    def _act(self, step: int, state: TrainState, values: Mapping[str, Any]) -> Any:
+    def _act(self, step: int, state: TrainState, values: Mapping[str, Any], on_cadence: bool) -> Any:
         """What `then` makes of the results: both answers may come of one evaluation, and none is lost."""
         given, stop = state, False
         for function in self._then:
+            if not on_cadence and getattr(function, "on_cadence_only", False):
+                continue
             answer = function(step, given, values)
             stop_now, given = taken_answer(answer, given, step, f"then: {name_of(function)}")
-            if stop_now:
-                self.stopped_by = name_of(function)
+            if stop_now and self.stopped_by is None:
+                self.stopped_by = key_of(function)
             stop = stop or stop_now
         if stop and given is not state:
             return StopWith(given)
@@ -201,20 +282,20 @@ def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(value) for name, value in json.loads(told).items()}
 
 
-def _functions(then: Any) -> tuple[Any, ...]:
+def _functions(then: Any, name: str) -> tuple[Any, ...]:
     """The functions.
 
     Raises:
         TypeError: They are no sequence of functions.
     """
-    what = "then: must be a sequence of functions (step, state, results)"
+    what = f"{name}: must be a sequence of functions (step, state, results)"
     if callable(then):
-        raise TypeError(f"{what}, got {kind(then)}; give a list: then=[…]")
+        raise TypeError(f"{what}, got {kind(then)}; give a list: {name}=[…]")
     try:
         functions = tuple(then)
     except TypeError:
         raise TypeError(f"{what}, got {kind(then)}") from None
     for i, function in enumerate(functions):
         if isinstance(function, type) or not callable(function):
-            raise TypeError(f"then[{i}]={shown(function)}: must be a function (step, state, results)")
+            raise TypeError(f"{name}[{i}]={shown(function)}: must be a function (step, state, results)")
     return functions

@@ -80,6 +80,7 @@ class RunInfo:
         constant_metrics: Names of metrics that never change, once the first step was taken.
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
+        stop_wished: Whether a signal wishes the run to stop; all processes have to ask equally often.
     """
 
     last_step: int
@@ -92,6 +93,7 @@ class RunInfo:
     constant_metrics: Callable[[], Collection[str]] = tuple
     counter: Any = None
     evaluations: tuple[Any, ...] = ()
+    stop_wished: Callable[[], bool] = lambda: False
 
 
 def name_of(hook: Any) -> str:

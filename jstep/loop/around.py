@@ -6,7 +6,7 @@ from typing import Any
 
 from jstep.core.checks import kind
 from jstep.core.notes import note
-from jstep.hooks import CheckpointSaverHook
+from jstep.hooks import CheckpointSaverHook, EvaluationHook
 from jstep.hooks.answers import taken_answer
 from jstep.hooks.cadence import CadencedHook
 from jstep.hooks.hook import NEVER, Hook, name_of
@@ -73,6 +73,17 @@ class Around:
     def _call_before(self, at: At) -> None:
         for hook in self._before:
             self._call(hook, "before_step", at.step, at.state)
+
+    def resume(self, at: At) -> bool:
+        """Evaluations that a signal cut short are made up for; whether one of them wants no step."""
+        done = False
+        for hook in self._hooks:
+            if isinstance(hook, EvaluationHook):
+                answer = self._call(hook, "evaluate_owed", at.step, at.state)
+                stop, at.state = taken_answer(answer, at.state, at.step, f"{name_of(hook)}.evaluate_owed")
+                if stop:
+                    done, self.stopped_by = True, hook.stopped_by or self.stopped_by
+        return done
 
     def after(self, first: int, at: At) -> bool:
         """What follows a call that began at step `first`; whether it was the last one."""

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,7 @@ def equipment(
     skip_metric: str | None,
     wiring: Wiring,
     stack: contextlib.ExitStack,
+    stop_wished: Callable[[], bool],
 ) -> Equipment:
     """Opens the event file, and puts the stock hooks behind the user's."""
     writer = _open_writer(stack, options.logdir, begin.step)
@@ -91,6 +93,7 @@ def equipment(
         constant_metrics=constants,
         counter=counter,
         evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),
+        stop_wished=stop_wished,
     )
     for hook in hooks:
         if isinstance(hook, RunHook):

@@ -56,7 +56,7 @@ class Run:
                 self._at.step, self._at.state = begun.step, begun.state
                 wiring = Wiring(self._position, self._stopped_by, self._before_save)
                 equipped = self._equipped = equipment(
-                    self._options, begun, self._programs, self._skip_metric, wiring, stack
+                    self._options, begun, self._programs, self._skip_metric, wiring, stack, self._signals.to_stop
                 )
                 around = self._around = Around(
                     equipped.hooks,
@@ -87,11 +87,13 @@ class Run:
         options = self._options
         is_kept = begun.saver is not None
         source = source_of(batches, begun.step, options.last_step, begun.kept.get(POSITION), is_kept=is_kept)
+        memory.check(equipped.hooks)
         done = around.begin(begun.state)
         if begun.restored is not None:
             done = memory.set_states(equipped.hooks, begun.kept.get(HOOKS)) or done
             if equipped.saving is not None:
                 equipped.saving.restored(begun.restored, begun.state)
+            done = around.resume(self._at) or done
         if done or begun.step >= options.last_step:
             _logger.info("the run is at step %d already: no step is made%s", begun.step, self._why_done(begun))
             return None

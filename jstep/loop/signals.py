@@ -56,7 +56,7 @@ class StopSignals:
         self._alone = agreement.is_alone()
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
-        self.at_once = self.interrupts = False
+        self.at_once = self.interrupts = self._agreed = False
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
@@ -85,10 +85,11 @@ class StopSignals:
             agreement.tell_all_to_stop()
 
     def to_stop(self) -> bool:
-        """Whether the run stops after this call; to be asked after each."""
+        """Whether the run stops after this call; to be asked after each, and between the batches of an evaluation."""
         if self._alone:
             return self.received is not None
-        if not agreement.reached_stop():
+        self._agreed = self._agreed or agreement.reached_stop()
+        if not self._agreed:
             return False
         self.received = self.received or signal.SIGTERM
         return True

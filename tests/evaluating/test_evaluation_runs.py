@@ -77,7 +77,9 @@ def test_a_position_stays_where_a_finished_run_evaluates_for_the_first_time(tmp_
     train(4, [hook], checkpoint_dir=tmp_path, batches=Counted())
     kept = jstep.Saver(tmp_path).extra()
     assert kept["batches"] == {"value": 4}
-    assert kept["hooks"]["EvaluationHook"]["step"] == 4
+    (memory,) = kept["hooks"]
+    assert memory["key"] == "EvaluationHook(eval)"
+    assert memory["state"]["step"] == 4
 
 
 def test_one_hook_may_serve_several_runs():

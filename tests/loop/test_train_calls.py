@@ -156,9 +156,11 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
         def next_due(self, step):
             return step // 2 * 2 + 2
 
+    hooks = [jstep.NanLossHook(every_n_steps=20), Look()]
+
     def run(last_step):
         train(
-            last_step, lambda n: np.float32(1), step=device_step, hooks=[jstep.NanLossHook(every_n_steps=20), Look()], log_steps=2,
+            last_step, lambda n: np.float32(1), step=device_step, hooks=hooks, log_steps=2,
             logdir=tmp_path, save_summaries_steps=2, progress=None, steps_per_call=steps_per_call,
         )  # fmt: skip
 

@@ -1,0 +1,18 @@
+"""Metrics that are not means over examples: objects for `jstep.evaluator`, with `merge` and `compute`."""
+
+from jstep.core.public import publish as _publish
+from jstep.metrics.accuracy import accuracy
+from jstep.metrics.auc import auc
+from jstep.metrics.confusion_matrix import confusion_matrix
+from jstep.metrics.f1 import f1
+from jstep.metrics.perplexity import perplexity
+
+__all__ = [
+    "accuracy",
+    "auc",
+    "confusion_matrix",
+    "f1",
+    "perplexity",
+]
+
+_publish(globals())

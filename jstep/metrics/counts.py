@@ -1,0 +1,68 @@
+"""Exact counts on a device that has no 64-bit integers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.contexts import own_transfers
+from jstep.core.types import Array
+
+_BITS = 12
+"""Of the low part. So 2²⁰ low parts can be summed in 32 bits, and a count goes up to 2⁴⁴."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """Counts, of any shape: high · 2¹² + low, both uint32. Exact up to 2⁴⁴.
+
+    Attributes:
+        high: The high part.
+        low: The low part, below 2¹².
+    """
+
+    high: Array
+    low: Array
+
+    def __add__(self, other: "Count") -> "Count":
+        return _carried(self.high + other.high, self.low + other.low)
+
+    def __getitem__(self, index: Array) -> "Count":
+        return Count(self.high[index], self.low[index])
+
+    def segment_sum(self, segments: Array, num_segments: int) -> "Count":
+        """The sums of up to 2²⁰ counts by segment, as `jax.ops.segment_sum`; those out of range are left out."""
+        high, low = (jax.ops.segment_sum(part, segments, num_segments) for part in (self.high, self.low))
+        return _carried(high, low)
+
+    def approximate(self) -> Array:
+        """In float32."""
+        return self.high.astype(jnp.float32) * 2**_BITS + self.low.astype(jnp.float32)
+
+    def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """On the host."""
+        with own_transfers():
+            high, low = (np.asarray(part).astype(np.int64) for part in (self.high, self.low))
+        return (high << _BITS) + low
+
+
+def _carried(high: Array, low: Array) -> Count:
+    return Count(high + (low >> _BITS), low & (2**_BITS - 1))
+
+
+def counted(number: Array) -> Count:
+    """Counts of one batch, each below 2³²."""
+    number = number.astype(jnp.uint32)
+    return _carried(jnp.zeros_like(number), number)
+
+
+def joined(first: Count, second: Count) -> Count:
+    """Two vectors of counts, one behind the other."""
+    return Count(jnp.concatenate([first.high, second.high]), jnp.concatenate([first.low, second.low]))
+
+
+def how_many(condition: Array) -> Count:
+    """How many are true."""
+    return counted(jnp.sum(condition, dtype=jnp.uint32))

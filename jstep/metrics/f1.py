@@ -1,0 +1,63 @@
+"""The F1 score of a binary classifier."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core.checks import as_number
+from jstep.metrics import checks
+from jstep.metrics.counts import Count, how_many
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class F1:
+    """What `f1` returns: counts of a batch, or of several merged.
+
+    Attributes:
+        both: How many are predicted and true.
+        predicted: How many are predicted.
+        true: How many are true.
+    """
+
+    both: Count
+    predicted: Count
+    true: Count
+
+    def merge(self, other: "F1") -> "F1":
+        """Both together."""
+        return F1(self.both + other.both, self.predicted + other.predicted, self.true + other.true)
+
+    def compute(self) -> float:
+        """2 · both / (predicted + true); 0 where neither is, as in scikit-learn."""
+        either = int(self.predicted.exact()) + int(self.true.exact())
+        return 2 * int(self.both.exact()) / either if either else 0.0
+
+
+def f1(scores: Any, labels: Any, threshold: float = 0.5) -> F1:
+    """The F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold)`.
+
+    Counted exactly, up to 2⁴⁴ examples.
+
+    Args:
+        scores: Probabilities, or other scores, of any shape.
+        labels: As many; true where they are 1, bools or numbers.
+        threshold: A score above it predicts that the label is 1.
+
+    Returns:
+        An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
+
+    Raises:
+        TypeError: An argument is not an array of numbers.
+        ValueError: The shapes differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> jstep.metrics.f1(jnp.array([0.9, 0.6, 0.2, 0.1]), jnp.array([1, 0, 1, 0])).compute()
+        0.5
+    """
+    given, truth = checks.scores_and_truth(scores, labels)
+    predicted = given > jnp.asarray(as_number(threshold, "threshold"), given.dtype)
+    return F1(how_many(predicted & truth), how_many(predicted), how_many(truth))

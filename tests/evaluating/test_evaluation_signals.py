@@ -1,0 +1,147 @@
+"""A signal during an evaluation: the run saves and leaves at once, and evaluates after the restart."""
+
+import logging
+import os
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from evaluated_runs import make_state, rate, train
+
+import jstep
+
+BATCHES = 6
+NAN = float("nan")
+
+
+class Validation:
+    """Batches that are counted; at one of them a signal comes."""
+
+    def __init__(self, number=None, at=None):
+        self.number, self.at, self.given = number, at, 0
+
+    def __iter__(self):
+        for i in range(BATCHES):
+            self.given += 1
+            if self.given == self.at:
+                os.kill(os.getpid(), self.number)
+            yield np.full((2,), float(i), np.float32)
+
+
+def loss(params, x):
+    return {"loss": 0.0 * x + 1.0}
+
+
+def hooks(validation, then, wrapped, every_n_steps=3):
+    evaluate = jstep.evaluator(loss, validation)
+    if wrapped:
+        inner = evaluate
+
+        def evaluate(state):
+            try:
+                return {"loss": inner(state)["loss"], "more": 1.0}
+            except Exception:  # a signal is no failure
+                return {"loss": NAN}
+
+    return [jstep.EvaluationHook(evaluate, every_n_steps=every_n_steps, then=then)]
+
+
+def steering(seen):
+    return [
+        lambda step, state, results: seen.append((step, results["loss"])),
+        jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=0),
+    ]
+
+
+def same(a, b):
+    return np.asarray(a.params["w"]).tobytes() == np.asarray(b.params["w"]).tobytes() and rate(a) == rate(b)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, jstep.Preempted), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize("at", [BATCHES + 1, BATCHES + 3, 2 * BATCHES])
+def test_it_is_abandoned_and_made_up_for(at, number, error, steps_per_call, wrapped, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    expected, seen = [], []
+    whole = train(12, hooks(Validation(), steering(expected), wrapped), steps_per_call=steps_per_call)
+    kwargs = {"checkpoint_dir": tmp_path, "steps_per_call": steps_per_call}
+    validation = Validation(number, at)
+    with pytest.raises(error):
+        train(12, hooks(validation, steering(seen), wrapped), **kwargs)
+    assert validation.given == at  # no batch after the signal
+    assert jstep.Saver(tmp_path).latest_step() == 6
+    assert "step 6: the run is to stop; EvaluationHook(eval) is abandoned, and due after a restart" in caplog.text
+    resumed = train(12, hooks(Validation(), steering(seen), wrapped), **kwargs)
+    assert seen == expected == [(step, 1.0) for step in (3, 6, 9, 12)]
+    assert same(resumed, whole)
+    assert rate(whole) == 0.25 / 8
+
+
+def test_the_evaluation_at_the_end(tmp_path):
+    """Off its cadence, so the next run with more steps has none to make up for; the same run has."""
+    seen = []
+    for again, expected in ((7, [(3, 1.0), (6, 1.0), (7, 1.0)]), (9, [(3, 1.0), (6, 1.0), (9, 1.0)])):
+        seen.clear()
+        directory = tmp_path / str(again)
+        with pytest.raises(jstep.Preempted):
+            train(
+                7, hooks(Validation(signal.SIGTERM, 2 * BATCHES + 2), steering(seen), False), checkpoint_dir=directory
+            )
+        assert jstep.Saver(directory).latest_step() == 7
+        train(again, hooks(Validation(), steering(seen), False), checkpoint_dir=directory)
+        assert seen == expected
+
+
+def test_a_stop_in_an_evaluation_that_is_made_up_for(tmp_path):
+    def then():
+        return [jstep.EarlyStopping("loss", 1)]
+
+    with pytest.raises(jstep.Preempted):
+        train(12, hooks(Validation(signal.SIGTERM, BATCHES + 2), then(), False), checkpoint_dir=tmp_path)
+    state = train(12, hooks(Validation(), then(), False), checkpoint_dir=tmp_path)
+    assert jstep.global_step(state) == 6
+    assert jstep.global_step(train(12, hooks(Validation(), then(), False), checkpoint_dir=tmp_path)) == 6
+
+
+def test_an_evaluation_that_raises_is_made_up_for(tmp_path):
+    seen, fails = [], [True]
+
+    def evaluate(state):
+        if jstep.global_step(state) == 6 and fails:
+            fails.clear()
+            raise OSError("no disk")
+        return {"loss": 1.0}
+
+    def hooks():
+        return [jstep.EvaluationHook(evaluate, every_n_steps=3, then=steering(seen))]
+
+    with pytest.raises(OSError, match="no disk"):
+        train(9, hooks(), checkpoint_dir=tmp_path)
+    train(9, hooks(), checkpoint_dir=tmp_path)
+    assert [step for step, _ in seen] == [3, 6, 9]
+
+
+def test_a_function_that_is_not_jsteps_is_waited_for(tmp_path):
+    def evaluate(state):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"loss": float(jnp.sum(state.params["w"]))}
+
+    seen = []
+    with pytest.raises(jstep.Preempted):
+        train(9, [jstep.EvaluationHook(evaluate, every_n_steps=3, then=[lambda *args: seen.append(args[0])])])
+    assert seen == [3]
+
+
+def test_nobody_asks_outside_of_a_hook():
+    """Neither by itself, nor in another hook of a run that is to stop."""
+    evaluate, found = jstep.evaluator(loss, Validation()), []
+
+    def by_hand(step, state, metrics):
+        os.kill(os.getpid(), signal.SIGTERM)
+        found.append(evaluate(state))
+
+    with pytest.raises(jstep.Preempted):
+        train(9, [jstep.every(3, by_hand)])
+    assert found == [{"loss": 1.0}] == [evaluate(make_state())]

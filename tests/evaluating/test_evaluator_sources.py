@@ -1,0 +1,121 @@
+"""What an evaluator evaluates: batches in memory that is reused, rows that are dropped, one of two kinds of params."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jstep
+
+ROWS = np.arange(40, dtype=np.float32).reshape(10, 4)
+
+
+def make_state(optimizer=None):
+    return jstep.TrainState.create({"w": np.ones(4, np.float32)}, optimizer or jstep.gradient_descent(0.1))
+
+
+def aligned(shape):
+    """Memory that JAX takes as it is on a CPU."""
+    size = int(np.prod(shape))
+    memory = np.empty(size + 16, np.float32)
+    start = (-memory.ctypes.data % 64) // 4
+    return memory[start : start + size].reshape(shape)
+
+
+class Refilling:
+    """One buffer for all batches."""
+
+    def __init__(self, size, wrap=lambda buffer: buffer):
+        self.buffer, self.wrap = aligned((size, 4)), wrap
+
+    def __iter__(self):
+        for i in range(0, 10, len(self.buffer)):
+            self.buffer[:] = ROWS[i : i + len(self.buffer)]
+            yield self.wrap(self.buffer)
+            self.buffer[:] = np.nan
+
+
+class Foreign:
+    """An array that JAX does not know."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def slow(params, x):
+    """Still being computed when the next batch is fetched."""
+    y = jax.lax.fori_loop(0, 300, lambda i, y: jnp.tanh(y @ y.T) @ y, jnp.tile(x, (40, 1)) * 1e-3)
+    return {"loss": x[:, 0] + 0.0 * jnp.sum(y), "all": jstep.metrics.auc(x[:, 0], x[:, 1] > 20)}
+
+
+@pytest.mark.parametrize("wrap", [lambda b: b, lambda b: (b,), Foreign])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_loader_may_reuse_its_memory(size, sharded, wrap):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    rows = NamedSharding(mesh, PartitionSpec("data")) if sharded else None
+    state = jstep.shard_state(make_state(), mesh) if sharded else make_state()
+    found = jstep.evaluator(slow, Refilling(size, wrap), batch_sharding=rows)(state)
+    assert found == {"loss": ROWS[:, 0].mean(), "all": 1.0}
+
+
+# Rows that are dropped
+
+
+def first(params, x):
+    return {"x": x[:, 0]}
+
+
+@pytest.mark.parametrize(
+    ("make", "dropped"),
+    [
+        (lambda: jstep.batches(ROWS, 4, num_epochs=1), 2),
+        (lambda: iter(jstep.batches(ROWS, 4, num_epochs=1)), 2),
+        (lambda: jstep.batches(ROWS, 3, num_epochs=2, shuffle=False), 1),
+        (lambda: jstep.batches(ROWS, 4)[:2], 2),
+        (lambda: jstep.batches(ROWS, 4)[:1], 0),  # a part that was chosen
+        (lambda: jstep.batches(ROWS, 5, num_epochs=1), 0),
+        (lambda: jstep.batches(ROWS, 4, num_epochs=1, drop_remainder=False), 0),
+        (lambda: [ROWS[:4]], 0),
+    ],
+)
+def test_rows_that_are_dropped_are_a_warning(make, dropped, caplog):
+    evaluate = jstep.evaluator(first, make())
+    evaluate(make_state())
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == (dropped > 0)
+    assert all(f"{dropped} of 10 rows are not evaluated" in line and "drop_remainder=False" in line for line in lines)
+
+
+# Averages of one part, schedule-free parameters of another
+
+
+def averaged():
+    return jstep.with_moving_average(jstep.gradient_descent(0.5), jstep.ExponentialMovingAverage(0.5))
+
+
+def test_two_kinds_of_parameters_to_evaluate_are_refused_by_their_names():
+    parts = {"a": averaged(), "b": jstep.schedule_free_sgd(0.5)}
+    optimizer = jstep.partition(parts, lambda path, leaf: path)
+    state = jstep.TrainState.create({"a": 1.0, "b": 2.0}, optimizer)
+
+    def metrics(params, x):
+        return {"a": (params["a"], 1), "b": (params["b"], 1)}
+
+    with pytest.raises(ValueError, match=r"averages \(a/ExponentialMovingAverage\) and schedule-free .*\(b/z\)"):
+        jstep.evaluator(metrics, [ROWS], use_averages=True)(state)
+    found = jstep.evaluator(metrics, [ROWS], use_averages="a/ExponentialMovingAverage")(state)
+    assert found == {"a": 1.0, "b": 2.0}
+
+
+def test_averages_around_a_schedule_free_optimizer_are_those_of_all_of_it():
+    optimizer = jstep.with_moving_average(jstep.schedule_free_sgd(0.5), jstep.ExponentialMovingAverage(0.5))
+    state = make_state(optimizer)
+    for _ in range(2):
+        state = jstep.apply_gradients(state, {"w": jnp.ones(4)}, optimizer)
+    found = jstep.evaluator(lambda params, x: {"w": (params["w"][0], 1)}, [ROWS], use_averages=True)(state)
+    assert found["w"] == pytest.approx(float(jstep.averaged_params(state)["w"][0]))

@@ -1,0 +1,251 @@
+"""Metrics that are objects with `merge` and `compute`."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from evaluated_runs import train
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jstep
+
+X = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
+W = np.array([1.0, -2.0, 0.5], np.float32)
+OUT = X @ W
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extremes:
+    """Neither a mean nor a sum."""
+
+    low: jax.Array
+    high: jax.Array
+
+    @classmethod
+    def of(cls, values):
+        return cls(jnp.min(values), jnp.max(values))
+
+    def merge(self, other):
+        return Extremes(jnp.minimum(self.low, other.low), jnp.maximum(self.high, other.high))
+
+    def compute(self):
+        return {"low": self.low, "high": self.high}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """As CLU has it: computes an array."""
+
+    total: jax.Array
+    count: jax.Array
+
+    def merge(self, other):
+        return Average(self.total + other.total, self.count + other.count)
+
+    def compute(self):
+        return self.total / self.count
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """Grows with each batch."""
+
+    values: jax.Array
+
+    def merge(self, other):
+        return Collected(jnp.concatenate([self.values, other.values]))
+
+    def compute(self):
+        return float(np.median(np.asarray(self.values)))
+
+
+class Pair(tuple):
+    """A tuple with methods is no pair (sum, count)."""
+
+    __slots__ = ()
+
+    def merge(self, other):
+        return Pair(a + b for a, b in zip(self, other, strict=True))
+
+    def compute(self):
+        return float(self[0] - self[1])
+
+
+jax.tree_util.register_pytree_node(Pair, lambda p: (tuple(p), None), lambda _, children: Pair(children))
+
+
+def metric_fn(params, x):
+    out = x @ params["w"]
+    return {
+        "z": Extremes.of(out),
+        "mean": out,
+        "average": Average(jnp.sum(out), jnp.float32(out.size)),
+        "a": Collected(out),
+        "pair": (jnp.sum(out), jnp.sum(out > 0)),
+        "odd": Pair((jnp.sum(out > 0), jnp.sum(out <= 0))),
+    }
+
+
+EXPECTED = {
+    "z/low": OUT.min(),
+    "z/high": OUT.max(),
+    "mean": OUT.mean(),
+    "average": OUT.mean(),
+    "a": np.median(OUT),
+    "pair": OUT.sum() / (OUT > 0).sum(),
+    "odd": (OUT > 0).sum() - (OUT <= 0).sum(),
+}
+
+
+def make_state(**kwargs):
+    return jstep.TrainState.create({"w": W}, jstep.gradient_descent(0.1), **kwargs)
+
+
+def in_batches(size, x=X):
+    return [x[i : i + size] for i in range(0, len(x), size)]
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 23])
+def test_they_are_merged_over_all_batches(size):
+    evaluate = jstep.evaluator(metric_fn, in_batches(size))
+    found = evaluate(make_state())
+    assert list(found) == list(EXPECTED)
+    assert all(type(value) is float for value in found.values())
+    assert found == pytest.approx(EXPECTED, rel=1e-5)
+    assert evaluate(make_state()) == found
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_on_a_mesh_that_the_rows_do_not_divide_over(count):
+    mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
+    batches = jstep.batches(X, 8, shuffle=False, num_epochs=1, drop_remainder=False)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    found = jstep.evaluator(metric_fn, batches, batch_sharding=rows)(jstep.shard_state(make_state(), mesh))
+    assert found == pytest.approx(EXPECTED, rel=1e-5)
+
+
+def only_objects(params, x):
+    out = x @ params["w"]
+    return {"z": Extremes.of(out), "average": Average(jnp.sum(out), jnp.float32(out.size))}
+
+
+def test_one_program_merges_them_all_and_nothing_comes_to_the_host_on_the_way(compilations, monkeypatch):
+    state = make_state()
+    jstep.evaluator(only_objects, in_batches(5))(state)
+    evaluate = jstep.evaluator(only_objects, in_batches(4))
+    with compilations() as seen:
+        evaluate(state)
+    assert len(seen) == 3  # the function for 4 rows, and for the 3 of the last batch; and one that merges
+    with compilations() as seen:
+        evaluate(state)
+    assert seen == []
+    on_the_host = []
+    copy = type(jnp.ones(())).copy_to_host_async
+    monkeypatch.setattr(
+        type(jnp.ones(())), "copy_to_host_async", lambda self: on_the_host.append(self.shape) or copy(self)
+    )
+    evaluate(state)
+    assert on_the_host == []
+
+
+def test_model_state_and_averages():
+    def with_model_state(params, model_state, x):
+        return {"z": Extremes.of(x @ params["w"] - model_state["mean"])}
+
+    state = make_state(model_state={"mean": jnp.float32(1.5)})
+    found = jstep.evaluator(with_model_state, in_batches(4), has_model_state=True)(state)
+    assert found == pytest.approx({"z/low": OUT.min() - 1.5, "z/high": OUT.max() - 1.5}, rel=1e-5)
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5))
+    state = jstep.TrainState.create({"w": W}, optimizer)
+    state = jstep.apply_gradients(state, {"w": W}, optimizer)
+    assert jstep.evaluator(only_objects, in_batches(4), use_averages=True)(state) == pytest.approx(
+        {"z/low": OUT.min() / 2, "z/high": OUT.max() / 2, "average": OUT.mean() / 2}, rel=1e-5
+    )
+
+
+def test_keep_best_and_patience_by_what_an_object_computes(tmp_path):
+    evaluate = jstep.evaluator(lambda params, x: {"z": Extremes.of(params["w"] * x)}, [np.ones(2, np.float32)] * 2)
+    best = jstep.KeepBest(tmp_path, "z/high", mode="max")
+    stop = jstep.EarlyStopping("z/low", patience=2, mode="max", min_delta=0.5)
+    hook = jstep.EvaluationHook(evaluate, every_n_steps=1, then=[best, stop])
+    state = train(20, [hook])
+    with jstep.Saver(tmp_path, prefix="best") as saver:
+        (step,) = saver.all_steps()
+        assert saver.extra(step) == {"z/high": max(r["z/high"] for r in hook.results.values())}
+    assert jstep.global_step(state) == len(hook.results) < 20
+
+
+# Bad input
+
+
+def make(merge=None, compute=None, is_pytree=True):
+    methods = {name: method for name, method in (("merge", merge), ("compute", compute)) if method is not None}
+    cls = dataclasses.make_dataclass("Mine", ["x"], namespace=methods)
+    return jax.tree_util.register_dataclass(cls, ["x"], []) if is_pytree else cls
+
+
+def first(self, other):
+    return self
+
+
+def x_of(self):
+    return self.x
+
+
+OTHER = make(first, x_of)
+LACK = "the metric 'm' is a Mine with {} and without {}: must have both methods"
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "words"),
+    [
+        (make(first), TypeError, LACK.format("merge", "compute")),
+        (make(None, x_of), TypeError, LACK.format("compute", "merge")),
+        (make(), TypeError, "the metric 'm' is a Mine: must be a vector .* or an object with the methods merge and"),
+        (make(first, x_of, is_pytree=False), TypeError, "'m' is a Mine, which is not a pytree: register its class"),
+        (lambda x: OTHER, TypeError, "the metric 'm' is the class Mine: must be an object of it"),
+        (make(lambda a, b: a.x, x_of), TypeError, "'m': merge of a Mine returned an array .* of another structure"),
+        (make(lambda a, b: OTHER(a.x), x_of), TypeError, "'m': merge of a Mine returned a Mine of another structure"),
+        (make(lambda a, b: None, x_of), TypeError, "'m': merge of a Mine returned None of another structure"),
+        (make(lambda a, b: type(a)((a.x, b.x)), x_of), TypeError, "'m': merge of a Mine returned a Mine of another"),
+        (make(first, lambda self: "high"), TypeError, "'m': compute returned a str: must be a number, or a dict"),
+        (make(first, lambda self: None), TypeError, "'m': compute returned None: must be a number"),
+        (make(first, lambda self: jnp.ones(2)), TypeError, r"'m': compute returned an array of float32 and shape \(2"),
+        (make(first, lambda self: {"a": [1]}), TypeError, "'m': compute returned a list at 'a': must be a number"),
+        (make(first, lambda self: {1: 1.0}), TypeError, "'m': compute returned the key 1: must be a string"),
+        (make(first, lambda self: {"n": 1.0}), ValueError, "two metrics are called 'm/n'"),
+    ],
+)
+def test_what_is_wrong_with_an_object_is_named(cls, error, words):
+    def metrics(params, x):
+        return {"m": cls(x[0, 0]), "m/n": 1.0}
+
+    with pytest.raises(error, match=words):
+        jstep.evaluator(metrics, in_batches(5))(make_state())
+
+
+@pytest.mark.parametrize("method", ["merge", "compute"])
+def test_what_an_object_raises_says_whose_it_is(method):
+    def fails(*args):
+        raise ZeroDivisionError
+
+    cls = make(**{"merge": first, "compute": x_of, method: fails})
+    with pytest.raises(ZeroDivisionError) as caught:
+        jstep.evaluator(lambda params, x: {"m": cls(x[0, 0])}, in_batches(5))(make_state())
+    assert f"metric_fn: in {method} of the metric 'm'" in caught.value.__notes__
+
+
+def test_a_structure_that_differs_from_batch_to_batch():
+    cls = functools.partial(make(first, x_of))
+
+    def metrics(params, x):
+        return {"m": cls((x[0, 0],) * len(x))}
+
+    with pytest.raises(TypeError, match="'m': merge of a Mine was given a Mine of another structure"):
+        jstep.evaluator(metrics, in_batches(5))(make_state())

@@ -1,0 +1,152 @@
+"""`jstep.metrics` by themselves: large counts, edges, bad input."""
+
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.metrics.counts import Count, counted
+
+M = jstep.metrics
+FIVE = jnp.arange(5.0)
+
+MAKE = {
+    "accuracy": lambda n: M.accuracy(jnp.tile(jnp.array([[0.0, 1.0]]), (n, 1)), jnp.arange(n) % 2),
+    "perplexity": lambda n: M.perplexity(jnp.zeros((n, 4)), jnp.zeros(n, int)),
+    "auc": lambda n: M.auc(jnp.arange(n) / n, jnp.arange(n) >= n // 2),
+    "f1": lambda n: M.f1(jnp.arange(n) / n, jnp.arange(n) % 2),
+    "confusion_matrix": lambda n: M.confusion_matrix(jnp.arange(n) % 2, jnp.arange(n) % 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_totals_past_two_to_the_31(name):
+    """Merged with itself 34 times: 16 · 2³⁴ examples, and nothing is lost or rounded."""
+    merge = jax.jit(lambda a, b: a.merge(b))
+    one = total = MAKE[name](16)
+    for _ in range(34):
+        total = merge(total, total)
+    total = merge(total, one)
+    expected = one.compute()
+    if isinstance(expected, dict):
+        assert total.compute() == {key: count * (2**34 + 1) for key, count in expected.items()}
+    else:
+        assert total.compute() == pytest.approx(expected, rel=1e-12)
+    if name == "accuracy":
+        assert int(total.total.exact()) == 16 * (2**34 + 1)
+
+
+def test_counts_carry():
+    numbers = [0, 1, 4095, 4096, 2**31, 2**32 - 1]
+    counts = counted(jnp.array(numbers, jnp.uint32))
+    assert counts.exact().tolist() == numbers
+    doubled, expected = counts, np.array(numbers, dtype=object)
+    for _ in range(10):
+        doubled, expected = doubled + doubled, expected * 2
+    assert doubled.exact().tolist() == expected.tolist()
+    many = Count(jnp.zeros(2**20, jnp.uint32), jnp.full(2**20, 4095, jnp.uint32))
+    assert many.segment_sum(jnp.zeros(2**20, jnp.int32), 1).exact().tolist() == [4095 * 2**20]
+
+
+def test_the_sum_of_perplexity_has_more_digits_than_float32():
+    merge = jax.jit(lambda a, b: a.merge(b))
+    logits = jnp.array([[0.0, -0.1, 3.0]])
+    one = M.perplexity(logits, jnp.array([0]))
+    total = one
+    for _ in range(3000):
+        total = merge(total, one)
+    assert total.compute() == pytest.approx(one.compute(), rel=1e-10)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_they_are_pytrees_under_jit_and_scan(name):
+    one = MAKE[name](16)
+    assert jax.jit(lambda x: x)(one).compute() == one.compute()
+    merged, _ = jax.lax.scan(lambda total, x: (total.merge(one), None), one, jnp.arange(3))
+    assert type(merged) is type(one)
+    assert getattr(M, name).__module__ == "jstep.metrics"
+
+
+def test_edges():
+    none = jnp.zeros((0,))
+    assert math.isnan(M.accuracy(jnp.zeros((0, 3)), jnp.zeros((0,), int)).compute())
+    assert math.isnan(M.perplexity(jnp.zeros((0, 3)), jnp.zeros((0,), int)).compute())
+    assert math.isnan(M.auc(none, none).compute())
+    assert M.f1(none, none).compute() == 0.0
+    assert math.isnan(M.auc(FIVE, jnp.zeros(5)).compute())
+    assert M.auc(FIVE, jnp.zeros(5), "PR").compute() == 0.0
+    assert M.auc(FIVE, jnp.ones(5), "PR").compute() == 1.0
+    assert math.isnan(M.auc(FIVE.at[2].set(jnp.nan), FIVE > 2).compute())
+    assert M.auc(jnp.array([-jnp.inf, 0.0, 1.0, jnp.inf]), jnp.array([0, 0, 1, 1])).compute() == 1.0
+    assert math.isnan(M.perplexity(jnp.zeros((2, 3)), jnp.array([0, 3])).compute())
+    assert M.perplexity(jnp.array([[0.0, -jnp.inf]]), jnp.array([1])).compute() == math.inf
+    assert M.perplexity(jnp.array([[0.0, -jnp.inf]]), jnp.array([0])).compute() == 1.0
+    first = M.auc(none, none).merge(M.auc(FIVE, FIVE > 2)).merge(M.auc(none, none))
+    assert first.compute() == 1.0
+
+
+def test_labels_of_any_integers_and_shape():
+    logits = jnp.stack([jnp.zeros((2, 3)), jnp.ones((2, 3))], axis=-1)
+    for dtype in (jnp.int8, jnp.uint8, jnp.uint32, bool):
+        assert M.accuracy(logits, jnp.ones((2, 3), dtype)).compute() == 1.0
+        assert M.perplexity(logits, jnp.ones((2, 3), dtype)).compute() == pytest.approx(1 + math.exp(-1))
+        matrix = M.confusion_matrix(jnp.ones((2, 3), dtype), jnp.ones((2, 3), jnp.int32), 2)
+        assert matrix.compute() == {"0/0": 0, "0/1": 0, "1/0": 0, "1/1": 6}
+
+
+def test_classes_that_there_are_not():
+    for wrong in (-1, 3, 300):
+        found = M.confusion_matrix(jnp.array([0, wrong, 1]), jnp.array([0, 1, wrong]), 3)
+        with pytest.raises(ValueError, match=r"num_classes=3: .*, 2 examples have others"):
+            found.compute()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (
+            lambda: M.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int)),
+            ValueError,
+            "logits has shape (4, 3), labels has",
+        ),
+        (lambda: M.accuracy(jnp.ones(4), jnp.ones(4, int)), ValueError, "must be [..., classes] and [...]"),
+        (lambda: M.accuracy(jnp.ones((4, 3)), jnp.ones((4, 3))), TypeError, "labels: must be integers"),
+        (lambda: M.perplexity(jnp.ones((4, 3)), jnp.ones(4)), TypeError, "labels: must be integers"),
+        (lambda: M.auc(jnp.ones((4, 1)), jnp.ones(4)), ValueError, "scores has shape (4, 1), labels has shape (4,)"),
+        (lambda: M.auc(FIVE, FIVE, "roc"), ValueError, "curve='roc': must be one of 'ROC', 'PR'"),
+        (lambda: M.auc(FIVE, FIVE, num_thresholds=1), ValueError, "num_thresholds=1: must be at least 2"),
+        (lambda: M.auc(FIVE, FIVE, num_thresholds=10**6), ValueError, "num_thresholds=1000000: must be at most"),
+        (lambda: M.auc("x", FIVE), TypeError, "scores: must be an array of numbers, got a str"),
+        (lambda: M.auc(FIVE.astype(complex), FIVE), TypeError, "scores: must be an array of numbers"),
+        (lambda: M.f1(FIVE, FIVE[:1]), ValueError, "labels has shape (1,)"),
+        (lambda: M.f1(FIVE, FIVE, threshold="x"), TypeError, "threshold='x'"),
+        (lambda: M.confusion_matrix(FIVE, FIVE, 2), TypeError, "predictions: must be integers"),
+        (lambda: M.confusion_matrix(jnp.arange(5), jnp.arange(4), 2), ValueError, "predictions has shape (5,)"),
+        (lambda: M.confusion_matrix(jnp.arange(5), jnp.arange(5), 0), ValueError, "num_classes=0: must be at least 1"),
+    ],
+)
+def test_bad_input(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+def test_signatures():
+    assert list(inspect.signature(M.auc).parameters) == ["scores", "labels", "curve", "num_thresholds"]
+    assert inspect.signature(M.auc).parameters["num_thresholds"].default == 200
+    assert inspect.signature(M.f1).parameters["threshold"].default == 0.5
+
+
+def test_examples_run():
+    import doctest
+
+    for name in ("accuracy", "auc", "confusion_matrix", "f1", "perplexity"):
+        (one,) = doctest.DocTestFinder().find(getattr(M, name), name, module=False, globs={})
+        assert one.examples
+        told = []
+        doctest.DocTestRunner(verbose=False).run(one, out=told.append)
+        assert not told, "".join(told)

@@ -1,0 +1,142 @@
+"""`jstep.metrics` through the evaluator, against scikit-learn: ragged, sharded, in low precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jstep
+
+sklearn = pytest.importorskip("sklearn.metrics")
+
+CLASSES = 5
+ROWS = 103
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
+LABELS = RNG.integers(0, CLASSES, ROWS).astype(np.int32)
+SCALED = X * np.float32(1.5)
+TRUTH = (RNG.random(ROWS) < 1 / (1 + np.exp(-2 * X[:, 0]))).astype(np.int32)
+
+
+def metric_fn(params, batch):
+    logits = batch["x"] * params["scale"]
+    scores = logits[:, 0]
+    return {
+        "accuracy": jstep.metrics.accuracy(logits, batch["labels"]),
+        "perplexity": jstep.metrics.perplexity(logits, batch["labels"]),
+        "confusion": jstep.metrics.confusion_matrix(jnp.argmax(logits, axis=1), batch["labels"], CLASSES),
+        "f1": jstep.metrics.f1(jax.nn.sigmoid(scores), batch["truth"]),
+        "f1 low": jstep.metrics.f1(scores, batch["truth"] == 1, threshold=-0.7),
+        "roc": jstep.metrics.auc(scores, batch["truth"]),
+        "pr": jstep.metrics.auc(scores, batch["truth"], curve="PR"),
+        "mean": scores,
+    }
+
+
+def softmax(x):
+    e = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def expected(x=SCALED):
+    scores, predictions = x[:, 0], x.argmax(1)
+    matrix = sklearn.confusion_matrix(LABELS, predictions, labels=range(CLASSES))
+    return {
+        "accuracy": sklearn.accuracy_score(LABELS, predictions),
+        "perplexity": np.exp(sklearn.log_loss(LABELS, softmax(x), labels=range(CLASSES))),
+        **{f"confusion/{i}/{j}": matrix[i, j] for i in range(CLASSES) for j in range(CLASSES)},
+        "f1": sklearn.f1_score(TRUTH, scores > 0),
+        "f1 low": sklearn.f1_score(TRUTH, scores > np.float32(-0.7)),
+        "roc": sklearn.roc_auc_score(TRUTH, scores),
+        "pr": sklearn.average_precision_score(TRUTH, scores),
+        "mean": np.mean(scores.astype(np.float64)),
+    }
+
+
+def make_state():
+    return jstep.TrainState.create({"scale": np.float32(1.5)}, jstep.gradient_descent(0.1))
+
+
+def source(size, x=X):
+    arrays = {"x": x, "labels": LABELS, "truth": TRUTH}
+    return jstep.batches(arrays, size, shuffle=False, num_epochs=1, drop_remainder=False)
+
+
+def check(found, x=SCALED, rel=1e-6):
+    wanted = expected(x)
+    assert list(found) == list(wanted)
+    assert all(type(value) is float for value in found.values())
+    assert found == pytest.approx(wanted, rel=rel, abs=1e-12)
+    for name in wanted:
+        if name not in ("perplexity", "mean"):  # counted
+            assert found[name] == pytest.approx(wanted[name], rel=1e-14, abs=1e-14), name
+
+
+@pytest.mark.parametrize("size", [1, 8, 50, ROWS])
+def test_equal_to_scikit_learn_whatever_the_batches(size):
+    check(jstep.evaluator(metric_fn, source(size))(make_state()))
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_on_a_mesh_that_rows_do_not_divide_over(count, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=jax.devices()[:count])
+    state = jstep.shard_state(make_state(), mesh)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    evaluate = jstep.evaluator(metric_fn, source(16), batch_sharding=rows)
+    check(evaluate(state))
+    with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
+        check(evaluate(state))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision(dtype):
+    """Scores that round to equal ones are ties; what is summed of them is not rounded so."""
+    low = X.astype(dtype)
+
+    def metric(params, batch):
+        return metric_fn({"scale": jnp.ones((), dtype)}, batch)
+
+    x = low.astype(np.float32)
+    found = jstep.evaluator(metric, source(10, low))(make_state())
+    found.pop("mean")
+    wanted = expected(x)
+    wanted.pop("mean")
+    sigmoid = np.asarray(jax.nn.sigmoid(jnp.asarray(low[:, 0]))).astype(np.float32)
+    wanted["f1"] = sklearn.f1_score(TRUTH, sigmoid > 0.5)
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("curve", ["ROC", "PR"])
+def test_areas_of_scores_that_repeat(curve, seed):
+    """On a grid, from few values, with ties: exact, for labels of any kind."""
+    rng = np.random.default_rng(seed)
+    kinds = [
+        rng.integers(0, 200, 3000) / 199,
+        rng.integers(0, 201, 3000) / 200,
+        np.round(rng.normal(size=3000), 2),
+        rng.choice([-np.pi, 0.0, 1e-30, 1e30], 3000),
+    ]
+    scores = kinds[seed].astype(np.float32)
+    labels = rng.random(3000) < np.linspace(0.02, 0.4, 3000)[np.argsort(np.argsort(scores))]
+    reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
+    for one in (labels, labels.astype(np.int8), np.where(labels, 1, -1), labels.astype(np.float32)):
+        parts = [(scores[i : i + 170], one[i : i + 170]) for i in range(0, 3000, 170)]
+        found = jstep.evaluator(lambda params, s, t: {"area": jstep.metrics.auc(s, t, curve)}, parts)(make_state())
+        assert found["area"] == pytest.approx(reference(labels, scores), rel=1e-13)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.02])
+@pytest.mark.parametrize(("curve", "number", "bound"), [("ROC", 200, 1e-4), ("PR", 200, 1e-3), ("ROC", 20, 1e-3)])
+def test_areas_of_many_different_scores(curve, number, bound, share):
+    rng = np.random.default_rng(3)
+    labels = (rng.random(60_000) < share).astype(np.int32)
+    scores = (rng.normal(size=60_000) + labels).astype(np.float32)
+    parts = [(scores[i : i + 7000], labels[i : i + 7000]) for i in range(0, 60_000, 7000)]
+    metric = {"area": lambda s, t: jstep.metrics.auc(s, t, curve, number)}
+    found = jstep.evaluator(lambda params, s, t: {"area": metric["area"](s, t)}, parts)(make_state())
+    reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
+    assert abs(found["area"] - reference(labels, scores)) < bound
