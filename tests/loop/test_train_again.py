@@ -43,7 +43,7 @@ def test_early_stopping_is_named(tmp_path, caplog):
     assert jstep.global_step(run()) == 6
     caplog.clear()
     assert jstep.global_step(run()) == 6
-    assert any("EarlyStopping stopped it at step 6" in line for line in said(caplog))
+    assert any("EarlyStopping(v) stopped it at step 6" in line for line in said(caplog))
 
 
 def test_batches_that_are_used_up_end_a_run_that_was_restored(tmp_path):
