@@ -145,7 +145,7 @@ def plan(path: pathlib.Path) -> None:
     """What will be."""
     rate = jstep.warmup_stable_decay(3e-4, warmup_steps=100, stable_steps=700, decay_steps=200)
     optimizer = jstep.adamw(rate, weight_decay=jstep.cosine_decay(0.1, 1000))
-    hooks = [jstep.LoggingHook(100), jstep.NanLossHook()]
+    hooks = [jstep.LoggingHook(every_n_steps=100), jstep.NanLossHook()]
     jstep.plan(optimizer, last_step=1000, hooks=hooks).plot(path)
 
 

@@ -158,7 +158,7 @@ def main(steps=1500, seed=0, directory=None):
                 jstep.evaluator(metrics, one_pass(validation), use_averages=True),
                 every_n_steps=50,
                 prefix="validation",
-                then=[
+                callbacks=[
                     jstep.KeepBest(directory, "loss", prefix="best"),
                     jstep.EarlyStopping("loss", patience=6),
                 ],

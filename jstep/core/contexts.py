@@ -1,8 +1,8 @@
-"""How a thread of jstep runs as the one who starts it would, and how jstep's own transfers pass a guard.
+"""Run threads as the one who starts them would, and exempt internal transfers from `transfer_guard`.
 
 JAX keeps what its context managers set in each thread, and in no context variable: a new thread has JAX's defaults.
-So a thread of jstep takes two copies from whoever starts it: of the context variables, and of JAX's settings, which
-are read by their public names and entered again by their public context managers.
+So a thread of jstep takes two copies from whoever starts it: of the context variables, and of all settings of JAX that
+have a context manager, whatever this version of JAX has.
 
 Left behind, because JAX has no public way to read them: `with mesh:` (take `jax.set_mesh(mesh)`), contexts of
 `jax.make_user_context`, and `jax.thread_guard`, which belongs to the thread that set it by its meaning.
@@ -21,38 +21,13 @@ import jax
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_NOT_CARRIED = {"thread_guard", "transfer_guard"}
+"""One belongs to the thread that set it, the other is three settings that go along."""
+
 _SETTINGS = tuple(
     name
-    for name in (
-        "allow_f16_reductions",
-        "array_garbage_collection_guard",
-        "auto_pcast",
-        "check_tracer_leaks",
-        "debug_infs",
-        "debug_key_reuse",
-        "debug_nans",
-        "default_device",
-        "default_matmul_precision",
-        "default_prng_impl",
-        "disable_jit",
-        "enable_checks",
-        "enable_custom_prng",
-        "enable_x64",
-        "explain_cache_misses",
-        "legacy_prng_key",
-        "log_compiles",
-        "no_execution",
-        "no_tracing",
-        "numpy_dtype_promotion",
-        "numpy_rank_promotion",
-        "remove_size_one_mesh_axis_from_type",
-        "softmax_custom_jvp",
-        "threefry_partitionable",
-        "transfer_guard_device_to_device",
-        "transfer_guard_device_to_host",
-        "transfer_guard_host_to_device",
-    )
-    if hasattr(jax, name) and hasattr(jax.config, f"jax_{name}")
+    for name in (entry.removeprefix("jax_") for entry in jax.config.values if entry.startswith("jax_"))
+    if name not in _NOT_CARRIED and callable(getattr(jax, name, None))
 )
 """`jax.config.jax_<name>` reads the value of this thread, `jax.<name>(value)` is the context manager that sets it."""
 
@@ -128,8 +103,8 @@ class Thread(threading.Thread):
 def own_transfers() -> contextlib.AbstractContextManager[object]:
     """The context for transfers of jstep's own, between host and devices or devices: no guard of the caller stops them.
 
-    For transfers alone: a user's function that is called inside would not see its guard. Costs next to nothing
-    where there is no guard.
+    For transfers alone: a user's function that is called inside would not see its guard. It costs almost nothing when
+    no guard is set.
 
     Example:
         >>> import jax, numpy as np

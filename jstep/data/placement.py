@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -93,20 +94,18 @@ def _as_sharding(leaf: Any, path: str) -> Sharding | jax.Device:
 
 
 def _as_known(item: Any) -> Any:
-    """The item with arrays that JAX does not know, such as PyTorch's, as NumPy arrays.
-
-    Raises:
-        TypeError: A leaf is no number and no array of numbers; names its path.
-    """
+    """The item with arrays that JAX does not know, such as PyTorch's, as NumPy arrays; refuses what is not an array."""
 
     def known(keys: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | bool | int | float | complex):
             return leaf
         array = leaf
         if not isinstance(leaf, np.ndarray | np.generic):
-            if not hasattr(leaf, "__array__"):
+            array = _taken_over(leaf)
+            if array is None:
                 raise _no_numbers(keys, leaf, kind(leaf))
-            array = np.asarray(leaf)
+            if isinstance(array, jax.Array):
+                return array
         if array.dtype.kind in "OSUMm":
             raise _no_numbers(keys, leaf, f"{kind(leaf)} ({array.dtype})")
         return array
@@ -114,6 +113,57 @@ def _as_known(item: Any) -> Any:
     if all(map(_is_known, jax.tree.leaves(item))):  # nearly always, and the quicker way
         return item
     return jax.tree_util.tree_map_with_path(known, item)
+
+
+def _taken_over(leaf: Any) -> Any:
+    """An array of another library as one of NumPy, without a copy if it can be had, else of JAX; None if it is none."""
+    if isinstance(leaf, str | bytes):
+        return None
+    ways: list[Callable[[], Any]] = []
+    if callable(getattr(leaf, "numpy", None)):
+        ways.append(leaf.numpy)
+    if hasattr(leaf, "__dlpack__"):
+        ways += [lambda: np.from_dlpack(leaf), lambda: jnp.copy(jnp.from_dlpack(leaf))]  # bfloat16, other devices
+    if hasattr(leaf, "__array__"):
+        ways.append(lambda: np.asarray(leaf))
+    for way in ways:
+        try:
+            found = way()
+        except Exception:
+            continue
+        if isinstance(found, np.ndarray | np.generic | jax.Array):
+            return found
+    return None
+
+
+_OF_JAX: set[type] = set()
+"""Types of JAX's arrays: to look a type up is many times as quick as `isinstance`."""
+
+
+def _is_of_jax(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return False
+    _OF_JAX.add(type(leaf))
+    return True
+
+
+def copied(item: Any, *, fresh: bool = False) -> Any:
+    """A batch that stays as it is: in arrays that nobody else writes into.
+
+    Args:
+        item: What a loader returned; it may fill the same arrays with the next batch. Arrays of other libraries become
+            arrays of NumPy.
+        fresh: Whether its arrays are new ones already.
+    """
+    for leaf in item if type(item) is tuple else (item,):
+        if type(leaf) not in _OF_JAX and not _is_of_jax(leaf):
+            break
+    else:
+        return item  # nearly always on the way of small steps
+    item = _as_known(item)
+    if fresh:
+        return item
+    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, item)
 
 
 def _is_known(leaf: Any) -> bool:

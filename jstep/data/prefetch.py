@@ -10,8 +10,10 @@ import numpy as np
 
 from jstep.core.checks import as_function, as_int, shown
 from jstep.core.contexts import Thread
+from jstep.core.notes import note
 from jstep.core.trees import leaves_with_paths, quoted
-from jstep.data.placement import placement
+from jstep.data.batches import BatchIterator
+from jstep.data.placement import copied, placement
 
 # How long leaving a loop waits for the thread; one that is inside of a slow source ends after it.
 _END_SECS = 0.5
@@ -36,13 +38,13 @@ def prefetch_to_device(
 
     The thread runs in a copy of the caller's contexts: of the context variables, and of JAX's
     settings (`jax.enable_x64`, `jax.set_mesh`, `jax.transfer_guard`, …). The source sees the guard that
-    the caller has set, the transfer passes it. An item must not be changed by the source once it was
-    given: a transfer may still read it.
+    the caller has set, the transfer passes it. The source may fill the same arrays with the next item:
+    what it returned is copied first.
 
     Args:
         iterator: Any iterable: a list, a generator, `jstep.batches`, a Grain, PyTorch or tf.data
             loader. An item is a pytree of numbers and arrays, also of other libraries (PyTorch
-            tensors in host memory): all that `np.asarray` takes without a copy.
+            tensors): whatever has `numpy()`, `__dlpack__` or `__array__`.
         size: How many items are made ahead of the loop, at least 1; device memory holds as many.
         sharding: Where the items go: None for the default device, a `jax.sharding.Sharding`, or a
             tree of them that is a prefix of the item. A PartitionSpec means the mesh of
@@ -76,7 +78,8 @@ def prefetch_to_device(
         ) from None
     size = as_int(size, "size", 1, "the number of items made ahead")
     as_function(state_fn, "state_fn", "() -> state", optional=True)
-    return PrefetchIterator(source, size, placement(sharding), state_fn)
+    place, fresh = placement(sharding), isinstance(source, BatchIterator)
+    return PrefetchIterator(source, size, lambda item: place(copied(item, fresh=fresh)), state_fn)
 
 
 class PrefetchIterator(Iterator[Any]):
@@ -234,7 +237,7 @@ def _fill(
             try:
                 entry = _Entry(place(item), state)
             except Exception as ex:
-                ex.add_note(f"raised by prefetch_to_device for the item {_summary(item)}")
+                note(ex, f"raised by prefetch_to_device for the item {_summary(item)}")
                 raise
             channel.put(entry)
             del item, state, entry  # else the item would live until the next one is made

@@ -8,7 +8,8 @@ import numpy as np
 
 from jstep.core.checks import as_int
 from jstep.distributed import agreement
-from jstep.hooks.hook import NEVER, Clock, Hook
+from jstep.hooks.hook import NEVER, Clock
+from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState
 
 
@@ -55,7 +56,7 @@ class Every:
         return NEVER if self.steps is None else (step // self.steps + 1) * self.steps
 
 
-class CadencedHook(Hook):
+class CadencedHook(RunHook):
     """A hook that is due as an `Every` says.
 
     Args:
@@ -106,12 +107,7 @@ class CadencedHook(Hook):
 
 
 def positive(name: str, value: Any) -> Any:
-    """A number of steps, or None.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is not positive.
-    """
+    """A number of steps, or None."""
     return None if value is None else as_int(value, name, 1, "a number of steps")
 
 
@@ -129,10 +125,6 @@ def cadence(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, at_l
     """An `Every` whose errors speak of the caller's arguments, given as (name, value).
 
     Steps that are `UNSAID` count where no seconds are given.
-
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is not positive, or none is given where one is needed.
     """
     if not callable(clock):
         raise TypeError(f"clock={clock!r}: must be a function that returns seconds, such as time.monotonic")

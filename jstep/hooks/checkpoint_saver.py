@@ -1,4 +1,4 @@
-"""Saving on the way."""
+"""Save checkpoints."""
 
 import os
 import time
@@ -30,9 +30,6 @@ class CheckpointSaverHook(CadencedHook):
     Attributes:
         prefix: Of the checkpoints' names.
 
-    Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument is not positive.
 
     Source: `tf.train.CheckpointSaverHook`; it does not save at the first step.
     """
@@ -40,9 +37,9 @@ class CheckpointSaverHook(CadencedHook):
     def __init__(
         self,
         saver: Saver | str | os.PathLike[str],
+        *,
         save_secs: float | None = None,
         save_steps: int | None = None,
-        *,
         extra: Callable[[], Any] | None = None,
         before_save: tuple[Callable[[int], bool | None], ...] = (),
         clock: Clock = time.monotonic,
@@ -74,6 +71,7 @@ class CheckpointSaverHook(CadencedHook):
 
     def close(self) -> None:
         """Waits for what is being written, and closes a Saver of its own."""
+        super().close()
         if self._directory is not None and self._saver is not None:
             saver, self._saver = self._saver, None
             saver.close()

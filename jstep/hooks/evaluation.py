@@ -20,7 +20,7 @@ from jstep.hooks.interruption import EvaluationAbandoned, interruptible
 from jstep.hooks.memory import key_of
 from jstep.hooks.results import numbers_of
 from jstep.hooks.summaries import scalar
-from jstep.hooks.values import LeaveOut, read, text
+from jstep.hooks.values import read, text
 from jstep.hooks.writers import check_writer
 from jstep.state import TrainState
 
@@ -62,6 +62,7 @@ class EvaluationHook(CadencedHook):
         key: The name that was given.
         results: Step → what evaluate returned, of this run.
         newest: The last step evaluated and its results, by the names they are logged under; or None.
+        stopped_by: The function in `then` that stopped the run, or None.
 
     Raises:
         TypeError: Both `callbacks` and `then` are given.
@@ -115,6 +116,7 @@ class EvaluationHook(CadencedHook):
         )
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
+        self.stopped_by: str | None = None
         self._told: int | None = None
         self._owed: int | None = None
         self._stop_wished: Callable[[], bool] = lambda: False
@@ -130,13 +132,8 @@ class EvaluationHook(CadencedHook):
         """Why no step is to be made, as the function that wants none says it; None if none does."""
         return next((one.why for one in self._then if isinstance(getattr(one, "why", None), str)), None)
 
-    def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
-        """Takes the writer of `train`, if the hook was made without one."""
-        if self._takes_writer:
-            self._writer = summary_writer
-
     def use_run(self, run: RunInfo) -> None:
-        """Hands it on.
+        """Takes the writer of `train`, if the hook was made without one, and hands the run on.
 
         Raises:
             ValueError: Another hook of the run has the same prefix.
@@ -146,6 +143,9 @@ class EvaluationHook(CadencedHook):
                 f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
                 "results would be logged and written under the same names; give each a prefix of its own"
             )
+        super().use_run(run)
+        if self._takes_writer:
+            self._writer = run.writer
         self._is_kept, self._stop_wished = run.saver is not None, run.stop_wished
         self._each("use_run", run)
 
@@ -156,7 +156,7 @@ class EvaluationHook(CadencedHook):
             ValueError: Two of `then` have the same `key`.
         """
         memory.check(self._then, _WHERE)
-        self.results, self.newest, self._told, self._owed = {}, None, None, None
+        self.results, self.newest, self._told, self._owed, self.stopped_by = {}, None, None, None, None
         super().begin(state)
         return any(self._each("begin", state))
 
@@ -205,6 +205,7 @@ class EvaluationHook(CadencedHook):
 
     def close(self) -> None:
         """Closes those in `then`."""
+        super().close()
         self._each("close")
 
     def _is_on_cadence(self, step: int) -> bool:
@@ -214,6 +215,8 @@ class EvaluationHook(CadencedHook):
     def _run(self, step: int, state: TrainState, on_cadence: bool) -> Any:
         # If this evaluation does not come to its end, whatever stops it, the checkpoint of this step says so.
         self._owed = step if on_cadence else None
+        if self.run is not None:
+            self.run.pending.hand_over_all()  # rows of earlier steps come before the results of this one
         try:
             with interruptible(self._stop_wished):
                 values = self._evaluate(state)
@@ -259,6 +262,8 @@ class EvaluationHook(CadencedHook):
                 continue
             answer = function(step, given, values)
             stop_now, given = taken_answer(answer, given, step, f"then: {name_of(function)}")
+            if stop_now and self.stopped_by is None:
+                self.stopped_by = key_of(function)
             stop = stop or stop_now
         if stop and given is not state:
             return StopWith(given)

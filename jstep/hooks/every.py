@@ -1,4 +1,4 @@
-"""A function of one's own as a hook."""
+"""Wrap a function as a hook."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +18,6 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
 
     Returns:
         A hook for `train`.
-
-    Raises:
-        TypeError: `n` is no integer, or `fn` no function.
-        ValueError: `n` is not positive.
 
     Example:
         >>> import jax.numpy as jnp, jstep

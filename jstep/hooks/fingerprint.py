@@ -14,8 +14,8 @@ from jstep.core.checks import as_bool, as_int, one_of, shown
 from jstep.distributed import agreement
 from jstep.fingerprints import log as _log
 from jstep.fingerprints.fingerprint import named_leaves, stacked
-from jstep.hooks.hook import Hook, Metrics
-from jstep.hooks.values import LeaveOut
+from jstep.hooks.hook import Metrics, RunInfo
+from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState
 from jstep.stores import join, location
 
@@ -48,7 +48,7 @@ class _Pending(NamedTuple):
         return found
 
 
-class FingerprintHook(Hook):
+class FingerprintHook(RunHook):
     """Keeps a log of the state's fingerprints, and notices where a restarted run makes other bits than before.
 
     A line every so many steps, `{"step": N, "state": hex, "leaves": {path: hex}}`, after the update that made step N.
@@ -62,17 +62,15 @@ class FingerprintHook(Hook):
     the line where they come before this one.
 
     Args:
-        every_n_steps: How often, in steps: at their multiples.
         path: The log, a file or a URL; None for `fingerprints.jsonl` in the logdir of `train`.
+        every_n_steps: How often, in steps: at their multiples.
         per_leaf: Whether lines have the fingerprint of each leaf, too.
         on_divergence: `"log"` warns, `"raise"` ends the run, on all processes at the same step and before a checkpoint
             of such a state is saved.
 
     Raises:
         DivergenceError: From `train`: a step was made again with other bits.
-        TypeError: An argument is of the wrong type.
-        ValueError: `every_n_steps` is not positive, `on_divergence` is neither, or there is neither path nor logdir
-            (before the first step).
+        ValueError: There is neither path nor logdir (before the first step).
 
     Example:
         >>> import jax.numpy as jnp, json, jstep, pathlib, tempfile
@@ -80,7 +78,7 @@ class FingerprintHook(Hook):
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "fingerprints.jsonl"
-        >>> hook = jstep.FingerprintHook(2, path, per_leaf=False)
+        >>> hook = jstep.FingerprintHook(path, every_n_steps=2, per_leaf=False)
         >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[hook], progress=False)
         >>> [json.loads(line)["step"] for line in path.read_text().splitlines()]
         [2, 4]
@@ -88,8 +86,9 @@ class FingerprintHook(Hook):
 
     def __init__(
         self,
-        every_n_steps: int = 100,
         path: str | os.PathLike[str] | None = None,
+        *,
+        every_n_steps: int = 100,
         per_leaf: bool = True,
         on_divergence: str = "log",
     ) -> None:
@@ -105,9 +104,10 @@ class FingerprintHook(Hook):
         self._before: dict[int, _log.Entry] = {}
         self._pending: deque[_Pending] = deque()
 
-    def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
+    def use_run(self, run: RunInfo) -> None:
         """Takes the logdir of `train`, where the hook was made without a path."""
-        logdir = getattr(summary_writer, "logdir", None)
+        super().use_run(run)
+        logdir = getattr(run.writer, "logdir", None)
         self._logdir = None if logdir is None else os.fspath(logdir)
 
     def begin(self, state: TrainState) -> None:
@@ -174,6 +174,7 @@ class FingerprintHook(Hook):
 
     def close(self) -> None:
         """Writes what is left, also where the run ended by an error, and closes the log."""
+        super().close()
         file, self._file = self._file, None
         if file is None:
             self._pending.clear()

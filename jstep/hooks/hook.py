@@ -15,41 +15,16 @@ Clock = Callable[[], float]
 Metrics = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class RunInfo:
-    """What a hook may know of the run it serves, before it begins.
-
-    Attributes:
-        last_step: Where the run ends.
-        steps_per_call: How many steps a call makes.
-        logdir: Where event files go, None where there are none.
-        writer: The writer of event files in it, or None.
-        saver: The run's Saver, or None.
-        constant_metrics: Names of metrics that never change, once the first step is made.
-        counter: The run's `StepCounterHook`.
-        evaluations: The run's `EvaluationHook`s.
-        stop_wished: Whether a signal wishes the run to stop; all processes have to ask equally often.
-    """
-
-    last_step: int
-    steps_per_call: int = 1
-    logdir: str | os.PathLike[str] | None = None
-    writer: Any = None
-    saver: Any = None
-    constant_metrics: Callable[[], Collection[str]] = tuple
-    counter: Any = None
-    evaluations: tuple[Any, ...] = ()
-    stop_wished: Callable[[], bool] = lambda: False
-
-
 class Hook:
-    """Something that happens around the steps of `train`: derive from it, or bring these methods.
+    """What happens around the steps of `train`: derive from it, or bring some of these methods; there are no others.
 
-    All steps are host integers, the number of updates applied; looking at `state` or `metrics` waits for the
-    device, so do it when due only. Whatever a hook remembers finds its place again after a restart where it has
-    `get_state()`, which returns a JSON-able value that is kept with each checkpoint, and `set_state(value)`,
-    called with it after `begin`; a true result: no step is made. One object may serve several runs: `begin`
-    begins anew.
+    All steps are host integers, the number of updates applied. Reading values of `state` or `metrics` waits for the
+    device: do it only when due. A state that a hook keeps is donated to the next step, and its arrays are deleted
+    then: copy what is to be kept.
+
+    A hook with `get_state()`, which returns a value that JSON can hold, and `set_state(value)` finds its state again
+    after a restart: the value is saved with each checkpoint, and `set_state` is called with it after `begin`; if it
+    returns True, no step is run. One object may serve several runs: `begin` starts from scratch.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -66,53 +41,59 @@ class Hook:
     Source: `tf.train.SessionRunHook`.
     """
 
-    def use_writer(self, summary_writer: Any, leave_out: Callable[[], Collection[str]]) -> None:
-        """Called before `begin` with the writer of `train(logdir=…)`, or None: for hooks made without one.
-
-        `leave_out()` gives the names of metrics that never change, once the first step is made.
-        """
-
-    def use_run(self, run: RunInfo) -> None:
-        """Called before `begin`, with what else a hook may know of the run."""
-
     def begin(self, state: TrainState) -> bool | None:
-        """Called once before the first step, with the state that was restored; a true result: no step is made."""
+        """Called once before the first step, with the state that was restored; if it returns True, no step is run."""
+
+    def before_step(self, step: int, state: TrainState) -> None:
+        """Called before each call of the compiled step, with the step that the state is at."""
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> "bool | TrainState | None":
-        """Called when due after the update that made `step`.
+        """Called when due, after the update that made `step`.
 
-        True stops the run after this step. A state is the one to go on with, of the same step, structure, shapes and
-        dtypes: the hooks after this one see it, and the checkpoint of this step holds it.
+        True stops the run after this step. A returned state replaces the run's; it must have the same step, structure,
+        shapes and dtypes. The hooks after this one see it, and the checkpoint of this step holds it.
         """
 
-    def after_first_call(self, step: int) -> None:
-        """Called once, when the first call of the compiled step has returned: compilation is over."""
-
-    def after_call(self, steps: range, metrics: Metrics) -> None:
-        """With `steps_per_call` > 1, called after each call with its steps and their stacked metrics."""
-
-    def after_last(self, step: int, metrics: Metrics) -> None:
-        """Called once when no step follows, whatever ended the run, with the last step and its metrics."""
-
-    def before_save(self, step: int) -> bool | None:
-        """Called before each checkpoint of `train`; a true result prevents it, an exception stops the run too."""
-
     def end(self, step: int, state: TrainState) -> "TrainState | None":
-        """Called once after the last step, only where nothing was raised; may return a state, as `after_step` may."""
-
-    def close(self) -> None:
-        """Called at last, whatever happened."""
+        """Called once after the last step if nothing was raised; may return a state, as `after_step` may."""
 
     def next_due(self, step: int) -> int | None:
         """The first step after `step` at which `after_step` is to be called; None for every call.
 
-        A pure function of the step: with `steps_per_call` a call is made shorter so as to end there.
+        It must be a pure function of the step. With `steps_per_call`, a call never passes over such a step.
         """
         return None
 
-    def next_multiple(self, step: int) -> int | None:
-        """For a hook that asks a clock as well: the first step after `step` at which it is due by itself, or None."""
-        return None
+
+@dataclasses.dataclass(frozen=True)
+class RunInfo:
+    """What jstep's own hooks may know of the run they serve.
+
+    Attributes:
+        last_step: Where the run ends.
+        sums: What hooks add up over intervals: a `Sums`.
+        pending: What hooks report, in the order of steps: a `Pending`.
+        steps_per_call: How many steps a call takes.
+        logdir: Where event files go, or None.
+        writer: The writer of event files in it, or None.
+        saver: The run's Saver, or None.
+        constant_metrics: Names of metrics that never change, once the first step was taken.
+        counter: The run's `StepCounterHook`.
+        evaluations: The run's `EvaluationHook`s.
+        stop_wished: Whether a signal wishes the run to stop; all processes have to ask equally often.
+    """
+
+    last_step: int
+    sums: Any
+    pending: Any
+    steps_per_call: int = 1
+    logdir: str | os.PathLike[str] | None = None
+    writer: Any = None
+    saver: Any = None
+    constant_metrics: Callable[[], Collection[str]] = tuple
+    counter: Any = None
+    evaluations: tuple[Any, ...] = ()
+    stop_wished: Callable[[], bool] = lambda: False
 
 
 def name_of(hook: Any) -> str:
@@ -122,11 +103,7 @@ def name_of(hook: Any) -> str:
 
 
 def check_step(step: int, state: TrainState) -> None:
-    """That the state is where the loop is; waits for the device.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Refuses a state that is not where the loop is; waits for the device."""
     with own_transfers():
         found = global_step(state)
     if found != step:

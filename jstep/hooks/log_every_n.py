@@ -22,10 +22,6 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
         n: How often, ≥ 1.
         *args: What goes into the message. A device array among them is waited for only when logged.
 
-    Raises:
-        TypeError: `n` is not an integer.
-        ValueError: `n` is not positive, or the level is unknown.
-
     Example:
         >>> import logging, jstep
         >>> for step in range(1000):

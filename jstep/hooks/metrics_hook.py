@@ -1,31 +1,37 @@
-"""Metrics to wherever one likes."""
+"""Send metrics to an external logger."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 
 from jstep.core.checks import as_function, as_int
+from jstep.core.notes import note
 from jstep.hooks.cadence import Every
+from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers_hook import NumbersHook
+from jstep.hooks.pending import Values
+from jstep.hooks.values import names_of_arrays
+from jstep.state import TrainState
+
+_logger = logging.getLogger("jstep")
 
 
 class MetricsHook(NumbersHook):
-    """Hands the numbers among the metrics to a function: of W&B, MLflow, a CSV file, JSON lines, a list.
+    """Passes the numbers among the metrics to a function: of W&B, MLflow, a CSV file, JSON lines, a list.
 
-    Values are handed over when the device has them, a little after their step, so that the loop never waits; those of
-    steps before a checkpoint before it is saved, and all of them before `train` leaves, also by a signal or an error.
-    The last step is handed over whether it is due or not. On several processes the first one writes.
+    Rows come in the order of steps, when the device has their values, so that the loop never waits. Rows of earlier
+    steps come before the results of an evaluation, those of steps before a checkpoint before it is saved, and all of
+    them before `train` leaves, also by a signal or an error. The last step is passed on whether it is due or not. On
+    several processes the first one writes. Metrics that are arrays are left out, and named once in the log.
 
     Args:
         write: `write(step, values)`, values a dict of names and floats. What it raises stops the run, with the step
             named.
         every_n_steps: How often, in steps: at their multiples.
-        mean: Whether to hand over means over the steps since the last time, in place of the step's own values.
-
-    Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: `every_n_steps` is not positive.
+        mean: Whether to pass means over the steps since the last time, in place of the step's own values. They are
+            accumulated on the device. A value that is not finite is left out if the update of its step was skipped.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -55,22 +61,33 @@ class MetricsHook(NumbersHook):
     """
 
     def __init__(
-        self, write: Callable[[int, dict[str, float]], object], every_n_steps: int = 100, mean: bool = False
+        self, write: Callable[[int, dict[str, float]], object], *, every_n_steps: int = 100, mean: bool = False
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
-        super().__init__(
-            Every(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), None), mean, self._hand_over
-        )
+        super().__init__(Every(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), None), mean, self._give)
 
-    def before_save(self, step: int) -> None:
-        """What belongs to steps before a checkpoint is handed over before it: a run that goes on will not do it."""
-        self._held.hand_over_all()
+    def begin(self, state: TrainState) -> bool | None:
+        """Forgets earlier runs."""
+        self._named: set[str] = set()
+        return super().begin(state)
 
-    def _hand_over(self, step: int, values: dict[str, Any]) -> None:
+    def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> Values:
+        """The numbers to hand over; what is an array instead is named once a run."""
+        names = sorted({*names_of_arrays(metrics)} - self._named)
+        self._named.update(names)
+        if names and jax.process_index() == 0:
+            _logger.info(
+                "MetricsHook leaves out the metrics %s: they are arrays, not numbers. Return their means or norms as "
+                "well, or handle them in a hook of your own (jstep.every).",
+                ", ".join(map(repr, names)),
+            )
+        return super()._numbers(step, metrics, leave_out)
+
+    def _give(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() != 0:
             return
         try:
             self._write(step, {name: float(value) for name, value in values.items()})
         except Exception as error:
-            error.add_note(f"raised by the `write` of a MetricsHook, given the metrics of step {step}")
+            note(error, f"raised by the `write` of a MetricsHook, given the metrics of step {step}")
             raise

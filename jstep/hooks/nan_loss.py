@@ -1,15 +1,14 @@
-"""Noticing a loss that is no number."""
+"""Stop training on a NaN or infinite loss."""
 
 import logging
-from collections import deque
 from typing import Any
-
-import numpy as np
 
 from jstep.core.checks import as_bool, as_int
 from jstep.core.contexts import own_transfers
-from jstep.hooks.hook import Hook, Metrics
-from jstep.hooks.values import host
+from jstep.hooks.hook import Metrics, RunInfo
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.sums import BadStep, Interval, Sums
+from jstep.hooks.sums_layout import LOSS
 from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")
@@ -20,107 +19,144 @@ class NanLossDuringTrainingError(RuntimeError):
 
     Attributes:
         step: That number.
-        prevents_saving: True, of any exception: the state that the run ends with is not saved on the way out.
+        prevents_saving: Whether the state that the run ends with must not be saved on the way out, of any exception:
+            True, but not if the run ended because too many updates in a row were skipped.
     """
 
-    prevents_saving = True
-
-    def __init__(self, message: str, step: int) -> None:
+    def __init__(self, message: str, step: int, *, prevents_saving: bool = True) -> None:
         super().__init__(message)
-        self.step = step
+        self.step, self.prevents_saving = step, prevents_saving
 
     def __reduce__(self) -> Any:
-        return type(self), (*self.args, self.step)
+        return type(self), (*self.args, self.step), {"prevents_saving": self.prevents_saving}
 
 
-class NanLossHook(Hook):
+class NanLossHook(RunHook):
     """Stops the run when the loss is NaN or infinite, and names the step.
 
-    Losses are read one interval late, when the device has long computed them, and all of them before a
-    checkpoint is saved and at the end: no checkpoint that `train` makes holds the result of a NaN.
+    The device watches all losses; the hook reads the result one interval late, when the device has long computed it,
+    and before a checkpoint is saved and at the end: no checkpoint that `train` makes holds the result of a NaN. Steps
+    whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count: hook and guard go together. A
+    step of your own reports that by a metric `skipped`, 1 or 0.
 
     Args:
         every_n_steps: How often to look, in steps: at their multiples, at the losses up to the last time.
         fail_on_nan_loss: Whether to raise; False logs and stops the run, which then ends as usual, but for the
             checkpoint.
-
-    Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: `every_n_steps` is not positive.
+        max_skipped_steps: How many skipped updates in a row stop the run, by the same error; None for no limit. The
+            state is sound then, and is saved.
 
     Source: `tf.train.NanTensorHook`.
     """
 
-    def __init__(self, every_n_steps: int = 10, fail_on_nan_loss: bool = True) -> None:
+    def __init__(
+        self, *, every_n_steps: int = 10, fail_on_nan_loss: bool = True, max_skipped_steps: int | None = None
+    ) -> None:
         self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
-        self._held: deque[tuple[int, Any]] = deque()
+        if max_skipped_steps is not None:
+            max_skipped_steps = as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
+        self._max_skipped = max_skipped_steps
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums = Sums()
+        self._number = self._sums.subscribe(self._max_skipped)
+        self._held: Interval | None = None
         self._looked = 0
-        self._bad = False
+        self._bad = self._over = False
+
+    def use_run(self, run: RunInfo) -> None:
+        """Shares the run's sums."""
+        super().use_run(run)
+        self._sums = run.sums
+        self._number = self._sums.subscribe(self._max_skipped)
 
     def begin(self, state: TrainState) -> None:
         """Forgets earlier runs."""
-        self._held.clear()
+        if self.run is None:
+            self._forget()
+        self._held = None
         with own_transfers():
-            self._looked, self._bad = global_step(state), False
+            self._looked, self._bad, self._over = global_step(state), False, False
+
+    def close(self) -> None:
+        """The run is over."""
+        super().close()
+        self._forget()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        """Keeps the loss; when due, looks at those of the interval before.
+        """When due, looks at the interval before.
 
         Raises:
-            NanLossDuringTrainingError: One of them is not finite.
+            NanLossDuringTrainingError: One of its losses is not finite, or too many updates in a row were skipped.
             ValueError: The metrics hold no loss.
         """
-        if "loss" not in metrics:
+        if LOSS not in metrics:
             raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
-        # Where several steps were one call, after_call has brought all their losses already.
-        if not self._held or self._held[-1][0] != step:
-            self._held.append((step, metrics["loss"]))
+        if self.run is None:
+            self._sums.add(step - 1, 1, metrics, stacked=False)
         if step // self._n == self._looked // self._n:
-            return self._bad
+            return self._bad or self._over
         # The same steps on every host, so that all of them stop together.
-        before, self._looked = self._looked, step
-        return self._found(up_to=before)
-
-    def after_call(self, steps: range, metrics: Metrics) -> None:
-        """Keeps the losses of several steps that were one call."""
-        if "loss" in metrics:
-            self._held.append((steps[-1], metrics["loss"]))
+        self._looked = step
+        before, self._held = self._held, self._sums.take(self._number)
+        self._look_at(before)
+        return self._bad or self._over
 
     def before_save(self, step: int) -> bool:
-        """Looks at all losses so far, so that what is saved is sound; true where it is not.
+        """Looks at all losses so far, so that what is saved is sound; true if it is not.
 
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
         """
-        return self._found(up_to=step)
+        self._look_at_all()
+        return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
         """Looks at what is left.
 
         Raises:
-            NanLossDuringTrainingError: One of them is not finite.
+            NanLossDuringTrainingError: One of the losses is not finite.
         """
-        self._found(up_to=step)
+        self._look_at_all()
 
-    def _found(self, up_to: int) -> bool:
-        while not self._bad and self._held and self._held[0][0] <= up_to:
-            last, losses = self._held.popleft()
-            with own_transfers():
-                values = host(losses).reshape(-1)
-            bad = np.flatnonzero(~np.isfinite(values))
-            if bad.size:
-                step = last - values.size + 1 + int(bad[0])
-                message = (
-                    f"the loss is {values[bad[0]]} at step {step} (the update {step - 1} → {step}). Look at batch "
-                    f"{step - 1}, lower the learning rate, clip gradients, or guard with jstep.skip_nonfinite. To find "
-                    f"the operation: replay = jstep.replay(train_step, state, batches, checkpoint_dir, {step - 1}), "
-                    "then jstep.find_nonfinite(train_step, replay.state, *replay.args)."
-                )
-                # Also where it raises: the state is not saved on the way out either.
-                self._held.clear()
-                self._bad = True
-                if self._fail:
-                    raise NanLossDuringTrainingError(message, step)
-                _logger.warning("%s Stopping.", message)
-        return self._bad
+    def _look_at_all(self) -> None:
+        before, self._held = self._held, None
+        self._look_at(before)
+        self._look_at(self._sums.take(self._number))
+
+    def _look_at(self, interval: Interval | None) -> None:
+        if interval is None or self._bad or self._over:
+            return
+        bad, over = interval.first_bad(), interval.one_too_many()
+        if bad is not None and (over is None or bad.step <= over):
+            # Also where it raises: the state is not saved on the way out either.
+            self._bad = True
+            self._stop(_words_of_nan(bad), bad.step, prevents_saving=True)
+        elif over is not None:
+            self._over = True
+            self._bad = bad is not None
+            self._stop(
+                f"{self._max_skipped} updates in a row were skipped up to step {over} (max_skipped_steps="
+                f"{self._max_skipped}), as their losses or gradients were not finite. Look at batch {over - 1}, lower "
+                "the learning rate, or clip gradients.",
+                over,
+                prevents_saving=self._bad,
+            )
+
+    def _stop(self, message: str, step: int, *, prevents_saving: bool) -> None:
+        if self._fail:
+            raise NanLossDuringTrainingError(message, step, prevents_saving=prevents_saving)
+        _logger.warning("%s Stopping.", message)
+
+
+def _words_of_nan(bad: BadStep) -> str:
+    step = bad.step
+    return (
+        f"the loss is {bad.loss} at step {step} (the update {step - 1} → {step}). Look at batch {step - 1}, lower the "
+        "learning rate, clip gradients, or guard with jstep.skip_nonfinite: this hook does not count updates that it "
+        "skips, and the run resumes from the same checkpoint_dir. To find the operation: replay = "
+        f"jstep.replay(train_step, state, batches, checkpoint_dir, {step - 1}), then "
+        "jstep.find_nonfinite(train_step, replay.state, *replay.args)."
+    )

@@ -1,14 +1,14 @@
-"""What hooks share that hand numbers of the metrics over: of the step itself, or means over an interval."""
+"""What hooks share that report numbers of the metrics: those of a step, or means over an interval."""
 
 from collections.abc import Callable, Collection
 from typing import Any
 
 from jstep.core.checks import as_bool
 from jstep.hooks.cadence import CadencedHook, Every
-from jstep.hooks.deferred import Deferred
-from jstep.hooks.hook import Metrics
-from jstep.hooks.interval import Interval
-from jstep.hooks.values import means, scalars
+from jstep.hooks.hook import Metrics, RunInfo
+from jstep.hooks.pending import Pending, Scalars, Values
+from jstep.hooks.sums import Means, Sums
+from jstep.hooks.values import scalars
 from jstep.state import TrainState
 
 
@@ -27,50 +27,68 @@ class NumbersHook(CadencedHook):
     ) -> None:
         super().__init__(cadence, together=together)
         self._mean = as_bool(mean, "mean")
-        self._interval, self._held = Interval(), Deferred(hand_over)
+        self._hand_over = hand_over
         self._last = 0
+        self._forget()
 
-    def begin(self, state: TrainState) -> None:
+    def _forget(self) -> None:
+        """Outside of `train` the hook has to be called after every step, and keeps its own sums and queue."""
+        self._pending, self._sums = Pending(), Sums()
+        self._number = self._sums.subscribe()
+
+    def use_run(self, run: RunInfo) -> None:
+        """Shares the run's sums and queue."""
+        super().use_run(run)
+        self._pending, self._sums = run.pending, run.sums
+        if self._mean:
+            self._number = self._sums.subscribe()
+
+    def begin(self, state: TrainState) -> bool | None:
         """Forgets earlier runs; seconds count from here."""
-        self._held.clear()
-        self._interval.clear()
+        if self.run is None:
+            self._forget()
         self._last = 0
-        super().begin(state)
+        return super().begin(state)
+
+    def close(self) -> None:
+        """The run is over."""
+        super().close()
+        self._forget()
 
     def next_due(self, step: int) -> int | None:
         """The next multiple; None where it has to see every step."""
-        return None if self._mean else super().next_due(step)
-
-    def after_call(self, steps: range, metrics: Metrics) -> None:
-        """Keeps the metrics of several steps that were one call, where means are wanted."""
-        if self._mean:
-            self._interval.add_call(steps, metrics)
+        return None if self._mean and self.run is None else super().next_due(step)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """When due, hands over what is ready."""
-        if self._mean:
-            self._interval.add(step, metrics)
+        if self._mean and self.run is None:
+            self._sums.add(step - 1, 1, metrics, stacked=False)
         if self.is_due(step):
             self.has_happened()
             self._when_due(step, state, metrics)
-            self._held.hand_over_ready()
+            self._pending.hand_over_ready()
 
     def after_last(self, step: int, metrics: Metrics) -> None:
         """Hands over the last step, due or not, and what is left."""
         if step > self._last:
             self._hold(step, metrics)
-        self._held.hand_over_all()
+        if self.run is None:
+            self._pending.hand_over_all()
+
+    def end(self, step: int, state: TrainState) -> "TrainState | None":
+        """Hands over what is left."""
+        self._pending.hand_over_all()
+        return None
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self._hold(step, metrics)
 
     def _hold(self, step: int, metrics: Metrics) -> None:
-        self._held.add(step, self._numbers(step, metrics))
+        self._pending.add(step, self._numbers(step, metrics), self._hand_over, self)
 
-    def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> Values:
         """The numbers to hand over for a step, which are then no longer gathered."""
         self._last = step
         if not self._mean:
-            return scalars(metrics, leave_out)
-        self._interval.add(step, metrics)
-        return means(self._interval.take(step), leave_out)
+            return Scalars(scalars(metrics, leave_out))
+        return Means(self._sums.take(self._number), leave_out)

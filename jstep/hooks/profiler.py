@@ -6,12 +6,13 @@ import jax
 
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import own_transfers
-from jstep.hooks.hook import NEVER, Hook, Metrics
+from jstep.hooks.hook import NEVER, Metrics
+from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState, global_step
 from jstep.stores import is_url, location
 
 
-class ProfilerHook(Hook):
+class ProfilerHook(RunHook):
     """Traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
 
     Args:
@@ -19,14 +20,10 @@ class ProfilerHook(Hook):
         start_step: The first step number traced, ≥ 0. Leave out the first steps of a run, which compile.
         stop_step: The step at which the trace ends, > start_step.
 
-    Raises:
-        TypeError: A step is not an integer.
-        ValueError: The steps are not 0 ≤ start_step < stop_step.
-
     Source: `tf.train.ProfilerHook`.
     """
 
-    def __init__(self, logdir: str | os.PathLike[str], start_step: int, stop_step: int) -> None:
+    def __init__(self, logdir: str | os.PathLike[str], *, start_step: int, stop_step: int) -> None:
         if not isinstance(logdir, str | os.PathLike):
             raise TypeError(f"logdir={shown(logdir)}: must be a string or a path, got {kind(logdir)}")
         start_step, stop_step = as_int(start_step, "start_step"), as_int(stop_step, "stop_step")
@@ -62,6 +59,7 @@ class ProfilerHook(Hook):
 
     def close(self) -> None:
         """Ends a trace that an error ended."""
+        super().close()
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

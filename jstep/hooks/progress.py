@@ -7,14 +7,15 @@ from typing import Any
 
 from jstep.core.checks import as_int, as_number
 from jstep.core.contexts import own_transfers
-from jstep.hooks.hook import Clock, Hook, Metrics, RunInfo
+from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.results import NewResults
+from jstep.hooks.run_hook import RunHook
 from jstep.hooks.values import is_ready, scalars, start_transfer, text
 from jstep.optimizers.held import held_values
 from jstep.state import TrainState, global_step
 
 
-class ProgressHook(Hook):
+class ProgressHook(RunHook):
     """A progress bar of tqdm (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
 
     Args:
@@ -25,12 +26,10 @@ class ProgressHook(Hook):
 
     Raises:
         ImportError: tqdm is not installed.
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument is negative.
     """
 
     def __init__(
-        self, last_step: int, *, every_n_secs: float = 0.25, file: Any = None, clock: Clock = time.monotonic
+        self, *, last_step: int, every_n_secs: float = 0.25, file: Any = None, clock: Clock = time.monotonic
     ) -> None:
         try:
             import tqdm
@@ -47,6 +46,7 @@ class ProgressHook(Hook):
 
     def use_run(self, run: RunInfo) -> None:
         """Takes the counter of the run, and the evaluations."""
+        super().use_run(run)
         self._results, self._counter = NewResults(run.evaluations), run.counter
 
     def begin(self, state: TrainState) -> None:
@@ -59,7 +59,7 @@ class ProgressHook(Hook):
             start = global_step(state)
         self._bar = self._tqdm(total=self._last_step, initial=start, unit="step", file=self._file, **size)
 
-    def after_first_call(self, step: int) -> None:
+    def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
         """Time counts from here: the time left is that of steps, not of compiling them."""
         if self._bar is not None:
             self._bar.unpause()
@@ -102,6 +102,7 @@ class ProgressHook(Hook):
 
     def close(self) -> None:
         """Leaves the line as it is and goes to the next."""
+        super().close()
         if self._bar is not None:
             self._bar.close()
             self._bar = None

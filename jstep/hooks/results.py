@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jstep.hooks.pending import Scalars, Values
 from jstep.hooks.values import is_number
 
 
@@ -34,6 +35,26 @@ class NewResults:
             if evaluation.newest is not None:
                 found |= numbers_of(evaluation.newest[1])
         return found
+
+
+class WithResults:
+    """Numbers of a step on their way to the host, with results of evaluations behind them."""
+
+    def __init__(self, numbers: Values, results: Mapping[str, Any]) -> None:
+        self._parts = (numbers, Scalars(results))
+
+    def start(self) -> None:
+        """Asks for them, without waiting."""
+        for part in self._parts:
+            part.start()
+
+    def is_ready(self) -> bool:
+        """Whether reading them would not wait."""
+        return all(part.is_ready() for part in self._parts)
+
+    def read(self) -> dict[str, Any]:
+        """All numbers; waits for them."""
+        return {name: value for part in self._parts for name, value in part.read().items()}
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,25 +1,35 @@
-"""Steps per second."""
+"""Measure steps per second."""
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jstep.hooks.cadence import UNSAID, CadencedHook, cadence
-from jstep.hooks.hook import Clock, Metrics
+from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.writers import check_writer
 from jstep.state import TrainState, get_global_step
 
 TAG = "global_step/sec"
+_KEPT = 1000
+"""How many figures are kept for lines that come late."""
+
+
+class _Held(NamedTuple):
+    step: int
+    markers: list[Any]
+    since: float
+    """The steps after it were handed out later than this."""
 
 
 class StepCounterHook(CadencedHook):
     """Measures `global_step/sec` between the steps at which it is due: steps that the device has finished.
 
-    The loop may be many steps ahead of the device. So a step counts from when its metrics are there, which is looked
-    at when due and at the end: a figure is the mean over the interval, or over several where the device was behind.
-    The first interval begins after the first step, so that compilation is left out.
+    The loop may be many steps ahead of the device. So a step counts from when its metrics are there, which the hook
+    looks at after every call as long as it waits for them: a figure is the mean over the interval, or over several if
+    the device was behind, and never higher than the device's rate. The first interval begins after the first step, so
+    that compilation is left out.
 
     Args:
         every_n_steps: How often, in steps.
@@ -32,20 +42,16 @@ class StepCounterHook(CadencedHook):
         steps_per_sec: The last figure, None before there is one.
         examples_per_sec: The same in examples, where the size of a batch is known.
 
-    Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument is not positive, or none is given.
-
     Source: `tf.train.StepCounterHook`, which counts compilation in. Among the hooks of `train`, it takes the place of
     the stock one.
     """
 
     def __init__(
         self,
+        *,
         every_n_steps: int | None = UNSAID,
         every_n_secs: float | None = None,
         summary_writer: Any = None,
-        *,
         clock: Clock = time.perf_counter,
     ) -> None:
         super().__init__(
@@ -53,23 +59,37 @@ class StepCounterHook(CadencedHook):
         )
         self._writer, self._clock = check_writer(summary_writer), clock
         self._takes_writer = summary_writer is None
+        self._forget()
+
+    def _forget(self) -> None:
         self._since: tuple[int, float] | None = None
         self._compiled = 0
-        self._held: deque[tuple[int, list[Any]]] = deque()
+        self._held: deque[_Held] = deque()
+        self._unfinished_at = 0.0
+        self._figures: deque[tuple[int, float]] = deque(maxlen=_KEPT)
         self._rows: int | None = None
         self.steps_per_sec: float | None = None
 
     @property
     def examples_per_sec(self) -> float | None:
         """The last figure in examples; None where there is none, or the size of a batch is not known."""
-        return None if self.steps_per_sec is None or self._rows is None else self.steps_per_sec * self._rows
+        return self._in_examples(self.steps_per_sec)
 
-    def use_writer(self, summary_writer: Any, leave_out: Any) -> None:
+    def _in_examples(self, rate: float | None) -> float | None:
+        return None if rate is None or self._rows is None else rate * self._rows
+
+    def rates_at(self, step: int) -> tuple[float | None, float | None]:
+        """The figure of the interval that a step belongs to, in steps and in examples; else the last one before it."""
+        rate = next((rate for at, rate in reversed(self._figures) if at <= step), self.steps_per_sec)
+        return rate, self._in_examples(rate)
+
+    def use_run(self, run: RunInfo) -> None:
         """Takes the writer of `train`, where the hook was made without one."""
+        super().use_run(run)
         if self._takes_writer:
-            self._writer = summary_writer
+            self._writer = run.writer
 
-    def begin(self, state: TrainState) -> None:
+    def begin(self, state: TrainState) -> bool | None:
         """Refuses a state without a step.
 
         Raises:
@@ -77,59 +97,63 @@ class StepCounterHook(CadencedHook):
         """
         if get_global_step(state) is None:
             raise RuntimeError("Global step should be created to use StepCounterHook.")
-        self._since, self._rows, self.steps_per_sec = None, None, None
-        self._held.clear()
-        super().begin(state)
-
-    def after_first_call(self, step: int) -> None:
-        """The first interval begins here: what had to be compiled is compiled."""
-        self._since, self._compiled = (step, self._clock()), step
-        self._every.start()
+        self._forget()
+        return super().begin(state)
 
     def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
-        """As `after_first_call`, where the loop can say more: the first call's steps may not even have begun."""
-        self._rows = rows
+        """The first interval begins: what had to be compiled is compiled."""
+        self._rows, self._compiled = rows, steps[-1]
         finished = all(marker.is_ready() for marker in _markers(metrics))
-        self.after_first_call(steps[-1])
-        if not finished:
-            self._since = (steps[0] - 1, self._clock())
+        # A first call of several steps that has hardly begun is part of the interval.
+        first = steps[-1] if finished or len(steps) == 1 else steps[0] - 1
+        self._since = (first, self._clock())
+        self._every.start()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """When due, notes the step and looks how far the device is."""
+        """When due, notes the step; looks how far the device is as long as it is behind."""
         if self._since is None:
-            self.after_first_call(step)
+            self.started(range(step, step + 1), metrics, None)
         elif self._every.due(step):
             self._every.done()
-            self._held.append((step, _markers(metrics)))
-            self.look()
-        elif self._held:
-            self.look()
+            self._held.append(_Held(step, _markers(metrics), self._clock()))
+        self.look()
+
+    def next_due(self, step: int) -> int | None:
+        """The next multiple; None as long as it waits for the device."""
+        return None if self._held else super().next_due(step)
 
     def after_last(self, step: int, metrics: Metrics) -> None:
         """Waits for the device and takes the last figures."""
-        for _, markers in self._held:
-            jax.block_until_ready(markers)
-        self.look()
+        for held in tuple(self._held):
+            jax.block_until_ready(held.markers)
+            self.look()
 
     def look(self) -> None:
-        """Counts the steps that the device has finished since the last look; who shows the figure looks first."""
-        finished = []
-        while self._held and all(marker.is_ready() for marker in self._held[0][1]):
-            finished.append(self._held.popleft()[0])
-        if self._since is None or not finished or finished[-1] <= self._since[0]:
+        """Counts the steps that the device has finished since the last look."""
+        if not self._held:
             return
-        (first, then), now = self._since, self._clock()
-        if finished[-1] <= self._compiled:
-            self._since = (finished[-1], now)  # of a call that was compiled there is no figure
-            return
-        self.steps_per_sec = (finished[-1] - first) / max(now - then, 1e-9)
-        self._since = (finished[-1], now)
-        if self._writer is not None:
-            from jstep.hooks.summaries import scalar
+        before, finished = self._clock(), []
+        while self._held and all(marker.is_ready() for marker in self._held[0].markers):
+            finished.append(self._held.popleft())
+        if finished and self._since is not None and finished[-1].step > self._since[0]:
+            self._count(finished, self._since, self._clock())
+        if self._held:
+            self._unfinished_at = before
 
-            for step in finished:
-                if step > max(first, self._compiled):
-                    self._writer.add_summary(scalar(TAG, self.steps_per_sec), step)
+    def _count(self, finished: list[_Held], since: tuple[int, float], now: float) -> None:
+        (first, then), last = since, finished[-1]
+        # The steps after it end later than all of this: so the next figure is not higher than the device's rate.
+        self._since = (last.step, max(last.since, self._unfinished_at))
+        if last.step <= self._compiled:
+            return  # a call that was compiled has no figure
+        self.steps_per_sec = rate = (last.step - first) / max(now - then, 1e-9)
+        for held in finished:
+            if held.step > max(first, self._compiled):
+                self._figures.append((held.step, rate))
+                if self._writer is not None:
+                    from jstep.hooks.summaries import scalar
+
+                    self._writer.add_summary(scalar(TAG, rate), held.step)
 
 
 def _markers(metrics: Metrics) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Stopping at a step."""
+"""Stop at a step."""
 
 from jstep.core.contexts import own_transfers
 from jstep.hooks.cadence import positive
@@ -13,14 +13,10 @@ class StopAtStepHook(Hook):
         num_steps: After so many steps from where the run began.
         last_step: At this step, counted from 0; exactly one of the two is given.
 
-    Raises:
-        TypeError: An argument is not an integer.
-        ValueError: An argument is not positive, or not exactly one is given.
-
     Source: `tf.train.StopAtStepHook`.
     """
 
-    def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
+    def __init__(self, *, num_steps: int | None = None, last_step: int | None = None) -> None:
         if (num_steps is None) == (last_step is None):
             raise ValueError(f"num_steps={num_steps}, last_step={last_step}: give exactly one of them")
         self._num_steps = positive("num_steps", num_steps)

@@ -1,11 +1,11 @@
-"""Summaries on the way."""
+"""Write summaries of the metrics."""
 
 import time
 from typing import Any
 
 from jstep.core.checks import as_function, kind, shown
 from jstep.hooks.cadence import UNSAID, cadence
-from jstep.hooks.hook import Clock, Metrics
+from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.numbers_hook import NumbersHook
 from jstep.hooks.summaries import Selection, histograms_of, made_in, of_metrics, scalars_summary
 from jstep.hooks.values import LeaveOut, nothing
@@ -32,8 +32,7 @@ class SummarySaverHook(NumbersHook):
         takes_writer: Whether it was made without a writer.
 
     Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument is not positive, or none is given; a glob matches nothing (at the first step).
+        ValueError: A glob matches nothing (at the first step).
 
     Source: `tf.train.SummarySaverHook`.
     """
@@ -41,9 +40,9 @@ class SummarySaverHook(NumbersHook):
     def __init__(
         self,
         summary_writer: Any = None,
+        *,
         save_steps: int | None = UNSAID,
         save_secs: float | None = None,
-        *,
         histograms: Selection = (),
         leave_out: LeaveOut = nothing,
         mean: bool = False,
@@ -55,17 +54,18 @@ class SummarySaverHook(NumbersHook):
             self._write_means,
             together=True,  # the state lies over all processes, so all of them count its values
         )
-        self._writer, self._told = check_writer(summary_writer), nothing
+        self._writer, self._constants = check_writer(summary_writer), nothing
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self.takes_writer = summary_writer is None
         self._histograms = _globs(histograms)
 
-    def use_writer(self, summary_writer: Any, leave_out: LeaveOut) -> None:
+    def use_run(self, run: RunInfo) -> None:
         """Takes the writer of `train`, where the hook was made without one."""
+        super().use_run(run)
         if self.takes_writer:
-            self._writer, self._told = summary_writer, leave_out
+            self._writer, self._constants = run.writer, run.constant_metrics
 
-    def begin(self, state: TrainState) -> None:
+    def begin(self, state: TrainState) -> bool | None:
         """Seconds count from here.
 
         Raises:
@@ -73,25 +73,22 @@ class SummarySaverHook(NumbersHook):
         """
         if self._writer is None:
             raise ValueError("SummarySaverHook has nowhere to write: give it a summary_writer, or give train a logdir")
-        super().begin(state)
+        return super().begin(state)
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Hands the values over; whoever writes them waits for them."""
-        leave_out = {*self._leave_out(), *self._told()}
+        leave_out = {*self._leave_out(), *self._constants()}
         if self._mean:
-            self._held.add(step, self._numbers(step, metrics, leave_out))
+            self._pending.add(step, self._numbers(step, metrics, leave_out), self._hand_over, self)
         for summary in made_in(metrics) if self._mean else of_metrics(metrics, leave_out):
             self._writer.add_summary(summary, step)
         if self._histograms:
             self._writer.add_summary(histograms_of(state, self._histograms), step)
 
-    def before_save(self, step: int) -> None:
-        """Means of steps before a checkpoint are written before it."""
-        self._held.hand_over_all()
-
     def after_last(self, step: int, metrics: Metrics) -> None:
         """Writes the means that are left; a last, partial interval is none of them."""
-        self._held.hand_over_all()
+        if self.run is None:
+            self._pending.hand_over_all()
 
     def _write_means(self, step: int, values: dict[str, Any]) -> None:
         if values:

@@ -13,15 +13,11 @@ from jstep.hooks.hook import Metrics
 
 def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """The numbers among the metrics: `loss` first, then the rates, then the others by name."""
-    return {name: metrics[name] for name in _shown(metrics, leave_out) if is_number(metrics[name])}
+    return {name: metrics[name] for name in shown(metrics, leave_out) if is_number(metrics[name])}
 
 
-def means(parts: Mapping[str, list[Any]], leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """What `Interval.take` gave, in the order and with the names of `scalars`."""
-    return {name: parts[name] for name in _shown(parts, leave_out)}
-
-
-def _shown(names: Collection[str], leave_out: Collection[str]) -> list[str]:
+def shown(names: Collection[str], leave_out: Collection[str]) -> list[str]:
+    """Names of metrics in the order in which they are shown, without those to leave out, but with all rates."""
     return sorted([name for name in names if name not in leave_out or _rank(name)[0] < 2], key=_rank)
 
 
@@ -32,12 +28,23 @@ def _rank(name: str) -> tuple[int, str]:
 def is_number(value: Any, ndim: int = 0) -> bool:
     """Whether a value is a real number or a bool: a scalar, or an array of some of them with so many axes."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
-        if value.ndim != ndim:
-            return False
-        if getattr(value.dtype, "kind", "") in ("b", "i", "u", "f"):  # a key has a dtype without one
-            return True
-        return bool(jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
+        return value.ndim == ndim and is_numeric(value)
     return ndim == 0 and isinstance(value, int | float)
+
+
+def is_numeric(value: Any) -> bool:
+    """Whether a value is a real number or a bool, or an array of some, whatever its shape."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        return isinstance(value, int | float)
+    if getattr(value.dtype, "kind", "") in ("b", "i", "u", "f"):  # a key has a dtype without one
+        return True
+    return bool(jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
+
+
+def names_of_arrays(metrics: Metrics) -> list[str]:
+    """The metrics that are arrays of numbers, which no line or row has room for."""
+    arrays = jax.Array | np.ndarray
+    return [name for name, value in metrics.items() if isinstance(value, arrays) and value.ndim and is_numeric(value)]
 
 
 def start_transfer(values: Mapping[str, Any]) -> None:
@@ -48,21 +55,17 @@ def start_transfer(values: Mapping[str, Any]) -> None:
 
 def is_ready(values: Mapping[str, Any]) -> bool:
     """Whether reading the values would not wait."""
-    return all(array.is_ready() for array in _arrays(values))
+    return all(value.is_ready() for value in _arrays(values))
 
 
 def _arrays(values: Mapping[str, Any]) -> list[Any]:
-    """The arrays among values that are numbers or lists of them."""
-    found: list[Any] = []
-    for value in values.values():
-        found += [one for one in (value if isinstance(value, list) else (value,)) if isinstance(one, jax.Array)]
-    return found
+    return [value for value in values.values() if isinstance(value, jax.Array)]
 
 
 def read(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as Python numbers; of a list of arrays, the mean of all their elements. Waits for them."""
+    """The values as Python numbers. Waits for them."""
     with own_transfers():
-        return {name: _mean(value) if isinstance(value, list) else host(value).item() for name, value in values.items()}
+        return {name: host(value).item() for name, value in values.items()}
 
 
 def host(value: Any) -> np.ndarray[Any, Any]:
@@ -70,11 +73,6 @@ def host(value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
         value = value.addressable_data(0)
     return np.asarray(value)
-
-
-def _mean(parts: list[Any]) -> float:
-    flat = [host(part).astype(np.float64).reshape(-1) for part in parts]
-    return float(np.mean(np.concatenate(flat)))
 
 
 def text(values: Mapping[str, Any]) -> str:

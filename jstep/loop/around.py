@@ -1,14 +1,18 @@
-"""What happens around the steps: hooks are called when they are due, and what they answer is done."""
+"""Calls the hooks of a run when they are due, and does what they return."""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jstep.core.checks import kind
-from jstep.hooks import CheckpointSaverHook, StepCounterHook
+from jstep.core.notes import note
+from jstep.hooks import CheckpointSaverHook, EvaluationHook
 from jstep.hooks.answers import taken_answer
 from jstep.hooks.cadence import CadencedHook
-from jstep.hooks.hook import NEVER, name_of
+from jstep.hooks.hook import NEVER, Hook, name_of
+from jstep.hooks.pending import Pending
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.sums import Sums
 from jstep.loop.drive import At
 from jstep.state import TrainState
 from jstep.training import last_of
@@ -20,23 +24,39 @@ class Around:
     Args:
         hooks: All of them.
         start: The step the run begins from.
-        stacked: Whether calls make several steps, whose metrics are stacked.
+        sums: What hooks add up over intervals.
+        pending: What hooks report.
         to_stop: Asked after each call: whether a signal ends the run.
 
     Attributes:
-        acting: The hook and the method that is being called, or that raised; None where none is.
-        stopped: Whether a hook ended the run.
+        acting: The hook and the method that is being called, or that raised; None if none is.
+        stopped_by: The hook, or the function of a hook, that ended the run; None if none did.
         called_off: Whether a signal did.
+        why_one: Why there are calls of one step, where others have several.
     """
 
-    def __init__(self, hooks: Sequence[Any], start: int, *, stacked: bool, to_stop: Callable[[], bool]) -> None:
-        self._hooks, self._start, self._stacked, self._to_stop = hooks, start, stacked, to_stop
+    def __init__(
+        self, hooks: Sequence[Any], start: int, sums: Sums, pending: Pending, *, to_stop: Callable[[], bool]
+    ) -> None:
+        self._hooks, self._start, self._to_stop = hooks, start, to_stop
+        self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
+        self._sums, self._pending, self._is_summed = sums, pending, sums.is_wanted
+        self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
         self._acting = [hook for hook in hooks if hasattr(hook, "after_step")]
         self._due_of = [_due_of(hook) for hook in self._acting]
         self._dues: list[int] = []
         self._next_due = NEVER
-        self.acting: tuple[Any, str] | None = None
-        self.stopped = self.called_off = self._is_over = False
+        self._act_by: tuple[Any, str] | None = None
+        self.stopped_by: str | None = None
+        self.called_off = self._is_over = False
+        self.why_one = ""
+
+    @property
+    def acting(self) -> tuple[Any, str] | None:
+        """Who is at work: where a hook hands over what another one reports, that other one."""
+        if self._act_by is not None and self._pending.culprit is not None:
+            return self._pending.culprit, self._act_by[1]
+        return self._act_by
 
     def begin(self, state: TrainState) -> bool:
         """Begins the hooks; whether one of them wants no step."""
@@ -45,57 +65,63 @@ class Around:
         self._next_due = min(self._dues, default=NEVER)
         return done
 
+    @property
+    def before(self) -> Callable[[At], None] | None:
+        """What precedes a call; None where no hook wants to know."""
+        return self._call_before if self._before else None
+
+    def _call_before(self, at: At) -> None:
+        for hook in self._before:
+            self._call(hook, "before_step", at.step, at.state)
+
     def resume(self, at: At) -> bool:
         """Evaluations that a signal cut short are made up for; whether one of them wants no step."""
         done = False
         for hook in self._hooks:
-            if hasattr(hook, "evaluate_owed"):
+            if isinstance(hook, EvaluationHook):
                 answer = self._call(hook, "evaluate_owed", at.step, at.state)
                 stop, at.state = taken_answer(answer, at.state, at.step, f"{name_of(hook)}.evaluate_owed")
-                done = done or stop
+                if stop:
+                    done, self.stopped_by = True, hook.stopped_by or self.stopped_by
         return done
 
     def after(self, first: int, at: At) -> bool:
         """What follows a call that began at step `first`; whether it was the last one."""
         step = at.step
+        if self._is_summed:  # before any hook may change the metrics
+            self._sums.add(first, step - first, at.metrics, at.stacked)
         if first == self._start:
-            self._first(first, at)
-        if self._stacked:
-            self.each("after_call", range(first + 1, step + 1), at.metrics)
+            for hook in self._run_hooks:
+                self._call(hook, "started", range(first + 1, step + 1), at.metrics, at.rows)
         if step >= self._next_due:
             self._act(at)
         if self._to_stop():
             self.called_off = True
-        return self.called_off or self.stopped
-
-    def _first(self, first: int, at: At) -> None:
-        for hook in self._hooks:
-            if isinstance(hook, StepCounterHook):
-                self._call(hook, "started", range(first + 1, at.step + 1), at.metrics, at.rows)
-            elif hasattr(hook, "after_first_call"):
-                self._call(hook, "after_first_call", at.step)
+        return self.called_off or self.stopped_by is not None
 
     def _act(self, at: At) -> None:
-        step = at.step
-        metrics = last_of(at.metrics) if self._stacked else at.metrics
+        step, metrics = at.step, _last_metrics(at)
         error: Exception | None = None
         for i, hook in enumerate(self._acting):
             if self._dues[i] <= step:
                 if error is not None:
                     self._besides(error, hook, at, metrics)
                     continue
-                self.acting = (hook, "after_step")
+                self._act_by = (hook, "after_step")
+                if not isinstance(hook, RunHook):
+                    self._sums.flush()
                 try:
                     answer = hook.after_step(step, at.state, metrics)
                     if answer is not None:
                         stop, at.state = taken_answer(answer, at.state, step, f"{name_of(hook)}.after_step")
-                        self.stopped = self.stopped or stop
+                        if stop and self.stopped_by is None:
+                            self.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
                     self._dues[i] = self._due_of[i](step)
                 except Exception as raised:
                     error = raised
         if error is not None:
             raise error
-        self.acting = None
+        self._act_by = None
         self._next_due = min(self._dues)
 
     def _besides(self, error: Exception, hook: Any, at: At, metrics: Any) -> None:
@@ -108,7 +134,7 @@ class Around:
                 answer = hook.after_step(at.step, at.state, metrics)
                 _, at.state = taken_answer(answer, at.state, at.step, f"{name_of(hook)}.after_step")
         except Exception as other:
-            error.add_note(f"Besides, {other}")
+            note(error, f"Besides, {other}")
 
     def last(self, at: At, failed: Callable[[Exception], None] | None = None) -> None:
         """What follows the last call, once; `failed` takes what hooks raise where another error is under way."""
@@ -116,13 +142,19 @@ class Around:
             return
         self._is_over = True
         errors: list[Exception] = []
-        for hook in self._hooks:
-            if hasattr(hook, "after_last"):
-                try:
-                    metrics = last_of(at.metrics) if self._stacked else at.metrics
-                    self._call(hook, "after_last", at.step, metrics)
-                except Exception as error:  # the others are still to be called
-                    errors.append(error)
+        for hook in self._run_hooks:
+            try:
+                self._call(hook, "after_last", at.step, _last_metrics(at))
+            except Exception as error:  # the others are still to be called
+                errors.append(error)
+        while True:
+            self._act_by = (self._hooks[0], "after_last") if self._hooks else None
+            try:
+                self._pending.hand_over_all()
+                break
+            except Exception as error:  # what it failed at is gone: the others' rows are still to come
+                errors.append(error)
+        self._act_by = self._act_by if errors else None
         if failed is None and errors:
             raise errors[0]
         for one in errors:
@@ -136,32 +168,62 @@ class Around:
                 answer = self._call(hook, "end", at.step, at.state)
                 _, at.state = taken_answer(answer, at.state, at.step, f"{name_of(hook)}.end")
 
+    def before_save(self, step: int) -> bool:
+        """What precedes each checkpoint: all that was reported is handed over; whether a hook prevents the save."""
+        self._pending.hand_over_all()
+        return True in [bool(hook.before_save(step)) for hook in self._run_hooks]  # each of them is asked
+
     def each(self, method: str, *args: Any) -> list[bool]:
         """Calls a method of all hooks that have it."""
         return [bool(self._call(hook, method, *args)) for hook in self._hooks if hasattr(hook, method)]
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        self.acting = (hook, method)
+        self._act_by = (hook, method)
         answer = getattr(hook, method)(*args)
-        self.acting = None
+        self._act_by = None
         return answer
 
     def lengths(self, last_step: int, steps_per_call: int) -> Iterator[int]:
-        """How many steps each call makes: no hook that says when it is due is passed over."""
+        """How many steps each call takes: `steps_per_call`, or one at a time where a hook is due before their end."""
         step = self._start
-        names = ("next_due", "next_multiple")
-        known = [(hook, name) for hook in self._hooks for name in names if hasattr(hook, name)]
+        known = [hook for hook in self._hooks if hasattr(hook, "next_due")]
         while step < last_step:
-            dues = [_checked(hook, name, step) for hook, name in known]
-            end = min([step + steps_per_call, last_step, *(due for due in dues if due is not None)])
-            yield end - step
+            due, hook = min(((_next_due(hook, step), i) for i, hook in enumerate(known)), default=(NEVER, -1))
+            end, why = last_step, f"the run ends at step {last_step}"
+            if due < last_step:
+                end, why = due, f"a hook is due at step {due} ({name_of(known[hook])})"
+            if end - step >= steps_per_call:
+                step += steps_per_call
+                yield steps_per_call
+                continue
+            self.why_one = self.why_one or why
+            for _ in range(end - step):
+                yield 1
             step = end
+
+
+def _last_metrics(at: At) -> Any:
+    return last_of(at.metrics) if at.stacked else at.metrics
+
+
+def _has_own(hook: Any, method: str) -> bool:
+    """Whether a hook has a method of its own, not the one of `Hook` that does nothing."""
+    if not hasattr(hook, method):
+        return False
+    return getattr(getattr(hook, method), "__func__", None) is not getattr(Hook, method)
+
+
+def _next_due(hook: Any, step: int) -> int:
+    """The next step at which a call has to end for a hook."""
+    due = _checked(hook, "next_due", step)
+    if due is None and isinstance(hook, RunHook):
+        due = hook.next_multiple(step)
+    return NEVER if due is None else due
 
 
 def _due_of(hook: Any) -> Callable[[int], int]:
     """From a step to the next one at which the loop calls a hook: the very next where the hook does not say."""
-    next_due = getattr(hook, "next_due", None)
-    if next_due is None or (isinstance(hook, CadencedHook) and hook.asks_clock):
+    if not hasattr(hook, "next_due") or (isinstance(hook, CadencedHook) and hook.asks_clock):
         return lambda step: step + 1
 
     def due_of(step: int) -> int:

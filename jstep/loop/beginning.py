@@ -1,4 +1,4 @@
-"""Where a run begins: at the state it was given, or at the newest checkpoint."""
+"""Restore the newest checkpoint, or begin at the state that was given."""
 
 import contextlib
 import functools
@@ -6,11 +6,19 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from jstep.checkpoint import Saver, checkpoint_name
+from jstep.core import trees
 from jstep.core.contexts import own_transfers
+from jstep.core.notes import note
+from jstep.hooks.values import read
 from jstep.loop.checks import check_alive
 from jstep.loop.options import Options
+from jstep.loop.saving import HELD
 from jstep.loop.signals import StopSignals
+from jstep.optimizers.held import held_values
 from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")
@@ -25,6 +33,7 @@ class Beginning(NamedTuple):
         saver: Where checkpoints are kept, or None.
         restored: The step that was restored, or None.
         kept: What was kept with that checkpoint.
+        held: The hyperparameters that the script gave the state to hold, by name.
     """
 
     step: int
@@ -32,13 +41,14 @@ class Beginning(NamedTuple):
     saver: Saver | None
     restored: int | None
     kept: dict[str, Any]
+    held: dict[str, float]
 
 
 def beginning(options: Options, state: TrainState, stack: contextlib.ExitStack, signals: StopSignals) -> Beginning:
     """Opens the checkpoints, and restores the newest."""
     if options.checkpoint_dir is None:
-        check_alive(state)
-        return Beginning(_step_of(state), state, None, None, {})
+        _check_concrete(state, "and no checkpoint_dir to restore from")
+        return Beginning(_step_of(state), state, None, None, {}, {})
     if isinstance(options.checkpoint_dir, Saver):
         saver = options.checkpoint_dir
         leave: Callable[..., None] = _Waits(saver)
@@ -48,20 +58,71 @@ def beginning(options: Options, state: TrainState, stack: contextlib.ExitStack, 
         leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
     # Waits for what is being written, also after an error; a second Ctrl-C does not wait.
     stack.push(lambda *error: leave_at_once() if signals.at_once else leave(*error))
-    restored, kept = None, None
-    with own_transfers():
-        try:
+    given = _step_if_known(state)
+    held = _held(state) if given is not None else {}
+    latest = saver.latest_step()
+    if latest is None or latest < options.last_step:
+        saver.claim()
+    try:
+        with own_transfers():
             # Not that of the latest step that looks whole: a newest one that is damaged is an error.
             state = saver.restore(state)
-        except FileNotFoundError:
-            check_alive(state)
-        else:
-            restored = _step_of(state)
-            kept = saver.extra(restored)
-            _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
-        if restored is None or restored < options.last_step:
-            saver.claim()
-    return Beginning(_step_of(state), state, saver, restored, kept if isinstance(kept, dict) else {})
+    except FileNotFoundError:
+        _check_concrete(state, "and there is no checkpoint to restore")
+        return Beginning(_step_of(state), state, saver, None, {}, held)
+    restored = _step_of(state)
+    extra = saver.extra(restored)
+    kept = extra if isinstance(extra, dict) else {}
+    _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
+    _say_what_is_dropped(given, held, restored, kept.get(HELD), checkpoint_name(saver.prefix, restored))
+    return Beginning(restored, state, saver, restored, kept, kept.get(HELD, {}) if given else held)
+
+
+def _check_concrete(state: TrainState, why: str) -> None:
+    """Refuses a state that no run can begin from: one of shapes alone, or one that was donated."""
+    for path, leaf in trees.leaves_with_paths(state):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), {why}; give a state of arrays, "
+                "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
+            )
+    check_alive(state)
+
+
+def _step_if_known(state: TrainState) -> int | None:
+    """The step of the state that the script gave; None of one of shapes, or donated."""
+    step = state.global_step
+    if not trees.is_array(step) or trees.donated_leaf(state) is not None:
+        return None
+    return _step_of(state)
+
+
+def _held(state: TrainState) -> dict[str, float]:
+    values = {name: value for name, value in held_values(state.slots).items() if np.ndim(value) == 0}
+    return {name: float(value) for name, value in read(values).items()}
+
+
+def _say_what_is_dropped(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
+    """Warns of what the script says and the checkpoint says otherwise: the checkpoint counts."""
+    if given and given != restored:
+        _logger.warning(
+            "state: it is at step %d, and is dropped for %s, the newest checkpoint of checkpoint_dir. To train on from "
+            "the state you passed, give another checkpoint_dir.",
+            given,
+            name,
+        )
+    if given or not isinstance(before, dict):
+        return
+    for hyperparameter, value in held.items():
+        if before.get(hyperparameter, value) != value:
+            _logger.warning(
+                "state: held %r starts at %g, which was %g when this run was begun: what %s holds counts. Set another "
+                "value by jstep.set_hyperparameter, in a hook.",
+                hyperparameter,
+                value,
+                before[hyperparameter],
+                name,
+            )
 
 
 def _step_of(state: TrainState) -> int:
@@ -85,4 +146,4 @@ class _Waits:
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"Besides, {failure}")
+            note(error, f"Besides, {failure}")

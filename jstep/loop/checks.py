@@ -1,30 +1,20 @@
 """What `train` is given, looked at before anything is opened."""
 
-import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core import trees
 from jstep.core.checks import as_function, kind, shown
-from jstep.data.placement import placement
-from jstep.hooks.cadence import cadence
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.state import TrainState, get_global_step, require_state
 
-_METHODS = ("begin", "after_step", "after_call", "after_last", "end", "close")
-_MORE = ("after_first_call", "before_save", "next_due", "get_state", "set_state", "use_run", "use_writer")
+_METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
-    """The hooks.
-
-    Raises:
-        TypeError: They are no sequence of hooks.
-    """
+    """The hooks; refuses what is not a sequence of hooks."""
     if hasattr(hooks, "after_step"):
         raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, hooks=[...]")
     try:
@@ -34,10 +24,10 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     for i, hook in enumerate(found):
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
-        for method in (*_METHODS, *_MORE):
+        for method in _METHODS:
             if hasattr(hook, method) and not callable(getattr(hook, method)):
                 raise TypeError(f"hooks[{i}].{method}: must be a function, got {kind(getattr(hook, method))}")
-        if not any(hasattr(hook, method) for method in (*_METHODS, *_MORE)):
+        if not any(hasattr(hook, method) for method in _METHODS):
             way = ""
             if callable(hook):
                 name = getattr(hook, "__name__", "fn")
@@ -46,19 +36,14 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     return found
 
 
-def check(train_step: Any, state: Any, last_step: int, **cadences: Any) -> None:
-    """Looks at the arguments of `train`; cadences are numbers of steps or seconds, or None.
+def check(train_step: Any, state: Any, last_step: int) -> None:
+    """Refuses a step, a state and a number of steps that do not go together.
 
     Raises:
         RuntimeError: The state has no global step.
-        TypeError: One is of the wrong type.
-        ValueError: One is not positive.
     """
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
     require_state(state)
-    for name, value in cadences.items():
-        steps, secs = (("", None), (name, value)) if name.endswith("_secs") else ((name, value), ("", None))
-        cadence(steps=steps, secs=secs, clock=time.monotonic, at_least_one=False)
     step = get_global_step(state)
     if step is None:
         # The words of StepCounterHook, which every run has.
@@ -77,41 +62,8 @@ def check(train_step: Any, state: Any, last_step: int, **cadences: Any) -> None:
         )
 
 
-def check_places(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:
-    """Looks at where `train` is to keep checkpoints and event files, and to lay batches.
-
-    Raises:
-        TypeError: One is of the wrong type.
-        ValueError: The prefix cannot be the beginning of a file name, or is not that of the Saver given.
-    """
-    if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
-        raise TypeError(
-            f"checkpoint_dir={shown(checkpoint_dir)}: must be a directory, a URL or a Saver, got {kind(checkpoint_dir)}"
-        )
-    if not isinstance(logdir, str | os.PathLike | None):
-        raise TypeError(f"logdir={shown(logdir)}: must be a directory or a URL, got {kind(logdir)}")
-    try:
-        checkpoint_name(checkpoint_prefix, 0)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"checkpoint_{error}") from None
-    if isinstance(checkpoint_dir, Saver) and checkpoint_prefix not in ("model", checkpoint_dir.prefix):
-        raise ValueError(
-            f"checkpoint_prefix={checkpoint_prefix!r}: checkpoint_dir is a Saver, whose own prefix is "
-            f"{checkpoint_dir.prefix!r}; make the Saver with the prefix"
-        )
-    if batch_sharding is not None:
-        try:
-            placement(batch_sharding)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"batch_{error}") from None
-
-
 def check_alive(state: TrainState) -> None:
-    """That no earlier step has taken over the memory of a state.
-
-    Raises:
-        RuntimeError: One has; names a leaf.
-    """
+    """Refuses a state that was donated to an earlier step."""
     path = trees.donated_leaf(state)
     if path is not None:
         raise RuntimeError(
@@ -121,11 +73,7 @@ def check_alive(state: TrainState) -> None:
 
 
 def check_result(result: Any) -> tuple[TrainState, Any]:
-    """What a step returned.
-
-    Raises:
-        TypeError: It is not a state and metrics.
-    """
+    """What a step returned; refuses anything else than a state and metrics."""
     what = "train_step must return (state, metrics), a TrainState and a mapping of names to values; it returned"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{what} {type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}")

@@ -9,7 +9,6 @@ import jax
 from jstep.loop.checks import check_result
 from jstep.loop.feed import Call
 from jstep.state import TrainState
-from jstep.training import TrainStep
 
 
 @dataclasses.dataclass(slots=True)
@@ -19,14 +18,16 @@ class At:
     Attributes:
         step: The step of the last whole state.
         state: That state.
-        metrics: Those of the call that made it; stacked where it made several steps. None before the first.
+        metrics: Those of the call that made it. None before the first.
         rows: The number of examples of a step, where it is known.
+        stacked: Whether the metrics are stacked, one for each step of the call.
     """
 
     step: int
     state: TrainState
     metrics: Any = None
     rows: int | None = None
+    stacked: bool = False
 
 
 def drive(
@@ -37,18 +38,19 @@ def drive(
     stop: int,
     after: Callable[[int, At], bool] | None = None,
     at: At | None = None,
+    before: Callable[[At], None] | None = None,
 ) -> At:
-    """Makes steps up to `stop`, or until the source ends; nothing in it waits for the device.
+    """Takes steps up to `stop`, or until the source ends; nothing in it waits for the device.
 
     `train`, `verify_resume` and `replay` all drive so. To go from a state at step 3 to step 7, two steps a call:
 
-        source = source_of(batches, 3, 7)                   # jstep.loop.sources
-        made = calls(source, lengths(3, 7, 2), sharding)    # jstep.loop.feed; calls(source, None, …) for one a call
-        at = drive(scanned_step(train_step), state, made, 3, 7)  # drive(train_step, …) for one a call
-        at.step, at.state                                   # 7, or less where the batches ended
+        source = source_of(batches, 3, 7)                 # jstep.loop.sources
+        made = calls(source, lengths(3, 7, 2), sharding)  # jstep.loop.feed; calls(source, None, …) for one a call
+        at = drive(Programs(train_step), state, made, 3, 7)  # jstep.loop.programs
+        at.step, at.state                                 # 7, or less if the batches ended
 
     Args:
-        step: What makes the steps of a call: the step itself, or `scanned_step(step)` where calls have several.
+        step: What takes the steps of a call, `step(state, call) -> (state, metrics)`: `Programs`.
         state: The state to start from; a compiled step takes over its memory.
         source: The calls, as `jstep.loop.feed.calls` makes them of batches.
         start: The step of the state.
@@ -56,23 +58,24 @@ def drive(
         after: `after(first, at)`, called after each call with the step before it; it may change `at.state`. True ends
             the drive.
         at: Where to keep track; one's own is up to date where a step or the source raises.
+        before: `before(at)`, called before each call.
 
     Returns:
         Where it ended.
-
-    Raises:
-        TypeError: The step returned something else than a state and metrics.
     """
     if at is None:
         at = At(start, state)
     at.step, at.state = start, state
     for one in source:
         first = at.step
-        result = step(at.state, *one.args)
+        if before is not None:
+            before(at)
+        result = step(at.state, one)
         if first == start:
             check_result(result)
             at.rows = _rows(one)
         at.state, at.metrics = result
+        at.stacked = one.stacked
         at.step = first + one.steps
         if (after is not None and after(first, at)) or at.step >= stop:
             break
@@ -80,9 +83,10 @@ def drive(
 
 
 def lengths(start: int, stop: int, steps_per_call: int) -> Iterable[int]:
-    """How many steps each call makes, where nothing else has a say in it."""
-    for step in range(start, stop, steps_per_call):
-        yield min(steps_per_call, stop - step)
+    """How many steps each call takes, where no hook is due in between: K, and one at a time at the end."""
+    whole = (stop - start) // steps_per_call
+    yield from (steps_per_call for _ in range(whole))
+    yield from (1 for _ in range(stop - start - whole * steps_per_call))
 
 
 def _rows(call: Call) -> int | None:
@@ -91,8 +95,3 @@ def _rows(call: Call) -> int | None:
     shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(call.args)]
     sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def is_compiled(step: Any) -> bool:
-    """Whether a step is compiled, and so sees JAX's arrays whatever it is given."""
-    return isinstance(step, TrainStep) or hasattr(step, "lower")

@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run: the user's hooks, and the stock ones behind them."""
+"""Assemble the hooks of a run: the user's, and the stock ones behind them."""
 
 import contextlib
 import importlib.util
@@ -18,9 +18,13 @@ from jstep.hooks import (
     SummarySaverHook,
 )
 from jstep.hooks.hook import RunInfo
+from jstep.hooks.pending import Pending
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.sums import Sums
 from jstep.loop.beginning import Beginning
 from jstep.loop.options import Options
-from jstep.loop.saving import RunSaverHook
+from jstep.loop.programs import Programs
+from jstep.loop.saving import RunSaverHook, Wiring
 
 
 class Equipment(NamedTuple):
@@ -29,10 +33,12 @@ class Equipment(NamedTuple):
     Attributes:
         hooks: All hooks, the user's before the stock ones.
         saving: The run's own hook that saves, or None.
+        run: What jstep's own hooks know of the run.
     """
 
     hooks: list[Any]
     saving: RunSaverHook | None
+    run: RunInfo
 
     @property
     def all_saving(self) -> list[CheckpointSaverHook]:
@@ -43,8 +49,9 @@ class Equipment(NamedTuple):
 def equipment(
     options: Options,
     begin: Beginning,
-    call: Any,
-    position: Callable[[], Any],
+    programs: Programs,
+    skip_metric: str | None,
+    wiring: Wiring,
     stack: contextlib.ExitStack,
     stop_wished: Callable[[], bool],
 ) -> Equipment:
@@ -53,15 +60,15 @@ def equipment(
     # Who saves comes last: the checkpoint of a step holds what the others made of its state.
     own = sorted(options.hooks, key=lambda hook: isinstance(hook, CheckpointSaverHook))
     given = next((hook for hook in own if isinstance(hook, StepCounterHook)), None)
-    counter = given or StepCounterHook(options.log_steps or options.save_summaries_steps or 100)
+    counter = given or StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
 
     def constants() -> Any:
-        return getattr(call, "constant_metrics", ())
+        return programs.constant_metrics
 
     hooks = [*own, *([] if given else [counter]), *_reporting(options, counter, constants)]
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if writer is not None and options.save_summaries_steps is not None and not summed:
-        hooks.append(SummarySaverHook(writer, options.save_summaries_steps, leave_out=constants))
+        hooks.append(SummarySaverHook(writer, save_steps=options.save_summaries_steps, leave_out=constants))
     saving = None
     if begin.saver is not None:
         saving = RunSaverHook(
@@ -69,13 +76,16 @@ def equipment(
             options.save_checkpoint_secs,
             options.save_checkpoint_steps,
             list(hooks),
-            position,
+            wiring,
             # A run that goes on from a checkpoint does not write the points before it again.
-            None if writer is None else lambda step: writer.flush(),
+            None if writer is None else writer.flush,
+            begin.held,
         )
         hooks.append(saving)
     run = RunInfo(
         last_step=options.last_step,
+        sums=Sums(lambda: skip_metric, constants),
+        pending=Pending(),
         steps_per_call=options.steps_per_call,
         logdir=options.logdir,
         writer=writer,
@@ -86,13 +96,10 @@ def equipment(
         stop_wished=stop_wished,
     )
     for hook in hooks:
-        if hasattr(hook, "use_writer"):
-            hook.use_writer(writer, constants)
-        if hasattr(hook, "use_run"):
-            hook.use_run(run)
-        if hasattr(hook, "close"):
+        if isinstance(hook, RunHook):
             stack.callback(hook.close)
-    return Equipment(hooks, saving)
+            hook.use_run(run)
+    return Equipment(hooks, saving, run)
 
 
 def _reporting(options: Options, counter: StepCounterHook, constants: Any) -> list[Hook]:
@@ -101,8 +108,12 @@ def _reporting(options: Options, counter: StepCounterHook, constants: Any) -> li
         return []
     terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
     if options.progress or terminal:
-        return [ProgressHook(options.last_step)]
-    return [LoggingHook(options.log_steps, counter=counter, leave_out=constants)] if options.log_steps else []
+        return [ProgressHook(last_step=options.last_step)]
+    return (
+        [LoggingHook(every_n_steps=options.log_steps, counter=counter, leave_out=constants)]
+        if options.log_steps
+        else []
+    )
 
 
 def _open_writer(stack: contextlib.ExitStack, logdir: Any, start: int) -> Any:

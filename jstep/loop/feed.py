@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
-from jstep.data.placement import placement
-from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
+from jstep.core.trees import flatten
+from jstep.data.placement import copied, placement
+from jstep.data.prefetch import PrefetchIterator
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
 from jstep.sharding.of_batches import named
@@ -26,70 +26,117 @@ _TRIALS = 4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(slots=True)  # not frozen, which takes four times as long to make
 class Call:
-    """The arguments of one call, how many steps it makes, and whether they are stacked for that."""
+    """What one call takes.
+
+    Attributes:
+        args: Its arguments.
+        steps: How many steps it takes.
+        stacked: Whether the arguments are stacked for that.
+        position: Where the source is after its batches, as JSON can hold it; None where nobody can tell.
+        why: Why it is a call of one step, where calls have several; "" where there is no special reason.
+    """
 
     args: tuple[Any, ...]
     steps: int = dataclasses.field(metadata={"static": True})
     stacked: bool = dataclasses.field(metadata={"static": True}, default=False)
+    position: Any = dataclasses.field(metadata={"static": True}, default=None)
+    why: str = dataclasses.field(metadata={"static": True}, default="")
 
 
 def calls(
-    source: Source, lengths: Iterable[int] | None, sharding: Any = None, *, on_device: bool = False
+    source: Source,
+    lengths: Iterable[int] | None,
+    sharding: Any = None,
+    *,
+    on_device: bool = False,
+    stack_one: bool = False,
+    why_one: Callable[[], str] = str,
+    fetched: "Fetched | None" = None,
 ) -> Iterator[Call]:
-    """The batches as arguments of calls, stacked where a call makes several steps.
+    """The batches as arguments of calls, stacked if a call takes several steps.
+
+    Batches that cannot be stacked, as their shapes differ or the source ends, are calls of one step each.
 
     Args:
         source: The batches.
-        lengths: How many steps each call makes; None where each makes one and nothing is stacked.
+        lengths: How many steps each call takes; None if each takes one and nothing is stacked.
         sharding: Where a batch goes, as in `prefetch_to_device`; None leaves it where it is.
         on_device: Whether batches are put on the default device, for a step that is not compiled and so sees
             whether they are NumPy arrays: it is to see the same whether they were made ahead or not.
+        stack_one: Whether calls of one step are stacked too, for a step that is compiled for that alone.
+        why_one: Why a call takes one step, where others take several.
+        fetched: Where to count the batches.
     """
-    place = None
+    one = many = placement(None) if on_device else None
     if sharding is not None:
-        place = placement(named(sharding, stacked=lengths is not None))
-    elif on_device:
-        place = placement(None)
+        one, many = (placement(named(sharding, stacked=stacked)) for stacked in (False, True))
 
-    for batch, steps in ((batch, 1) for batch in source.items) if lengths is None else _stacks(source.items, lengths):
+    def call(batch: Any, steps: int, stacked: bool, position: Any, why: str = "") -> Call:
+        place = many if stacked else one
         placed = batch if place is None else place(batch)
-        yield Call(placed if isinstance(batch, tuple) else (placed,), steps, lengths is not None)
+        return Call(placed if isinstance(batch, tuple) else (placed,), steps, stacked, position, why)
 
-
-def _stacks(items: Iterator[Any], lengths: Iterable[int]) -> Iterator[tuple[Any, int]]:
+    fetched = fetched or Fetched()
+    if lengths is None:
+        for batch, position in _own(source, fetched):
+            placed = batch if one is None else one(batch)
+            yield Call(placed if isinstance(batch, tuple) else (placed,), 1, False, position)
+        return
+    items = _own(source, fetched)
     for length in lengths:
         some = list(itertools.islice(items, length))
-        if some:
-            yield _stacked(some), len(some)
+        whole = _stacked([batch for batch, _ in some]) if len(some) == length and (length > 1 or stack_one) else None
+        if whole is not None:
+            yield call(whole, length, True, some[-1][1])
+        else:
+            ragged = "the batches end" if len(some) < length else "batches differ in shape, dtype or structure"
+            why = why_one() if length == 1 else ragged
+            for batch, position in some:
+                yield call(_stacked([batch]) if stack_one else batch, 1, stack_one, position, why)
         if len(some) < length:
             return
 
 
-def _stacked(some: list[Any]) -> Any:
-    def stack(keys: Any, *leaves: Any) -> Any:
-        shapes = sorted({np.shape(leaf) for leaf in leaves})
-        if len(shapes) > 1:
-            raise ValueError(
-                f"steps_per_call: batches of different shapes {shapes} at {trees.quoted(trees.path_str(keys))} cannot "
-                "be stacked; let the source drop the remainder, or use steps_per_call=1"
-            )
-        return _stack_arrays(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
+def _own(source: Source, fetched: "Fetched") -> Iterator[tuple[Any, Any]]:
+    """Each batch, which nobody else writes into any more, and the position after it."""
+    at, fresh = source.position, source.fresh
+    for batch in source.items:
+        fetched.count += 1
+        yield copied(batch, fresh=fresh), None if at is None else at()
 
-    structures: list[Any] = [jax.tree.structure(one) for one in some]
-    first, *others = structures
-    if (other := next((one for one in others if one != first), None)) is not None:
-        raise ValueError(
-            f"steps_per_call: batches of different structures cannot be stacked, {first} and {other}; let the source "
-            "give the same, or use steps_per_call=1"
-        )
-    return jax.tree_util.tree_map_with_path(stack, *some)
+
+def _stacked(some: list[Any]) -> Any:
+    """The batches of several steps as one; None if their structures, shapes or dtypes differ."""
+    flat = [flatten(one) for one in some]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat[1:]):
+        return None
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    if any(len({_kind(leaf) for leaf in column}) > 1 for column in columns):
+        return None
+    return structure.unflatten([_stack(column) for column in columns])
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf)
+
+
+def _stack(leaves: tuple[Any, ...]) -> Any:
+    return _stack_arrays(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
 
 
 _stack_arrays = jax.jit(jnp.stack)  # in one dispatch, not one for each of them
 
 
+@dataclasses.dataclass(slots=True)
+class Fetched:
+    """How many batches were fetched."""
+
+    count: int = 0
+
+
 class Feed:
-    """The calls of a run, made ahead in a thread where that pays.
+    """The calls of a run, made ahead in a thread if that pays.
 
     Args:
         source: The batches.
@@ -99,7 +146,7 @@ class Feed:
 
     Attributes:
         waiting: Whether the loop waits for a batch right now and may be interrupted without losing one.
-        steps: How many steps the call handed out last makes.
+        steps: How many steps the call handed out last takes.
         position: Where the source is after the calls handed out, as JSON can hold it; None where nobody can tell.
     """
 
@@ -110,33 +157,31 @@ class Feed:
         stopping: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._at, self._made, self._stopping, self._clock = source.position, made, stopping, clock
+        self._made, self._stopping, self._clock = made, stopping, clock
         self._ahead: PrefetchIterator | None = None
         self.waiting = False
         self.steps, self._taken = 1, 0
         self._before: Any = None
-        self.position = self._at() if self._at else None
+        self.position = source.position() if source.position else None
 
     def __iter__(self) -> Iterator[Call]:
         # The first call opens files and compiles; it says nothing about the others.
         fastest = math.inf
         for trial in range(_TRIALS):
             then = self._clock()
-            call = self._next(self._made, self._at)
+            call = self._next(self._made)
             if call is None:
                 return
             if trial:
                 fastest = min(fastest, self._clock() - then)
             yield call
         items: Iterator[Call] = self._made
-        at = self._at
         if fastest >= _WORTH_A_THREAD_SECS:
-            items = ahead = self._ahead = prefetch_to_device(self._made, 2, state_fn=self._at)
-            at = at and (lambda: ahead.state)
-        while (call := self._next(items, at)) is not None:
+            items = self._ahead = PrefetchIterator(self._made, 2, _on_device, None)
+        while (call := self._next(items)) is not None:
             yield call
 
-    def _next(self, items: Iterator[Call], at: Callable[[], Any] | None) -> Call | None:
+    def _next(self, items: Iterator[Call]) -> Call | None:
         self.waiting = True
         # A signal from here on interrupts the wait; one that came before has to be looked for.
         if self._stopping():
@@ -147,15 +192,18 @@ class Feed:
         if call is not None:
             self.steps = call.steps
             self._taken += call.steps
-            if at is not None:
-                self._before, self.position = self.position, at()
+            self._before, self.position = self.position, call.position
         return call
 
     def position_after(self, steps: int) -> Any:
-        """Where the source was when so many steps had been made: all handed out, or all but those of the last call."""
+        """Where the source was when so many steps had been taken: all handed out, or all but those of the last call."""
         return self.position if steps >= self._taken else self._before
 
     def close(self) -> None:
         """Ends the thread."""
         if self._ahead is not None:
             self._ahead.close()
+
+
+def _on_device(call: Call) -> Call:
+    return dataclasses.replace(call, args=placement(None)(call.args))

@@ -1,14 +1,24 @@
-"""What `train` was given."""
+"""The arguments of `train`, checked."""
 
+import dataclasses
 import os
+import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint import Saver, checkpoint_name
+from jstep.core.checks import as_bool, as_int, kind, shown
+from jstep.core.loops import as_unroll
+from jstep.data.placement import placement
+from jstep.hooks.cadence import cadence
+from jstep.loop.checks import list_of_hooks
+
+_CADENCES = ("save_checkpoint_secs", "save_checkpoint_steps", "save_summaries_steps", "log_steps")
 
 
-class Options(NamedTuple):
-    """What `train` was given, but for the step, the state and the batches; see there."""
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `train` was given, but for the step, the state and the batches; see there. Refuses what it cannot use."""
 
     last_step: int
     hooks: Sequence[Any]
@@ -23,3 +33,50 @@ class Options(NamedTuple):
     progress: bool | None
     batch_sharding: Any
     unroll: Any
+
+    def __post_init__(self) -> None:
+        checked = {
+            "hooks": list_of_hooks(self.hooks),
+            "last_step": as_int(self.last_step, "last_step", 0),
+            "steps_per_call": as_int(self.steps_per_call, "steps_per_call", 1),
+            "progress": None if self.progress is None else as_bool(self.progress, "progress"),
+            "unroll": as_unroll(self.unroll),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        for name in _CADENCES:
+            check_cadence(name, getattr(self, name))
+        check_places(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
+
+
+def check_cadence(name: str, value: Any) -> None:
+    """Refuses what is not a number of steps, or of seconds where the name says so, or None."""
+    steps, secs = (("", None), (name, value)) if name.endswith("_secs") else ((name, value), ("", None))
+    cadence(steps=steps, secs=secs, clock=time.monotonic, at_least_one=False)
+
+
+def check_places(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:
+    """Refuses places that cannot hold checkpoints, event files or batches; nothing is opened."""
+    if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
+        raise TypeError(
+            f"checkpoint_dir={shown(checkpoint_dir)}: must be a directory, a URL or a Saver, got {kind(checkpoint_dir)}"
+        )
+    if not isinstance(logdir, str | os.PathLike | None):
+        raise TypeError(f"logdir={shown(logdir)}: must be a directory or a URL, got {kind(logdir)}")
+    for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
+        if isinstance(place, str) and not place.strip():
+            raise ValueError(f"{name}={place!r}: must be a directory or a URL, got an empty string; None for none")
+    try:
+        checkpoint_name(checkpoint_prefix, 0)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"checkpoint_{error}") from None
+    if isinstance(checkpoint_dir, Saver) and checkpoint_prefix not in ("model", checkpoint_dir.prefix):
+        raise ValueError(
+            f"checkpoint_prefix={checkpoint_prefix!r}: checkpoint_dir is a Saver, whose own prefix is "
+            f"{checkpoint_dir.prefix!r}; make the Saver with the prefix"
+        )
+    if batch_sharding is not None:
+        try:
+            placement(batch_sharding)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"batch_{error}") from None

@@ -1,4 +1,4 @@
-"""What ends a run early loses no state: it is saved, and it is in the exception."""
+"""Save the state when a run fails, and put it into the exception."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,10 @@ import numpy as np
 from jstep.checkpoint import checkpoint_name
 from jstep.core import trees
 from jstep.core.contexts import own_transfers
+from jstep.core.notes import note
 from jstep.distributed import agreement
 from jstep.hooks import CheckpointSaverHook
+from jstep.hooks.skipped import are_bad
 from jstep.hooks.values import host
 from jstep.loop.drive import At
 
@@ -23,6 +25,7 @@ def rescue(
     *,
     during: str,
     savers: Sequence[CheckpointSaverHook],
+    skip_metric: str | None,
 ) -> None:
     """Puts the last whole state into the exception's `state`, saves it where it can, and notes what happened where.
 
@@ -32,30 +35,31 @@ def rescue(
         start: The step it began from; None where it had not begun.
         during: What was under way, in words.
         savers: What saves; none where nothing is to be saved.
+        skip_metric: The metric that is 1 where the whole update was skipped, or None.
     """
     lost = trees.donated_leaf(at.state) is not None
-    with contextlib.suppress(AttributeError, TypeError):
+    with contextlib.suppress(Exception):
         error.state = None if lost else at.state  # type: ignore[attr-defined]
     if start is None:
         return
     where = f"jstep: {during}"
     if lost:
-        error.add_note(f"{where}. The state was donated to the step that failed: it is lost.")
+        note(error, f"{where}. The state was donated to the step that failed: it is lost.")
         return
     kept = f"the state after step {at.step} is in the exception's `state`"
     if not savers or at.step == start:
-        error.add_note(f"{where}; {kept}.")
+        note(error, f"{where}; {kept}.")
         return
-    error.add_note(f"{where}; {kept}{_saved(error, at, savers)}.")
+    note(error, f"{where}; {kept}{_saved(error, at, savers, skip_metric)}.")
 
 
-def _saved(error: BaseException, at: At, savers: Sequence[CheckpointSaverHook]) -> str:
+def _saved(error: BaseException, at: At, savers: Sequence[CheckpointSaverHook], skip_metric: str | None) -> str:
     """Saves it, and says what came of it."""
     if not agreement.is_alone():
         return ", and is not saved: the other processes may be elsewhere"
     if getattr(error, "prevents_saving", False):
         return ", and is not saved"
-    if is_past_a_nan(at):
+    if is_past_a_nan(at, skip_metric):
         return ", and is not saved: its loss is not finite"
     try:
         saved = [saver.save(at.step, at.state, wait=True) for saver in savers]
@@ -68,11 +72,11 @@ def _saved(error: BaseException, at: At, savers: Sequence[CheckpointSaverHook]) 
     return f", and is saved as {checkpoint_name(savers[-1].prefix, at.step)}; start the run again to go on"
 
 
-def is_past_a_nan(at: At) -> bool:
-    """Whether the loss of the last call was not finite; a hook that looks for it may not have looked yet.
+def is_past_a_nan(at: At, skip_metric: str | None) -> bool:
+    """Whether a loss of the last call was not finite; a hook that looks for it may not have looked yet.
 
-    The loss of an update that `skip_nonfinite` left out says nothing of the state. On several processes the answer is
-    the same on all of them.
+    The loss of an update that was skipped does not matter to the state. On several processes the result is the same on
+    all of them.
     """
     metrics = at.metrics if isinstance(at.metrics, Mapping) else {}
     loss = metrics.get("loss")
@@ -81,7 +85,8 @@ def is_past_a_nan(at: At) -> bool:
     try:
         with own_transfers():
             finite = np.isfinite(host(loss).astype(np.float64))
-            return not bool((finite | (host(metrics.get("skipped", 0)) == 1)).all())
+            skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
+            return bool(np.any(are_bad(finite, skipped)))
     except (TypeError, ValueError):
         return False
     except Exception:  # the device failed: what it was to compute is not there

@@ -1,24 +1,26 @@
-"""A run: it begins somewhere, hooks surround its steps, batches feed them; and whatever ends it loses no state."""
+"""One run of `train`: restore, run the steps between the hooks, save, whatever ends it."""
 
 import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from jstep.core.notes import note
 from jstep.hooks import CheckpointSaverHook, memory
 from jstep.hooks.hook import check_step, name_of
+from jstep.hooks.skipped import skip_metric_of
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning
-from jstep.loop.drive import At, drive, is_compiled
+from jstep.loop.drive import At, drive
 from jstep.loop.equipment import Equipment, equipment
-from jstep.loop.feed import Feed, calls
+from jstep.loop.feed import Feed, Fetched, calls
 from jstep.loop.options import Options
+from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.rescue import batches_named, is_past_a_nan, rescue
-from jstep.loop.saving import HOOKS, POSITION
+from jstep.loop.saving import HOOKS, POSITION, STOPPED, Wiring
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.sources import source_of
 from jstep.state import TrainState
-from jstep.training import scanned_step
 
 _logger = logging.getLogger("jstep")
 
@@ -34,13 +36,16 @@ class Run:
 
     def __init__(self, options: Options, train_step: Callable[..., Any], state: TrainState) -> None:
         self._options, self._step = options, train_step
-        self._call = train_step if options.steps_per_call == 1 else scanned_step(train_step, options.unroll)
+        several = options.steps_per_call > 1
+        self._programs = Programs(train_step, options.unroll, several=several)
+        self._skip_metric = skip_metric_of(train_step)
         self._signals = StopSignals(self._before_the_first_step)
         self._at = At(0, state)
         self._begun: Beginning | None = None
         self._equipped: Equipment | None = None
         self._around: Around | None = None
         self._feed: Feed | None = None
+        self._fetched: Fetched | None = None
 
     def go(self, batches: Any) -> TrainState:
         """Runs to its end; returns the last state."""
@@ -49,11 +54,16 @@ class Run:
             try:
                 begun = self._begun = beginning(self._options, self._at.state, stack, self._signals)
                 self._at.step, self._at.state = begun.step, begun.state
+                wiring = Wiring(self._position, self._stopped_by, self._before_save)
                 equipped = self._equipped = equipment(
-                    self._options, begun, self._call, self._position, stack, self._signals.to_stop
+                    self._options, begun, self._programs, self._skip_metric, wiring, stack, self._signals.to_stop
                 )
                 around = self._around = Around(
-                    equipped.hooks, begun.step, stacked=self._options.steps_per_call > 1, to_stop=self._signals.to_stop
+                    equipped.hooks,
+                    begun.step,
+                    equipped.run.sums,
+                    equipped.run.pending,
+                    to_stop=self._signals.to_stop,
                 )
                 self._feed = self._fed(batches, begun, equipped, around, stack)
                 return self._run(begun, around)
@@ -67,7 +77,7 @@ class Run:
                 raise
             finally:
                 # What refers to the run from its hooks and signals is not to keep its state alive.
-                self._equipped = self._around = self._feed = None
+                self._equipped = self._around = self._feed = self._fetched = None
                 self._signals.on_first = _no_haste
 
     def _fed(
@@ -75,7 +85,8 @@ class Run:
     ) -> Feed | None:
         """The batches as calls, once the hooks have begun; None where no step is to be made."""
         options = self._options
-        source = source_of(batches, begun.step, options.last_step, begun.kept.get(POSITION))
+        is_kept = begun.saver is not None
+        source = source_of(batches, begun.step, options.last_step, begun.kept.get(POSITION), is_kept=is_kept)
         memory.check(equipped.hooks)
         done = around.begin(begun.state)
         if begun.restored is not None:
@@ -84,14 +95,26 @@ class Run:
                 equipped.saving.restored(begun.restored, begun.state)
             done = around.resume(self._at) or done
         if done or begun.step >= options.last_step:
-            _logger.info("the run is at step %d already: no step is made", begun.step)
+            _logger.info("the run is at step %d already: no step is made%s", begun.step, self._why_done(begun))
             return None
+        if begun.kept.get(STOPPED) is not None:
+            _logger.info("%s stopped this run at step %d; it resumes", begun.kept[STOPPED], begun.step)
         if begun.saver is None:
             source = source._replace(position=None)  # nobody asks
+        self._fetched = Fetched()
         stacked = options.steps_per_call > 1
         lengths = around.lengths(options.last_step, options.steps_per_call) if stacked else None
         on_device = not stacked and not is_compiled(self._step)
-        made = calls(source, lengths, options.batch_sharding, on_device=on_device)
+        stack_one = self._programs.stacks_one
+        made = calls(
+            source,
+            lengths,
+            options.batch_sharding,
+            on_device=on_device,
+            stack_one=stack_one,
+            why_one=lambda: around.why_one,
+            fetched=self._fetched,
+        )
         feed = Feed(source, made, stopping=lambda: self._signals.interrupts)
         stack.callback(feed.close)
         self._signals.on_first = self._while_it_runs
@@ -102,13 +125,13 @@ class Run:
         called_off = False
         if self._feed is not None:
             try:
-                drive(self._call, at.state, self._feed, begun.step, last_step, around.after, at)
+                drive(self._programs, at.state, self._feed, begun.step, last_step, around.after, at, around.before)
             except StopWaiting:
                 called_off = True
             called_off = called_off or around.called_off
             self._signals.on_first = _no_haste
-            if at.step < last_step and not (called_off or around.stopped):
-                self._ended_early(begun.step)
+            if at.step < last_step and not (called_off or around.stopped_by is not None):
+                self._ended_early(begun)
         else:
             self._signals.on_first = _no_haste
         around.last(at)
@@ -119,8 +142,12 @@ class Run:
             self._leave()
         return at.state
 
-    def _ended_early(self, start: int) -> None:
+    def _ended_early(self, begun: Beginning) -> None:
         at, last_step = self._at, self._options.last_step
+        start = begun.step
+        if at.step == start and begun.restored is not None:
+            _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
+            return
         if at.step == start:
             raise ValueError(
                 f"batches: there is none for step {start}, the first of this run, and last_step={last_step}; give "
@@ -142,6 +169,25 @@ class Run:
         # A batch that was handed out and made no step is to come again.
         return self._feed.position_after(self._at.step - self._begun.step)
 
+    def _stopped_by(self) -> str | None:
+        """Who stopped the run, now or, where no step follows, when it ran."""
+        if self._around is None or self._begun is None:
+            return None
+        kept = self._begun.kept.get(STOPPED) if self._feed is None else None
+        return self._around.stopped_by or kept
+
+    def _before_save(self, step: int) -> bool:
+        return self._around is not None and self._around.before_save(step)
+
+    def _why_done(self, begun: Beginning) -> str:
+        by = begun.kept.get(STOPPED)
+        if by is None or begun.step >= self._options.last_step:
+            return ""
+        return (
+            f". {by} stopped it at step {begun.step}; to go on, leave that hook out, change what it asks for, or have "
+            "it forget what it remembers: EarlyStopping(reset=True)"
+        )
+
     # Signals.
 
     def _before_the_first_step(self) -> None:
@@ -154,9 +200,8 @@ class Run:
     def _leave(self) -> NoReturn:
         at, savers = self._at, self._savers()
         when = f"after step {at.step}"
-        if savers and is_past_a_nan(at):
-            if self._around is not None:
-                self._around.each("before_save", at.step)  # a hook that looks for it says more
+        if savers and is_past_a_nan(at, self._skip_metric):
+            self._before_save(at.step)  # a hook that looks for it says more
             raise self._signals.stopped(f"{when}, which is not saved: its loss is not finite")
         saved = [hook.save(at.step, at.state, wait=True) for hook in savers]
         if saved:
@@ -174,14 +219,14 @@ class Run:
         at, around = self._at, self._around
         savers = [] if self._feed is None else self._savers()
         if self._begun is None or around is None:
-            rescue(error, at, None, during="", savers=[])
+            rescue(error, at, None, during="", savers=[], skip_metric=None)
             return
         during = self._during()
         if self._signals.at_once or (self._signals.received is not None and not isinstance(error, Exception)):
             savers = []  # it is saved, or is not to be
         if not self._signals.at_once:
-            around.last(at, failed=lambda other: None if other is error else error.add_note(f"Besides, {other}"))
-        rescue(error, at, self._begun.step, during=during, savers=savers)
+            around.last(at, failed=lambda other: None if other is error else note(error, f"Besides, {other}"))
+        rescue(error, at, self._begun.step, during=during, savers=savers, skip_metric=self._skip_metric)
 
     def _during(self) -> str:
         """What was under way, in words that name step and batch."""
@@ -195,10 +240,16 @@ class Run:
         if feed is None:
             return at_step
         if feed.waiting:
-            return f"{at_step}{last}, while batch {at.step} was fetched"
-        if self._signals.received is not None or at.step >= self._options.last_step or around.stopped:
+            return f"{at_step}{last}, while batch {self._being_fetched()} was fetched"
+        if self._signals.received is not None or at.step >= self._options.last_step or around.stopped_by is not None:
             return f"{at_step}{last}"
         return f"{at_step}{last}, in the step that takes {batches_named(at.step, self._steps())}"
+
+    def _being_fetched(self) -> int:
+        """With several steps a call, the batches before it in that call are there already."""
+        if self._begun is None or self._fetched is None:
+            return self._at.step
+        return self._begun.step + self._fetched.count
 
     def _steps(self) -> int:
         return 1 if self._feed is None else self._feed.steps

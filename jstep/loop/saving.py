@@ -1,29 +1,45 @@
-"""The checkpoints of a run: what it goes on from is all in them."""
+"""The checkpoints of a run: all that it is resumed from is in them."""
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jstep.checkpoint import Saver
 from jstep.hooks import CheckpointSaverHook, memory
 from jstep.state import TrainState
 
-POSITION, HOOKS = "batches", "hooks"
-"""What `extra` of a checkpoint holds: where the batches are, and what the hooks remember."""
+POSITION, HOOKS, STOPPED, HELD = "batches", "hooks", "stopped", "held"
+"""What `extra` of a checkpoint holds: where the batches are, what the hooks remember, who stopped the run, and the
+hyperparameters that the script gave the state to hold."""
+
+
+class Wiring(NamedTuple):
+    """What a run tells the hook that saves it.
+
+    Attributes:
+        position: Where the batches are, as JSON can hold it; None where nobody can tell.
+        stopped_by: The name of the hook that stopped the run; None if none did.
+        before_save: Called before each save; a true result prevents it.
+    """
+
+    position: Callable[[], Any]
+    stopped_by: Callable[[], str | None]
+    before_save: Callable[[int], bool]
 
 
 class RunSaverHook(CheckpointSaverHook):
-    """Saves the state, the position of the batches and what hooks remember.
+    """Saves the state, the position of the batches, what hooks remember, and who stopped the run.
 
-    A step is saved again where a hook changed the state, or remembers something else, after it was saved.
+    A step is saved again if a hook changed the state, or remembers something else, after it was saved.
 
     Args:
         saver: Where to.
         save_secs: How often, in seconds.
         save_steps: How often, in steps.
-        hooks: Those who remember, and those who are asked before a save.
-        position: Where the batches are, as JSON can hold it; None where nobody can tell.
+        hooks: Those who remember.
+        wiring: What the run knows.
         flush: Called before each save, when it is certain.
+        held: Name → value of the hyperparameters that the state held when the script made it.
     """
 
     def __init__(
@@ -32,34 +48,47 @@ class RunSaverHook(CheckpointSaverHook):
         save_secs: float | None,
         save_steps: int | None,
         hooks: Sequence[Any],
-        position: Callable[[], Any],
-        flush: Callable[[int], None] | None,
+        wiring: Wiring,
+        flush: Callable[[], None] | None,
+        held: dict[str, float],
     ) -> None:
-        checks = [hook.before_save for hook in hooks if hasattr(hook, "before_save")]
-        if flush is not None:
-            checks.append(flush)
-        super().__init__(saver, save_secs, save_steps, extra=self._made_extra, before_save=tuple(checks))
-        self._hooks, self._position = hooks, position
+        self._flush = flush
+        super().__init__(
+            saver,
+            save_secs=save_secs,
+            save_steps=save_steps,
+            extra=self._made_extra,
+            before_save=(wiring.before_save, self._flushed),
+        )
+        self._hooks, self._wiring, self._script = hooks, wiring, {HELD: held} if held else {}
         self._memory = self._of_this_save = "{}"
 
+    def _flushed(self, step: int) -> None:
+        if self._flush is not None:
+            self._flush()
+
     def restored(self, step: int, state: TrainState) -> None:
-        """Says that there is a checkpoint of this step, of this state, with what hooks remember now."""
-        self._of_this_save = _as_text(memory.states_of(self._hooks))
+        """Notes that there is a checkpoint of this step, of this state, with what hooks remember now."""
+        self._of_this_save = _as_text(self._remembered())
         self.is_saved(step, state)
 
     def is_saved(self, step: int, state: TrainState) -> None:
-        """Says that there is a checkpoint of this step that holds this state and what hooks remembered."""
+        """Notes that there is a checkpoint of this step that holds this state and what hooks remembered."""
         super().is_saved(step, state)
         self._memory = self._of_this_save
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether there is a checkpoint of this step that holds this state and what hooks remember now."""
-        return super().has_saved(step, state) and _as_text(memory.states_of(self._hooks)) == self._memory
+        return super().has_saved(step, state) and _as_text(self._remembered()) == self._memory
+
+    def _remembered(self) -> dict[str, Any]:
+        states, by = memory.states_of(self._hooks), self._wiring.stopped_by()
+        return ({HOOKS: states} if states else {}) | ({STOPPED: by} if by is not None else {})
 
     def _made_extra(self) -> dict[str, Any]:
-        states, position = memory.states_of(self._hooks), self._position()
-        self._of_this_save = _as_text(states)
-        return ({} if position is None else {POSITION: position}) | ({HOOKS: states} if states else {})
+        remembered, position = self._remembered(), self._wiring.position()
+        self._of_this_save = _as_text(remembered)
+        return ({} if position is None else {POSITION: position}) | remembered | self._script
 
 
 def _as_text(states: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jstep.core.checks import shown
 from jstep.data import Batches
+from jstep.data.batches import BatchIterator
 
 _logger = logging.getLogger("jstep")
 
@@ -41,14 +42,16 @@ class Source(NamedTuple):
         items: The batches.
         position: Where it is; None where nobody can tell.
         seekable: Whether it can go on from any step after a restart.
+        fresh: Whether each batch is in new arrays, which nobody else writes into.
     """
 
     items: Iterator[Any]
     position: Callable[[], Any] | None = None
     seekable: bool = True
+    fresh: bool = False
 
 
-def source_of(batches: Any, start: int, last_step: int, position: Any = None) -> Source:
+def source_of(batches: Any, start: int, last_step: int, position: Any = None, *, is_kept: bool = False) -> Source:
     """The batches from step `start` on.
 
     Args:
@@ -58,16 +61,14 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None) ->
         start: The first step number.
         last_step: Where to end.
         position: What `encoded` made of an iterator's position in an earlier run; None in a fresh one.
-
-    Raises:
-        TypeError: `batches` is none of these.
+        is_kept: Whether the run keeps checkpoints, from which it may be resumed later.
     """
     check_batches(batches)
     if isinstance(batches, HasState):
         return _stateful(batches, position, start)
     if hasattr(batches, "__getitem__"):
         if _is_sequence(batches) or not hasattr(batches, "__iter__"):
-            return Source(_indexed(batches, start, last_step))
+            return Source(_indexed(batches, start, last_step), fresh=isinstance(batches, Batches))
         first = _first(batches, start, last_step)
         if first is not None:
             return Source(itertools.chain(first, _indexed(batches, start + len(first), last_step)))
@@ -76,22 +77,34 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None) ->
     iterator = iter(batches)
     if isinstance(iterator, HasState):
         return _stateful(iterator, position, start)
+    ways_out = "Use jstep.batches, a function of the step, or an iterator with get_state and set_state."
+    name = type(batches).__name__
     if start:
         _logger.warning(
-            "The run goes on at step %d, but a %s has no position to go on from: its batches start where it is. Use "
-            "jstep.batches, a function of the step, or an iterator with get_state and set_state.",
+            "The run goes on at step %d, but a %s has no position to go on from: its batches start where it is. %s",
             start,
-            type(batches).__name__,
+            name,
+            ways_out,
         )
-    return Source(iterator, None, seekable=False)
+    elif is_kept:
+        _logger.warning(
+            "A %s has no position to go on from: if this run is stopped and resumed from its checkpoint, the batches "
+            "start where the %s is then, not where the run stopped. %s",
+            name,
+            name,
+            ways_out,
+        )
+    return Source(iterator, None, seekable=False, fresh=isinstance(iterator, BatchIterator))
 
 
 def check_batches(batches: Any) -> None:
-    """That there may be batches in it.
-
-    Raises:
-        TypeError: There cannot.
-    """
+    """Refuses what cannot be a source of batches."""
+    if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
+        what = "a tuple of arrays" if isinstance(batches, tuple) else "an array"
+        raise TypeError(
+            f"batches is {what}, which would give one row, or one array, as each batch. For batches of rows, "
+            "jstep.batches(arrays, batch_size); for the same batch again and again, itertools.repeat(batch)."
+        )
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
             f"batches is a {type(batches).__name__}, which may be one batch, not a source of them. Give an object "
@@ -106,8 +119,14 @@ def check_batches(batches: Any) -> None:
         raise TypeError(f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable")
 
 
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic | jax.Array) or (
+        hasattr(value, "__dlpack__") and hasattr(value, "shape")
+    )
+
+
 def _is_sequence(batches: Any) -> bool:
-    return isinstance(batches, collections.abc.Sequence | Batches | np.ndarray | jax.Array)
+    return isinstance(batches, collections.abc.Sequence | Batches)
 
 
 def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:

@@ -1,6 +1,7 @@
 """The training loop: restore, run, save."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,11 +9,9 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import Saver
-from jstep.core.checks import as_bool, as_int
-from jstep.core.loops import as_unroll
 from jstep.core.meshes import instead_of_another, mesh_of
 from jstep.hooks.visible import visible_logging
-from jstep.loop.checks import check, check_places, list_of_hooks
+from jstep.loop.checks import check
 from jstep.loop.options import Options
 from jstep.loop.run import Run
 from jstep.loop.sources import check_batches
@@ -43,19 +42,21 @@ def train(
     A run that was stopped, killed or preempted and is started again goes on as if nothing had happened: the step,
     and with it the rates, the averages, the random numbers and the batches, come from the checkpoint.
 
-    Whatever ends a run early (a signal, the batches, a hook, the step itself) loses no state: the last whole one is in
-    the exception's `state` attribute, and saved where there is a checkpoint_dir, but not where its loss is not finite,
-    nor on several processes (there only for signals, which all of them see). A note of the exception names step and
-    batch.
+    Whatever ends a run early (a signal, the batches, a hook, a batch of a wrong shape) loses no state: the last whole
+    one is in the exception's `state` attribute, and saved if there is a checkpoint_dir, unless its loss is not finite,
+    or there are several processes (then only for signals, which all of them see). A note of the exception names step
+    and batch. A step that fails while it runs on the device (out of memory, a host callback that raises) is the
+    exception: the state was donated to it and is lost, and the run resumes from the last checkpoint.
 
     Args:
         train_step: What `minimize` returned, or any function `(state, *args) -> (state, metrics)` that advances
             `global_step` by one.
-        state: Where to start; where a checkpoint is restored, the structure and the place of what it holds.
-            A compiled step takes over its memory.
+        state: Where to start. If a checkpoint is restored, the state is a template: it gives structure, shapes, dtypes
+            and sharding, and may be abstract. It is donated to a compiled step.
         batches: An object with `batches[N]` (`jstep.batches`), a function of the step, an iterator with `get_state`
             and `set_state`, whose position is kept with the checkpoint, or any iterable. A tuple is passed as
-            `*args`, anything else as one argument. Where it ends, the run ends, with a warning.
+            `*args`, anything else (a list, too) as one argument. What it returns is copied before the next batch is
+            asked for: a loader may reuse its buffers. If it ends, the run ends, with a warning.
         last_step: The global step at which the run ends, absolute: a run restored at it has nothing to do.
         hooks: What happens around the steps; see `Hook`, and `every` for functions. They come before the stock ones,
             each `CheckpointSaverHook` behind the others. A `StepCounterHook` among them takes the place of the stock
@@ -69,8 +70,9 @@ def train(
         save_summaries_steps: How often to write summaries, in steps; None for never. A `SummarySaverHook` among the
             hooks that was made without a writer says so itself.
         log_steps: How often to log, in steps; None for never. The last step is always logged.
-        steps_per_call: How many steps to make in one call, scanned over stacked batches. A call is made shorter
-            so as to end on the next step at which a hook is due.
+        steps_per_call: How many steps to take in one call, scanned over stacked batches. If a hook is due before such
+            a call would end, or the shapes of batches differ, steps are taken one at a time: there are two compiled
+            programs, whatever the cadences, and each compilation is logged with its reason.
         progress: None for one line on a terminal and log lines elsewhere, True for the line, False for silence.
         batch_sharding: Where batches go, a sharding or a tree of them: each process's rows become its part of one
             global array.
@@ -84,10 +86,10 @@ def train(
         KeyboardInterrupt: SIGINT arrived; likewise. A second SIGINT leaves at once. Where SIGINT is ignored when the
             run starts (`nohup`, a background job), it stays ignored.
         RuntimeError: The state has no global step, or was donated to an earlier step.
-        TypeError: An argument is of the wrong type, train_step returns something else than a state and metrics, or a
-            hook something else than `Hook` says.
-        ValueError: An argument is out of range, the checkpoint does not fit the state, train_step does not advance
-            the step by one, there is no batch for the first step, or a hook returns a state that does not fit.
+        TypeError: train_step returns something else than a state and metrics, or a hook something else than `Hook`
+            says.
+        ValueError: The checkpoint does not fit the state, train_step does not advance the step by one, there is no
+            batch for the first step, or a hook returns a state that does not fit.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -100,37 +102,10 @@ def train(
 
     Source: `tf.train.MonitoredTrainingSession`.
     """
-    hooks = list_of_hooks(hooks)
-    last_step = as_int(last_step, "last_step", 0)
-    steps_per_call = as_int(steps_per_call, "steps_per_call", 1)
-    progress = None if progress is None else as_bool(progress, "progress")
-    check(
-        train_step,
-        state,
-        last_step,
-        save_checkpoint_secs=save_checkpoint_secs,
-        save_checkpoint_steps=save_checkpoint_steps,
-        save_summaries_steps=save_summaries_steps,
-        log_steps=log_steps,
-    )
+    given = locals()
+    options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
+    check(train_step, state, options.last_step)
     check_batches(batches)
-    unroll = as_unroll(unroll)
-    check_places(checkpoint_dir, checkpoint_prefix, logdir, batch_sharding)
-    options = Options(
-        last_step=last_step,
-        hooks=hooks,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_prefix=checkpoint_prefix,
-        save_checkpoint_secs=save_checkpoint_secs,
-        save_checkpoint_steps=save_checkpoint_steps,
-        logdir=logdir,
-        save_summaries_steps=save_summaries_steps,
-        log_steps=log_steps,
-        steps_per_call=steps_per_call,
-        progress=progress,
-        batch_sharding=batch_sharding,
-        unroll=unroll,
-    )
     seen = progress is not False and jax.process_index() == 0
     # States lie on Auto axes: hooks and evaluations may compute with them as they are.
     with instead_of_another(mesh_of(state)), visible_logging() if seen else contextlib.nullcontext():

@@ -1,18 +1,13 @@
 """Metrics that are not means over examples: objects for `jstep.evaluator`, with `merge` and `compute`."""
 
 from jstep.core.public import publish as _publish
-from jstep.metrics.accuracy import Accuracy, accuracy
-from jstep.metrics.auc import AUC, auc
-from jstep.metrics.confusion_matrix import ConfusionMatrix, confusion_matrix
-from jstep.metrics.f1 import F1, f1
-from jstep.metrics.perplexity import Perplexity, perplexity
+from jstep.metrics.accuracy import accuracy
+from jstep.metrics.auc import auc
+from jstep.metrics.confusion_matrix import confusion_matrix
+from jstep.metrics.f1 import f1
+from jstep.metrics.perplexity import perplexity
 
 __all__ = [
-    "AUC",
-    "F1",
-    "Accuracy",
-    "ConfusionMatrix",
-    "Perplexity",
     "accuracy",
     "auc",
     "confusion_matrix",

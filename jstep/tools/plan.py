@@ -110,7 +110,7 @@ def plan(
     Example:
         >>> import jstep
         >>> schedule = jstep.linear_warmup(jstep.cosine_decay(0.1, 1000), 100)
-        >>> plan = jstep.plan(jstep.adam(schedule), 1000, hooks=[jstep.LoggingHook(250)], points=5)
+        >>> plan = jstep.plan(jstep.adam(schedule), 1000, hooks=[jstep.LoggingHook(every_n_steps=250)], points=5)
         >>> print(plan)
         steps 0 to 999
         <BLANKLINE>

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_int, shown
 from jstep.core.contexts import own_transfers
-from jstep.loop.checks import check, check_alive, check_places
-from jstep.loop.drive import drive, is_compiled, lengths
+from jstep.loop.checks import check, check_alive
+from jstep.loop.drive import drive, lengths
 from jstep.loop.feed import Call, calls
+from jstep.loop.options import check_places
+from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.saving import POSITION
 from jstep.loop.sources import Source, source_of
 from jstep.state import TrainState, global_step
-from jstep.training import scanned_step
 
 
 class Replay(NamedTuple):
@@ -99,12 +100,10 @@ def replay(
     source = _seekable(source_of(batches, start, step + 1, position), batches, start, position)
     on_device = steps_per_call == 1 and not is_compiled(train_step)
     if step > start:
-        if steps_per_call == 1:
-            made, call = calls(source, None, batch_sharding, on_device=on_device), train_step
-        else:
-            between = lengths(start, step, steps_per_call)
-            made, call = calls(source, between, batch_sharding), scanned_step(train_step)
-        at = drive(call, state, _exactly(made, step - start), start, step)
+        programs = Programs(train_step, several=steps_per_call > 1)
+        between = None if steps_per_call == 1 else lengths(start, step, steps_per_call)
+        made = calls(source, between, batch_sharding, on_device=on_device, stack_one=programs.stacks_one)
+        at = drive(programs, state, _exactly(made, step - start), start, step)
         if at.step < step:
             raise _too_few(at.step, step)
         state = at.state

@@ -17,6 +17,7 @@ from jstep.core.contexts import own_transfers
 from jstep.loop.checks import check_alive
 from jstep.loop.drive import drive
 from jstep.loop.feed import calls
+from jstep.loop.programs import Programs
 from jstep.loop.sources import HasState, Source, encoded, source_of
 from jstep.state import TrainState, global_step
 
@@ -104,7 +105,7 @@ def verify_resume(
         source = source_of(batches, first, first + count, position)
         # No batch more than there are steps: its position counts.
         made = itertools.islice(calls(source, None), count)
-        at = drive(train_step, state, made, first, first + count)
+        at = drive(Programs(train_step, several=False), state, made, first, first + count)
         if at.step < first + count:
             raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
         return at.state, source

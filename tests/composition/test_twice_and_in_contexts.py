@@ -88,7 +88,7 @@ def test_hooks_serve_two_runs(context):
     with CONTEXTS[context]():
         hooks = [
             jstep.NanLossHook(),
-            jstep.StepCounterHook(2),
+            jstep.StepCounterHook(every_n_steps=2),
             jstep.EvaluationHook(lambda state: {"norm": jnp.sum(jnp.square(state.params["w"]))}, every_n_steps=3),
             jstep.every(2, lambda step, state, metrics: lines.append(step)),
         ]

@@ -60,8 +60,9 @@ def test_links_inside_lead_somewhere(page: pathlib.Path) -> None:
 def test_every_public_name_is_in_the_reference_once() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "reference").glob("*.md")))
     listed = re.findall(r"^::: (jstep\.[\w.]+)$", pages, re.MULTILINE)
-    wanted = [f"jstep.{name}" for name in jstep.__all__ if name not in ("distributed", "summary")]
+    wanted = [f"jstep.{name}" for name in jstep.__all__ if name not in ("distributed", "metrics", "summary")]
     wanted += [f"jstep.summary.{name}" for name in jstep.summary.__all__]
+    wanted += [f"jstep.metrics.{name}" for name in jstep.metrics.__all__]
     wanted += [f"jstep.distributed.{name}" for name in jstep.distributed.__all__]
     assert sorted(listed) == sorted(wanted)
     contents = re.findall(r"`([\w.]+)`", (DOCS / "reference" / "index.md").read_text(encoding="utf-8"))

@@ -25,12 +25,28 @@ if count == 1:
     mine = list(parts)
 print("found", *jstep.evaluator(value, mine, batch_sharding=rows)(state).values())
 
+# Objects: counts are the same, whatever the number of processes and the sizes of their parts.
+def objects(params, x):
+    out = jnp.tanh(x @ params["w"])
+    truth = x[:, 0] + 0.1 * x[:, 1] > 0
+    return {"auc": jstep.metrics.auc(out[:, 0], truth), "pr": jstep.metrics.auc(out[:, 0], truth, "PR"),
+            "right": jstep.metrics.accuracy(out, jnp.argmax(x, axis=1)), "f1": jstep.metrics.f1(out[:, 0], truth, 0.1),
+            "matrix": jstep.metrics.confusion_matrix(jnp.argmax(out, 1), jnp.argmax(x, axis=1), 8),
+            "perplexity": jstep.metrics.perplexity(out, jnp.argmax(x, axis=1))}
+
+for part in (mine, jstep.batches(data[:55], 16, shuffle=False, num_epochs=1, drop_remainder=False)):
+    evaluate = jstep.evaluator(objects, part, batch_sharding=rows)
+    counts = evaluate(state)
+    assert evaluate(state) == counts
+    print("perplexity", counts.pop("perplexity"))
+    print("counts", *counts.values())
+
 # What steers a run decides alike; what is best is kept by all of them.
 import itertools
 then = [jstep.EarlyStopping("each", 2), jstep.KeepBest(directory + f"/best{count}", "each")]
 losses = itertools.chain([3.0, 2.0, 1.0], itertools.repeat(1.0 - process))  # the first one's numbers count
 hooks = [jstep.EvaluationHook(lambda state: {"each": next(losses)}, every_n_steps=5, then=then), jstep.MetricsHook(
-    lambda step, values: print("metrics", step, *values.values()), 10)]
+    lambda step, values: print("metrics", step, *values.values()), every_n_steps=10)]
 with jax.transfer_guard("disallow"):  # which is for the user's own transfers
     end = jstep.train(
         jstep.minimize(loss_fn, optimizer), state, batches, 100, hooks=hooks, batch_sharding=rows, progress=False,
@@ -69,6 +85,9 @@ def test_the_same_on_two_processes_as_on_one(alone, tmp_path):
         np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-6)
         np.testing.assert_array_equal(np.stack(found)[:, 3], np.stack(expected)[:, 3])  # counted, so the same
     assert said(first, "found") == said(second, "found")
+    assert said(first, "counts") == said(second, "counts") == said(alone, "counts") != []
+    for a, b in zip(said(first, "perplexity"), said(alone, "perplexity"), strict=True):
+        assert float(a) == pytest.approx(float(b), rel=1e-6)
     assert said(first, "end") == said(second, "end") == said(alone, "end") == ["25 [15]"]
     assert len(said(first, "metrics")) == 3
     assert said(second, "metrics") == []  # the first one writes

@@ -10,9 +10,9 @@ import jstep
 from jstep.hooks.hook import NEVER
 
 CADENCED = {
-    "counter": lambda steps: jstep.StepCounterHook(steps),
-    "logging": lambda steps: jstep.LoggingHook(steps),
-    "summary": lambda steps: jstep.SummarySaverHook(Writer(), steps),
+    "counter": lambda steps: jstep.StepCounterHook(every_n_steps=steps),
+    "logging": lambda steps: jstep.LoggingHook(every_n_steps=steps),
+    "summary": lambda steps: jstep.SummarySaverHook(Writer(), save_steps=steps),
     "evaluation": lambda steps: jstep.EvaluationHook(lambda state: {}, every_n_steps=steps),
     "checkpoint": lambda steps: jstep.CheckpointSaverHook("unused", save_steps=steps),
 }
@@ -71,30 +71,34 @@ def test_seconds_or_steps_whichever_comes_first(tmp_path):
 
 
 BAD = [
-    (lambda: jstep.StepCounterHook(0), ValueError, "every_n_steps=0: must be at least 1"),
-    (lambda: jstep.StepCounterHook(2.5), TypeError, "every_n_steps=2.5: must be an integer"),
-    (lambda: jstep.StepCounterHook(True), TypeError, "every_n_steps=True: must be an integer"),
-    (lambda: jstep.StepCounterHook(None), ValueError, "every_n_steps=None and every_n_secs=None: say how often"),
-    (lambda: jstep.LoggingHook(None), ValueError, "say how often"),
+    (lambda: jstep.StepCounterHook(every_n_steps=0), ValueError, "every_n_steps=0: must be at least 1"),
+    (lambda: jstep.StepCounterHook(every_n_steps=2.5), TypeError, "every_n_steps=2.5: must be an integer"),
+    (lambda: jstep.StepCounterHook(every_n_steps=True), TypeError, "every_n_steps=True: must be an integer"),
+    (
+        lambda: jstep.StepCounterHook(every_n_steps=None),
+        ValueError,
+        "every_n_steps=None and every_n_secs=None: say how often",
+    ),
+    (lambda: jstep.LoggingHook(every_n_steps=None), ValueError, "say how often"),
     (lambda: jstep.LoggingHook(every_n_secs=-1), ValueError, "every_n_secs=-1: must be > 0"),
     (lambda: jstep.LoggingHook(every_n_secs=math.nan), ValueError, "every_n_secs=nan: must be > 0"),
     (lambda: jstep.LoggingHook(every_n_secs=math.inf), ValueError, "every_n_secs=inf: must be > 0 and finite"),
     (lambda: jstep.LoggingHook(every_n_secs="5"), TypeError, "every_n_secs='5': must be a number of seconds"),
     (lambda: jstep.SummarySaverHook("logs"), TypeError, "summary_writer='logs': must have a method add_summary"),
-    (lambda: jstep.SummarySaverHook(Writer(), -3), ValueError, "save_steps=-3: must be at least 1"),
+    (lambda: jstep.SummarySaverHook(Writer(), save_steps=-3), ValueError, "save_steps=-3: must be at least 1"),
     (lambda: jstep.CheckpointSaverHook("d", save_steps=0), ValueError, "save_steps=0: must be at least 1"),
-    (lambda: jstep.CheckpointSaverHook("d", 0), ValueError, "save_secs=0: must be > 0"),
+    (lambda: jstep.CheckpointSaverHook("d", save_secs=0), ValueError, "save_secs=0: must be > 0"),
     (lambda: jstep.CheckpointSaverHook(7), TypeError, "directory"),
     (lambda: jstep.StopAtStepHook(), ValueError, "num_steps=None, last_step=None: give exactly one"),
-    (lambda: jstep.StopAtStepHook(1, 2), ValueError, "num_steps=1, last_step=2: give exactly one"),
-    (lambda: jstep.StopAtStepHook(0), ValueError, "num_steps=0: must be at least 1"),
-    (lambda: jstep.NanLossHook(0), ValueError, "every_n_steps=0: must be at least 1"),
+    (lambda: jstep.StopAtStepHook(num_steps=1, last_step=2), ValueError, "num_steps=1, last_step=2: give exactly one"),
+    (lambda: jstep.StopAtStepHook(num_steps=0), ValueError, "num_steps=0: must be at least 1"),
+    (lambda: jstep.NanLossHook(every_n_steps=0), ValueError, "every_n_steps=0: must be at least 1"),
     (
-        lambda: jstep.ProfilerHook("d", 5, 5),
+        lambda: jstep.ProfilerHook("d", start_step=5, stop_step=5),
         ValueError,
         "start_step=5, stop_step=5: must be 0 ≤ start_step < stop_step",
     ),
-    (lambda: jstep.ProfilerHook("d", 1.0, 5), TypeError, "start_step=1.0: must be an integer"),
+    (lambda: jstep.ProfilerHook("d", start_step=1.0, stop_step=5), TypeError, "start_step=1.0: must be an integer"),
     (lambda: jstep.EvaluationHook(3, every_n_steps=1), TypeError, "evaluate=3: must be a function of the state"),
     (lambda: jstep.EvaluationHook(lambda state: {}), ValueError, "every_n_steps=None and every_n_secs=None"),
 ]
@@ -108,7 +112,7 @@ def test_bad_arguments_are_named(make, error, words):
 
 
 def test_numpy_integers_will_do():
-    assert jstep.LoggingHook(np.int64(10)).next_due(3) == 10
+    assert jstep.LoggingHook(every_n_steps=np.int64(10)).next_due(3) == 10
     assert jstep.StopAtStepHook(last_step=np.int32(5)).next_due(0) == 5
 
 
@@ -117,18 +121,19 @@ def test_the_base_class_does_nothing():
     assert hook.begin(state_at()) is None
     assert hook.after_step(1, state_at(1), {}) is None
     assert hook.next_due(3) is None
-    assert hook.next_multiple(3) is None
-    hook.after_first_call(1)
-    hook.after_call(range(1, 3), {})
-    assert hook.before_save(1) is None
+    hook.before_step(0, state_at())
     hook.end(1, state_at(1))
-    hook.close()
+
+
+def test_the_protocol_is_small():
+    public = {name for name in vars(jstep.Hook) if not name.startswith("_")}
+    assert public <= {"begin", "before_step", "after_step", "end", "next_due", "get_state", "set_state"}
 
 
 BOTH = {
-    "counter": lambda clock, steps: jstep.StepCounterHook(steps, 5, clock=clock),
-    "logging": lambda clock, steps: jstep.LoggingHook(steps, 5, clock=clock),
-    "summary": lambda clock, steps: jstep.SummarySaverHook(Writer(), steps, 5, clock=clock),
+    "counter": lambda clock, steps: jstep.StepCounterHook(every_n_steps=steps, every_n_secs=5, clock=clock),
+    "logging": lambda clock, steps: jstep.LoggingHook(every_n_steps=steps, every_n_secs=5, clock=clock),
+    "summary": lambda clock, steps: jstep.SummarySaverHook(Writer(), save_steps=steps, save_secs=5, clock=clock),
 }
 
 
@@ -151,7 +156,11 @@ MORE_BAD = [
         TypeError,
         "summary_writer=3: must have a method",
     ),
-    (lambda: jstep.StepCounterHook(1, summary_writer=3), TypeError, "summary_writer=3: must have a method"),
+    (
+        lambda: jstep.StepCounterHook(every_n_steps=1, summary_writer=3),
+        TypeError,
+        "summary_writer=3: must have a method",
+    ),
     (lambda: jstep.SummarySaverHook(Writer), TypeError, "must have a method add_summary"),
     (lambda: jstep.SummarySaverHook(Writer(), histograms=3), TypeError, "histograms=3: must be globs of paths"),
     (lambda: jstep.SummarySaverHook(Writer(), histograms=["a", 3]), TypeError, "must be globs of paths"),
@@ -160,9 +169,13 @@ MORE_BAD = [
     (lambda: jstep.LoggingHook(counter=3), TypeError, "counter=3: must be a StepCounterHook"),
     (lambda: jstep.LoggingHook(level="loud"), ValueError, "level='loud': must be a level of logging"),
     (lambda: jstep.LoggingHook(clock=3), TypeError, "clock=3: must be a function"),
-    (lambda: jstep.NanLossHook(None), TypeError, "every_n_steps=None: must be an integer"),
-    (lambda: jstep.NanLossHook(10, "no"), TypeError, "fail_on_nan_loss='no': must be True or False"),
-    (lambda: jstep.ProfilerHook(3, 1, 2), TypeError, "logdir=3: must be a string or a path"),
+    (lambda: jstep.NanLossHook(every_n_steps=None), TypeError, "every_n_steps=None: must be an integer"),
+    (
+        lambda: jstep.NanLossHook(every_n_steps=10, fail_on_nan_loss="no"),
+        TypeError,
+        "fail_on_nan_loss='no': must be True or False",
+    ),
+    (lambda: jstep.ProfilerHook(3, start_step=1, stop_step=2), TypeError, "logdir=3: must be a string or a path"),
     (lambda: jstep.EvaluationHook(print, every_n_steps=1, prefix=3), TypeError, "prefix=3: must be a text"),
 ]
 

@@ -13,10 +13,10 @@ import jstep
 
 def test_the_rate_leaves_the_first_step_out():
     clock, writer = Clock(), Writer()
-    hook = jstep.StepCounterHook(10, summary_writer=writer, clock=clock)
+    hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     hook.begin(state_at())
     clock.now += 60  # compilation
-    hook.after_first_call(1)
+    hook.started(range(1, 1 + 1), {}, None)
     clock.now += 9
     hook.after_step(10, state_at(10), {})
     assert hook.steps_per_sec == pytest.approx(1.0)
@@ -27,16 +27,16 @@ def test_the_rate_leaves_the_first_step_out():
 
 
 def test_a_first_call_that_ends_where_it_is_due_gives_no_rate():
-    hook = jstep.StepCounterHook(10, clock=Clock())
+    hook = jstep.StepCounterHook(every_n_steps=10, clock=Clock())
     hook.begin(state_at())
-    hook.after_first_call(10)
+    hook.started(range(10, 10 + 1), {}, None)
     hook.after_step(10, state_at(10), {})
     assert hook.steps_per_sec is None
 
 
 def test_without_a_loop_the_first_due_step_begins_the_interval():
     clock = Clock()
-    hook = jstep.StepCounterHook(10, clock=clock)
+    hook = jstep.StepCounterHook(every_n_steps=10, clock=clock)
     hook.begin(state_at())
     for step in (10, 20):
         clock.now += 2
@@ -46,11 +46,11 @@ def test_without_a_loop_the_first_due_step_begins_the_interval():
 
 def test_a_second_run_forgets_the_first():
     clock = Clock()
-    hook = jstep.StepCounterHook(10, clock=clock)
+    hook = jstep.StepCounterHook(every_n_steps=10, clock=clock)
     for start in (0, 100):
         hook.begin(state_at(start))
         assert hook.steps_per_sec is None
-        hook.after_first_call(start + 1)
+        hook.started(range(start + 1, start + 1 + 1), {}, None)
         clock.now += 1
         hook.after_step(start + 10, state_at(), {})
         assert hook.steps_per_sec == pytest.approx(9.0)
@@ -76,12 +76,12 @@ class Late:
 @pytest.fixture
 def late(monkeypatch):
     """Arrays that are ready when told, and say whether they were read."""
-    from jstep.hooks import deferred, logging_hook, numbers_hook
+    from jstep.hooks import logging_hook, numbers_hook, pending
 
     monkeypatch.setattr(numbers_hook, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(deferred, "start_transfer", lambda values: None)
-    monkeypatch.setattr(deferred, "is_ready", lambda values: all(value.ready for value in values.values()))
-    monkeypatch.setattr(deferred, "read", lambda values: values)
+    monkeypatch.setattr(pending, "start_transfer", lambda values: None)
+    monkeypatch.setattr(pending, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(pending, "read", lambda values: values)
     monkeypatch.setattr(
         logging_hook, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
     )
@@ -90,7 +90,7 @@ def late(monkeypatch):
 
 def test_a_line_comes_when_its_values_are_there(late, caplog):
     caplog.set_level(logging.INFO)
-    hook, values = jstep.LoggingHook(10), [late(i) for i in range(4)]
+    hook, values = jstep.LoggingHook(every_n_steps=10), [late(i) for i in range(4)]
     hook.begin(state_at())
     hook.after_step(10, state_at(), {"loss": values[0]})
     hook.after_step(20, state_at(), {"loss": values[1]})
@@ -107,8 +107,10 @@ def test_a_line_comes_when_its_values_are_there(late, caplog):
 
 def test_a_line(caplog):
     caplog.set_level(logging.DEBUG, logger="jstep")
-    counter = jstep.StepCounterHook(10)
-    hook = jstep.LoggingHook(10, counter=counter, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG)
+    counter = jstep.StepCounterHook(every_n_steps=10)
+    hook = jstep.LoggingHook(
+        every_n_steps=10, counter=counter, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG
+    )
     hook.begin(state_at())
     counter.steps_per_sec = 812.34
     metrics = {
@@ -148,7 +150,7 @@ class Terminal:
 def test_progress_shows_step_loss_rate_and_time_left():
     pytest.importorskip("tqdm")
     clock, file = Clock(), Terminal()
-    hook = jstep.ProgressHook(40, every_n_secs=1, file=file, clock=clock)
+    hook = jstep.ProgressHook(last_step=40, every_n_secs=1, file=file, clock=clock)
     hook.begin(state_at(10))
     for step in range(11, 31):
         clock.now += 0.1
@@ -167,7 +169,7 @@ def test_progress_shows_step_loss_rate_and_time_left():
 def test_progress_without_tqdm(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
     with pytest.raises(ImportError, match=r"pip install 'jstep\[progress\]'"):
-        jstep.ProgressHook(1)
+        jstep.ProgressHook(last_step=1)
 
 
 # log_every_n
@@ -218,12 +220,12 @@ def test_log_every_n_formats_only_what_it_logs(caplog):
 def test_time_left_is_that_of_this_run_after_a_restart():
     """Steps that an earlier run made took no time in this one."""
     pytest.importorskip("tqdm")
-    hook = jstep.ProgressHook(1000, every_n_secs=0, file=Terminal(), clock=Clock())
+    hook = jstep.ProgressHook(last_step=1000, every_n_secs=0, file=Terminal(), clock=Clock())
     hook.begin(state_at(900))
     hook._bar._time = clock = Clock()
     clock.now = hook._bar.start_t + 60  # compilation
     hook._bar.last_print_t = hook._bar.start_t
-    hook.after_first_call(901)
+    hook.started(range(901, 901 + 1), {}, None)
     began = hook._bar.start_t
     clock.now += 10
     hook.after_step(950, state_at(950), {"loss": 1.0})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.hooks.run_hook import RunHook
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)
@@ -37,7 +38,7 @@ def test_lines_are_the_fingerprints_of_the_states(tmp_path):
             leaves = jstep.fingerprint(state, per_leaf=True)
             states[step] = as_text(jstep.fingerprint(state)), {path: as_text(pair) for path, pair in leaves.items()}
 
-    run(7, Keep(), jstep.FingerprintHook(3, path))
+    run(7, Keep(), jstep.FingerprintHook(every_n_steps=3, path=path))
     assert lines(path) == [{"step": n, "state": states[n][0], "leaves": states[n][1]} for n in (3, 6)]
     assert set(states[3][1]) == {"params/w", "slots/momentum/w", "global_step"}
 
@@ -48,14 +49,14 @@ def as_text(pair):
 
 
 def test_logdir_and_no_leaves(tmp_path):
-    run(4, jstep.FingerprintHook(2, per_leaf=False), logdir=tmp_path / "run")
+    run(4, jstep.FingerprintHook(every_n_steps=2, per_leaf=False), logdir=tmp_path / "run")
     found = lines(tmp_path / "run" / "fingerprints.jsonl")
     assert [set(line) for line in found] == [{"step", "state"}] * 2
 
 
 def test_several_steps_a_call_end_where_it_is_due(tmp_path):
-    run(10, jstep.FingerprintHook(4, tmp_path / "a"))
-    run(10, jstep.FingerprintHook(4, tmp_path / "b"), steps_per_call=3)
+    run(10, jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "a"))
+    run(10, jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "b"), steps_per_call=3)
     assert [line["step"] for line in lines(tmp_path / "b")] == [4, 8]
     assert len(lines(tmp_path / "a")) == 2
 
@@ -70,19 +71,19 @@ def test_nowhere_to_write(tmp_path):
 
 
 def test_a_run_that_goes_on_makes_the_same_lines(tmp_path, caplog):
-    run(8, jstep.FingerprintHook(2, tmp_path / "whole"))
+    run(8, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "whole"))
     for last in (4, 8):
-        run(last, jstep.FingerprintHook(2, tmp_path / "log"), checkpoint_dir=tmp_path / "ckpt")
+        run(last, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), checkpoint_dir=tmp_path / "ckpt")
     assert (tmp_path / "log").read_text() == (tmp_path / "whole").read_text()
     assert "other bits" not in caplog.text
 
 
 def test_other_bits_are_told_by_step_and_leaf(tmp_path, caplog):
     path = tmp_path / "log"
-    run(6, jstep.FingerprintHook(2, path))
+    run(6, jstep.FingerprintHook(every_n_steps=2, path=path))
     before = lines(path)
     with caplog.at_level(logging.WARNING, "jstep"):
-        run(6, jstep.FingerprintHook(2, path), batches=lambda step: batch(step + (step >= 3)))
+        run(6, jstep.FingerprintHook(every_n_steps=2, path=path), batches=lambda step: batch(step + (step >= 3)))
     (four, six) = [record.getMessage() for record in caplog.records if "other bits" in record.getMessage()]
     assert four.startswith("step 4 was made again with other bits")
     assert "params/w" in four
@@ -91,18 +92,18 @@ def test_other_bits_are_told_by_step_and_leaf(tmp_path, caplog):
     assert "step 6" in six
     assert len(lines(path)) == 6  # the later line counts, the earlier one is there
     caplog.clear()
-    run(6, jstep.FingerprintHook(2, path), batches=lambda step: batch(step + (step >= 3)))
+    run(6, jstep.FingerprintHook(every_n_steps=2, path=path), batches=lambda step: batch(step + (step >= 3)))
     assert "other bits" not in caplog.text
     assert lines(path)[:3] == before
 
 
 def test_raise_ends_the_run_before_a_checkpoint(tmp_path):
     path = tmp_path / "log"
-    run(4, jstep.FingerprintHook(2, path))
+    run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     with pytest.raises(jstep.DivergenceError, match="step 2 was made again") as caught:
         run(
             4,
-            jstep.FingerprintHook(2, path, on_divergence="raise"),
+            jstep.FingerprintHook(every_n_steps=2, path=path, on_divergence="raise"),
             batches=lambda step: batch(step + 1),
             checkpoint_dir=tmp_path / "ckpt",
             save_checkpoint_steps=2,
@@ -113,40 +114,42 @@ def test_raise_ends_the_run_before_a_checkpoint(tmp_path):
 
 
 def test_without_leaves_the_step_is_told(tmp_path, caplog):
-    run(2, jstep.FingerprintHook(2, tmp_path / "log", per_leaf=False))
+    run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log", per_leaf=False))
     with caplog.at_level(logging.WARNING, "jstep"):
-        run(2, jstep.FingerprintHook(2, tmp_path / "log"), batches=lambda step: batch(step + 1))
+        run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), batches=lambda step: batch(step + 1))
     assert "which leaves is not known" in caplog.text
 
 
 def test_another_model_is_told(tmp_path, caplog):
-    run(2, jstep.FingerprintHook(2, tmp_path / "log"))
+    run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"))
     optimizer = jstep.gradient_descent(0.1)
     other = jstep.TrainState.create({"v": jnp.zeros(3)}, optimizer)
     step = jstep.minimize(lambda params, x: ((params["v"] - x) ** 2).sum(), optimizer)
     with caplog.at_level(logging.WARNING, "jstep"):
-        jstep.train(step, other, batch, 2, hooks=[jstep.FingerprintHook(2, tmp_path / "log")], progress=False)
+        jstep.train(
+            step, other, batch, 2, hooks=[jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log")], progress=False
+        )
     assert "fingerprints of another model" in caplog.text
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
 def test_a_torn_last_line_is_mended(tmp_path, cut):
     path = tmp_path / "log"
-    run(4, jstep.FingerprintHook(2, path))
+    run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
-    run(4, jstep.FingerprintHook(2, path))
+    run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     expected = [2, 4, 2, 4] if cut == 1 else [2, 2, 4]  # only the end of the line was missing
     assert [line["step"] for line in lines(path)] == expected
 
 
 def test_a_damaged_line_is_passed_over(tmp_path, caplog):
     path = tmp_path / "log"
-    run(4, jstep.FingerprintHook(2, path))
+    run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     first, second = path.read_text().splitlines(keepends=True)
     path.write_text(first[:20] + "\n" + second)
     with caplog.at_level(logging.WARNING, "jstep"):
-        run(4, jstep.FingerprintHook(2, path))
+        run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     assert "line 1 is no fingerprint" in caplog.text
     assert "other bits" not in caplog.text
 
@@ -154,11 +157,17 @@ def test_a_damaged_line_is_passed_over(tmp_path, caplog):
 def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
     path, seen = tmp_path / "log", {}
 
-    class Look(jstep.Hook):
+    class Look(RunHook):
         def before_save(self, step):
             seen[step] = [line["step"] for line in lines(path)]
 
-    run(6, jstep.FingerprintHook(2, path), Look(), checkpoint_dir=tmp_path / "ckpt", save_checkpoint_steps=4)
+    run(
+        6,
+        jstep.FingerprintHook(every_n_steps=2, path=path),
+        Look(),
+        checkpoint_dir=tmp_path / "ckpt",
+        save_checkpoint_steps=4,
+    )
     assert seen == {4: [2, 4], 6: [2, 4, 6]}
 
 
@@ -169,7 +178,7 @@ def test_a_run_that_fails_leaves_its_lines(tmp_path):
         return batch(step)
 
     with pytest.raises(OSError, match="the disk is gone"):
-        run(9, jstep.FingerprintHook(2, tmp_path / "log"), batches=batches)
+        run(9, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), batches=batches)
     assert [line["step"] for line in lines(tmp_path / "log")] == [2, 4]
 
 
@@ -199,7 +208,7 @@ def test_the_loop_does_not_wait_for_the_device(tmp_path, monkeypatch):
 
     monkeypatch.setattr("jstep.hooks.fingerprint.stacked", stacked)
     start = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.gradient_descent(0.1), model_state={"n": jnp.zeros(2)})
-    hook = jstep.FingerprintHook(1, tmp_path / "log")
+    hook = jstep.FingerprintHook(every_n_steps=1, path=tmp_path / "log")
     hook.begin(start)
     hook.after_step(1, start, {})
     hook.after_step(2, start, {})
@@ -229,7 +238,7 @@ def test_bad_arguments(kwargs, error, message):
 
 
 def test_a_hook_serves_several_runs(tmp_path):
-    hook = jstep.FingerprintHook(2)
+    hook = jstep.FingerprintHook(every_n_steps=2)
     for name in ("a", "b"):
         run(2, hook, logdir=tmp_path / name)
     assert (tmp_path / "a/fingerprints.jsonl").read_text() == (tmp_path / "b/fingerprints.jsonl").read_text()

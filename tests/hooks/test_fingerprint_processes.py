@@ -12,7 +12,7 @@ for seed in map(int, seeds):
     state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P("data"))
     begun = jstep.fingerprint(state)
     print("begun", *(f"{int(x):08x}" for x in np.asarray(begun.addressable_data(0))))
-    hook = jstep.FingerprintHook(3, path, on_divergence="raise")
+    hook = jstep.FingerprintHook(every_n_steps=3, path=path, on_divergence="raise")
     batches = jstep.batches(data, 16, seed=seed)
     try:
         jstep.train(step, state, batches, 9, hooks=[hook], batch_sharding=rows, progress=False)

@@ -58,7 +58,7 @@ def test_a_hook_serves_a_second_run(tmp_path):
 
 def test_a_hook_with_a_writer_of_its_own_leaves_the_stock_one_alone(tmp_path):
     with jstep.summary.SummaryWriter(tmp_path / "own") as writer:
-        run(tmp_path / "run", [jstep.SummarySaverHook(writer, 1)], save_summaries_steps=4)
+        run(tmp_path / "run", [jstep.SummarySaverHook(writer, save_steps=1)], save_summaries_steps=4)
     assert tags(tmp_path / "own")["loss"] == [1, 2, 3, 4]
     assert tags(tmp_path / "run")["loss"] == [4]
 

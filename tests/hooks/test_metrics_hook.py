@@ -12,11 +12,12 @@ import pytest
 from hooked_runs import batches, train
 
 import jstep
+from jstep.hooks.run_hook import RunHook
 
 
 def rows_of(last_step, every_n_steps, mean=False, **kwargs):
     rows = []
-    hook = jstep.MetricsHook(lambda step, values: rows.append((step, values)), every_n_steps, mean)
+    hook = jstep.MetricsHook(lambda step, values: rows.append((step, values)), every_n_steps=every_n_steps, mean=mean)
     train(last_step, [hook], **kwargs)
     return rows
 
@@ -52,14 +53,15 @@ class Late:
 
 
 def test_it_never_waits(monkeypatch):
-    from jstep.hooks import deferred, numbers_hook
+    from jstep.hooks import metrics_hook, numbers_hook, pending
 
     monkeypatch.setattr(numbers_hook, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(deferred, "start_transfer", lambda values: None)
-    monkeypatch.setattr(deferred, "is_ready", lambda values: values["loss"].ready)
-    monkeypatch.setattr(deferred, "read", lambda values: {"loss": 1.0})
+    monkeypatch.setattr(pending, "start_transfer", lambda values: None)
+    monkeypatch.setattr(pending, "is_ready", lambda values: values["loss"].ready)
+    monkeypatch.setattr(pending, "read", lambda values: {"loss": 1.0})
+    monkeypatch.setattr(metrics_hook, "names_of_arrays", lambda metrics: [])
     rows, values = [], [Late() for _ in range(5)]
-    hook = jstep.MetricsHook(lambda step, values: rows.append(step), 10)
+    hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10)
     hook.begin(None)
     for i in range(3):
         hook.after_step(10 * (i + 1), None, {"loss": values[i]})
@@ -77,12 +79,12 @@ def test_it_never_waits(monkeypatch):
 def test_what_belongs_to_steps_before_a_checkpoint_is_written_before_it(tmp_path):
     rows = []
 
-    class Look(jstep.Hook):
+    class Look(RunHook):
         def before_save(self, step):
             saved.append((step, list(rows)))
 
     saved = []
-    hook = jstep.MetricsHook(lambda step, values: rows.append(step), 2)
+    hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=2)
     train(9, [hook, Look()], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
     assert saved == [(5, [2, 4]), (9, [2, 4, 6, 8, 9])]
 
@@ -97,7 +99,7 @@ def test_all_is_written_where_an_error_ends_the_run(mean):
         return batches(step)
 
     with pytest.raises(OSError, match="no shard"):
-        train(20, [jstep.MetricsHook(lambda *row: rows.append(row), 5, mean)], batches=broken)
+        train(20, [jstep.MetricsHook(lambda *row: rows.append(row), every_n_steps=5, mean=mean)], batches=broken)
     assert [(step, values["loss"]) for step, values in rows] == ([(5, 3.0), (7, 6.5)] if mean else [(5, 5.0), (7, 7.0)])
 
 
@@ -107,14 +109,14 @@ def test_what_write_raises_stops_the_run_with_the_step_named():
             raise OSError("no network")
 
     with pytest.raises(OSError, match="no network") as caught:
-        train(100, [jstep.MetricsHook(write, 5)])
+        train(100, [jstep.MetricsHook(write, every_n_steps=5)])
     assert "given the metrics of step 10" in "\n".join(caught.value.__notes__)
     assert jstep.global_step(caught.value.state) < 100
 
 
 def test_one_hook_may_serve_several_runs():
     rows = []
-    hook = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), 4, True)
+    hook = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=4, mean=True)
     for _ in range(2):
         train(6, [hook])
     assert rows == [(4, 2.5), (6, 5.5)] * 2
@@ -123,8 +125,10 @@ def test_one_hook_may_serve_several_runs():
 def test_the_recipes_of_the_docstring(tmp_path):
     with open(tmp_path / "m.csv", "w", newline="") as table, open(tmp_path / "m.jsonl", "w") as lines:
         writer = csv.writer(table)
-        to_json = jstep.MetricsHook(lambda step, v: print(json.dumps({"step": step, **v}), file=lines, flush=True), 2)
-        train(4, [jstep.MetricsHook(lambda step, v: writer.writerow([step, v["loss"]]), 2), to_json])
+        to_json = jstep.MetricsHook(
+            lambda step, v: print(json.dumps({"step": step, **v}), file=lines, flush=True), every_n_steps=2
+        )
+        train(4, [jstep.MetricsHook(lambda step, v: writer.writerow([step, v["loss"]]), every_n_steps=2), to_json])
     assert (tmp_path / "m.csv").read_text().split() == ["2,2.0", "4,4.0"]
     assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [2, 4]
 
@@ -135,7 +139,7 @@ def test_wandb(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(project="jstep", dir=str(tmp_path)) as run:
-        train(4, [jstep.MetricsHook(lambda step, values: run.log(values, step=step), 2)])
+        train(4, [jstep.MetricsHook(lambda step, values: run.log(values, step=step), every_n_steps=2)])
         run.log({"end": 1}, step=5)  # it keeps a step until it sees a later one
         assert run.summary["loss"] == 4.0
 
@@ -146,16 +150,16 @@ def test_mlflow(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
     with mlflow.start_run() as run:
-        train(4, [jstep.MetricsHook(lambda step, values: mlflow.log_metrics(values, step=step), 2)])
+        train(4, [jstep.MetricsHook(lambda step, values: mlflow.log_metrics(values, step=step), every_n_steps=2)])
     history = mlflow.tracking.MlflowClient().get_metric_history(run.info.run_id, "loss")
     assert [(point.step, point.value) for point in history] == [(2, 2.0), (4, 4.0)]
 
 
 BAD = [
     (lambda: jstep.MetricsHook(3), TypeError, "write=3: must be a function (step, values)"),
-    (lambda: jstep.MetricsHook(print, 0), ValueError, "every_n_steps=0: must be at least 1"),
-    (lambda: jstep.MetricsHook(print, None), TypeError, "every_n_steps=None: must be an integer"),
-    (lambda: jstep.MetricsHook(print, 10, "no"), TypeError, "mean='no': must be True or False"),
+    (lambda: jstep.MetricsHook(print, every_n_steps=0), ValueError, "every_n_steps=0: must be at least 1"),
+    (lambda: jstep.MetricsHook(print, every_n_steps=None), TypeError, "every_n_steps=None: must be an integer"),
+    (lambda: jstep.MetricsHook(print, every_n_steps=10, mean="no"), TypeError, "mean='no': must be True or False"),
     (lambda: jstep.LoggingHook(mean=1), TypeError, "mean=1: must be True or False"),
     (lambda: jstep.SummarySaverHook(mean="no"), TypeError, "mean='no': must be True or False"),
 ]
@@ -183,14 +187,14 @@ class Writer:
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_means_in_summaries(steps_per_call):
     writer = Writer()
-    train(8, [jstep.SummarySaverHook(writer, 4, mean=True)], steps_per_call=steps_per_call)
+    train(8, [jstep.SummarySaverHook(writer, save_steps=4, mean=True)], steps_per_call=steps_per_call)
     assert [point for point in writer.points if point[1] == "loss"] == [(4, "loss", 2.5), (8, "loss", 6.5)]
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_means_in_lines_and_the_last_step_always(steps_per_call, caplog):
     caplog.set_level(logging.INFO)
-    train(10, [jstep.LoggingHook(4, mean=True)], steps_per_call=steps_per_call)
+    train(10, [jstep.LoggingHook(every_n_steps=4, mean=True)], steps_per_call=steps_per_call)
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split("  ")[:2] for line in lines] == [
         ["step 4", "loss 2.5"], ["step 8", "loss 6.5"], ["step 10", "loss 9.5"],
@@ -206,9 +210,9 @@ def test_the_last_step_is_logged_however_the_run_ends(caplog):
         return batches(step)
 
     with pytest.raises(OSError, match="no shard"):
-        train(20, [jstep.LoggingHook(5)], batches=broken)
-    train(20, [jstep.LoggingHook(5), jstep.StopAtStepHook(last_step=6)])
-    train(3, [jstep.LoggingHook(5)])
+        train(20, [jstep.LoggingHook(every_n_steps=5)], batches=broken)
+    train(20, [jstep.LoggingHook(every_n_steps=5), jstep.StopAtStepHook(last_step=6)])
+    train(3, [jstep.LoggingHook(every_n_steps=5)])
     lines = [record.getMessage().split("  ")[0] for record in caplog.records]
     assert lines == ["step 5", "step 7", "step 5", "step 6", "step 3"]
 

@@ -96,7 +96,9 @@ def test_a_directory_will_do_for_several_runs(tmp_path):
 
 def test_summaries_of_metrics_and_of_the_state():
     writer = Writer()
-    hook = jstep.SummarySaverHook(writer, 2, histograms=["params/*", "slots/momentum/*"], leave_out=lambda: {"beta"})
+    hook = jstep.SummarySaverHook(
+        writer, save_steps=2, histograms=["params/*", "slots/momentum/*"], leave_out=lambda: {"beta"}
+    )
     hook.begin(state_at())
     made = jstep.summary.scalar("made/in/the/step", 1.0, collections=())
     metrics = {"loss": jnp.float32(1), "beta": jnp.float32(0.9), "summary": made, "vector": jnp.ones(2)}
@@ -107,7 +109,7 @@ def test_summaries_of_metrics_and_of_the_state():
 
 
 def test_histograms_of_nothing():
-    hook = jstep.SummarySaverHook(Writer(), 1, histograms="params/v")
+    hook = jstep.SummarySaverHook(Writer(), save_steps=1, histograms="params/v")
     hook.begin(state_at())
     with pytest.raises(ValueError, match=r"histograms: 'params/v' matches nothing.*params/w"):
         hook.after_step(1, state_at(), {})
@@ -115,7 +117,7 @@ def test_histograms_of_nothing():
 
 def test_no_metrics_no_summary():
     writer = Writer()
-    jstep.SummarySaverHook(writer, 1).after_step(1, state_at(), {})
+    jstep.SummarySaverHook(writer, save_steps=1).after_step(1, state_at(), {})
     assert writer.points == []
 
 
@@ -126,7 +128,7 @@ def test_evaluation(caplog):
     caplog.set_level(logging.INFO)
     writer = Writer()
     hook = jstep.EvaluationHook(
-        lambda state: {"w": state.params["w"].sum()}, 10, summary_writer=writer, prefix="validation"
+        lambda state: {"w": state.params["w"].sum()}, every_n_steps=10, summary_writer=writer, prefix="validation"
     )
     hook.begin(state_at())
     for step in (5, 10, 15):

@@ -37,7 +37,7 @@ class Points:
 def counted(monkeypatch):
     monkeypatch.setattr(step_counter, "_markers", lambda metrics: [metrics["loss"]] if "loss" in metrics else [])
     clock, writer = Clock(), Points()
-    hook = jstep.StepCounterHook(10, summary_writer=writer, clock=clock)
+    hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     hook.begin(state_at())
     return hook, clock, writer
 
@@ -54,18 +54,25 @@ def test_the_loop_may_be_far_ahead(counted):
         hook.after_step(step, None, {"loss": markers[step]})
     assert hook.steps_per_sec is None
     clock.now += 9 - 0.002
+    assert hook.next_due(21) is None  # it looks after every call
+    hook.after_step(29, None, {})
     markers[10].ready = True
     hook.after_step(30, None, {"loss": markers[30]})
     assert hook.steps_per_sec == pytest.approx(1.0)
     assert hook.examples_per_sec == pytest.approx(4.0)
-    clock.now += 20
+    clock.now += 10
+    hook.after_step(31, None, {})
+    clock.now += 10
     markers[20].ready = markers[30].ready = True
     hook.after_step(40, None, {"loss": markers[40]})
     assert hook.steps_per_sec == pytest.approx(1.0)
     clock.now += 10
     hook.after_last(41, {})
     assert [step for step, _ in writer.points] == [10, 20, 30, 40]
-    assert [rate for _, rate in writer.points] == pytest.approx([1.0] * 4)
+    rates = [rate for _, rate in writer.points]
+    assert rates[:3] == pytest.approx([1.0] * 3)
+    assert rates[3] == pytest.approx(0.5)  # step 30 was finished at some time in these 20 s: never too high
+    assert [hook.rates_at(step)[0] for step in (15, 40)] == pytest.approx([1.0, 0.5])
 
 
 def test_a_first_call_that_the_device_has_not_begun_counts(counted):
@@ -83,9 +90,8 @@ def test_a_first_call_that_the_device_has_not_begun_counts(counted):
 def test_every_due_step_has_a_point_however_quick_the_run_is():
     for steps_per_call in (1, 4, 100):
         writer = Points()
-        train(20, [jstep.StepCounterHook(5, summary_writer=writer)], steps_per_call=steps_per_call)
-        # None of a first call that is compiled and ends where it is due.
-        assert [step for step, _ in writer.points] == [5, 10, 15, 20][steps_per_call == 100 :]
+        train(20, [jstep.StepCounterHook(every_n_steps=5, summary_writer=writer)], steps_per_call=steps_per_call)
+        assert [step for step, _ in writer.points] == [5, 10, 15, 20]
         assert all(rate > 0 for _, rate in writer.points)
 
 
@@ -93,7 +99,7 @@ def test_one_among_the_hooks_takes_the_place_of_the_stock_one(tmp_path, caplog):
     """It writes to train's logdir, and the lines show its figure."""
     pytest.importorskip("tensorboard")
     caplog.set_level(logging.INFO)
-    hook = jstep.StepCounterHook(4)
+    hook = jstep.StepCounterHook(every_n_steps=4)
     for run in ("a", "b"):  # and serves a second run
         train(10, [hook], logdir=tmp_path / run, log_steps=2, progress=None)
         points = []
@@ -108,7 +114,7 @@ def test_one_among_the_hooks_takes_the_place_of_the_stock_one(tmp_path, caplog):
 
 def test_examples_of_batches_of_many_shapes():
     def rate(batches, **kwargs):
-        hook = jstep.StepCounterHook(2)
+        hook = jstep.StepCounterHook(every_n_steps=2)
         optimizer = jstep.gradient_descent(0.1)
         state = jstep.TrainState.create({"w": 1.0}, optimizer)
         step = jstep.minimize(lambda params, *args: params["w"] ** 2, optimizer)

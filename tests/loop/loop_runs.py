@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
+from jstep.hooks.run_hook import RunHook
 
 OPTIMIZER = jstep.with_moving_average(
     jstep.adam(jstep.exponential_decay(0.1, 10, 0.9)), jstep.ExponentialMovingAverage(0.9)
@@ -44,12 +45,12 @@ def same(a, b):
     return all(leaves)
 
 
-class Calls(jstep.Hook):
+class Calls(RunHook):
     """Writes down what the loop calls."""
 
     def __init__(self, every_n=None, fail=None, stop=None):
         self.every_n, self.fail, self.stop = every_n, fail, stop
-        self.seen, self.metrics = [], {}
+        self.seen, self.metrics, self.calls = [], {}, []
 
     def note(self, *event):
         self.seen.append(event)
@@ -59,11 +60,11 @@ class Calls(jstep.Hook):
     def begin(self, state):
         self.note("begin", jstep.global_step(state))
 
-    def after_first_call(self, step):
-        self.note("first", step)
+    def started(self, steps, metrics, rows):
+        self.note("first", steps[-1])
 
-    def after_call(self, steps, metrics):
-        self.note("call", steps.start, steps.stop - 1)
+    def before_step(self, step, state):
+        self.calls.append(step)
 
     def after_step(self, step, state, metrics):
         self.metrics[step] = metrics
@@ -80,6 +81,7 @@ class Calls(jstep.Hook):
         self.note("end", step)
 
     def close(self):
+        super().close()
         self.note("close")
 
     def next_due(self, step):

@@ -30,11 +30,12 @@ def test_a_tuple_is_the_arguments_and_anything_else_one():
 def test_stacks_end_with_the_lengths_and_with_the_source():
     source = source_of(list(range(8)), 0, 100, None)
     made = handed_out(source, [3, 1, 2, 5])
-    assert [(call.args[0].tolist(), call.steps) for call in made] == [
+    assert [(np.asarray(call.args[0]).tolist(), call.steps) for call in made] == [
         ([0, 1, 2], 3),
-        ([3], 1),
+        (3, 1),
         ([4, 5], 2),
-        ([6, 7], 2),
+        (6, 1),
+        (7, 1),
     ]
 
 
@@ -54,12 +55,20 @@ def test_trees_are_stacked_leaf_by_leaf(array):
     assert isinstance(y, type(array(0.0)) if array is np.asarray else jax.Array)
 
 
-def test_ragged_batches_are_named():
-    batches = [{"x": np.zeros((4, 2))}, {"x": np.zeros((3, 2))}]
-    with pytest.raises(ValueError, match=r"steps_per_call: .*\[\(3, 2\), \(4, 2\)\] at 'x'.*steps_per_call=1"):
-        handed_out(source_of(batches, 0, 9, None), [2])
-    with pytest.raises(ValueError, match=r"steps_per_call: batches of different structures"):
-        handed_out(source_of([{"x": 1}, {"y": 1}], 0, 9, None), [2])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [{"x": np.zeros((4, 2))}, {"x": np.zeros((3, 2))}],
+        [{"x": np.zeros(2)}, {"y": np.zeros(2)}],
+        [{"x": np.zeros(2)}, {"x": np.zeros(2, int)}],
+    ],
+)
+def test_what_cannot_be_stacked_comes_one_by_one(batches):
+    made = handed_out(source_of(batches, 0, 9, None), [2])
+    assert [(call.steps, call.stacked, call.why != "") for call in made] == [(1, False, True)] * 2
+    made = handed_out(source_of(batches, 0, 9, None), [2], stack_one=True)
+    assert [(call.steps, call.stacked) for call in made] == [(1, True)] * 2
+    assert all(leaf.shape[0] == 1 for call in made for leaf in jax.tree.leaves(call.args))
 
 
 def test_sharding_has_no_part_in_the_step_axis():

@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from sources import Indexed, Positioned, PositionedLoader, numbers
@@ -26,7 +27,13 @@ def test_sequences_end_at_their_length():
     assert numbers([0, 10, 20]) == [0, 10, 20]
     assert numbers((0, 10, 20), start=2) == [20]
     assert numbers([0, 10], start=5) == []
-    assert numbers(np.arange(6).reshape(3, 2), start=1) == [[2, 3], [4, 5]]
+    assert numbers(list(np.arange(6).reshape(3, 2)), start=1) == [[2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("batches", [np.ones((5, 2)), jnp.ones(5), (np.ones(3), jnp.ones(3)), (np.ones(2),)])
+def test_arrays_are_no_batches(batches):
+    with pytest.raises(TypeError, match=r"batches is an? .*array.*jstep\.batches\("):
+        numbers(batches)
 
 
 def test_an_index_error_inside_of_a_known_length_is_no_end():

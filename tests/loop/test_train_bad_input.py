@@ -27,7 +27,11 @@ WRONG = [
     ({"batches": {"x": np.ones(3)}}, TypeError, "batches is a dict, which may be one batch"),
     ({"hooks": [jstep.LoggingHook]}, TypeError, r"hooks\[0\]=LoggingHook is a class; give an instance: LoggingHook\("),
     ({"hooks": [print]}, TypeError, r"hooks\[0\]=<built-in function print>: has none of begin, after_step"),
-    ({"hooks": jstep.LoggingHook(1)}, TypeError, r"hooks=<.*LoggingHook.*: must be a sequence of hooks, hooks=\[...\]"),
+    (
+        {"hooks": jstep.LoggingHook(every_n_steps=1)},
+        TypeError,
+        r"hooks=<.*LoggingHook.*: must be a sequence of hooks, hooks=\[...\]",
+    ),
     ({"hooks": 3}, TypeError, "hooks=3: must be a sequence of hooks, got int"),
     ({"save_checkpoint_steps": 0}, ValueError, "save_checkpoint_steps=0: must be at least 1"),
     ({"save_checkpoint_secs": -5}, ValueError, "save_checkpoint_secs=-5: must be > 0"),

@@ -1,5 +1,7 @@
 """`train`: several steps a call, and no waiting."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,7 @@ import jstep
 def test_calls_end_where_hooks_are_due():
     calls = Calls(every_n=7)
     train(25, hooks=[calls], steps_per_call=5)
-    made = [event[1:] for event in calls.seen if event[0] == "call"]
-    assert made == [(1, 5), (6, 7), (8, 12), (13, 14), (15, 19), (20, 21), (22, 25)]
+    assert calls.calls == [0, 5, 6, 7, 12, 13, 14, 19, 20, 21, 22, 23, 24]  # five steps, or one
     assert calls.steps() == [7, 14, 21]
     assert ("first", 5) in calls.seen
 
@@ -23,7 +24,7 @@ def test_calls_end_where_hooks_are_due():
 def test_a_hook_without_due_steps_is_called_after_every_call():
     calls = Calls()
     train(10, hooks=[calls], steps_per_call=4)
-    assert calls.steps() == [4, 8, 10]
+    assert calls.steps() == [4, 8, 9, 10]
 
 
 @pytest.mark.parametrize("start", [0, 2, 6])
@@ -47,9 +48,56 @@ def test_more_steps_a_call_than_there_are():
     np.testing.assert_allclose(train(3, steps_per_call=100).params["w"], by_hand(3).params["w"], rtol=1e-5)
 
 
-def test_ragged_batches_cannot_be_stacked():
-    with pytest.raises(ValueError, match=r"steps_per_call: batches of different shapes .* at 'x'"):
-        train(4, lambda n: {"x": np.ones((4 - n % 2, 2), np.float32)}, steps_per_call=2)
+def ragged(n):
+    return {"x": np.full((4 - (n % 3 == 2), 2), n, np.float32)}
+
+
+@pytest.mark.parametrize("steps_per_call", [2, 3, 100])
+def test_batches_of_other_shapes_are_calls_of_their_own(steps_per_call):
+    calls = Calls()
+    state = train(9, ragged, hooks=[calls], steps_per_call=steps_per_call)
+    np.testing.assert_allclose(state.params["w"], train(9, ragged).params["w"], rtol=1e-5)
+    assert calls.steps()[-1] == 9
+
+
+def stepped(params, x):
+    TRACED.append(x.shape)
+    return jnp.sum(params["w"]) ** 2 + jnp.mean(x)
+
+
+TRACED = []
+
+
+@pytest.mark.parametrize("cadences", [(7, 10, 25), (3, 4, 5), (1, 2, 50)])
+def test_there_are_two_programs_whatever_the_cadences(cadences, caplog):
+    caplog.set_level(logging.INFO)
+    step = jstep.minimize(stepped, OPTIMIZER)
+    hooks = [jstep.every(n, lambda *_: None) for n in cadences]
+    for last in (60, 121):  # and a second run compiles nothing
+        train(last, lambda n: np.ones(3, np.float32), hooks=hooks, step=step, steps_per_call=8)
+    compiled = [r.getMessage() for r in caplog.records if "compiling" in r.getMessage()]
+    assert len([r for r in caplog.records if "compil" in r.getMessage()]) == len(compiled) <= 2
+    assert all(
+        "train_step for 8 steps: steps_per_call=8" in m or "for 1 step: a hook is due at step" in m for m in compiled
+    )
+    assert step._cache_size() == 1
+
+
+def test_each_compilation_says_why(caplog):
+    caplog.set_level(logging.INFO)
+    step = jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER)
+    batches = lambda n: np.ones(3 + (n == 9), np.float32)  # noqa: E731
+    hook = jstep.every(250, lambda *_: None)
+    state = train(255, batches, hooks=[hook], step=step, steps_per_call=4, state=make_state(248))
+    train(12, batches, step=step, steps_per_call=4)
+    train(12, batches, step=jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER))
+    assert jstep.global_step(state) == 255
+    said = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
+    assert said[0] == f"compiling train_step for 1 step: a hook is due at step 250 ({hook.name})"
+    assert said[1] == "compiling train_step for 4 steps: steps_per_call=4"
+    assert said[2].startswith("compiled train_step again for 1 step: its batch differs")
+    assert "float32[4]" in said[2]
+    assert said[3:] == said[2:3]  # without calls of several steps, too
 
 
 def test_a_plain_function_is_compiled_once_for_several_steps(compilations):
@@ -108,9 +156,11 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
         def next_due(self, step):
             return step // 2 * 2 + 2
 
+    hooks = [jstep.NanLossHook(every_n_steps=20), Look()]
+
     def run(last_step):
         train(
-            last_step, lambda n: np.float32(1), step=device_step, hooks=[jstep.NanLossHook(20), Look()], log_steps=2,
+            last_step, lambda n: np.float32(1), step=device_step, hooks=hooks, log_steps=2,
             logdir=tmp_path, save_summaries_steps=2, progress=None, steps_per_call=steps_per_call,
         )  # fmt: skip
 

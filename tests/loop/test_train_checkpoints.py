@@ -130,7 +130,7 @@ def test_a_nan_is_named_and_never_saved(steps_per_call, tmp_path):
 
     with pytest.raises(jstep.NanLossDuringTrainingError, match=r"loss is nan at step 9 \(the update 8 → 9\)") as caught:
         train(
-            100, batches, hooks=[jstep.NanLossHook(50)], checkpoint_dir=tmp_path, save_checkpoint_steps=4,
+            100, batches, hooks=[jstep.NanLossHook(every_n_steps=50)], checkpoint_dir=tmp_path, save_checkpoint_steps=4,
             steps_per_call=steps_per_call,
         )  # fmt: skip
     assert caught.value.step == 9
@@ -145,7 +145,7 @@ def test_a_nan_without_an_error_ends_the_run_unsaved(every_n_steps, tmp_path, ca
         return {"x": np.full((4, 2), np.nan if n == 8 else 1.0, np.float32)}
 
     calls = Calls()
-    hook = jstep.NanLossHook(every_n_steps, fail_on_nan_loss=False)
+    hook = jstep.NanLossHook(every_n_steps=every_n_steps, fail_on_nan_loss=False)
     state = train(100, batches, hooks=[hook, calls], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
     assert 9 <= jstep.global_step(state) <= 15
     assert calls.steps("end") == [jstep.global_step(state)]

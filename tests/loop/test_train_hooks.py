@@ -272,12 +272,12 @@ def test_a_run_leaves_no_state_behind():
 def test_no_transfer_guard_is_in_the_way(steps_per_call, tmp_path):
     pytest.importorskip("tensorboard")
     hooks = [
-        jstep.NanLossHook(2),
+        jstep.NanLossHook(every_n_steps=2),
         jstep.EvaluationHook(
             jstep.evaluator(lambda params, x: {"w": x @ params["w"]}, [DATA[0]["x"]]), every_n_steps=2
         ),
-        jstep.MetricsHook(lambda step, values: None, 2, mean=True),
-        jstep.LoggingHook(2),
+        jstep.MetricsHook(lambda step, values: None, every_n_steps=2, mean=True),
+        jstep.LoggingHook(every_n_steps=2),
         jstep.SummarySaverHook(save_steps=2, histograms="params/*"),
         jstep.StopAtStepHook(last_step=6),
     ]

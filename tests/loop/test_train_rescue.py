@@ -128,7 +128,7 @@ def test_nothing_past_a_nan_is_saved(with_hook, tmp_path):
             raise OSError("no shard")
         return {"x": np.full((4, 2), np.nan if step == 6 else 1.0, np.float32)}
 
-    hooks = [jstep.NanLossHook(50)] if with_hook else []
+    hooks = [jstep.NanLossHook(every_n_steps=50)] if with_hook else []
     with pytest.raises(OSError, match="no shard") as caught:
         train(12, batches, hooks=hooks, checkpoint_dir=tmp_path, save_checkpoint_steps=3)
     assert jstep.Saver(tmp_path).all_steps() == [3, 6]
@@ -159,7 +159,7 @@ def test_a_nan_that_is_found_is_not_saved_on_the_way_out(tmp_path):
         return {"x": np.full((4, 2), np.nan if step == 6 else 1.0, np.float32)}
 
     with pytest.raises(jstep.NanLossDuringTrainingError, match=r"jstep\.replay.*find_nonfinite") as caught:
-        train(50, batches, hooks=[jstep.NanLossHook(2)], checkpoint_dir=tmp_path)
+        train(50, batches, hooks=[jstep.NanLossHook(every_n_steps=2)], checkpoint_dir=tmp_path)
     assert jstep.Saver(tmp_path).all_steps() == []
     assert caught.value.step == 7
     assert caught.value.state.global_step >= 7

@@ -150,7 +150,7 @@ class Slow(jstep.Hook):
         say("step", step)
         time.sleep(0.1)
 train(100, lambda n: {"x": np.full((8, 8), np.nan if n == 3 else 1, np.float32)},
-      hooks=[jstep.NanLossHook(50), Slow()], checkpoint_dir=directory, save_checkpoint_steps=3)
+      hooks=[jstep.NanLossHook(every_n_steps=50), Slow()], checkpoint_dir=directory, save_checkpoint_steps=3)
 """
     process = start(script, tmp_path)
     until(process, "step 5")
@@ -168,7 +168,7 @@ def tell(step, state, metrics):
     say("step", step)
     time.sleep(0.02)
 try:
-    train(1000, hooks=[jstep.every(1, tell), jstep.MetricsHook(lambda *row: rows.append(row), 100)])
+    train(1000, hooks=[jstep.every(1, tell), jstep.MetricsHook(lambda *row: rows.append(row), every_n_steps=100)])
 except BaseException as error:
     assert jstep.global_step(error.state) == rows[-1][0], (error.state, rows)
     assert np.isfinite(np.asarray(error.state.params["w"])).all()

@@ -18,7 +18,7 @@ data = np.arange(24, dtype=np.float32).reshape(8, 3)
 def run(url, seed=0):
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
     places = {"checkpoint_dir": url, "logdir": f"{url}/logs", "save_checkpoint_steps": 5, "progress": False}
-    hooks = [jstep.FingerprintHook(1)]
+    hooks = [jstep.FingerprintHook(every_n_steps=1)]
     batches = jstep.batches(data, 2, seed=seed)
     jstep.train(train_step, state, batches, 10, hooks=hooks, save_summaries_steps=2, **places)
 

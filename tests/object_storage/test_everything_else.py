@@ -35,9 +35,9 @@ def steps(store, key="run/logs/fingerprints.jsonl"):
 
 
 def test_fingerprints(store, caplog):
-    run(store.run, 5, hooks=[jstep.FingerprintHook(1)])
+    run(store.run, 5, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert steps(store) == [1, 2, 3, 4, 5]
-    run(store.run, 8, hooks=[jstep.FingerprintHook(1)])
+    run(store.run, 8, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert steps(store) == [1, 2, 3, 4, 5, 6, 7, 8]
     for step in (5, 8):
         jstep.Saver(store.run)
@@ -46,19 +46,24 @@ def test_fingerprints(store, caplog):
                 if step == 8:
                     del store.objects["bkt"][key]
     with caplog.at_level(logging.WARNING, "jstep"):
-        run(store.run, 8, hooks=[jstep.FingerprintHook(1)])
+        run(store.run, 8, hooks=[jstep.FingerprintHook(every_n_steps=1)])
         assert not [record for record in caplog.records if "made again" in record.message]
         with store.lock:
             for key in store.keys("run/model-8/"):
                 del store.objects["bkt"][key]
-        run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(1)])
+        run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert [record for record in caplog.records if "made again" in record.message]
     assert sorted(log.read(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_paths_of_etils_are_taken_like_strings(store):
     url = epath.Path(store.run)
-    run(url, 6, logdir=url / "logs", hooks=[jstep.FingerprintHook(2, url / "own.jsonl"), jstep.FingerprintHook(3)])
+    run(
+        url,
+        6,
+        logdir=url / "logs",
+        hooks=[jstep.FingerprintHook(every_n_steps=2, path=url / "own.jsonl"), jstep.FingerprintHook(every_n_steps=3)],
+    )
     assert steps(store, "run/own.jsonl") == [2, 4, 6]
     assert steps(store) == [3, 6]
     assert jstep.latest_checkpoint(url) == f"{store.run}/model-6"
@@ -72,17 +77,17 @@ def test_paths_of_etils_are_taken_like_strings(store):
 
 def test_a_log_that_was_torn_is_mended(store):
     path = f"{store.run}/own.jsonl"
-    run(store.run, 3, hooks=[jstep.FingerprintHook(1, path)])
+    run(store.run, 3, hooks=[jstep.FingerprintHook(every_n_steps=1, path=path)])
     whole = store.data("run/own.jsonl")
     Objects(store.run).write("own.jsonl", whole + b'{"step": 4, "sta')
-    run(store.run, 5, hooks=[jstep.FingerprintHook(1, path)])
+    run(store.run, 5, hooks=[jstep.FingerprintHook(every_n_steps=1, path=path)])
     assert steps(store, "run/own.jsonl") == [1, 2, 3, 4, 5]
     assert store.data("run/own.jsonl").startswith(whole)
 
 
 def test_a_log_that_cannot_be_written_is_said_at_once(store):
     made = []
-    hooks = [jstep.FingerprintHook(1), jstep.every(1, lambda step, state, metrics: made.append(step))]
+    hooks = [jstep.FingerprintHook(every_n_steps=1), jstep.every(1, lambda step, state, metrics: made.append(step))]
     store.fail = [("PUT|POST", "fingerprints" if store.run.startswith("s3") else "", 403, 99)]
     with pytest.raises(PermissionError, match="cannot write"):
         run(store.run, 3, hooks=hooks, checkpoint_dir=None)
@@ -93,11 +98,11 @@ def test_what_is_no_place_is_said_at_once():
     for make in (jstep.Saver, jstep.latest_checkpoint, jstep.summary.SummaryWriter, jstep.summary.summary_iterator):
         with pytest.raises(ValueError, match="gs://bucket/… or s3://bucket/…"):
             make("az://bkt/run")
-    for make in (lambda url: jstep.KeepBest(url, "loss"), lambda url: jstep.FingerprintHook(1, url)):
+    for make in (lambda url: jstep.KeepBest(url, "loss"), lambda url: jstep.FingerprintHook(every_n_steps=1, path=url)):
         with pytest.raises(ValueError, match="must name a bucket"):
             make("gs://")
     with pytest.raises(ValueError, match="must be on a file system"):
-        jstep.ProfilerHook("gs://bkt/run", 1, 2)
+        jstep.ProfilerHook("gs://bkt/run", start_step=1, stop_step=2)
 
 
 def test_the_best_checkpoints(store):

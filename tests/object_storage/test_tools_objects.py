@@ -22,7 +22,7 @@ def test_inspect_diff_and_replay_by_url(store, capsys):
             make_state(),
             lambda step, other=other: jnp.float32(step + other * (step >= 3)),
             6,
-            hooks=[jstep.FingerprintHook(1)],
+            hooks=[jstep.FingerprintHook(every_n_steps=1)],
             checkpoint_dir=f"{store.run}/{name}",
             logdir=f"{store.run}/{name}/log",
             save_checkpoint_steps=2,

@@ -39,7 +39,7 @@ def test_a_schedule_of_python():
 
 
 def test_a_billion_steps_and_few():
-    plan = jstep.plan(RATE, 10**9, hooks=[jstep.LoggingHook(7)])
+    plan = jstep.plan(RATE, 10**9, hooks=[jstep.LoggingHook(every_n_steps=7)])
     assert len(plan.steps) == 200
     assert plan.steps[-1] == 10**9 - 1
     (due,) = plan.due.values()
@@ -66,7 +66,7 @@ class Powers(Each):
 
 def test_when_hooks_are_due(tmp_path):
     hooks = [
-        jstep.LoggingHook(100),
+        jstep.LoggingHook(every_n_steps=100),
         jstep.CheckpointSaverHook(tmp_path, save_secs=60, save_steps=300),
         jstep.CheckpointSaverHook(tmp_path, save_secs=60),
         jstep.StopAtStepHook(last_step=700),
@@ -93,7 +93,7 @@ def test_text_fits_a_hundred_columns():
         {f"a_long_label_of_part_{i}": jstep.adam(RATE, beta1=jstep.linear(0.8, 0.9, 100)) for i in range(5)},
         lambda path, leaf: "a_long_label_of_part_0",
     )
-    hooks = [jstep.LoggingHook(10)]
+    hooks = [jstep.LoggingHook(every_n_steps=10)]
     text = str(jstep.plan(optimizer, 123_456_789, hooks=hooks))
     assert max(map(len, text.splitlines())) <= 100
     assert "LoggingHook  every 10 steps, 12 345 678 times: 10, 20, …, 123 456 780" in text
@@ -104,7 +104,7 @@ def test_text_fits_a_hundred_columns():
 def test_pictures(tmp_path, suffix):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"plan.{suffix}"
-    hooks = [jstep.LoggingHook(1), jstep.every(300, print)]
+    hooks = [jstep.LoggingHook(every_n_steps=1), jstep.every(300, print)]
     jstep.plan(jstep.adam(RATE, beta1=RATE), 1000, hooks=hooks).plot(path)
     assert path.stat().st_size > 2000
     if suffix == "svg":

@@ -170,7 +170,7 @@ def test_nan_at_a_step_is_found(tmp_path):
 
     kwargs = {"checkpoint_dir": tmp_path, "save_checkpoint_steps": 3, "progress": False}
     with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
-        jstep.train(step, state(), batches, 20, hooks=[jstep.NanLossHook(1)], **kwargs)
+        jstep.train(step, state(), batches, 20, hooks=[jstep.NanLossHook(every_n_steps=1)], **kwargs)
     assert caught.value.step == 8
     assert "jstep.replay" in str(caught.value)
     before, args = jstep.replay(step, state(), batches, tmp_path, caught.value.step - 1)

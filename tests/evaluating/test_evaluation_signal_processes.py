@@ -1,0 +1,47 @@
+"""A signal to one process during an evaluation: all of them abandon it at the same batch, save and leave."""
+
+from processes import end, run, start
+
+import jstep
+
+SCRIPT = """
+mode = sys.argv[5]
+
+class Slow:
+    def __iter__(self):
+        for i in range(60):
+            if mode == "term" and evaluations and i == 3 and process == count - 1:
+                print("sent", flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+            if mode == "term" and evaluations:
+                time.sleep(0.1)  # JAX looks for signals once a second
+            yield data[16 * process : 16 * process + 8] if count == 2 else data[:16]
+        evaluations.append(1)
+
+evaluations, seen = [], []
+evaluate = jstep.evaluator(lambda params, x: {"loss": x[:, 0]}, Slow(), batch_sharding=rows)
+hook = jstep.EvaluationHook(lambda state: evaluate(state), every_n_steps=5, then=[
+    lambda step, state, results: seen.append(step), jstep.EarlyStopping("loss", patience=4)])
+state = jstep.TrainState.create(init, optimizer, mesh=mesh)
+try:
+    end = jstep.train(jstep.minimize(loss_fn, optimizer), state, batches, 40, hooks=[hook], batch_sharding=rows,
+                      progress=False, checkpoint_dir=directory)
+    print("end", jstep.global_step(end))
+finally:
+    print("seen", *seen, flush=True)
+"""
+
+
+def said(one, word):
+    return [line.removeprefix(f"{word} ") for line in one if line.startswith(f"{word} ")]
+
+
+def test_all_leave_an_evaluation_together_and_make_up_for_it(tmp_path):
+    ended = end(start(SCRIPT, 2, tmp_path, "term"))
+    assert [one.code for one in ended] == [143, 143], ended[0].err[-2000:]
+    assert [said(one.out.split("\n"), "seen") for one in ended] == [["5"], ["5"]]  # that of step 10 was abandoned
+    with jstep.Saver(tmp_path) as saver:
+        assert saver.latest_step() == 10
+    for one in run(SCRIPT, 2, tmp_path, "none"):
+        assert said(one, "seen") == ["10 15 20 25"]
+        assert said(one, "end") == ["25"]  # the fifth: the first is the best, and four in a row are no better

@@ -1,0 +1,187 @@
+"""Loaders that fill the same buffers again, batches of other libraries, and what is no batch."""
+
+import itertools
+import logging
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import DATA, OPTIMIZER, train
+
+import jstep
+
+STEP = jstep.minimize(lambda params, x: jnp.mean((params["a"] - x) ** 2), OPTIMIZER)
+
+
+def make_state():
+    return jstep.TrainState.create({"a": jnp.ones(1024)}, OPTIMIZER)
+
+
+def aligned(size, offset=0):
+    """Memory that JAX takes on the CPU as it is, without a copy; with an offset it copies."""
+    buffer = np.zeros(size + 32, np.float32)
+    start = (-buffer.ctypes.data % 64) // 4 + offset
+    return buffer[start : start + size]
+
+
+def reused(wait=0.0, offset=0, size=1024):
+    buffer = aligned(size, offset)
+    for n in itertools.count():
+        time.sleep(wait)
+        buffer[:] = n
+        yield buffer
+
+
+def slow_step(*_):
+    time.sleep(0.002)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(
+    ("wait", "kwargs"),
+    [
+        (0, {}),
+        (0.0005, {"hooks": [jstep.every(1, slow_step)]}),  # made ahead
+        (0, {"steps_per_call": 4}),
+        (0.0005, {"steps_per_call": 4}),
+        (0, {"steps_per_call": 4, "hooks": [jstep.every(7, slow_step)]}),
+    ],
+)
+def test_a_loader_may_fill_its_buffer_again(wait, kwargs, offset):
+    right = train(60, map(np.copy, reused()), step=STEP, state=make_state()).params["a"][0]
+    state = train(60, reused(wait, offset), step=STEP, state=make_state(), **kwargs)
+    np.testing.assert_allclose(state.params["a"][0], right, rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_prefetch_keeps_what_it_was_given(offset):
+    items = jstep.prefetch_to_device(itertools.islice(reused(offset=offset), 8), size=8)
+    time.sleep(0.1)
+    assert [float(item[0]) for item in items] == list(range(8))
+
+
+def test_batches_are_new_arrays_and_not_copied_again(monkeypatch):
+    from jstep.loop import feed
+
+    seen = []
+    monkeypatch.setattr(feed, "copied", lambda batch, fresh: seen.append(fresh) or batch)
+    train(4, DATA)
+    train(4, DATA.from_step(0))
+    assert set(seen) == {True}
+    train(4, iter([np.ones(1024)] * 4), step=STEP, state=make_state())
+    assert seen[-4:] == [False] * 4
+
+
+class Tensor:
+    """As PyTorch's: an object that NumPy takes by `numpy()`, or by `__dlpack__` alone."""
+
+    def __init__(self, array):
+        self._array, self.shape = array, array.shape
+
+
+class WithNumpy(Tensor):
+    def numpy(self):
+        return self._array
+
+
+class WithDlpack(Tensor):
+    def __dlpack__(self, **kwargs):
+        return self._array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+class OfAnotherKind(WithDlpack):
+    """`numpy()` refuses it: it wants a gradient, or is bfloat16."""
+
+    def numpy(self):
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad")
+
+
+@pytest.mark.parametrize("kind", [WithNumpy, WithDlpack, OfAnotherKind])
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_tensors_are_arrays(kind, steps_per_call):
+    right = train(6, lambda n: np.full(1024, n, np.float32), step=STEP, state=make_state())
+    tensors = train(
+        6, lambda n: kind(np.full(1024, n, np.float32)), step=STEP, state=make_state(), steps_per_call=steps_per_call
+    )
+    np.testing.assert_allclose(tensors.params["a"], right.params["a"], rtol=1e-6)
+
+
+def test_tensors_are_taken_without_a_copy():
+    from jstep.data.placement import copied
+
+    array = np.ones(8, np.float32)
+    for kind in (WithNumpy, WithDlpack):
+        assert np.shares_memory(copied({"x": kind(array)}, fresh=True)["x"], array)
+        assert not np.shares_memory(copied({"x": kind(array)})["x"], array)
+
+
+@pytest.mark.parametrize("bad", [{"x": np.ones(1024, np.float32), "name": "a"}, ["text"], np.array(["a"])])
+def test_texts_are_named(bad):
+    with pytest.raises(TypeError, match=r"must be a number or an array of numbers, got .*'(a|text)'"):
+        train(3, lambda n: bad, step=STEP, state=make_state())
+
+
+def test_a_list_for_a_tuple():
+    step = jstep.minimize(lambda params, x, y: jnp.mean((params["a"] * x - y) ** 2), OPTIMIZER)
+    with pytest.raises(TypeError) as caught:
+        train(3, lambda n: [np.ones(1024), np.ones(1024)], step=step, state=make_state())
+    assert "a list, which is one argument; a tuple is several" in "\n".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_the_note_names_the_batch_that_was_fetched(steps_per_call):
+    def batches(n):
+        if n == 6:
+            raise OSError("no shard")
+        return np.ones(1024, np.float32)
+
+    with pytest.raises(OSError, match="no shard") as caught:
+        train(12, batches, step=STEP, state=make_state(), steps_per_call=steps_per_call)
+    assert "while batch 6 was fetched" in "\n".join(caught.value.__notes__)
+
+
+def test_ragged_batches_lose_no_position(tmp_path):
+    """A call of several steps that is taken one by one is saved at any of them."""
+
+    class Loader:
+        at = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.at += 1
+            return np.full(1024 if self.at != 6 else 1, self.at, np.float32)
+
+        def get_state(self):
+            return self.at
+
+        def set_state(self, at):
+            self.at = at
+
+    def stop(step, state, metrics):
+        return step >= 6
+
+    class Stop(jstep.Hook):
+        after_step = staticmethod(stop)
+
+    kwargs = {"step": STEP, "steps_per_call": 4, "checkpoint_dir": tmp_path}
+    first = train(20, Loader(), state=make_state(), hooks=[Stop()], **kwargs)
+    assert jstep.global_step(first) == 6
+    assert jstep.Saver(tmp_path).extra(6)["batches"] == {"value": 6}
+    state = train(20, Loader(), state=make_state(), **kwargs)
+    whole = train(20, Loader(), state=make_state(), step=STEP)
+    np.testing.assert_allclose(state.params["a"], whole.params["a"], rtol=1e-5)
+
+
+def test_a_loader_without_position_is_named_at_the_first_start(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    train(3, itertools.repeat(np.ones(1024)), step=STEP, state=make_state())
+    assert caplog.records == []
+    train(3, itertools.repeat(np.ones(1024)), step=STEP, state=make_state(), checkpoint_dir=tmp_path)
+    (record,) = caplog.records
+    assert "has no position to go on from" in record.getMessage()

@@ -1,0 +1,18 @@
+"""A run with everything on keeps nothing for each step: the small version of tests/soak.py, which runs nightly."""
+
+import importlib.util
+import pathlib
+
+import jstep
+
+
+def test_nothing_grows(tmp_path):
+    spec = importlib.util.spec_from_file_location("soak", pathlib.Path(__file__).parents[1] / "soak.py")
+    soak = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(soak)
+    state, found = soak.soak(1000, str(tmp_path))
+    assert jstep.global_step(state) == 1000
+    assert len(found) == soak.PARTS
+    grown = soak.growth(found)
+    grown.pop("objects", None)  # caches of the first compilations of a test process
+    assert grown == {}

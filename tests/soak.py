@@ -1,0 +1,111 @@
+"""Many steps with everything on: memory, threads and descriptors stay flat.
+
+    python tests/soak.py [steps]
+
+20 000 steps by default, less than a minute: part of the nightly run. Prints a line for each part of the run and
+exits with 1 if something grew.
+"""
+
+import gc
+import logging
+import math
+import os
+import sys
+import tempfile
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jstep
+
+PARTS = 10
+
+
+def resident():
+    """Bytes of memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measured():
+    """What must not grow: live arrays, threads, descriptors, objects, bytes."""
+    gc.collect()
+    return {
+        "arrays": len(jax.live_arrays()),
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "objects": len(gc.get_objects()),
+        "bytes": resident(),
+    }
+
+
+def soak(steps, directory):
+    """Measurements after each part of a run with hooks, means, NaN watching, checkpoints, evaluations, event files."""
+    optimizer = jstep.skip_nonfinite(jstep.adam(jstep.held("learning_rate", 1e-3)))
+
+    def loss_fn(params, x):
+        error = x @ params["w"]
+        return jnp.mean(error**2), {"largest": jnp.max(jnp.abs(error)), "rows": error}
+
+    data = np.random.default_rng(0).normal(size=(1000, 16)).astype(np.float32)
+    data[7] = math.nan  # updates are skipped now and then
+    train_step = jstep.minimize(loss_fn, optimizer, has_aux=True)
+    held_out = jstep.batches(data[100:200], 32, num_epochs=1, shuffle=False, drop_remainder=False)
+    found, rows = [], []
+    evaluate = jstep.evaluator(lambda params, x: {"loss": jnp.square(x @ params["w"])}, held_out)
+    part = steps // PARTS
+    state = jstep.TrainState.create({"w": jnp.ones(16)}, optimizer)
+    return jstep.train(
+        train_step,
+        state,
+        jstep.batches(data, 8, seed=1),
+        steps,
+        hooks=[
+            jstep.NanLossHook(every_n_steps=10, max_skipped_steps=100),
+            jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=part, mean=True),
+            jstep.LoggingHook(every_n_steps=50, mean=True),
+            jstep.SummarySaverHook(save_steps=100, histograms="params/*", mean=True),
+            jstep.FingerprintHook(os.path.join(directory, "fingerprints.jsonl"), every_n_steps=100),
+            jstep.EvaluationHook(
+                evaluate,
+                every_n_steps=max(part // 4, 1),
+                then=[
+                    jstep.KeepBest(os.path.join(directory, "best"), "loss"),
+                    jstep.ReduceOnPlateau("loss", "learning_rate", patience=50),
+                    jstep.EarlyStopping("loss", patience=10**6),
+                ],
+            ),
+            jstep.every(part, lambda step, state, metrics: found.append(measured())),
+        ],
+        checkpoint_dir=os.path.join(directory, "checkpoints"),
+        save_checkpoint_steps=max(part // 2, 1),
+        logdir=os.path.join(directory, "logs"),
+        steps_per_call=1,
+    ), found
+
+
+def growth(found):
+    """What grew between the middle and the end of the measurements, by name."""
+    early, late = found[len(found) // 2 - 1], found[-1]
+    room = {"arrays": 8, "threads": 2, "descriptors": 6, "objects": 5000, "bytes": 32 * 2**20}
+    return {name: (early[name], late[name]) for name in room if late[name] > early[name] + room[name]}
+
+
+def main(steps=20_000):
+    """Runs, and reports."""
+    logger = logging.getLogger("jstep")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    with tempfile.TemporaryDirectory() as directory:
+        state, found = soak(steps, directory)
+    for i, one in enumerate(found, 1):
+        print(f"step {i * (steps // PARTS)}: " + ", ".join(f"{name} {value}" for name, value in one.items()))
+    grown = growth(found)
+    print("grew: " + ", ".join(map(str, grown.items())) if grown else f"flat after {jstep.global_step(state)} steps")
+    return not grown
+
+
+if __name__ == "__main__":
+    sys.exit(not main(*map(int, sys.argv[1:])))
