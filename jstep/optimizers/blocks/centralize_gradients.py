@@ -23,7 +23,6 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
         stay as they are where axes is None; sparse gradients become dense.
 
     Raises:
-        TypeError: `axes` names none.
         ValueError: A leaf has no such axis.
 
     Example:
