@@ -270,7 +270,7 @@ def test_slots_that_are_not_known_before_they_are_made_are_nobody_elses() -> Non
 
     mine = jstep.Optimizer(init, update, lambda step: {})
     for labels in (("a", "a/b"), ("a/b", "a")):
-        optimizer = jstep.partition({labels[0]: mine, labels[1]: jstep.adam(0.1)}, by_label(*labels))
+        optimizer = jstep.partition({labels[1]: jstep.adam(0.1), labels[0]: mine}, by_label(*labels))
         step = jax.jit(lambda state, grads, optimizer=optimizer: jstep.apply_gradients(state, grads, optimizer))
         state = jstep.TrainState.create(PARAMS, optimizer)
         state = step(state, {"w": None, "v": jnp.float32(1.0)})
