@@ -31,10 +31,6 @@ def adabelief(
     Returns:
         An `Optimizer` with the slots `m` and `v` (s) (initially 0), and the scalar `start_step`.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.adabelief(0.25)

@@ -27,10 +27,6 @@ def adadelta(
         An `Optimizer` with the slots `accumulator` (e) and `accumulator_update` (x), initially 0. A sparse gradient
         touches its rows alone.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.adadelta(1.0, epsilon=1e-2)

@@ -57,7 +57,6 @@ def adafactor(
         factored by its two largest axes, whichever they are.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:

@@ -17,10 +17,6 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
     Returns:
         An `Optimizer` with the slot `accumulator`. A sparse gradient touches its rows alone.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.adagrad(0.5, initial_accumulator_value=3.0)

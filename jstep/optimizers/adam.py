@@ -30,10 +30,6 @@ def adam(
         An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`. A sparse gradient
         decays m and v everywhere, as in TF.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.adam(0.5)

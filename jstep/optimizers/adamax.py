@@ -26,10 +26,6 @@ def adamax(
     Returns:
         An `Optimizer` with the slots `m` and `v` (u), initially 0, and the scalar `start_step`.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.adamax(0.25)

@@ -43,7 +43,6 @@ def adamw(
         An `Optimizer` with the slots `m`, `v` (and `v_max`), initially 0, and the scalar `start_step`.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:

@@ -39,7 +39,6 @@ def ademamix(
         An `Optimizer` with the slots `m1`, `m2` and `v` (initially 0), and the scalar `start_step`.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:

@@ -29,10 +29,6 @@ def adopt(
     Returns:
         An `Optimizer` with the slots `m` and `v` (initially 0), and the scalar `start_step`.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.adopt(0.25)

@@ -66,11 +66,7 @@ def with_decay(u: Array, p: Array, h: Hyper) -> Array:
 
 
 def low_dtype(argument: str, dtype: Any) -> Any:
-    """A floating dtype to keep a slot in, or None.
-
-    Raises:
-        TypeError: It is no floating dtype.
-    """
+    """A floating dtype to keep a slot in, or None."""
     if dtype is None:
         return None
     try:

@@ -36,10 +36,6 @@ def ftrl(
     Returns:
         An `Optimizer` with the slots `accum` and `linear` (initially 0). A sparse gradient touches its rows alone.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.ftrl(0.5, l1_regularization_strength=2.0)

@@ -14,10 +14,6 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
     Returns:
         An `Optimizer` without slots. A sparse gradient touches its rows alone.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.gradient_descent(0.5)

@@ -26,7 +26,6 @@ def held(name: str, value: Any) -> Held:
         value: The first value, a number or a scalar array. What it may be is checked where it is used.
 
     Raises:
-        TypeError: The name is no string, or the value no number.
         ValueError: The name is empty, begins or ends with a slash, or has the part `held`; or the value is not
             finite.
 
@@ -144,7 +143,6 @@ def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
 
     Raises:
         KeyError: The state holds no such hyperparameter; names those it does.
-        TypeError: The value is not a number.
         ValueError: The value is not finite, or has another shape than what the state holds.
 
     Example:

@@ -39,7 +39,6 @@ def checked(
         below: Whether `high` itself is refused.
 
     Raises:
-        TypeError: The value is no real number and no schedule.
         ValueError: The value is no scalar, not finite, or out of range.
     """
     if isinstance(value, Held):
@@ -78,7 +77,6 @@ def constant(name: str, value: Any, **bounds: Any) -> float:
     """A number that is fixed when the optimizer is made: as `checked`, but no array, schedule or held.
 
     Raises:
-        TypeError: It is no plain number.
         ValueError: It is not finite, or out of range.
     """
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):

@@ -33,7 +33,6 @@ def lamb(
         has one norm for them all: keep layers as leaves of their own.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:

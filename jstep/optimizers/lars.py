@@ -39,7 +39,6 @@ def lars(
         An `Optimizer` with the slot `momentum` (initially 0).
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or a mask matches nothing.
 
     Example:

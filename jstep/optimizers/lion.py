@@ -35,7 +35,6 @@ def lion(
         An `Optimizer` with the slot `m` (initially 0).
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:

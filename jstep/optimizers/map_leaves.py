@@ -26,7 +26,6 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
         A tree like params, with None where `fn` was not called: updates as an `Optimizer` returns them.
 
     Raises:
-        TypeError: `fn` is no function.
         ValueError: A tree has not the structure of params.
 
     Example:

@@ -19,10 +19,6 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0). A sparse gradient touches its rows alone.
 
-    Raises:
-        TypeError: An argument is no number and no schedule, or `use_nesterov` no bool.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.momentum(0.5, 0.9)

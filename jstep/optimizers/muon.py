@@ -53,7 +53,6 @@ def muon(
         An `Optimizer` with the slot `momentum` (initially 0).
 
     Raises:
-        TypeError: An argument is of a wrong type.
         ValueError: An argument is out of its range, the mask matches nothing, or, at `init`, a leaf has fewer than
             two axes.
 

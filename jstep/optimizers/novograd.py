@@ -34,7 +34,6 @@ def novograd(
         `start_step`.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:

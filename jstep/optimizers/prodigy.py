@@ -53,7 +53,6 @@ def prodigy(
         `d`, `d_max`, `d_numerator` and `start_step`. In a `partition` each label finds a rate of its own.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:

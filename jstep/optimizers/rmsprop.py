@@ -32,10 +32,6 @@ def rmsprop(
         An `Optimizer` with the slots `rms` (initially 1), `momentum` (0) and, centered, `mg` (0). A sparse
         gradient touches its rows alone.
 
-    Raises:
-        TypeError: An argument is no number and no schedule, or `centered` no bool.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.rmsprop(0.5, decay=0.5)

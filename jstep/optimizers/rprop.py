@@ -30,10 +30,6 @@ def rprop(
     Returns:
         An `Optimizer` with the slots `step_size` (η, initially learning_rate) and `previous` (the last g, initially 0).
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.rprop(0.25)

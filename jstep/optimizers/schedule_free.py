@@ -52,7 +52,6 @@ def schedule_free_adamw(
         away what x needs: wrap it in `master_weights`.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:
@@ -106,7 +105,6 @@ def schedule_free_sgd(
         `beta1` and `start_step`.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:

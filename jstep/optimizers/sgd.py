@@ -38,7 +38,6 @@ def sgd(
         scalar `start_step`. Without weight decay a sparse gradient touches its rows alone.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, the mask matches nothing, or Nesterov has no momentum or some
             dampening.
 

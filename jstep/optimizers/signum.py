@@ -22,10 +22,6 @@ def signum(
     Returns:
         An `Optimizer` with the slot `m` (initially 0).
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.signum(0.25)

@@ -48,7 +48,6 @@ def soap(
         first), and the scalar `start_step`.
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: An argument is out of its range, or the mask matches nothing.
 
     Example:

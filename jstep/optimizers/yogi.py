@@ -27,10 +27,6 @@ def yogi(
     Returns:
         An `Optimizer` with the slots `m` and `v` (initially 1e-6), and the scalar `start_step`.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.yogi(0.25)

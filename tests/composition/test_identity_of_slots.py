@@ -259,3 +259,21 @@ def test_all_parts_without_gradients_are_an_error() -> None:
         jstep.apply_gradients(state, {"w": jnp.ones(2), "v": None}, optimizer)
     moved = jstep.apply_gradients(state, {"w": jnp.ones(2), "v": jnp.float32(1.0)}, optimizer)
     np.testing.assert_array_equal(moved.params["w"], PARAMS["w"])
+
+
+def test_slots_that_are_not_known_before_they_are_made_are_nobody_elses() -> None:
+    def init(params: Any, global_step: Any = 0) -> Any:
+        return {"sum": jnp.float32(np.sum(np.asarray(params["w"]))), "b/x": jnp.zeros(())}  # wants values
+
+    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+        return jax.tree.map(lambda g: -g * slots["sum"], updates), {name: slots[name] + 1 for name in ("sum", "b/x")}
+
+    mine = jstep.Optimizer(init, update, lambda step: {})
+    for labels in (("a", "a/b"), ("a/b", "a")):
+        optimizer = jstep.partition({labels[1]: jstep.adam(0.1), labels[0]: mine}, by_label(*labels))
+        step = jax.jit(lambda state, grads, optimizer=optimizer: jstep.apply_gradients(state, grads, optimizer))
+        state = jstep.TrainState.create(PARAMS, optimizer)
+        state = step(state, {"w": None, "v": jnp.float32(1.0)})
+        state = step(state, {"w": jnp.ones(2), "v": jnp.float32(1.0)})
+        assert float(state.slots[f"{labels[0]}/sum"]) == 0.0
+        np.testing.assert_allclose(state.params["v"], 0.3, rtol=1e-5)

@@ -48,6 +48,8 @@ MOVES_LOW: dict[str, Callable[[], jstep.Optimizer]] = {
         jstep.gradient_descent(1.0), jstep.scale_updates(lambda path, leaf: float(is_low(path, leaf)))
     ),
     "axes": lambda: jstep.chain(jstep.orthogonalize(scale=None, axes=_axes), jstep.stateless(_ones_alone)),
+    "units": lambda: jstep.chain(jstep.clip_gradients(adaptive=1.0, axes=_units), jstep.stateless(_ones_alone)),
+    "centred": lambda: jstep.chain(jstep.centralize_gradients(axes=_units), jstep.stateless(_ones_alone)),
     "slots": lambda: jstep.leafwise(_slotted, hyper={}, slots={"m": jstep.Slot(shape=_shape)}),
 }
 
@@ -60,6 +62,10 @@ def _decay_alone(updates: Any, params: Any, step: Any) -> Any:
 def _axes(path: str, leaf: Any) -> tuple[int, int]:
     seen.append((path, str(leaf.dtype)))
     return 0, 1
+
+
+def _units(path: str, leaf: Any) -> tuple[int, ...]:
+    return _axes(path, leaf)
 
 
 seen: list[tuple[str, str]] = []

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.indexed_slices import is_slices
 from jstep.core.types import Array, Params, Updates
 from jstep.optimizers.blocks.unit_axes import UnitAxes, axes_of
+from jstep.optimizers.masks import own_leaves
 
 LEAST_PARAMETER_NORM = 1e-3
 LEAST_GRADIENT_NORM = 1e-6
@@ -24,8 +26,10 @@ def clip_by_unit_norm(updates: Updates, params: Params, ratio: Any, axes: UnitAx
     """
     found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
     clipped = [
-        None if trees.is_none(g) else _clip(g.to_dense() if is_slices(g) else jnp.asarray(g), p, ratio, axes, path)
-        for g, (path, p) in zip(found, trees.leaves_with_paths(params), strict=True)
+        None
+        if trees.is_none(g)
+        else _clip(g.to_dense() if is_slices(g) else jnp.asarray(g), p, ratio, axes_of(axes, path, like, _unit_axes))
+        for g, p, (path, like) in zip(found, jax.tree.leaves(params), own_leaves(params), strict=True)
     ]
     return trees.structure(params).unflatten(clipped)
 
@@ -36,9 +40,8 @@ def _unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) if len(shape) <= 3 else tuple(range(len(shape) - 1))
 
 
-def _clip(g: Array, p: Array, ratio: Any, axes: UnitAxes, path: str) -> Array:
+def _clip(g: Array, p: Array, ratio: Any, over: tuple[int, ...]) -> Array:
     dtype = trees.compute_dtype(g.dtype)
-    over = axes_of(axes, path, p, _unit_axes)
     wide = g.astype(dtype)
     limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(_norm(p.astype(dtype), over), LEAST_PARAMETER_NORM)
     norm = _norm(wide, over)

@@ -28,7 +28,6 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
         `noise_gamma`. A leaf without gradient gets none; sparse gradients become dense.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: A number is out of its range.
 
     Example:

@@ -21,7 +21,6 @@ def add_weight_decay(weight_decay: ScalarOrSchedule, mask: VarList = None) -> Op
         An element of a chain without slots.
 
     Raises:
-        TypeError: `weight_decay` is no number and no schedule.
         ValueError: It is negative, or the mask matches nothing.
 
     Example:

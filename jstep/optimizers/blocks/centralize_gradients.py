@@ -8,6 +8,7 @@ from jstep.core.types import Array, Optimizer, Params, Step, Updates
 from jstep.optimizers.blocks.unit_axes import UnitAxes, axes_of, check_axes
 from jstep.optimizers.element import element
 from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.masks import own_leaves
 
 
 def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
@@ -23,7 +24,6 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
         stay as they are where axes is None; sparse gradients become dense.
 
     Raises:
-        TypeError: `axes` names none.
         ValueError: A leaf has no such axis.
 
     Example:
@@ -41,7 +41,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
         found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         new = [
             None if trees.is_none(g) else _centred(g.to_dense() if is_slices(g) else jnp.asarray(g), path, p, axes)
-            for g, (path, p) in zip(found, trees.leaves_with_paths(params), strict=True)
+            for g, (path, p) in zip(found, own_leaves(params), strict=True)
         ]
         return trees.structure(params).unflatten(new)
 

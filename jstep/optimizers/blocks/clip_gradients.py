@@ -38,7 +38,6 @@ def clip_gradients(
         (`clip_by_value_min` and `clip_by_value_max`).
 
     Raises:
-        TypeError: An argument is no number and no schedule.
         ValueError: Not exactly one argument is given, or it is out of its range.
 
     Example:

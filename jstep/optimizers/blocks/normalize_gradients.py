@@ -23,10 +23,6 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -
     Returns:
         An `Optimizer` without slots, the element before an optimizer; its hyperparameter is called `gradient_norm`.
 
-    Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: `scale` is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.chain(jstep.normalize_gradients(), jstep.gradient_descent(1.0))

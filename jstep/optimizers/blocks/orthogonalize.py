@@ -57,7 +57,6 @@ def orthogonalize(
         An element of a chain without slots.
 
     Raises:
-        TypeError: An argument is of a wrong type.
         ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes.
 
     Example:

@@ -15,7 +15,6 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
         An element of a chain without slots.
 
     Raises:
-        TypeError: `factor` is no number and no schedule.
         ValueError: It is not finite.
 
     Example:

@@ -19,10 +19,6 @@ def scale_by_adam(
     Returns:
         An element of a chain with the slots `m` and `v` (initially 0), and the scalar `start_step`.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         AdamW:
 

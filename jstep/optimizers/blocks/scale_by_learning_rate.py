@@ -15,7 +15,6 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
         An element of a chain without slots.
 
     Raises:
-        TypeError: `learning_rate` is no number and no schedule.
         ValueError: It is negative.
 
     Example:

@@ -18,10 +18,6 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
     Returns:
         An element of a chain with the slot `m` (initially 0).
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.chain(jstep.scale_by_lion(), jstep.scale_by_learning_rate(0.25))

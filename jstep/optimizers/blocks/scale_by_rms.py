@@ -18,10 +18,6 @@ def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8
     Returns:
         An element of a chain with the slot `rms` (initially 0; that of `rmsprop`, TF's, starts from 1).
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.chain(jstep.scale_by_rms(0.75), jstep.scale_by_learning_rate(0.25))

@@ -18,10 +18,6 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
     Returns:
         An element of a chain with the slot `momentum` (initially 0). A sparse gradient touches its rows alone.
 
-    Raises:
-        TypeError: An argument is no number and no schedule.
-        ValueError: An argument is out of its range.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.chain(jstep.trace(0.9), jstep.scale_by_learning_rate(0.25))

@@ -12,21 +12,13 @@ UnitAxes: TypeAlias = tuple[int, ...] | int | Callable[[str, Any], Any] | None
 
 
 def check_axes(axes: UnitAxes) -> None:
-    """Refuses what names no axes.
-
-    Raises:
-        TypeError: It is no axis, no tuple of axes and no function.
-    """
+    """Refuses what names no axes."""
     if not (axes is None or callable(axes)):
         as_axes(axes, "axes")
 
 
 def as_axes(axes: Any, where: str) -> tuple[int, ...]:
-    """Axes as a tuple.
-
-    Raises:
-        TypeError: It is no whole number and no tuple of them.
-    """
+    """Axes as a tuple."""
     some = (axes,) if isinstance(axes, int) else axes
     if not isinstance(some, tuple | list) or not all(isinstance(a, int) and not isinstance(a, bool) for a in some):
         raise TypeError(f"{where}={shown(axes)}: must be a tuple of axes, or a function (path, leaf) -> tuple")

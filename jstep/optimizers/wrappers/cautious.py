@@ -28,9 +28,6 @@ def cautious(optimizer: Optimizer) -> Optimizer:
     Returns:
         An `Optimizer` with the same slots and hyperparameters. Sparse gradients become dense.
 
-    Raises:
-        TypeError: `optimizer` is none.
-
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.cautious(jstep.momentum(1.0, 0.9))

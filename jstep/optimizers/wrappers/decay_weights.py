@@ -22,7 +22,6 @@ def decay_weights(weight_decay: ScalarOrSchedule, mask: VarList = None, *, cauti
         does not decay; a sparse update becomes dense.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: `weight_decay` is out of its range, or an entry of the mask matches nothing.
 
     Example:

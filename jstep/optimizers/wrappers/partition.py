@@ -13,7 +13,7 @@ from jstep.optimizers.held import check_prefix
 from jstep.optimizers.masks import own_leaves, part_of
 from jstep.optimizers.matched import NoGradientsError
 from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
-from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
+from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished_updates, roles_of
 from jstep.optimizers.updated import NOTHING, seen_through, updated
 from jstep.optimizers.wrappers.scope import scope
 
@@ -97,13 +97,16 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         new: Slots = {}
         idle = 0
         with part_of(params):
-            for part in split(params).values():
-                mine = own_slots(part.optimizer, slots, part.params)
+            divided = split(params)
+            known = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
+            for label, part in divided.items():
+                mine = _slots_of(label, known, slots)
                 try:
                     partial, own = part.update(gradients, mine, step, context)
                 except NoGradientsError:
                     idle += 1
-                    new |= part.waited(mine)
+                    ages = known[label].of(Role.AGE)
+                    new |= {name: tree + 1 if name in ages else tree for name, tree in mine.items()}
                     continue
                 new |= own
                 for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_slices)):
@@ -156,7 +159,10 @@ class _Part:
         own_context = seen_through(context, self._in_whole, self._of_gradients)
         return updated(self.optimizer, own, slots, self.params, step, own_context)
 
-    def waited(self, slots: Slots) -> Slots:
-        """The slots after a step without any gradient: ages move along with the step."""
-        ages = roles_of(self.optimizer, self.params).of(Role.AGE)
-        return {name: tree + 1 if name in ages else tree for name, tree in slots.items()}
+
+def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:
+    """The slots of one label: those that its optimizer makes; if they are not known, those that have its name."""
+    if known[label].complete:
+        return {name: slots[name] for name in known[label] if name in slots}
+    others = {name for other, roles in known.items() if other != label for name in roles}
+    return {name: tree for name, tree in slots.items() if name.startswith(f"{label}/") and name not in others}

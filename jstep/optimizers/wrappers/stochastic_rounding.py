@@ -31,9 +31,6 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
         An `Optimizer` with the same slots and hyperparameters. Leaves that are not bfloat16 are left to ordinary
         rounding; sparse updates of bfloat16 tables become dense.
 
-    Raises:
-        TypeError: An argument is of the wrong type.
-
     Example:
         >>> import jax, jax.numpy as jnp, jstep
         >>> optimizer = jstep.stochastic_rounding(jstep.gradient_descent(0.001), jax.random.key(0))
