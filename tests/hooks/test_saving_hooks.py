@@ -126,7 +126,7 @@ def test_evaluation(caplog):
     caplog.set_level(logging.INFO)
     writer = Writer()
     hook = jstep.EvaluationHook(
-        lambda state: {"w": state.params["w"].sum()}, 10, summary_writer=writer, prefix="validation"
+        lambda state: {"w": state.params["w"].sum()}, every_n_steps=10, summary_writer=writer, prefix="validation"
     )
     hook.begin(state_at())
     for step in (5, 10, 15):
