@@ -86,7 +86,7 @@ def at_least_float32(array: Array) -> Array:
 
 
 def whole(vector: Array) -> Array:
-    """The vector on all devices, if it is split over axes of an Explicit mesh, on which JAX does not sort nor scatter."""
+    """The vector on all devices, if it lies on an Explicit mesh, over whose axes JAX does not sort or scatter."""
     sharding = jax.typeof(vector).sharding
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return vector
