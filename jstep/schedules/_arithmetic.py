@@ -158,12 +158,7 @@ def until(step: Array, end: Fraction) -> Array:
 
 
 def between(
-    first: Any,
-    last: Any,
-    step: Array,
-    start: Fraction,
-    end: Fraction,
-    shape: Callable[[Array, Array], tuple[Array, Array]],
+    first: Any, last: Any, step: Array, start: Fraction, end: Fraction, shape: Callable[..., tuple[Array, Array]]
 ) -> Array:
     """From `first` (up to step `start`) to `last` (from step `end` on), along a curve.
 

@@ -18,6 +18,17 @@ def abstract(optimizer: jstep.Optimizer) -> tuple[Any, Any]:
     return jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), params), params
 
 
+def planned(name: str) -> float:
+    """How many copies of the parameters an update may need, by what each XLA was measured to plan.
+
+    That of jaxlib 0.10.0 and 0.10.1 writes out gradients that later ones fuse into what reads them, in 35 of the cases,
+    by 0.7 to 1.72 copies. That of 0.12.0 does so for one entry, by 0.7.
+    """
+    if jax.version.__version_info__ < (0, 10, 2):
+        return TABLE[name].copies + 1.75
+    return TABLE[name].copies + 0.75 * (name == "everything" and jax.version.__version_info__ >= (0, 12, 0))
+
+
 def check_memory(lowered: Any, state: Any, temporaries: float) -> None:
     memory = lowered.compile().memory_analysis()
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -29,7 +40,7 @@ def check_update_memory(name: str) -> None:
     optimizer = of(name)
     state, params = abstract(optimizer)
     update = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
-    check_memory(update.lower(state, params), state, TABLE[name].copies)
+    check_memory(update.lower(state, params), state, planned(name))
 
 
 @each
@@ -43,4 +54,4 @@ def test_donated_step_holds_the_gradients_and_no_more(name: str) -> None:
     optimizer = of(name)
     state, params = abstract(optimizer)
     step = jstep.minimize(lambda p, xs: sum(jnp.sum(p[k] * xs[k]) for k in p), optimizer)
-    check_memory(step.lower(state, params), state, TABLE[name].copies + 1)
+    check_memory(step.lower(state, params), state, planned(name) + 1)

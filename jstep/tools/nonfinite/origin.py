@@ -63,6 +63,8 @@ def origin(body: Body, args: list[Any], results: Sequence[Any]) -> Origin | None
         None where all results are finite, or infinite constants that are returned as they are.
     """
     wanted = _bad(results)
+    if not wanted:
+        return None
     found = _Backwards(body, args, ()).run(wanted)
     # An infinity that nothing is computed with is a bound or a mask that the function returns.
     computed = [
