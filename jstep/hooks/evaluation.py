@@ -133,11 +133,7 @@ class EvaluationHook(CadencedHook):
         return next((one.why for one in self._then if isinstance(getattr(one, "why", None), str)), None)
 
     def use_run(self, run: RunInfo) -> None:
-        """Takes the writer of `train`, if the hook was made without one, and hands the run on.
-
-        Raises:
-            ValueError: Another hook of the run has the same prefix.
-        """
+        """Takes the writer of `train`, if the hook was made without one, and hands the run on; refuses a twin."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
                 f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
