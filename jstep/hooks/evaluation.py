@@ -132,11 +132,7 @@ class EvaluationHook(CadencedHook):
         return self._then.stopped_by
 
     def use_run(self, run: RunInfo) -> None:
-        """Takes the writer of `train`, if the hook was made without one, and hands the run on.
-
-        Raises:
-            ValueError: Another hook of the run has the same prefix.
-        """
+        """Takes the writer of `train`, if the hook was made without one, and hands the run on; refuses a twin."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
                 f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "

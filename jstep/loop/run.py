@@ -181,8 +181,11 @@ class Run:
 
     def _why_done(self, begun: Beginning) -> str:
         by = begun.kept.get(STOPPED)
-        if by is None or begun.step >= self._options.last_step:
+        if begun.step >= self._options.last_step:
             return ""
+        if by is None:
+            reasons = [getattr(hook, "why", None) for hook in self._options.hooks]
+            return next((f". {why}" for why in reasons if isinstance(why, str)), "")
         return (
             f". {by} stopped it at step {begun.step}; to go on, leave that hook out, change what it asks for, or have "
             "it forget what it remembers: EarlyStopping(reset=True)"
