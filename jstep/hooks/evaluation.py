@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_text, kind, shown
+from jstep.core.checks import as_function, as_text
 from jstep.core.contexts import own_transfers
 from jstep.distributed import agreement
-from jstep.hooks import memory
-from jstep.hooks.answers import StopWith, taken_answer
+from jstep.hooks.answers import StopWith
 from jstep.hooks.cadence import CadencedHook, cadence
-from jstep.hooks.hook import Clock, Metrics, RunInfo, name_of
+from jstep.hooks.callbacks import Callbacks, Then
+from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.interruption import EvaluationAbandoned, interruptible
 from jstep.hooks.memory import key_of
 from jstep.hooks.results import numbers_of
@@ -25,10 +25,6 @@ from jstep.hooks.writers import check_writer
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")
-
-Then = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
-
-_WHERE = "EvaluationHook(then=…)"
 
 
 class EvaluationHook(CadencedHook):
@@ -62,7 +58,6 @@ class EvaluationHook(CadencedHook):
         key: The name that was given.
         results: Step → what evaluate returned, of this run.
         newest: The last step evaluated and its results, by the names they are logged under; or None.
-        stopped_by: The function in `then` that stopped the run, or None.
 
     Raises:
         TypeError: Both `callbacks` and `then` are given.
@@ -105,9 +100,9 @@ class EvaluationHook(CadencedHook):
         self._takes_writer = summary_writer is None
         self.key = None if key is None else as_text(key, "key", "the name that checkpoints keep its memory under")
         if callbacks is None:
-            self._then = _functions(then, "then")
+            self._then = Callbacks(then, "then")
         elif isinstance(then, tuple) and not then:
-            self._then = _functions(callbacks, "callbacks")
+            self._then = Callbacks(callbacks, "callbacks")
         else:
             raise TypeError("then and callbacks are two names of one argument: give one of them")
         super().__init__(
@@ -116,7 +111,6 @@ class EvaluationHook(CadencedHook):
         )
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
-        self.stopped_by: str | None = None
         self._told: int | None = None
         self._owed: int | None = None
         self._stop_wished: Callable[[], bool] = lambda: False
@@ -130,7 +124,12 @@ class EvaluationHook(CadencedHook):
     @property
     def why(self) -> str | None:
         """Why no step is to be made, as the function that wants none says it; None if none does."""
-        return next((one.why for one in self._then if isinstance(getattr(one, "why", None), str)), None)
+        return self._then.why
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The function in `then` that stopped the run, or None."""
+        return self._then.stopped_by
 
     def use_run(self, run: RunInfo) -> None:
         """Takes the writer of `train`, if the hook was made without one, and hands the run on; refuses a twin."""
@@ -143,22 +142,17 @@ class EvaluationHook(CadencedHook):
         if self._takes_writer:
             self._writer = run.writer
         self._is_kept, self._stop_wished = run.saver is not None, run.stop_wished
-        self._each("use_run", run)
+        self._then.each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
-        """Seconds count from here; a true result of one of `then`'s: no step is made.
-
-        Raises:
-            ValueError: Two of `then` have the same `key`.
-        """
-        memory.check(self._then, _WHERE)
-        self.results, self.newest, self._told, self._owed, self.stopped_by = {}, None, None, None, None
+        """Seconds count from here; a true result of one of `then`'s: no step is made."""
+        self.results, self.newest, self._told, self._owed = {}, None, None, None
         super().begin(state)
-        return any(self._each("begin", state))
+        return self._then.begin(state)
 
     def get_state(self) -> Any:
         """What those in `then` remember, the step they were told of last, and that of an evaluation cut short."""
-        return {"step": self._told, "owed": self._owed, "then": memory.states_of(self._then, _WHERE)}
+        return {"step": self._told, "owed": self._owed, "then": self._then.get_state()}
 
     def set_state(self, value: Any) -> bool:
         """Gives it back; true if the run had stopped. What is not its own is a log line."""
@@ -168,7 +162,7 @@ class EvaluationHook(CadencedHook):
             _logger.warning("hooks: %s cannot read what the checkpoint remembers of it: it starts fresh", key_of(self))
             return False
         self._told, self._owed = steps
-        return memory.set_states(self._then, fields.get("then"), _WHERE)
+        return self._then.set_state(fields.get("then"))
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
         """Called once after a restore: the evaluation that a signal cut short at this step."""
@@ -197,12 +191,12 @@ class EvaluationHook(CadencedHook):
 
     def before_save(self, step: int) -> bool | None:
         """Asks those in `then` that have something to say."""
-        return any(self._each("before_save", step))
+        return any(self._then.each("before_save", step))
 
     def close(self) -> None:
         """Closes those in `then`."""
         super().close()
-        self._each("close")
+        self._then.each("close")
 
     def _is_on_cadence(self, step: int) -> bool:
         """Whether an evaluation is due at this step by itself, or was when it was cut short."""
@@ -245,30 +239,10 @@ class EvaluationHook(CadencedHook):
         if self._told == step:
             return None
         self._told = step
-        answer = self._act(step, state, values, on_cadence)
+        answer = self._then(step, state, values, on_cadence=on_cadence)
         if self._is_kept and len(self.results) == 1:
             self.get_state()  # what no checkpoint can hold is said now, not at the first save, perhaps in an hour
         return answer
-
-    def _act(self, step: int, state: TrainState, values: Mapping[str, Any], on_cadence: bool) -> Any:
-        """What `then` makes of the results: both answers may come of one evaluation, and none is lost."""
-        given, stop = state, False
-        for function in self._then:
-            if not on_cadence and getattr(function, "on_cadence_only", False):
-                continue
-            answer = function(step, given, values)
-            stop_now, given = taken_answer(answer, given, step, f"then: {name_of(function)}")
-            if stop_now and self.stopped_by is None:
-                self.stopped_by = key_of(function)
-            stop = stop or stop_now
-        if stop and given is not state:
-            return StopWith(given)
-        if given is not state:
-            return given
-        return True if stop else None
-
-    def _each(self, method: str, *args: Any) -> list[bool]:
-        return [bool(getattr(one, method)(*args)) for one in self._then if hasattr(one, method)]
 
 
 def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,22 +250,3 @@ def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
     told = agreement.told_to_all(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(told).items()}
-
-
-def _functions(then: Any, name: str) -> tuple[Any, ...]:
-    """The functions.
-
-    Raises:
-        TypeError: They are no sequence of functions.
-    """
-    what = f"{name}: must be a sequence of functions (step, state, results)"
-    if callable(then):
-        raise TypeError(f"{what}, got {kind(then)}; give a list: {name}=[…]")
-    try:
-        functions = tuple(then)
-    except TypeError:
-        raise TypeError(f"{what}, got {kind(then)}") from None
-    for i, function in enumerate(functions):
-        if isinstance(function, type) or not callable(function):
-            raise TypeError(f"{name}[{i}]={shown(function)}: must be a function (step, state, results)")
-    return functions

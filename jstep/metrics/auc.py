@@ -109,7 +109,7 @@ def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200)
     number = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
     if number > _MOST:
         raise ValueError(f"num_thresholds={number}: must be at most {_MOST}")
-    given, truth = checks.scores_and_truth(scores, labels)
+    given, truth = map(checks.whole, checks.scores_and_truth(scores, labels))
     each = Thresholds(given, given, counted(_one_of(truth)), counted(_one_of(~truth)))
     return AUC(fewer(each, number * _FINER), curve)
 

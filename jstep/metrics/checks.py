@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import kind
@@ -82,6 +83,15 @@ def logits_and_labels(logits: Any, labels: Any) -> tuple[Array, Array]:
 def at_least_float32(array: Array) -> Array:
     """The array in float32, or in float64 if it is that already."""
     return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
+
+
+def whole(vector: Array) -> Array:
+    """The vector on all devices, if it lies on an Explicit mesh, over whose axes JAX does not sort or scatter."""
+    sharding = jax.typeof(vector).sharding
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return vector
+    spread: Array = jax.sharding.reshard(vector, NamedSharding(sharding.mesh, PartitionSpec()))
+    return spread
 
 
 def is_class(labels: Array, num_classes: int) -> Array:

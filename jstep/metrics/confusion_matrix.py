@@ -70,6 +70,7 @@ def confusion_matrix(predictions: Any, labels: Any, num_classes: int) -> Confusi
     given, truth = checks.pair(
         checks.indices(predictions, "predictions"), checks.indices(labels, "labels"), ("predictions", "labels")
     )
+    given, truth = checks.whole(given), checks.whole(truth)
     known = checks.is_class(given, size) & checks.is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + given.astype(jnp.int32)
     cell = jnp.where(known, cell, jnp.full_like(cell, size * size))  # out of range: left out

@@ -118,14 +118,11 @@ def test_then_functions_remember_what_each_would_alone(seed, steps_per_call, tmp
 
 def evaluation(prefix, key=None):
     """With functions like those of the others."""
+    then = [jstep.EarlyStopping("a", 30), Remembers()]
     hook = jstep.EvaluationHook(
-        lambda state: results_at(jstep.global_step(state)),
-        every_n_steps=1,
-        prefix=prefix,
-        key=key,
-        then=[jstep.EarlyStopping("a", 30), Remembers()],
+        lambda state: results_at(jstep.global_step(state)), every_n_steps=1, prefix=prefix, key=key, then=then
     )
-    hook.stop, hook.own = hook._then
+    hook.stop, hook.own = then
     return hook
 
 

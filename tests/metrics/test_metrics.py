@@ -71,6 +71,32 @@ def test_they_are_pytrees_under_jit_and_scan(name):
     assert getattr(M, name).__module__ == "jstep.metrics"
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_on_axes_of_either_type_without_an_evaluator(explicit):
+    """Under the user's own mesh: nothing has to be annotated."""
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    rng = np.random.default_rng(0)
+    scores, labels = rng.random((32, 3)).astype(np.float32), rng.integers(0, 3, 32).astype(np.int32)
+    makers = [
+        lambda s, t: M.accuracy(s, t),
+        lambda s, t: M.perplexity(s, t),
+        lambda s, t: M.auc(s[:, 0], t == 1),
+        lambda s, t: M.f1(s[:, 0], t == 1),
+        lambda s, t: M.confusion_matrix(jnp.argmax(s, axis=1), t, 3),
+    ]
+    for make in makers:
+        expected = make(scores, labels).compute()
+        with jax.set_mesh(mesh):
+            one = jax.jit(make)(jax.device_put(scores, rows), jax.device_put(labels, rows))
+            merged = jax.jit(lambda a, b: a.merge(b))(one, one)
+            found, twice = one.compute(), merged.compute()
+        assert found == pytest.approx(expected, rel=1e-6)
+        if isinstance(expected, float):
+            assert twice == pytest.approx(expected, rel=1e-6)
+
+
 def test_edges():
     none = jnp.zeros((0,))
     assert math.isnan(M.accuracy(jnp.zeros((0, 3)), jnp.zeros((0,), int)).compute())

@@ -1,0 +1,101 @@
+"""The functions that are called with the results of an evaluation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jstep.core.checks import kind, shown
+from jstep.hooks import memory
+from jstep.hooks.answers import StopWith, taken_answer
+from jstep.hooks.hook import name_of
+from jstep.state import TrainState
+
+Then = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
+
+_WHERE = "EvaluationHook(then=…)"
+
+
+class Callbacks:
+    """Functions `(step, state, results)`, in their order.
+
+    Args:
+        functions: What the user gave.
+        argument: The name of the argument, for errors.
+
+    Attributes:
+        stopped_by: The key of the one that stopped the run, or None.
+
+    Raises:
+        TypeError: They are not a sequence of functions.
+    """
+
+    def __init__(self, functions: Sequence[Then], argument: str) -> None:
+        self._functions = _checked(functions, argument)
+        self.stopped_by: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    @property
+    def why(self) -> str | None:
+        """Why no step is to be made, as the one that wants none says it; None if none does."""
+        return next((one.why for one in self._functions if isinstance(getattr(one, "why", None), str)), None)
+
+    def begin(self, state: TrainState) -> bool:
+        """Begins those that have something to begin; whether one of them wants no step.
+
+        Raises:
+            ValueError: Two have the same `key`.
+        """
+        memory.check(self._functions, _WHERE)
+        self.stopped_by = None
+        return any(self.each("begin", state))
+
+    def get_state(self) -> Any:
+        """What they remember."""
+        return memory.states_of(self._functions, _WHERE)
+
+    def set_state(self, value: Any) -> bool:
+        """Gives it back; whether one of them wants no further step."""
+        return memory.set_states(self._functions, value, _WHERE)
+
+    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any], *, on_cadence: bool) -> Any:
+        """What they make of the results: both answers may come of one evaluation, and none is lost.
+
+        Args:
+            step: The step.
+            state: The state that was evaluated.
+            results: What came of it.
+            on_cadence: Whether the evaluation was due by itself; else those with a true `on_cadence_only` are left out.
+        """
+        given, stop = state, False
+        for function in self._functions:
+            if not on_cadence and getattr(function, "on_cadence_only", False):
+                continue
+            answer = function(step, given, results)
+            stop_now, given = taken_answer(answer, given, step, f"then: {name_of(function)}")
+            if stop_now and self.stopped_by is None:
+                self.stopped_by = memory.key_of(function)
+            stop = stop or stop_now
+        if stop and given is not state:
+            return StopWith(given)
+        if given is not state:
+            return given
+        return True if stop else None
+
+    def each(self, method: str, *args: Any) -> list[bool]:
+        """Calls a method of all that have it."""
+        return [bool(getattr(one, method)(*args)) for one in self._functions if hasattr(one, method)]
+
+
+def _checked(functions: Any, argument: str) -> tuple[Any, ...]:
+    what = f"{argument}: must be a sequence of functions (step, state, results)"
+    if callable(functions):
+        raise TypeError(f"{what}, got {kind(functions)}; give a list: {argument}=[…]")
+    try:
+        given = tuple(functions)
+    except TypeError:
+        raise TypeError(f"{what}, got {kind(functions)}") from None
+    for i, function in enumerate(given):
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(f"{argument}[{i}]={shown(function)}: must be a function (step, state, results)")
+    return given
