@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.contexts import own_transfers
+from jstep.core.meshes import in_auto_axes
 from jstep.hooks.values import host, is_number
 
 _METHODS = ("merge", "compute")
@@ -64,11 +65,15 @@ class Merger:
 
                 # Not one for all evaluators: JAX takes classes of the same fields for the same.
                 def merged_of(totals: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-                    return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
+                    return in_auto_axes(_all_merged, totals, objects)
 
                 self._jitted[mesh] = jax.jit(merged_of, out_shardings=everywhere)
             merged = self._jitted[mesh](common, {name: objects[name] for name in common})
         return {**totals, **objects, **merged}
+
+
+def _all_merged(totals: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
+    return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
 
 
 def _merged(name: str, total: Any, one: Any) -> Any:

@@ -50,7 +50,6 @@ def equipment(
     options: Options,
     begin: Beginning,
     programs: Programs,
-    skip_metric: str | None,
     wiring: Wiring,
     stack: contextlib.ExitStack,
     stop_wished: Callable[[], bool],
@@ -84,7 +83,7 @@ def equipment(
         hooks.append(saving)
     run = RunInfo(
         last_step=options.last_step,
-        sums=Sums(lambda: skip_metric, constants),
+        sums=Sums(lambda: programs.skip_metric, constants),
         pending=Pending(),
         steps_per_call=options.steps_per_call,
         logdir=options.logdir,

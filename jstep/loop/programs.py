@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jstep.core.notes import note
+from jstep.hooks.skipped import skip_metric_of
 from jstep.loop.feed import Call
 from jstep.training import TrainStep, scanned_step
 
@@ -60,6 +61,11 @@ class Programs:
     def constant_metrics(self) -> Any:
         """The names of the metrics of the latest call that no step computes."""
         return getattr(self._latest, "constant_metrics", ())
+
+    @property
+    def skip_metric(self) -> str | None:
+        """The name of the metric of the latest call that is 1 if the whole update was skipped; None without a guard."""
+        return skip_metric_of(self._latest)
 
     def __call__(self, state: Any, call: Call) -> Any:
         """The state after the steps of a call, and their metrics."""

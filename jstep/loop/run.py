@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 from jstep.core.notes import note
 from jstep.hooks import CheckpointSaverHook, memory
 from jstep.hooks.hook import check_step, name_of
-from jstep.hooks.skipped import skip_metric_of
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning
 from jstep.loop.drive import At, drive
@@ -38,7 +37,6 @@ class Run:
         self._options, self._step = options, train_step
         several = options.steps_per_call > 1
         self._programs = Programs(train_step, options.unroll, several=several)
-        self._skip_metric = skip_metric_of(train_step)
         self._signals = StopSignals(self._before_the_first_step)
         self._at = At(0, state)
         self._begun: Beginning | None = None
@@ -56,7 +54,7 @@ class Run:
                 self._at.step, self._at.state = begun.step, begun.state
                 wiring = Wiring(self._position, self._stopped_by, self._before_save)
                 equipped = self._equipped = equipment(
-                    self._options, begun, self._programs, self._skip_metric, wiring, stack, self._signals.to_stop
+                    self._options, begun, self._programs, wiring, stack, self._signals.to_stop
                 )
                 around = self._around = Around(
                     equipped.hooks,
@@ -203,7 +201,7 @@ class Run:
     def _leave(self) -> NoReturn:
         at, savers = self._at, self._savers()
         when = f"after step {at.step}"
-        if savers and is_past_a_nan(at, self._skip_metric):
+        if savers and is_past_a_nan(at, self._programs.skip_metric):
             self._before_save(at.step)  # a hook that looks for it says more
             raise self._signals.stopped(f"{when}, which is not saved: its loss is not finite")
         saved = [hook.save(at.step, at.state, wait=True) for hook in savers]
@@ -229,7 +227,7 @@ class Run:
             savers = []  # it is saved, or is not to be
         if not self._signals.at_once:
             around.last(at, failed=lambda other: None if other is error else note(error, f"Besides, {other}"))
-        rescue(error, at, self._begun.step, during=during, savers=savers, skip_metric=self._skip_metric)
+        rescue(error, at, self._begun.step, during=during, savers=savers, skip_metric=self._programs.skip_metric)
 
     def _during(self) -> str:
         """What was under way, in words that name step and batch."""

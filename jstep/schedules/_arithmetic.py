@@ -105,8 +105,7 @@ def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = F
         ValueError: It is not positive.
     """
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
-    dtype = getattr(value, "dtype", None)
-    is_float = isinstance(value, float) or (dtype is not None and jnp.issubdtype(dtype, jnp.floating))
+    is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
     if is_float and not (zero and not trees.is_traced(value) and not np.ndim(value) and value == 0):
         raise TypeError(f"{name}={shown(value)}: must be an integer, a number of steps, got {kind(value)}; {order}")
     try:

@@ -44,8 +44,7 @@ def apply_gradients(
             the state are not the optimizer's.
 
     Example:
-        >>> import jax
-    import jax.numpy as jnp, jstep
+        >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.gradient_descent(0.5)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)

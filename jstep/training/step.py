@@ -12,6 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function
 from jstep.core.contexts import own_transfers
 from jstep.core.meshes import Attempts, like, mesh_of, setting
+from jstep.optimizers.metrics import SKIPPED
 from jstep.state import TrainState, require_alive
 from jstep.training.constants import Constants, split_constants
 from jstep.training.refused import explain, is_spent
@@ -59,7 +60,9 @@ def pure(step: Callable[..., Any]) -> PureStep:
             return tuple(result)
 
         new, metrics = attempts(one, state, args, place=like((state,)))
-        return (new, *split_constants(metrics))
+        # A function that is not of jstep's says by the name that jstep's metric has that its update was skipped.
+        is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
+        return (new, *split_constants(metrics, SKIPPED if is_guarded else None))
 
     return PureStep(parts, name=name)
 
