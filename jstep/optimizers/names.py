@@ -90,17 +90,24 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     if isinstance(init, Init):
         return init.roles(params)
     ages: dict[str, Role | None] = dict.fromkeys(getattr(init, "ages", ()), Role.AGE)
-    made: list[tuple[Any, Role | None]] = []
-    token = _MADE.set(made)
+    found: dict[str, Role | None] = {}
+
+    def trace(step: Step) -> None:
+        # Those that optimizers inside a custom one have made keep their roles. No tracer leaves this function.
+        made: list[tuple[Any, Role | None]] = []
+        token = _MADE.set(made)
+        try:
+            slots = init(params, step)
+        finally:
+            _MADE.reset(token)
+        inherited = {id(tree): role for tree, role in made}
+        found.update({name: ages.get(name, inherited.get(id(tree))) for name, tree in slots.items()})
+
     try:
-        # A custom init: its slots are made, but as shapes. Those that optimizers inside it have made keep their roles.
-        slots = _traced(lambda step: init(params, step))
-    except Exception:  # it may want values: then the names are those it makes in the end
+        _trace(trace)
+    except Exception:  # a custom init may want values: then the names are those it makes in the end
         return Roles(ages, complete=False)
-    finally:
-        _MADE.reset(token)
-    inherited = {id(tree): role for tree, role in made}
-    return Roles({name: ages.get(name, inherited.get(id(tree))) for name, tree in slots.items()})
+    return Roles(found)
 
 
 def slot_names(optimizer: Optimizer, params: Params) -> list[str] | None:
@@ -126,13 +133,13 @@ def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = 
 
 def hyperparameter_names(optimizer: Optimizer) -> list[str]:
     """The names of an optimizer's hyperparameters. Touches no device."""
-    return list(_traced(optimizer.hyperparameters))
+    names: list[str] = []
+    _trace(lambda step: names.extend(optimizer.hyperparameters(step)))
+    return names
 
 
-def _traced(fn: Callable[[Step], Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    jax.eval_shape(lambda step: found.update(fn(step)), jax.ShapeDtypeStruct((), trees.default_int()))
-    return found
+def _trace(fn: Callable[[Step], None]) -> None:
+    jax.eval_shape(fn, jax.ShapeDtypeStruct((), trees.default_int()))
 
 
 def late_slots(optimizer: Optimizer) -> tuple[str, ...]:
