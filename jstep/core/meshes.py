@@ -106,15 +106,15 @@ def reduced(total: Any) -> Any:
 
 def like(*trees: Any) -> Callable[[Any], Any]:
     """From a result to its specs: those of the leaves of equal path and shape in `trees`, else replicated."""
-    known = {}
-    for tree in trees:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            if isinstance(leaf, jax.Array):
-                sharding = None if _is_traced(leaf) else leaf.sharding
-                as_written = sharding.spec if isinstance(sharding, NamedSharding) else None
-                known[path, leaf.shape] = spec_of(leaf) if as_written is None else as_written
 
     def specs(result: Any) -> Any:
+        known = {}
+        for tree in trees:
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                if isinstance(leaf, jax.Array):
+                    sharding = None if _is_traced(leaf) else leaf.sharding
+                    as_written = sharding.spec if isinstance(sharding, NamedSharding) else None
+                    known[path, leaf.shape] = spec_of(leaf) if as_written is None else as_written
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: known.get((path, getattr(leaf, "shape", ())), PartitionSpec()), result
         )

@@ -101,5 +101,5 @@ def test_bad_memories():
         jstep.shard_state(state, MESHES["auto"], slots_memory="pined_host")
     with pytest.raises(TypeError, match="slots_memory=3"):
         jstep.shard_state(state, MESHES["auto"], slots_memory=3)
-    with pytest.raises(ValueError, match="slots_memory.*give mesh"):
+    with pytest.raises(ValueError, match=r"slots_memory.*give mesh"):
         jstep.TrainState.create(params(), jstep.adam(), slots_memory="pinned_host")

@@ -38,18 +38,14 @@ def sharding_of(leaf: Any, path: str) -> Any:
 
 
 def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
-    """The sharding over the mesh in force, where the target's has the form of that: `jax.eval_shape` gives such.
-
-    Axes become Auto ones, as those of every state.
-    """
+    """The sharding over the mesh that is set, if the target's has its form: `jax.eval_shape` gives such shardings."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
         raise ValueError(
             f"target: the sharding of {path!r} is over an abstract mesh; give one over devices, or restore inside of "
             "jax.set_mesh(mesh)"
         )
-    auto = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
-    return jax.sharding.NamedSharding(auto, sharding.spec)
+    return jax.sharding.NamedSharding(mesh, sharding.spec)
 
 
 def stored_sharding(wanted: Wanted) -> Any:
