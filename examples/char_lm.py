@@ -117,6 +117,7 @@ def continue_text(params, prompt, key, length, temperature=0.8):
 
 def show_sample(params, title, seed, length=300):
     prompt = np.frombuffer(PROMPT.encode(), np.uint8)
+    params = jax.device_get(params)  # one device is enough for a sample
     text = bytes(np.asarray(continue_text(params, prompt, jax.random.key(seed), length))).decode()
     print(f"--- {title}")
     print("".join(c if c.isprintable() or c == "\n" else "·" for c in text))
@@ -172,8 +173,8 @@ def main(steps=600, seed=0, mesh=None, directory=None):
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params))
         print(f"{mesh.size} {jax.default_backend()} devices {dict(mesh.shape)}: {held / 1e6:.2f} MB of params on each")
 
-    evaluate = jax.jit(loss_fn)
-    before = float(evaluate(state.params, held_out))
+    evaluate = jstep.evaluator(lambda params, windows: {"loss": loss_fn(params, windows)}, [held_out])
+    before = evaluate(state)["loss"]
     show_sample(state.params, "a sample before training", seed)
 
     first, then = jstep.global_step(state), time.perf_counter()
@@ -184,9 +185,7 @@ def main(steps=600, seed=0, mesh=None, directory=None):
         last_step=steps,
         hooks=[
             jstep.NanLossHook(),
-            jstep.EvaluationHook(
-                lambda state: {"loss": evaluate(state.params, held_out)}, every_n_steps=200, prefix="held_out"
-            ),
+            jstep.EvaluationHook(evaluate, every_n_steps=200, prefix="held_out"),
         ],
         checkpoint_dir=directory,
         logdir=directory,
@@ -196,7 +195,7 @@ def main(steps=600, seed=0, mesh=None, directory=None):
     seconds, made = time.perf_counter() - then, jstep.global_step(state) - first
 
     show_sample(state.params, f"a sample after {steps} steps", seed)
-    after = float(evaluate(state.params, held_out))
+    after = evaluate(state)["loss"]
     print(
         f"held-out loss: {before:.4f} nats a character before, {after:.4f} after {steps} steps "
         f"({before / math.log(2):.2f} and {after / math.log(2):.2f} bits)"

@@ -20,8 +20,9 @@ how = dict(param_specs=P("data")) if "fsdp" in sys.argv else dict(slot_axis="dat
 state = jstep.TrainState.create(init, optimizer, mesh=mesh, **how)
 step = jstep.minimize(loss_fn, optimizer)
 saved = []
+from jstep.hooks.run_hook import RunHook
 
-class Watch(jstep.Hook):
+class Watch(RunHook):
     def after_step(self, step, state, metrics):
         if mode in ("term", "int", "die"):
             time.sleep(0.01 if step < 30 or mode == "die" else 0.15)  # JAX looks for signals once a second
@@ -131,7 +132,8 @@ def test_saving_by_the_clock_happens_on_all_at_the_same_steps(tmp_path):
     script = """
     state = jstep.TrainState.create(init, optimizer, mesh=mesh)
     saved = []
-    class Watch(jstep.Hook):
+    from jstep.hooks.run_hook import RunHook
+    class Watch(RunHook):
         def before_save(self, step):
             saved.append(step)
         def after_step(self, step, state, metrics):
