@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that takes too long for each change: the newest versions, the lowest, XLA's own optimization level.
+# Everything that takes too long for each change: the newest versions, the lowest, XLA's own optimization level, 20 000
+# steps with everything on.
 #
 #   tests/nightly.sh [pytest arguments]
 #
@@ -31,11 +32,10 @@ step() { # name, command …
 step newest env PYTHON="${newest:-python3}" tests/versions.sh newest "$@"
 step lowest env PYTHON="$python" tests/versions.sh lowest "$@"
 step optimized env XLA_FLAGS= "$python" -m pytest -n 2 "$@"
-for script in soak compilers; do
-    if [ -x "tests/$script.sh" ]; then
-        step "$script" "tests/$script.sh"
-    fi
-done
+step soak env PYTHONPATH=. "$python" tests/soak.py
+if [ -x tests/compilers.sh ]; then
+    step compilers tests/compilers.sh
+fi
 
 printf '\n'
 printf '%s\n' "${results[@]}"

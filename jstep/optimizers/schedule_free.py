@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.memory import on_devices
 from jstep.core.meshes import on_any_mesh
-from jstep.core.types import Array, Optimizer, ScalarOrSchedule, Slots
+from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
 from jstep.optimizers.age import bias_correction
@@ -212,27 +212,35 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
     prefix = found_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
     params, slots = state.params, state.slots
     leaves, treedef = trees.flatten(params)
-    ys, master = leaves, _master_around(prefix, slots)
-    if master is not None:
-        masters = treedef.flatten_up_to(slots[master])
-        ys = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
+    masters = [treedef.flatten_up_to(tree) for tree in _masters_around(prefix, params, slots)]
     zs = treedef.flatten_up_to(slots[prefix + "z"])
     beta1 = slots[prefix + "beta1"]
     return treedef.unflatten(
-        [_x(leaf, on_devices(y), on_devices(z), beta1) for leaf, y, z in zip(leaves, ys, zs, strict=True)]
+        [
+            leaf if z is None else _x(leaf, _unrounded(leaf, around), on_devices(z), beta1)
+            for leaf, z, *around in zip(leaves, zs, *masters, strict=True)
+        ]
     )
 
 
-def _master_around(prefix: str, slots: Slots) -> str | None:
-    """The slot of the `master_weights` that the optimizer of a prefix is in, the innermost."""
+def _masters_around(prefix: str, params: Params, slots: Slots) -> list[Any]:
+    """What may be the slots of `master_weights` around the optimizer of a prefix, by their names, outermost first."""
     parts = prefix.split("/")[:-1]
-    around = ("/".join([*parts[:count], "master"]) for count in range(len(parts), -1, -1))
-    return next((name for name in around if name in slots), None)
+    around = ("/".join([*parts[:count], "master"]) for count in range(len(parts) + 1))
+    found = (slots[name] for name in around if name in slots)
+    return [tree for tree in found if trees.is_like(params, tree)]
+
+
+def _unrounded(leaf: Any, masters: list[Any]) -> Any:
+    """A leaf as it was before it was rounded: what rounds to something else is another slot of that name."""
+    y = leaf = on_devices(leaf)
+    for one in map(on_devices, masters):
+        if trees.is_array(one) and one.shape == y.shape and trees.is_floating(one.dtype):
+            y = jnp.where(one.astype(leaf.dtype) == leaf, one, y.astype(one.dtype))
+    return y
 
 
 def _x(leaf: Any, y: Any, z: Any, beta1: Array) -> Any:
-    if z is None:
-        return leaf
     dtype = trees.compute_dtype(y.dtype)
     y, z, beta1 = y.astype(dtype), z.astype(dtype), beta1.astype(dtype)
     # Where z is y, as at first, so is x. No number of Python enters: transfers may be guarded.

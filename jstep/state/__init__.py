@@ -8,9 +8,9 @@ from jstep.state.global_step import (
     global_step,
     increment_global_step,
 )
-from jstep.state.require import require_alive, require_state, require_step, step_of
+from jstep.state.require import require_alive, require_state, step_of
 from jstep.state.shard_state import shard_state
-from jstep.state.slots import get_slot, get_slot_names, is_scalar_slot
+from jstep.state.slots import get_slot, get_slot_names
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
 
 __all__ = [
@@ -24,10 +24,8 @@ __all__ = [
     "get_slot_names",
     "global_step",
     "increment_global_step",
-    "is_scalar_slot",
     "require_alive",
     "require_state",
-    "require_step",
     "shard_state",
     "step_of",
 ]

@@ -20,17 +20,6 @@ def require_state(value: Any, argument: str = "state") -> TrainState:
     return value
 
 
-def require_step(value: Any, argument: str = "state") -> TrainState:
-    """The value, which must be a state that has a global step.
-
-    Raises:
-        TypeError: It is no state.
-        ValueError: Its global step is None.
-    """
-    step_of(require_state(value, argument))
-    return value
-
-
 def step_of(state: TrainState) -> Array:
     """The global step of a state, which must have one.
 

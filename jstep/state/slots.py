@@ -11,11 +11,11 @@ from jstep.core.types import Params
 from jstep.state.require import require_state
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
 
-OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max", "mu_product", "weight_sum"})
+_OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max", "mu_product", "weight_sum"})
 """Slots of jstep's optimizers that are one number for all parameters, besides steps and held hyperparameters."""
 
 
-def is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
+def _is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
     """Whether a slot is one scalar for all parameters, such as `start_step` or `embed/start_step`.
 
     There is only a state here, and no optimizer that knows: the shape decides, and the name where shapes are the same.
@@ -29,7 +29,7 @@ def is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
     counts = np.issubdtype(getattr(tree, "dtype", np.float32), np.integer)
     if np.ndim(tree):
         return bool(counts and last == START_STEP)  # of a population of states
-    return bool(counts or last in OF_ALL or "held" in prefixes)
+    return bool(counts or last in _OF_ALL or "held" in prefixes)
 
 
 def get_slot_names(state: TrainState) -> list[str]:
@@ -43,7 +43,7 @@ def get_slot_names(state: TrainState) -> list[str]:
     return sorted(
         name
         for name, tree in require_state(state).slots.items()
-        if name != MODEL_STATE and not is_scalar_slot(name, tree, state.params)
+        if name != MODEL_STATE and not _is_scalar_slot(name, tree, state.params)
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import jstep
 from jstep.core import checks
-from jstep.state import require_alive, require_state, require_step
+from jstep.state import require_alive, require_state, step_of
 
 
 def test_bools_are_bools() -> None:
@@ -90,12 +90,13 @@ def test_a_repr_that_fails_is_no_error_of_its_own() -> None:
 
 def test_states() -> None:
     state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
-    assert require_state(state) is require_step(state) is state
+    assert require_state(state) is state
+    assert step_of(state) is state.global_step
     require_alive(state)
     with pytest.raises(TypeError, match="state: must be a TrainState, got a dict"):
         require_state({"w": 1.0})
     with pytest.raises(ValueError, match="no global step"):
-        require_step(state.replace(global_step=None))
+        step_of(state.replace(global_step=None))
     state.params["w"].delete()
     with pytest.raises(RuntimeError, match="'params/w' was donated"):
         require_alive(state)

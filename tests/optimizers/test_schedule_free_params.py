@@ -60,3 +60,23 @@ def test_of_a_partition_the_other_leaves_stay() -> None:
     found = jax.jit(jstep.schedule_free_params)(state)
     np.testing.assert_allclose(found["kernel"], jstep.schedule_free_params(run(free()))["kernel"], rtol=1e-6)
     np.testing.assert_array_equal(found["bias"], state.params["bias"])
+
+
+@pytest.mark.parametrize("kind", ["tree", "scalar", "other"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_slot_of_that_name_that_is_no_master(dtype, kind: str) -> None:
+    def init(params, global_step=0):
+        made = {"tree": jax.tree.map(lambda p: jnp.full(p.shape, 7.0), params), "scalar": jnp.float32(7.0)}
+        return {"master": made.get(kind, {"odd": jnp.zeros(2)})}
+
+    other = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, dict(slots)), lambda step: {})
+    free_below = jstep.scope("net", free())
+    found = jstep.schedule_free_params(run(jstep.chain(other, free_below), dtype))
+    want = jstep.schedule_free_params(run(free_below, dtype))
+    for key in ("kernel", "bias"):
+        np.testing.assert_array_equal(found[key], want[key])
+    inside = jstep.schedule_free_params(
+        run(jstep.master_weights(jstep.scope("a", jstep.chain(other, free_below))), dtype)
+    )
+    exact = jstep.schedule_free_params(run(free()))
+    np.testing.assert_allclose(inside["kernel"], exact["kernel"].astype(dtype), rtol=0.01)
