@@ -182,9 +182,13 @@ class TrainStep:
         return self._for(state, args, "whole")
 
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
-        """The shapes of the new state and of all metrics."""
+        """The shapes of the new state and of all metrics; the state is sharded as the one given."""
         with setting(mesh_of((state, args))):
-            return jax.eval_shape(self._pure, state, *args)
+            new, metrics = jax.eval_shape(self._pure, state, *args)
+        shardings = _mesh_shardings(state)
+        if shardings is not None and trees.structure(new) == trees.structure(shardings):
+            new = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), new, shardings)
+        return new, metrics
 
     def clear_cache(self) -> None:
         """Forgets what was compiled."""
