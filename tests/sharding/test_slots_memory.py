@@ -1,0 +1,106 @@
+"""Slots in the memory of the host: the same bits, wherever they are and whatever reads them."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import jstep
+from tests.sharding.layouts import data, init, loss_fn
+
+KINDS = {
+    "explicit": (AxisType.Explicit,) * 2,
+    "auto": (AxisType.Auto,) * 2,
+    "mixed": (AxisType.Explicit, AxisType.Auto),
+}
+OPTIMIZERS = {
+    "adam": lambda: jstep.adam(0.01),
+    "averages": lambda: jstep.with_moving_average(
+        jstep.lookahead(jstep.adam(0.01)), jstep.ExponentialMovingAverage(0.9)
+    ),
+    "guards": lambda: jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.adam(0.01))),
+    "masters": lambda: jstep.master_weights(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(0.01))),
+    "labels": lambda: jstep.partition(
+        {"m": jstep.muon(0.01), "rest": jstep.scope("x", jstep.adagrad(0.1))},
+        lambda path, leaf: "m" if leaf.ndim == 2 else "rest",
+    ),
+}
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=KINDS[kind])
+
+
+def create(mesh, optimizer, **how):
+    specs = jstep.fsdp_specs(jax.eval_shape(init), mesh, min_size=64)
+    return jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=specs, **how)
+
+
+def memories(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_donated_and_sent_back(name, kind):
+    mesh, optimizer = mesh_of(kind), OPTIMIZERS[name]()
+    batch = jstep.shard_batch(data(), mesh)
+    step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm"))
+    results = []
+    for how in ({}, {"slots_memory": "device"}, {"slots_memory": "pinned_host"}):
+        state = create(mesh, optimizer, **how)
+        before = jax.tree.map(lambda leaf: leaf.sharding, state)
+        for _ in range(2):
+            old = state
+            state, metrics = step(state, *batch)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == before
+        results.append(jax.device_get((state, metrics)))
+    assert memories(state.slots) == {"pinned_host"}
+    assert memories(state.params) == {"device"}
+    for other in results[:2]:
+        jax.tree.map(np.testing.assert_array_equal, other, results[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_reads_slots(kind, tmp_path):
+    mesh, optimizer = mesh_of(kind), OPTIMIZERS["averages"]()
+    batches = jstep.batches(data(), 32, seed=2)
+    step = jstep.minimize(loss_fn, optimizer)
+
+    def metric_fn(params, x, y):
+        return {"loss": loss_fn(params, x, y)}
+
+    def trained(directory, first, then):
+        evaluate = jstep.evaluator(metric_fn, [data()], use_averages=True)
+        for last_step, how in ((2, first), (4, then)):
+            hooks = [
+                jstep.EvaluationHook(evaluate, every_n_steps=2, then=[jstep.KeepBest(directory / "best", "loss")]),
+                jstep.FingerprintHook(directory / "prints", every_n_steps=2),
+            ]
+            state = jstep.train(
+                step,
+                create(mesh, optimizer, **how),
+                batches,
+                last_step,
+                hooks=hooks,
+                checkpoint_dir=str(directory / "run"),
+                progress=False,
+            )
+        _, grads = jstep.compute_gradients(loss_fn)(state.params, *batches[4])
+        by_hand = jstep.apply_gradients(state, grads, optimizer)
+        assert memories(by_hand.slots) == memories(state.slots)
+        read = jstep.averaged_params(state), jstep.slow_params(state), jstep.fingerprint(state)
+        return jax.device_get((state, by_hand, read))
+
+    host = {"slots_memory": "pinned_host"}
+    want = trained(tmp_path / "device", {}, {})
+    for i, (first, then) in enumerate([(host, host), (host, {}), ({}, host)]):
+        got = trained(tmp_path / str(i), first, then)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("kind", ["pinned", "", "hbm"])
+def test_a_memory_that_the_devices_lack(kind):
+    with pytest.raises(ValueError, match="slots_memory"):
+        create(mesh_of("explicit"), jstep.adam(), slots_memory=kind)
