@@ -154,7 +154,6 @@ def test_saving_by_the_clock_happens_on_all_at_the_same_steps(tmp_path):
 def test_states_and_batches_over_processes(tmp_path):
     """What one process does with arrays that lie on several."""
     script = """
-    from jstep.core.meshes import auto_mesh
     # A state made here and laid out, from arrays with keys, equals one that is made there.
     extra = {"key": jax.random.key(7), "n": np.arange(3)}
     local = jstep.TrainState.create(init(), optimizer, model_state=extra)
@@ -177,7 +176,7 @@ def test_states_and_batches_over_processes(tmp_path):
     for batch in (
         jstep.shard_batch(mine, mesh),
         jstep.shard_batch(jnp.asarray(mine), mesh),
-        *jstep.prefetch_to_device([mine, jnp.asarray(mine)], sharding=NamedSharding(auto_mesh(mesh), P("data"))),
+        *jstep.prefetch_to_device([mine, jnp.asarray(mine)], sharding=rows),
     ):
         assert batch.shape == (16, 8) and batch.sharding.spec == P("data")
         state = jstep.TrainState.create(init, optimizer, mesh=mesh)
