@@ -31,6 +31,12 @@ def is_on_host(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
+def is_of_host(sharding: Any) -> bool:
+    """Whether a sharding, of an array or a shape, is in the memory of the host and not in that of its devices."""
+    kind = sharding.memory_kind
+    return kind is not None and kind != next(iter(sharding.device_set)).default_memory().kind
+
+
 def on_devices(tree: Any) -> Any:
     """The same arrays in the memory of their devices, fit to be computed with."""
     return jax.tree.map(_on_device, tree)

@@ -8,6 +8,7 @@ arrays it was given.
 import contextlib
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -235,7 +236,7 @@ class Attempts:
             try:
                 result = in_auto_axes(fn, *args, place=place)
             except Exception as error:
-                if (type(error), str(error)) != (type(refusal), str(refusal)):
+                if _told_apart(error) != _told_apart(refusal):
                     refusal.add_note(_WAYS_OUT)
                 raise refusal from refusal.__cause__
             finally:
@@ -247,6 +248,15 @@ class Attempts:
                 "%s is computed on Auto axes: JAX refuses it on the Explicit axes of its mesh (%s)", self._name, reason
             )
         return result
+
+
+def _told_apart(error: Exception) -> tuple[type, str]:
+    """What tells an error from others: its type and its first line, whatever that says of shardings.
+
+    A bug of the function's own is the same on all types of axes; the lines that follow say where it was traced.
+    """
+    first = (str(error).splitlines() or [""])[0]
+    return type(error), re.sub(r"@\([^()]*\)|@\w+", "", first)
 
 
 def atomic(fn: Callable[..., _R], *args: Any) -> _R:

@@ -107,6 +107,6 @@ def train(
     check(train_step, state, options.last_step)
     check_batches(batches)
     seen = progress is not False and jax.process_index() == 0
-    # States lie on Auto axes: hooks and evaluations may compute with them as they are.
+    # If another mesh is set, hooks and evaluations compute with that of the state all the same.
     with instead_of_another(mesh_of(state)), visible_logging() if seen else contextlib.nullcontext():
         return Run(options, train_step, state).go(batches)

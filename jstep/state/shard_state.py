@@ -20,7 +20,7 @@ def shard_state(
     *,
     slots_memory: str | None = None,
 ) -> TrainState:
-    """The same state, laid out over a mesh. Compiled steps keep every leaf where it lies.
+    """The same state, sharded over a mesh. Compiled steps keep the sharding of every leaf.
 
     Args:
         state: Any state, whose arrays stay as they are. To make one that no single device could hold, give the mesh
@@ -32,7 +32,6 @@ def shard_state(
             speaks of is replicated.
         slot_axis: An axis of the mesh over which the slots of replicated parameters are split (ZeRO-1); other
             slots lie as their parameters do, scalars and model_state on every device.
-
         slots_memory: The memory that slots of one dimension or more are in: `"pinned_host"` for that of the host, from
             where a step brings them in and sends them back; None or `"device"` for that of the devices.
 

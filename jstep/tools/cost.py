@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function
+from jstep.core.memory import is_of_host
 from jstep.core.meshes import mesh_of, setting
 from jstep.state import TrainState, require_state
 from jstep.tools.collectives import Collective, collectives_of
@@ -27,17 +29,19 @@ class Cost:
             values, which count once: `loops_unknown`).
         bytes_accessed: Bytes read and written by all operations, by XLA's estimate; loops as above.
         params_bytes: Of the parameters.
-        slots_bytes: Of the slots.
-        argument_bytes: Of all arguments: state and batch.
-        output_bytes: Of all results.
+        slots_bytes: Of the slots, without those in the memory of the host.
+        argument_bytes: Of all arguments, state and batch, without those in the memory of the host.
+        output_bytes: Of all results, without those in the memory of the host.
         alias_bytes: Of the results that take over the memory of arguments.
-        temp_bytes: Of what is in between.
-        peak_bytes: Arguments, results and what is in between, without what is taken over.
+        temp_bytes: Of the temporaries.
+        peak_bytes: Arguments, results and temporaries, without what is taken over and what is on the host.
         collectives: Kind → (number, bytes) of what moves between devices, such as `all-reduce`.
         compile_seconds: How long it took to compile.
         devices: On how many devices the step runs.
         memory_bytes: What a device has, None where it does not say.
         loops_unknown: How many loops have a length that depends on values.
+        host_bytes: Of the arguments in the memory of the host (`shard_state(..., slots_memory="pinned_host")`), for
+            each device.
     """
 
     flops: float
@@ -54,6 +58,7 @@ class Cost:
     devices: int = 1
     memory_bytes: int | None = None
     loops_unknown: int = 0
+    host_bytes: int = 0
 
     def __str__(self) -> str:
         where = "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
@@ -70,6 +75,7 @@ class Cost:
             ("results", f"{size(self.output_bytes)}, {size(self.alias_bytes)} of it in the memory of arguments"),
             ("in between", size(self.temp_bytes)),
             ("at its peak", size(self.peak_bytes) + of),
+            *([("on the host", size(self.host_bytes))] if self.host_bytes else []),
             *((kind, f"{one.number} × per step, {size(one.bytes)} in all") for kind, one in self.collectives.items()),
             ("compiled in", f"{self.compile_seconds:.1f} s"),
         ]
@@ -119,6 +125,11 @@ def _cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     arguments, outputs, alias, temporary = (
         int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in ("argument", "output", "alias", "temp")
     )
+    host, host_results = _bytes((state, args), on_host=True), _bytes(compiled.out_info, on_host=True)
+    if host and not getattr(memory, "host_argument_size_in_bytes", 0):  # XLA's CPU compiler counts them all as one
+        donated = sum(_bytes(leaf, on_host=True) for leaf in _donated(compiled, (state, *args)))
+        arguments, outputs = arguments - host, outputs - host_results
+        alias -= min(donated, host_results, alias)
     devices = _devices((state, args))
     return Cost(
         flops=_whole(analysis.get("flops"), work.once, work.all, devices),
@@ -135,7 +146,14 @@ def _cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         devices=devices,
         memory_bytes=_limit(),
         loops_unknown=work.unknown,
+        host_bytes=host,
     )
+
+
+def _donated(compiled: Any, args: Any) -> list[Any]:
+    positional, _ = compiled.args_info
+    flags = jax.tree.leaves(positional, is_leaf=lambda info: hasattr(info, "donated"))
+    return [leaf for leaf, info in zip(jax.tree.leaves(args), flags, strict=True) if info.donated]
 
 
 def _traced(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
@@ -171,12 +189,14 @@ def _sharding(leaf: Any) -> Any:
     return None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
 
 
-def _bytes(tree: Any) -> int:
-    """The bytes of a tree on each device, by the shardings of its leaves."""
+def _bytes(tree: Any, *, on_host: bool = False) -> int:
+    """The bytes of a tree for each device, by the shardings of its leaves: in its memory, or in that of the host."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        shape, dtype = tuple(leaf.shape), leaf.dtype
+        shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
         sharding = _sharding(leaf)
+        if dtype is None or (sharding is not None and is_of_host(sharding)) != on_host:
+            continue
         if sharding is not None:
             shape = sharding.shard_shape(shape)
         here = jax.ShapeDtypeStruct(shape, dtype)

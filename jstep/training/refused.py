@@ -33,12 +33,12 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
     Raises:
         FloatingPointError: JAX looked for the operation that made a NaN, in a step that had donated its state.
         RuntimeError: A leaf was donated to an earlier step.
-        ValueError: Two leaves of the state are one buffer.
+        ValueError: Two leaves of the state, or one of them and an argument, are one buffer.
     """
     if was_spent or not is_spent(state):
         require_alive(state, error)
         if donates:
-            _refuse_shared_buffers(state, error)
+            refuse_shared_buffers(state, args, error)
     elif _is_of_a_nan(error):
         raise FloatingPointError(
             "the step made a NaN or an infinity, and JAX cannot say where any more: the state that the step was given "
@@ -56,20 +56,57 @@ def _is_of_a_nan(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _refuse_shared_buffers(state: Any, cause: BaseException) -> None:
-    seen: dict[tuple[Any, int], str] = {}
+def refuse_shared_buffers(
+    state: Any, args: Any, cause: BaseException | None = None, *, by_identity: bool = False
+) -> None:
+    """Refuses a state that cannot be donated, because one buffer would be donated twice or used elsewhere.
+
+    JAX says so of arrays on one device, without their names; of arrays on a mesh, the process crashes.
+
+    Args:
+        state: The state that is to be donated.
+        args: What the step is given besides.
+        cause: What JAX raised, if it did.
+        by_identity: Whether the state is known to share nothing within itself, so that it is enough to look for its
+            own arrays among `args`.
+
+    Raises:
+        ValueError: Two leaves are one buffer.
+    """
+    if by_identity:
+        own = set(map(id, jax.tree.leaves(state)))
+        if not any(id(leaf) in own for leaf in jax.tree.leaves(args)):
+            return
+    seen: dict[Any, str] = {}
     for path, leaf in trees.leaves_with_paths(state):
-        if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or not leaf.addressable_shards:
-            continue
-        part = leaf.addressable_shards[0].data
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or not part.size:
-            continue
-        buffer = part.devices().copy().pop(), part.unsafe_buffer_pointer()
-        if seen.setdefault(buffer, path) != path:
+        buffer = _buffer(leaf)
+        if buffer is not None and seen.setdefault(buffer, path) != path:
             raise ValueError(
                 f"state: {seen[buffer]!r} and {path!r} share one buffer, which a compiled step cannot donate twice; "
                 f"copy one of them: jnp.copy(state.{path.split('/')[0]}…)"
             ) from cause
+    for path, leaf in trees.leaves_with_paths(args):
+        buffer = _buffer(leaf)
+        if buffer in seen:
+            raise ValueError(
+                f"state: {seen[buffer]!r} and the step's argument {path!r} share one buffer, which a compiled step "
+                "cannot both donate and read; pass a copy (jnp.copy), or make the step with donate=False"
+            ) from cause
+
+
+def _buffer(leaf: Any) -> Any:
+    """What tells the memory of an array from that of others; None if it has none on this process."""
+    if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
+        return None
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if not leaf.sharding.addressable_devices:
+        return None
+    part = leaf.addressable_data(0)
+    try:
+        return next(iter(part.devices())), part.unsafe_buffer_pointer()
+    except Exception:  # a backend that does not tell
+        return id(leaf)
 
 
 def _places(tree: Any) -> set[Any]:

@@ -15,7 +15,7 @@ from jstep.core.meshes import Attempts, like, mesh_of, setting
 from jstep.optimizers.metrics import SKIPPED
 from jstep.state import TrainState, require_alive
 from jstep.training.constants import Constants, split_constants
-from jstep.training.refused import explain, is_spent
+from jstep.training.refused import explain, is_spent, refuse_shared_buffers
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]
@@ -140,6 +140,8 @@ class TrainStep:
         # A state that this step returned is sharded as before; only others have to be looked at.
         if last() is not state or program is None or self._pure.looks_at_rows:
             program, mesh = self._for(state, args), mesh_of((state, args))
+        if mesh is not None and self.donate and not _debugs():
+            refuse_shared_buffers(state, args, by_identity=last() is state)
         if mesh is None:
             new, metrics, constants = self._run(program, state, args)
         else:
@@ -180,9 +182,13 @@ class TrainStep:
         return self._for(state, args, "whole")
 
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
-        """The shapes of the new state and of all metrics."""
+        """The shapes of the new state and of all metrics; the state is sharded as the one given."""
         with setting(mesh_of((state, args))):
-            return jax.eval_shape(self._pure, state, *args)
+            new, metrics = jax.eval_shape(self._pure, state, *args)
+        shardings = _mesh_shardings(state)
+        if shardings is not None and trees.structure(new) == trees.structure(shardings):
+            new = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), new, shardings)
+        return new, metrics
 
     def clear_cache(self) -> None:
         """Forgets what was compiled."""

@@ -178,7 +178,7 @@ def test_states_and_batches_over_processes(tmp_path):
     for batch in (
         jstep.shard_batch(mine, mesh),
         jstep.shard_batch(jnp.asarray(mine), mesh),
-        *jstep.prefetch_to_device([mine, jnp.asarray(mine)], sharding=NamedSharding(mesh, P("data"))),
+        *jstep.prefetch_to_device([mine, jnp.asarray(mine)], sharding=rows),
     ):
         assert batch.shape == (16, 8) and batch.sharding.spec == P("data")
         state = jstep.TrainState.create(init, optimizer, mesh=mesh)

@@ -178,13 +178,13 @@ def test_what_was_laid_out_survives_its_source_and_the_other_way():
     assert float(laid.params["w"].max()) == 1
 
 
-def test_explicit_axes_are_taken_as_auto_axes():
-    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+def test_states_keep_the_axis_types_of_their_mesh_and_train_alike():
     optimizer = jstep.momentum(0.05, 0.9)
     batches = jstep.batches(data(), 32, seed=2)
     step = jstep.minimize(loss_fn, optimizer)
     results = []
-    for mesh in (explicit, explicit):
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
         made = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=COLUMNS_AND_ROWS, slot_axis="data")
         moved = jstep.shard_state(jstep.TrainState.create(init(), optimizer), mesh, COLUMNS_AND_ROWS, slot_axis="data")
         assert shardings(made) == shardings(moved)
@@ -193,6 +193,7 @@ def test_explicit_axes_are_taken_as_auto_axes():
         state = jstep.train(step, state, batches, 6, batch_sharding=where, progress=False, steps_per_call=3)
         with jax.set_mesh(mesh):
             state = jstep.train(step, state, batches, 7, batch_sharding=P("data"), progress=False)
+        assert {leaf.sharding.mesh.axis_types for leaf in jax.tree.leaves(state)} == {(kind, kind)}
         results.append(jax.device_get(state.params))
     assert_close(results[0], results[1])
 

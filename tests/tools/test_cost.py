@@ -155,3 +155,24 @@ def test_bad_arguments():
         jstep.cost(3, state())
     with pytest.raises(TypeError, match="state: must be a TrainState"):
         jstep.cost(STEP, {}, BATCH)
+
+
+def test_slots_on_the_host_are_counted_apart():
+    mesh = jax.make_mesh((8,), ("data",))
+    batch = jstep.shard_batch(BATCH, mesh)
+
+    def where(**how):
+        return jstep.shard_state(state(), mesh, [("w", PartitionSpec(None, "data"))], **how)
+
+    there, here = (jstep.cost(STEP, where(**how), batch) for how in ({}, {"slots_memory": "pinned_host"}))
+    slot = 4 * LAYERS * SIDE * SIDE // 8
+    assert (there.host_bytes, there.slots_bytes) == (0, slot)
+    assert (here.host_bytes, here.slots_bytes, here.params_bytes) == (slot, 0, slot)
+    assert there.argument_bytes - here.argument_bytes == slot
+    assert here.peak_bytes == here.argument_bytes + here.output_bytes - here.alias_bytes + here.temp_bytes
+    assert "on the host" in str(here)
+    assert "on the host" not in str(there)
+    shapes, _ = STEP.eval_shape(where(slots_memory="pinned_host"), batch)
+    assert jstep.cost(STEP, shapes, batch).host_bytes == slot
+    undonated = jstep.cost(STEP.__wrapped__, where(slots_memory="pinned_host"), batch)
+    assert (undonated.host_bytes, undonated.alias_bytes) == (slot, 0)

@@ -77,7 +77,7 @@ def test_an_explicit_mesh_that_is_set_and_left(compilations: Any) -> None:
     assert not seen
 
 
-def test_arrays_on_explicit_axes_are_taken_as_on_auto_ones() -> None:
+def test_arrays_on_explicit_axes_while_their_mesh_is_set_or_not() -> None:
     batch = jax.device_put(ROWS, NamedSharding(EXPLICIT, P("data")))
     params = jax.device_put({"w": FIRST, "b": np.zeros(2, np.float32)}, NamedSharding(EXPLICIT, P()))
     step = jstep.minimize(loss_fn, OPTIMIZER)
