@@ -87,8 +87,9 @@ class Sums:
             old = self._layouts.pop(key)
             self._layouts[(*key, len(self._layouts))] = old  # what it holds is still to be taken
         skip = self._skip_metric()
-        watched = metrics if self._has_means else {name: metrics[name] for name in (LOSS, skip) if name in metrics}
-        layout = self._layouts[key] = Layout(watched, stacked, self._limits, frozenset(self._constants()), skip)
+        if not self._has_means:
+            metrics = {name: value for name, value in metrics.items() if name in (LOSS, skip)}
+        layout = self._layouts[key] = Layout(metrics, stacked, self._limits, frozenset(self._constants()), skip)
         return layout
 
 
