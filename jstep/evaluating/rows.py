@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jstep.core.contexts import own_transfers
-from jstep.data.placement import placement
+from jstep.data.placement import copied, placement
 from jstep.distributed import agreement
 from jstep.evaluating import processes
 from jstep.evaluating.counted import rows_of
@@ -75,15 +75,6 @@ def _laid(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
 
 
 def _as_args(batch: Any) -> tuple[Any, ...]:
-    """A tuple is the arguments, anything else one; arrays that JAX does not know become NumPy's.
-
-    Arrays are copied: a loader may fill its buffer anew while the batch is still being computed with, and JAX may use
-    the memory of a NumPy array as it is.
-    """
-
-    def known(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
-            return leaf
-        return np.array(np.asarray(leaf))  # twice: `__array__` need not copy
-
-    return jax.tree.map(known, batch if isinstance(batch, tuple) else (batch,))
+    """A tuple is the arguments, anything else one; copied, as a loader may fill its buffer anew meanwhile."""
+    own = copied(batch)
+    return own if isinstance(own, tuple) else (own,)

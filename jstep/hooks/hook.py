@@ -24,7 +24,13 @@ class Hook:
 
     A hook with `get_state()`, which returns a value that JSON can hold, and `set_state(value)` finds its state again
     after a restart: the value is saved with each checkpoint, and `set_state` is called with it after `begin`; if it
-    returns True, no step is run. One object may serve several runs: `begin` starts from scratch.
+    returns True, no step is run. The value is found by the hook's attribute `key`, a string that no other hook has; if
+    there is none, by the name of its class and its attribute `watches`, a string such as the name of a metric. The
+    place in the list does not matter, except between hooks that share all of this. One object may serve several runs:
+    `begin` starts from scratch.
+
+    Nothing closes a hook: `end` is called only if nothing was raised. Close what it opened around `train`, such as by
+    `with contextlib.closing(hook)`.
 
     Example:
         >>> import jax.numpy as jnp, jstep

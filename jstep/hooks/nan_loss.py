@@ -61,7 +61,7 @@ class NanLossHook(RunHook):
 
     def _forget(self) -> None:
         self._sums = Sums()
-        self._number = self._sums.subscribe(self._max_skipped)
+        self._number = self._sums.subscribe(self._max_skipped, means=False)
         self._held: Interval | None = None
         self._looked = 0
         self._bad = self._over = False
@@ -70,7 +70,7 @@ class NanLossHook(RunHook):
         """Shares the run's sums."""
         super().use_run(run)
         self._sums = run.sums
-        self._number = self._sums.subscribe(self._max_skipped)
+        self._number = self._sums.subscribe(self._max_skipped, means=False)
 
     def begin(self, state: TrainState) -> None:
         """Forgets earlier runs."""

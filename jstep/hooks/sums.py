@@ -1,5 +1,6 @@
 """Sums of metrics over intervals of steps, kept on the device: no array for each step, and one to read an interval."""
 
+import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 from jstep.core.contexts import own_transfers
 from jstep.hooks.hook import Metrics
 from jstep.hooks.skipped import SKIPPED, SkipMetric
-from jstep.hooks.sums_layout import Layout, Part
+from jstep.hooks.sums_layout import LOSS, Layout, Part
 from jstep.hooks.sums_program import BAD, TOO_MANY, VALUE
 from jstep.hooks.values import host, shown
 
@@ -37,12 +38,19 @@ class Sums:
     ) -> None:
         self._skip_metric, self._constants = skip_metric, constants
         self._limits: list[float] = []
+        self._has_means = False
         self._layouts: dict[tuple[Any, ...], Layout] = {}
         self._last: Layout | None = None
 
-    def subscribe(self, max_skipped: int | None = None) -> int:
-        """A number to take intervals with; before the first step. `max_skipped`: how many in a row are too many."""
+    def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
+        """Return a number to take intervals with; before the first step.
+
+        Args:
+            max_skipped: How many skipped updates in a row are too many; None for no limit.
+            means: Whether means are wanted; if nobody wants them, only the loss is watched.
+        """
         self._limits.append(math.inf if max_skipped is None else max_skipped)
+        self._has_means = self._has_means or means
         return len(self._limits) - 1
 
     @property
@@ -78,9 +86,10 @@ class Sums:
         if key in self._layouts:
             old = self._layouts.pop(key)
             self._layouts[(*key, len(self._layouts))] = old  # what it holds is still to be taken
-        layout = self._layouts[key] = Layout(
-            metrics, stacked, self._limits, frozenset(self._constants()), self._skip_metric()
-        )
+        skip = self._skip_metric()
+        if not self._has_means:
+            metrics = {name: value for name, value in metrics.items() if name in (LOSS, skip)}
+        layout = self._layouts[key] = Layout(metrics, stacked, self._limits, frozenset(self._constants()), skip)
         return layout
 
 
@@ -106,7 +115,7 @@ class Interval:
     def means(self, names: Collection[str]) -> dict[str, float]:
         """The means of these metrics; waits for them."""
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for part, row in self._rows():
+        for part, row in self._rows:
             m = len(part.names)
             for i, name in enumerate(part.names):
                 if name in found:
@@ -119,14 +128,15 @@ class Interval:
 
     def first_bad(self) -> BadStep | None:
         """The first step whose loss was not finite and whose update was applied; waits."""
-        bad = [BadStep(part.step_of(int(row[BAD])), float(row[VALUE])) for part, row in self._rows() if row[BAD] >= 0]
+        bad = [BadStep(part.step_of(int(row[BAD])), float(row[VALUE])) for part, row in self._rows if row[BAD] >= 0]
         return min(bad, default=None)
 
     def one_too_many(self) -> int | None:
         """The step with which too many in a row were skipped; waits."""
-        steps = [part.step_of(int(row[TOO_MANY])) for part, row in self._rows() if row[TOO_MANY] >= 0]
+        steps = [part.step_of(int(row[TOO_MANY])) for part, row in self._rows if row[TOO_MANY] >= 0]
         return min(steps, default=None)
 
+    @functools.cached_property
     def _rows(self) -> list[tuple[Part, Any]]:
         with own_transfers():
             return [(part, host(part.row)) for part in self._parts]

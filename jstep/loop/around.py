@@ -42,7 +42,7 @@ class Around:
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
         self._sums, self._pending, self._is_summed = sums, pending, sums.is_wanted
         self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
-        self._acting = [hook for hook in hooks if hasattr(hook, "after_step")]
+        self._acting = [hook for hook in hooks if _has_own(hook, "after_step")]
         self._due_of = [_due_of(hook) for hook in self._acting]
         self._dues: list[int] = []
         self._next_due = NEVER
@@ -112,7 +112,7 @@ class Around:
                     self._sums.flush()
                 try:
                     answer = hook.after_step(step, at.state, metrics)
-                    if answer is not None:
+                    if answer is not None and answer is not False:
                         stop, at.state = taken_answer(answer, at.state, step, f"{name_of(hook)}.after_step")
                         if stop and self.stopped_by is None:
                             self.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)

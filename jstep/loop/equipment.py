@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jstep.hooks import (
     StepCounterHook,
     SummarySaverHook,
 )
-from jstep.hooks.hook import RunInfo
+from jstep.hooks.hook import RunInfo, name_of
 from jstep.hooks.pending import Pending
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.sums import Sums
@@ -25,6 +26,11 @@ from jstep.loop.beginning import Beginning
 from jstep.loop.options import Options
 from jstep.loop.programs import Programs
 from jstep.loop.saving import RunSaverHook, Wiring
+
+_logger = logging.getLogger("jstep")
+
+_NOT_CALLED = ("after_call", "after_first_call", "after_last", "before_save", "close", "use_writer")
+"""Methods that `train` called on every hook up to jstep 0.2."""
 
 
 class Equipment(NamedTuple):
@@ -58,6 +64,7 @@ def equipment(
     writer = _open_writer(stack, options.logdir, begin.step)
     # Who saves comes last: the checkpoint of a step holds what the others made of its state.
     own = sorted(options.hooks, key=lambda hook: isinstance(hook, CheckpointSaverHook))
+    _warn_of_methods_not_called(own)
     given = next((hook for hook in own if isinstance(hook, StepCounterHook)), None)
     counter = given or StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
 
@@ -99,6 +106,19 @@ def equipment(
             stack.callback(hook.close)
             hook.use_run(run)
     return Equipment(hooks, saving, run)
+
+
+def _warn_of_methods_not_called(hooks: list[Any]) -> None:
+    """Hooks written for jstep 0.2 are not silently cut short."""
+    for hook in hooks:
+        names = [name for name in _NOT_CALLED if callable(getattr(type(hook), name, None))]
+        if names and not isinstance(hook, RunHook):
+            _logger.warning(
+                "hooks: %s has %s, which train does not call (since jstep 0.3); see jstep.Hook for what it calls. Use "
+                "`end`, or close what the hook opened around train: with contextlib.closing(hook)",
+                name_of(hook),
+                ", ".join(names),
+            )
 
 
 def _reporting(options: Options, counter: StepCounterHook, constants: Any) -> list[Hook]:

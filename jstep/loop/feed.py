@@ -101,8 +101,9 @@ def _own(source: Source, fetched: "Fetched") -> Iterator[tuple[Any, Any]]:
     """Each batch, which nobody else writes into any more, and the position after it."""
     at, fresh = source.position, source.fresh
     for batch in source.items:
+        own = copied(batch, fresh=fresh)
         fetched.count += 1
-        yield copied(batch, fresh=fresh), None if at is None else at()
+        yield own, None if at is None else at()
 
 
 def _stacked(some: list[Any]) -> Any:

@@ -63,6 +63,31 @@ def test_a_loader_may_reuse_its_memory(size, sharded, wrap):
     assert found == {"loss": ROWS[:, 0].mean(), "all": 1.0}
 
 
+class Tensor:
+    """As PyTorch's of bfloat16: NumPy cannot take it as an array, but by `__dlpack__`."""
+
+    def __init__(self, array):
+        self._array, self.shape = array, array.shape
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def __dlpack__(self, **kwargs):
+        return self._array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+def test_batches_are_taken_as_train_takes_them():
+    def metrics(params, x):
+        return {"loss": x[:, 0]}
+
+    assert jstep.evaluator(metrics, Refilling(5, Tensor))(make_state()) == {"loss": ROWS[:, 0].mean()}
+    with pytest.raises(TypeError, match=r"at '1' must be a number or an array of numbers, got 'name'"):
+        jstep.evaluator(lambda params, x, name: metrics(params, x), [(ROWS, "name")])(make_state())
+
+
 # Rows that are dropped
 
 

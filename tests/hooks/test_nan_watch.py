@@ -175,13 +175,39 @@ def test_before_step_comes_before_each_call():
     assert seen == [(n, n) for n in (0, 4, 8, 9)]
 
 
-def test_methods_that_are_none_of_the_protocol_are_let_alone():
+def test_methods_that_are_none_of_the_protocol_are_not_called_and_named(caplog):
     class Mine(jstep.Hook):
         def close(self, path):
             raise AssertionError
 
         use_run = after_call = after_last = before_save = started = use_writer = after_first_call = close
 
-    train(3, [Mine()], steps_per_call=2)
+    class Duck:
+        def after_step(self, step, state, metrics):
+            pass
+
+        def before_save(self, step):
+            raise AssertionError
+
+    train(3, [Mine(), Duck(), jstep.NanLossHook(), jstep.every(1, lambda *_: None)], steps_per_call=2)
+    said = [record.getMessage() for record in caplog.records if "does not call" in record.getMessage()]
+    assert len(said) == 2
+    assert "Mine has after_call, after_first_call, after_last, before_save, close, use_writer, which" in said[0]
+    assert "Duck has before_save, which" in said[1]
     assert STEP is not None
     assert batches(0) is not None
+
+
+def test_a_hook_without_an_after_step_of_its_own_costs_no_call(monkeypatch):
+    class Ends(jstep.Hook):
+        def end(self, step, state):
+            ended.append(step)
+
+    ended, called = [], []
+    monkeypatch.setattr(jstep.Hook, "after_step", lambda self, *_: called.append(type(self)))
+    one = Ends()
+    other = Ends()
+    other.after_step = lambda step, state, metrics: called.append(step)
+    train(3, [one, other])
+    assert ended == [3, 3]
+    assert called == [1, 2, 3]

@@ -157,3 +157,18 @@ def test_metrics_on_a_mesh(kind):
     assert means(rows, names=["m", "here"]) == {"m": 9.5, "here": 1.0}
     with jax.set_mesh(mesh):
         assert means(rows, 1)["m"] == 9.5
+
+
+def test_what_nobody_wants_the_mean_of_is_left_alone():
+    sums = Sums()
+    number = sums.subscribe(means=False)
+    for n in range(40):
+        sums.add(n, 1, {"loss": jnp.float32(math.nan if n == 33 else 1), "host": 0.5, "other": jnp.float32(n)}, False)
+    interval = sums.take(number)
+    assert interval.names() == ["loss"]
+    assert interval.first_bad().step == 34
+    sums = Sums()
+    watching, averaging = sums.subscribe(means=False), sums.subscribe()
+    sums.add(0, 1, {"loss": jnp.float32(1), "host": 0.5}, stacked=False)
+    assert sums.take(averaging).means(["loss", "host"]) == {"loss": 1.0, "host": 0.5}
+    assert sums.take(watching).first_bad() is None

@@ -89,6 +89,13 @@ def test_of_several_steps_a_call_all_batches_are_named(tmp_path):
     assert jstep.Saver(tmp_path).latest_step() == 6
 
 
+def test_a_batch_that_no_device_can_hold_is_the_one_named():
+    for steps_per_call in (1, 3):
+        with pytest.raises(TypeError, match="text") as caught:
+            train(12, lambda n: DATA[n] if n < 2 else ["text"], steps_per_call=steps_per_call)
+        assert "while batch 2 was fetched" in note_of(caught.value)
+
+
 def test_a_batch_that_made_no_step_comes_again(tmp_path):
     """The position kept is that of the state, not that of the loader, which is one batch further."""
     state = make_state()

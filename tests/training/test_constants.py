@@ -39,6 +39,26 @@ def test_plain_numbers_of_ones_own_are_constants() -> None:
     assert jax.tree.structure(text.out_info[1]) == jax.tree.structure(metrics)
 
 
+def test_constants_are_the_same_objects_at_each_call() -> None:
+    """Hooks compare them at every step, by identity: their values cost more than the step."""
+    optimizer = jstep.adam(0.1)
+    step, state = jstep.minimize(loss_fn, optimizer), fresh(optimizer)
+    seen = []
+    for _ in range(3):
+        state, metrics = step(state, X, Y)
+        seen.append(metrics)
+    assert all(seen[0][name] is one[name] for one in seen for name in step.constant_metrics)
+    seen[0].clear()
+    assert "beta1" in step(state, X, Y)[1]
+    many, state = scanned_step(step), fresh(optimizer)
+    both = []
+    for _ in range(2):
+        state, metrics = many(state, jnp.stack([X] * 3), jnp.stack([Y] * 3))
+        both.append(metrics)
+    assert all(both[0][name] is both[1][name] for name in many.constant_metrics)
+    assert many.constant_metrics
+
+
 def test_what_a_program_lowered_by_hand_returns_is_whole() -> None:
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(loss_fn, optimizer)
