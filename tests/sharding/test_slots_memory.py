@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from layouts import COLUMNS_AND_ROWS, assert_close, data, init, loss_fn
 
 import jstep
-from tests.sharding.layouts import COLUMNS_AND_ROWS, assert_close, data, init, loss_fn
 
 KINDS = {
     "explicit": (AxisType.Explicit,) * 2,
