@@ -175,9 +175,22 @@ def _entered(leaf: Any) -> Any:
 def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
-    leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, spec))
+    leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, _of_types(mesh, spec)))
     # JAX writes a spec in full; as written by the user it is the one that compiled programs know.
     return leaf if _is_traced(leaf) else jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, spec))
+
+
+def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
+    """What a spec says of the Explicit axes of a mesh, which alone are in the types of arrays."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if set(types.values()) == {AxisType.Explicit}:
+        return spec
+
+    def part(axis: Any) -> Any:
+        names = axis if isinstance(axis, tuple) else (axis,)
+        return tuple(name for name in names if types.get(name) == AxisType.Explicit) or None
+
+    return PartitionSpec(*map(part, spec.partitions))
 
 
 def _is_traced(leaf: Any) -> bool:

@@ -4,7 +4,11 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+<<<<<<< HEAD
 from layouts import data, init, loss_fn
+=======
+from layouts import COLUMNS_AND_ROWS, assert_close, data, init, loss_fn
+>>>>>>> fix-eval
 
 import jstep
 
@@ -98,6 +102,20 @@ def test_what_reads_slots(kind, tmp_path):
     for i, (first, then) in enumerate([(host, host), (host, {}), ({}, host)]):
         got = trained(tmp_path / str(i), first, then)
         jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("memory", [None, "pinned_host"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_updates_keep_every_sharding(kind, memory):
+    """Also those over the Auto axes of a mesh of both types, which the types of arrays do not show."""
+    optimizer = OPTIMIZERS["labels"]()
+    state = jstep.TrainState.create(
+        init, optimizer, mesh=mesh_of(kind), param_specs=COLUMNS_AND_ROWS, slot_axis="data", slots_memory=memory
+    )
+    alone = jstep.TrainState.create(init(), optimizer)
+    new = jstep.apply_gradients(state, state.params, optimizer)
+    assert jax.tree.map(lambda leaf: leaf.sharding, new) == jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert_close(new.params, jstep.apply_gradients(alone, alone.params, optimizer).params)
 
 
 @pytest.mark.parametrize("kind", ["pinned", "", "hbm"])
