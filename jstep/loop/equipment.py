@@ -114,7 +114,7 @@ def _warn_of_methods_not_called(hooks: list[Any]) -> None:
         names = [name for name in _NOT_CALLED if callable(getattr(type(hook), name, None))]
         if names and not isinstance(hook, RunHook):
             _logger.warning(
-                "hooks: %s has %s, which train does not call (up to jstep 0.2 it did); see jstep.Hook for what it calls. "
+                "hooks: %s has %s, which train does not call (jstep 0.2 did); see jstep.Hook for what it calls. "
                 "Use `end`, or close what the hook opened around train: with contextlib.closing(hook)",
                 name_of(hook),
                 ", ".join(names),
