@@ -42,7 +42,8 @@ class Around:
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
         self._sums, self._pending, self._is_summed = sums, pending, sums.is_wanted
         self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
-        self._acting = [hook for hook in hooks if _has_own(hook, "after_step")]
+        acting = [hook for hook in hooks if hasattr(hook, "after_step")]
+        self._acting = [hook for hook in acting if _has_own(hook, "after_step") or _has_own(hook, "next_due")]
         self._due_of = [_due_of(hook) for hook in self._acting]
         self._dues: list[int] = []
         self._next_due = NEVER

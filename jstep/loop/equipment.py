@@ -114,8 +114,8 @@ def _warn_of_methods_not_called(hooks: list[Any]) -> None:
         names = [name for name in _NOT_CALLED if callable(getattr(type(hook), name, None))]
         if names and not isinstance(hook, RunHook):
             _logger.warning(
-                "hooks: %s has %s, which train does not call (since jstep 0.3); see jstep.Hook for what it calls. Use "
-                "`end`, or close what the hook opened around train: with contextlib.closing(hook)",
+                "hooks: %s has %s, which train does not call (jstep 0.2 did); see jstep.Hook for what it calls. "
+                "Use `end`, or close what the hook opened around train: with contextlib.closing(hook)",
                 name_of(hook),
                 ", ".join(names),
             )
