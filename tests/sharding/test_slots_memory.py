@@ -4,11 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-<<<<<<< HEAD
-from layouts import data, init, loss_fn
-=======
 from layouts import COLUMNS_AND_ROWS, assert_close, data, init, loss_fn
->>>>>>> fix-eval
 
 import jstep
 
