@@ -74,8 +74,8 @@ def refuse_shared_buffers(
         ValueError: Two leaves are one buffer.
     """
     if by_identity:
-        own = set(map(id, jax.tree.leaves(state)))
-        if not any(id(leaf) in own for leaf in jax.tree.leaves(args)):
+        given = {id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)}
+        if not given or given.isdisjoint(map(id, jax.tree.leaves(state))):
             return
     seen: dict[Any, str] = {}
     for path, leaf in trees.leaves_with_paths(state):
