@@ -31,7 +31,7 @@ step() { # name, command …
 
 step newest env PYTHON="${newest:-python3}" tests/versions.sh newest "$@"
 step lowest env PYTHON="$python" tests/versions.sh lowest "$@"
-step optimized env XLA_FLAGS= "$python" -m pytest -n 2 "$@"
+step optimized env XLA_FLAGS= JSTEP_WHOLE_MATRIX=1 "$python" -m pytest -n 2 "$@"
 step soak env PYTHONPATH=. "$python" tests/soak.py
 if [ -x tests/compilers.sh ]; then
     step compilers tests/compilers.sh

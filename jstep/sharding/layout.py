@@ -243,12 +243,13 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
         # Without a copy the part on the leaf's own device would be the leaf itself, and donated with the state.
         if isinstance(leaf, jax.Array):
             return jax.device_put(leaf.copy(), sharding)
-        return jax.device_put(leaf, sharding, may_alias=False)
+        # On a CPU may_alias=False is not kept to: parts of NumPy's memory would be those of the state.
+        return jax.device_put(np.array(leaf), sharding)
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     # Every process has the whole leaf and keeps its own part of it.
     host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
 def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) -> Any:

@@ -1,5 +1,7 @@
 """A model and its layouts over 8 devices that the tests of sharding share."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 
+ALL = os.environ.get("JSTEP_WHOLE_MATRIX") == "1"
+"""Every optimizer under every layout, as the nightly run has it; otherwise each under one of them, in turn."""
 DATA = jax.make_mesh((8,), ("data",))
 BOTH = jax.make_mesh((4, 2), ("data", "model"))
 AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

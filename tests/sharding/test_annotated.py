@@ -1,20 +1,16 @@
 """Models annotated for Explicit axes: what JAX's own mesh is for. Every optimizer, as on one device."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import LAYOUTS, assert_close, create, data, init, run, shardings
+from layouts import ALL, LAYOUTS, assert_close, create, data, init, run, shardings
 from optimizer_table import TABLE
 
 import jstep
 
-ALL = os.environ.get("JSTEP_WHOLE_MATRIX") == "1"
-"""Every optimizer under every layout, as the nightly run has it; otherwise each under one of them, in turn."""
 HARD = ("everything", "muon", "soap", "adafactor")
 CASES = [
     (name, layout)

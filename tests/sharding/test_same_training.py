@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import AUTO, DATA, LAYOUTS, assert_close, create, data, init, loss_fn, run, shardings
+from layouts import ALL, AUTO, DATA, LAYOUTS, assert_close, create, data, init, loss_fn, run, shardings
 from optimizer_table import TABLE
 
 import jstep
@@ -20,7 +20,7 @@ def test_training_equals_that_of_one_device(name, compilations):
         alone = jstep.TrainState.create(init(), optimizer)
         want, metrics = run(jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm")), alone, steps=steps)
     # Each optimizer under one layout, in turn; the one with all there is under every one.
-    for layout in LAYOUTS if name == "everything" else [list(LAYOUTS)[list(TABLE).index(name) % 4]]:
+    for layout in LAYOUTS if ALL or name == "everything" else [list(LAYOUTS)[list(TABLE).index(name) % 4]]:
         mesh = LAYOUTS[layout][0]
         step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm"))
         state = create(layout, optimizer)
