@@ -255,7 +255,7 @@ class Attempts:
             finally:
                 reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
                 del refusal  # its traceback holds tracers
-        if not self._is_logged:
+        if not self._is_logged and jax.process_index() == 0:
             self._is_logged = True
             _logger.info(
                 "%s is computed on Auto axes: JAX refuses it on the Explicit axes of its mesh (%s)", self._name, reason
