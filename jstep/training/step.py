@@ -138,30 +138,32 @@ class TrainStep:
         """One call of the compiled step."""
         last, program, mesh = self._latest
         # A state that this step returned is sharded as before; only others have to be looked at.
-        if last() is not state or program is None or self._pure.looks_at_rows:
+        is_latest = last() is state and program is not None
+        if not is_latest or self._pure.looks_at_rows:
             program, mesh = self._for(state, args), mesh_of((state, args))
         if mesh is not None and self.donate and not _debugs():
-            refuse_shared_buffers(state, args, by_identity=last() is state)
+            refuse_shared_buffers(state, args, by_identity=is_latest)
         if mesh is None:
-            new, metrics, constants = self._run(program, state, args)
+            new, metrics, constants = self._run(program, state, args, is_latest)
         else:
             with setting(mesh):
-                new, metrics, constants = self._run(program, state, args)
+                new, metrics, constants = self._run(program, state, args, is_latest)
         if constants.values:
             metrics.update(constants.arrays())
         self._constants = constants
         if isinstance(new, TrainState):
-            self._latest = weakref.ref(new), program, mesh_of(new.global_step) if mesh is None else mesh
+            mesh = mesh_of(new.global_step) if mesh is None and not is_latest else mesh
+            self._latest = weakref.ref(new), program, mesh
         return new, metrics
 
-    def _run(self, program: Any, state: Any, args: tuple[Any, ...]) -> Any:
-        was_spent = is_spent(state)
+    def _run(self, program: Any, state: Any, args: tuple[Any, ...], is_latest: bool) -> Any:
+        was_spent = not is_latest and is_spent(state)
         transfers = own_transfers()
         try:
-            if not isinstance(transfers, contextlib.nullcontext):
-                # A transfer guard of the caller's is not for batches in NumPy arrays; but the loss, traced out here,
-                # sees it.
-                program.trace(state, *args)
+            if isinstance(transfers, contextlib.nullcontext):
+                return program(state, *args)
+            # A transfer guard of the caller's is not for batches in NumPy arrays. The loss, traced out here, sees it.
+            program.trace(state, *args)
             with transfers:
                 return program(state, *args)
         except (RuntimeError, ValueError) as error:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from layouts import COLUMNS_AND_ROWS, assert_close, data, init, loss_fn
+from layouts import ALL, COLUMNS_AND_ROWS, assert_close, data, init, loss_fn
 
 import jstep
 
@@ -62,7 +62,7 @@ def test_the_same_bits_donated_and_sent_back(name, kind):
         jax.tree.map(np.testing.assert_array_equal, other, results[2])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS if ALL else ["mixed"])
 def test_what_reads_slots(kind, tmp_path):
     mesh, optimizer = mesh_of(kind), OPTIMIZERS["averages"]()
     batches = jstep.batches(data(), 32, seed=2)
