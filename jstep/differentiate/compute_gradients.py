@@ -32,7 +32,10 @@ def compute_gradients(
         has_aux: Whether loss_fn returns auxiliary values with the loss.
         num_microbatches: In how many parts the leading axis of every arg is split. The parts, contiguous blocks
             of rows, are gone through in one scan; gradients, loss and floating (also complex) leaves of aux
-            are their means in float32 at least, integers and bools of aux their sums in int32 at least.
+            are their means in float32 at least, integers and bools of aux their sums in int32 at least. Where rows
+            are known to be sharded over devices, part i of n is rows i, i + n, i + 2n, …, of which each device has
+            its share: no row moves, and the parts do not depend on the number of devices. Only a loss that depends
+            on which rows are together (random numbers, model_state) gives other values than on one device.
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: where XLA may not overlap gradients and updates. Changes
             memory and time, never values.

@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,12 +52,16 @@ def specs_of_rows(args: tuple[Any, ...], rows: Any = None) -> list[PartitionSpec
 
 
 def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
-    """Each leaf (B, …) as (n, B/n, …): contiguous blocks of rows.
+    """Each leaf (B, …) as (n, B/n, …): contiguous blocks of rows, or every n-th row where rows are sharded.
+
+    A contiguous block of a sharded batch lies on some of the devices only, and would move to the others at every step.
+    Of every n-th row each device has its share already, whatever the number of devices, as long as n divides its rows.
+    All leaves are split alike, those that are not sharded as well: a row of one belongs to that row of the others.
 
     Args:
         args: The batch.
         n: The number of parts.
-        specs: How its leaves are sharded, where that is known. The rows of each part are then split as those of
+        specs: How its leaves are sharded, where that is known. The rows of each part are then sharded as those of
             the batch were; left to itself XLA would make each device go through every row.
 
     Raises:
@@ -83,25 +88,47 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
             f"num_microbatches={n} does not divide the batch: {first} has {size} rows; use a batch of a multiple of {n}"
         )
 
-    def reshaped(leaf: Any, spec: PartitionSpec | None) -> Any:
-        if leaf is None:
-            return None
-        shape = (n, size // n, *np.shape(leaf)[1:])
-        mesh: Any = explicit_mesh(leaf) or jax.sharding.get_abstract_mesh()
-        if spec is None or mesh.empty:
-            return jnp.reshape(leaf, shape)
-        whole = PartitionSpec(None, *spec.partitions)
-        fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
-        if explicit_mesh(leaf) is not None:
-            place = (lambda _: whole) if fits else None
-            return in_auto_axes(lambda leaf: jnp.reshape(leaf, shape), leaf, place=place)
-        parts = jnp.reshape(leaf, shape)
-        return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, whole)) if fits else parts
-
+    all_leaves: list[Any]
     treedef: Any
     all_leaves, treedef = jax.tree.flatten(args, is_leaf=trees.is_none)
-    split_args: tuple[Any, ...] = treedef.unflatten(map(reshaped, all_leaves, specs))
+    strided = any(
+        leaf is not None and _has_sharded_rows(leaf, spec) for leaf, spec in zip(all_leaves, specs, strict=True)
+    )
+
+    def in_parts(leaf: Any) -> Any:
+        rest = np.shape(leaf)[1:]
+        if strided:
+            return jnp.swapaxes(jnp.reshape(leaf, (size // n, n, *rest)), 0, 1)
+        return jnp.reshape(leaf, (n, size // n, *rest))
+
+    def placed(leaf: Any, spec: PartitionSpec | None) -> Any:
+        if leaf is None:
+            return None
+        mesh = _mesh_of(leaf)
+        if spec is None or mesh.empty:
+            return in_parts(leaf)
+        whole = PartitionSpec(None, *spec.partitions)
+        shape = (n, size // n, *np.shape(leaf)[1:])
+        fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
+        if explicit_mesh(leaf) is not None:
+            return in_auto_axes(in_parts, leaf, place=(lambda _: whole) if fits else None)
+        parts = in_parts(leaf)
+        return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, whole)) if fits else parts
+
+    split_args: tuple[Any, ...] = treedef.unflatten(map(placed, all_leaves, specs))
     return split_args
+
+
+def _mesh_of(leaf: Any) -> Any:
+    return explicit_mesh(leaf) or jax.sharding.get_abstract_mesh()
+
+
+def _has_sharded_rows(leaf: Any, spec: PartitionSpec | None) -> bool:
+    mesh = _mesh_of(leaf)
+    if spec is None or mesh.empty or not spec.partitions or spec.partitions[0] is None:
+        return False
+    names = spec.partitions[0] if isinstance(spec.partitions[0], tuple) else (spec.partitions[0],)
+    return math.prod(mesh.shape[name] for name in names) > 1
 
 
 def accumulate(
