@@ -27,10 +27,20 @@ keeps apart what it computes and what is known without it."""
 class PureStep:
     """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating."""
 
-    def __init__(self, parts: Parts, *, name: str = "train_step", looks_at_rows: bool = False) -> None:
-        """A step of its parts; `looks_at_rows`: whether it asks where the rows of the batch lie."""
+    def __init__(
+        self, parts: Parts, *, name: str = "train_step", looks_at_rows: bool = False, leading_axes: int = 0
+    ) -> None:
+        """A step of its parts.
+
+        Args:
+            parts: The parts.
+            name: What it is called.
+            looks_at_rows: Whether it needs to know how the rows of the batch are sharded.
+            leading_axes: The number of axes of the batch before that of its rows.
+        """
         self.parts = parts
         self.looks_at_rows = looks_at_rows
+        self.leading_axes = leading_axes
         self.__name__ = self.__qualname__ = name
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -42,6 +52,11 @@ class PureStep:
 
     def __repr__(self) -> str:
         return f"<jstep.PureStep {self.__name__}>"
+
+
+def leading_axes(step: Any) -> int:
+    """The number of axes of a step's batch before that of its rows: one more for each `scan_steps`."""
+    return pure(step).leading_axes if isinstance(step, PureStep | TrainStep) else 0
 
 
 def pure(step: Callable[..., Any]) -> PureStep:
