@@ -15,8 +15,8 @@ from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.retention import Keeper
 from jstep.checkpoint.store.open import leave, open_store
 from jstep.checkpoint.writing import Writer
-from jstep.core.compile_only import refuse_compile_only
 from jstep.core.checks import as_bool
+from jstep.core.compile_only import refuse_compile_only
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
 
 

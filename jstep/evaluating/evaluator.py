@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.compile_only import refuse_shapes
 from jstep.core.checks import as_bool, as_function
+from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.core.meshes import Attempts, mesh_of, setting
 from jstep.data import Batches

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.compile_only import refuse_compile_only
 from jstep.core.checks import as_function, kind, shown
+from jstep.core.compile_only import refuse_compile_only
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.state import TrainState, get_global_step, require_state
 

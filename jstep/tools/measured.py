@@ -56,7 +56,12 @@ def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, A
     }
     if needed is not None:
         lacking = ("bytes_accessed", "argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "collectives")
-        needs = {"flops": work.all / devices, "peak_bytes": needed[0], "memory_bytes": memory or needed[1], "fits": False}
+        needs = {
+            "flops": work.all / devices,
+            "peak_bytes": needed[0],
+            "memory_bytes": memory or needed[1],
+            "fits": False,
+        }
         return known | dict.fromkeys(lacking) | needs
     figures = _memory(compiled, state, args, host, device.platform)
     peak = figures["peak_bytes"]
@@ -82,9 +87,7 @@ def _needed(error: Exception) -> tuple[int, int] | None:
     return int(float(found[1]) * _UNITS[found[2]]), int(float(found[3]) * _UNITS[found[4]])
 
 
-def _memory(
-    compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str
-) -> dict[str, int | None]:
+def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, int | None]:
     """The figures of memory on each device, without what is on the host."""
     memory = compiled.memory_analysis()
     if memory is None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from jstep.checkpoint import Saver
 from jstep.core import trees
-from jstep.core.compile_only import refuse_shapes
 from jstep.core.checks import as_function, as_int, kind
+from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.loop.checks import check_alive
 from jstep.loop.drive import drive

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.compile_only import refuse_shapes
 from jstep.core.checks import as_bool, kind
+from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.core.memory import back, on_devices
 from jstep.core.meshes import in_auto_axes, leaving_auto_axes, like

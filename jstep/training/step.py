@@ -45,7 +45,7 @@ class PureStep:
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """One step."""
-        refuse_shapes((state, args), self.__name__)
+        refuse_shapes((state, args), "state and batch")
         with setting(mesh_of((state, args))):
             state, computed, constants = self.parts(state, args, None)
             return state, _joined(computed, constants)
@@ -157,7 +157,7 @@ class TrainStep:
         # A state that this step returned is sharded as before; only others have to be looked at.
         is_latest = last() is state and program is not None
         if not is_latest:
-            refuse_shapes((state, args), self.__name__)
+            refuse_shapes((state, args), "state and batch")
         if not is_latest or self._pure.looks_at_rows:
             program, mesh = self._for(state, args), mesh_of((state, args))
         if mesh is not None and self.donate and not _debugs():
