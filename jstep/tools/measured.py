@@ -69,12 +69,14 @@ def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, A
     figures = _memory(compiled, state, args, host, device.platform)
     peak = figures["peak_bytes"]
     analysis, text = _analysis(compiled.cost_analysis()), compiled.as_text()
+    traffic = analysis.get("bytes accessed")
     return (
         known
         | figures
         | {
             "flops": _whole(analysis.get("flops"), work.once, work.all, devices),
-            "bytes_accessed": _whole(analysis.get("bytes accessed"), work.once_bytes, work.all_bytes, devices),
+            # What was traced says how much is computed, but not what XLA fuses and so never writes.
+            "bytes_accessed": None if traffic is None else _whole(traffic, work.once_bytes, work.all_bytes, devices),
             "collectives": collectives_of(text),
             "recomputes": recomputes(text),
             "warnings": tuple(warnings_of(text, state, args, traced, compiled.out_info)),
