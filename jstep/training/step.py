@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function
+from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.core.meshes import Attempts, like, mesh_of, setting
 from jstep.optimizers.metrics import SKIPPED
@@ -34,6 +35,7 @@ class PureStep:
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """One step."""
+        refuse_shapes((state, args), self.__name__)
         with setting(mesh_of((state, args))):
             state, computed, constants = self.parts(state, args, None)
             return state, _joined(computed, constants)
@@ -139,6 +141,8 @@ class TrainStep:
         last, program, mesh = self._latest
         # A state that this step returned is sharded as before; only others have to be looked at.
         is_latest = last() is state and program is not None
+        if not is_latest:
+            refuse_shapes((state, args), self.__name__)
         if not is_latest or self._pure.looks_at_rows:
             program, mesh = self._for(state, args), mesh_of((state, args))
         if mesh is not None and self.donate and not _debugs():
