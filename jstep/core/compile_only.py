@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 
 def is_compile_only(device: Any) -> bool:
@@ -20,15 +20,20 @@ def compiles_only(mesh: Any) -> bool:
 def refuse_compile_only(tree: Any, argument: str) -> None:
     """Refuse what is on devices that only compile, because something is going to run.
 
+    Args:
+        tree: Arrays, shapes and shardings.
+        argument: Its name, for the error.
+
     Raises:
-        ValueError: A leaf is a shape on such devices.
+        ValueError: A shape or a sharding is on such devices.
     """
     for leaf in jax.tree.leaves(tree):
-        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None) if is_shape(leaf) else None
-        if mesh is not None and compiles_only(mesh):
+        sharding = leaf.sharding if is_shape(leaf) else leaf
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if isinstance(mesh, Mesh) and compiles_only(mesh):
             raise ValueError(
-                f"{argument}: is on {mesh.size} devices of kind {mesh.devices.flat[0].device_kind!r} and these devices "
-                "only compile; ask jstep.cost or lower about them, and run on devices of this machine"
+                f"{argument}: these {mesh.size} {mesh.devices.flat[0].device_kind!r} devices only compile; ask "
+                "jstep.cost or lower about them, and run on devices of this machine"
             )
 
 
@@ -41,8 +46,8 @@ def refuse_shapes(tree: Any, argument: str) -> None:
     if any(map(is_shape, jax.tree.leaves(tree))):
         refuse_compile_only(tree, argument)
         raise ValueError(
-            f"{argument}: is made of shapes (jax.ShapeDtypeStruct), with which nothing can be run; give arrays, or ask "
-            "jstep.cost or lower"
+            f"{argument}: must be arrays, got shapes (jax.ShapeDtypeStruct), with which nothing can be run; ask "
+            "jstep.cost or lower about them"
         )
 
 

@@ -51,7 +51,7 @@ def name_of(device: Any) -> Name | None:
 def _tpus(name: Name) -> Sequence[Any]:
     if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
         raise _missing(name, "libtpu", "tpu")
-    _set_up()
+    prepare()
     options: dict[str, Any] = dict(TPUS[name.kind].options)
     if set(name.sizes) == {1}:
         options["chips_per_host_bounds"] = (1, 1, 1)
@@ -68,7 +68,7 @@ def _gpus(name: Name) -> Sequence[Any]:
         raise _missing(name, "the CUDA plugin of JAX", "aot-cuda")
     if not _has_cuda_compiler():
         raise _missing(name, "NVIDIA's compiler (ptxas and libdevice)", "aot-cuda")
-    _set_up()
+    prepare()
     size = "x".join(map(str, name.sizes))
 
     def make() -> Sequence[Any]:
@@ -83,8 +83,8 @@ def _gpus(name: Name) -> Sequence[Any]:
         return make()
 
 
-def _set_up() -> None:
-    """Set for both compilers what neither can be told later, unless it is set or such devices are there."""
+def prepare() -> None:
+    """Set the variables that both compilers read when they are loaded, unless set or unless such devices are there."""
     settings: dict[str, str] = {}
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
         settings |= _WITHOUT_TPUS
