@@ -3,7 +3,8 @@
     python examples/will_it_fit.py --model 7b --topology v5e:16x16 --layout fsdp     # one row, a minute or more
     python examples/will_it_fit.py --model 7b --topology v5e:16x16                   # one for each layout
     python examples/will_it_fit.py                                                   # all: an hour
-    python examples/will_it_fit.py --model small --topology v5e:2x4 --report         # the whole of `jstep.cost`
+    python examples/will_it_fit.py --model small --topology v5e:2x4 --report         # each `jstep.cost` in full
+    python -m jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8          # data parallel
 
 XLA's own compilers for TPUs and GPUs compile the step on this machine, which needs neither device: `pip install
 'jstep[tpu]'` for the TPUs, `pip install 'jstep[aot-cuda]'` for the GPUs. Nothing runs, and no array is made.
@@ -63,11 +64,9 @@ def layer(x, weights, heads):
     return x + jax.nn.gelu(normalize(x) @ weights["up"]) @ weights["down"], None
 
 
-def loss_fn(params, tokens, heads, constrain=True):
+def loss_fn(params, tokens, heads):
     """Mean cross entropy of each next token; the layers are recomputed in the backward pass."""
-    x = params["embed"][tokens[:, :-1]].astype(jnp.bfloat16)
-    if constrain:
-        x = split_by_rows(x)
+    x = split_by_rows(params["embed"][tokens[:, :-1]].astype(jnp.bfloat16))
     x, _ = jax.lax.scan(jax.checkpoint(functools.partial(layer, heads=heads)), x, params["layers"])
     logits = (normalize(x) @ params["unembed"].astype(x.dtype)).astype(jnp.float32)
     targets = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
@@ -94,21 +93,35 @@ def placement(layout, params, mesh):
     return {**specs, "slots_memory": "pinned_host"} if layout == "fsdp+host" else specs
 
 
-def cost_of(model, topology, layout, constrain=True):
-    """What a step takes on each device; the batch grows with the devices."""
-    width, layers, heads, rows = MODELS[model]
-    mesh = jstep.topology(topology)
-    devices = mesh.size
-    if layout == "fsdp+tp":
-        axes = {"data": devices // TENSOR_PARALLEL, "model": TENSOR_PARALLEL}
-        mesh = jstep.topology(topology, axes)
-    make_params = functools.partial(init_params, width, layers)
+def parts(model):
+    """The function that makes the parameters, the optimizer and the step of a model."""
+    width, layers, heads, _ = MODELS[model]
     optimizer = jstep.adamw(3e-4, weight_decay=0.1)
+    train_step = jstep.minimize(functools.partial(loss_fn, heads=heads), optimizer)
+    return functools.partial(init_params, width, layers), optimizer, train_step
+
+
+def tokens(rows):
+    return jax.ShapeDtypeStruct((rows, CONTEXT + 1), jnp.int32)
+
+
+def gpt_1b():
+    """For the command line: python -m jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8."""
+    make_params, optimizer, train_step = parts("1b")
+    state = jax.eval_shape(lambda: jstep.TrainState.create(make_params, optimizer))
+    return train_step, state, tokens(rows=256)
+
+
+def cost_of(model, topology, layout):
+    """What a step takes on each device; the batch grows with the devices."""
+    make_params, optimizer, train_step = parts(model)
+    mesh = jstep.topology(topology)
+    rows = MODELS[model][-1] * mesh.size
+    if layout == "fsdp+tp":
+        mesh = jstep.topology(topology, {"data": mesh.size // TENSOR_PARALLEL, "model": TENSOR_PARALLEL})
     kwargs = placement(layout, jax.eval_shape(make_params), mesh)
     state = jstep.TrainState.create(make_params, optimizer, mesh=mesh, **kwargs)
-    tokens = jstep.shard_batch(jax.ShapeDtypeStruct((rows * devices, CONTEXT + 1), jnp.int32), mesh)
-    train_step = jstep.minimize(functools.partial(loss_fn, heads=heads, constrain=constrain), optimizer)
-    return jstep.cost(train_step, state, tokens)
+    return jstep.cost(train_step, state, jstep.shard_batch(tokens(rows), mesh))
 
 
 def gib(number):
