@@ -1,20 +1,17 @@
 """The table that `str(cost)` is."""
 
 import textwrap
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jstep.tools.table import WIDTH, scaled, size
 from jstep.topologies.compilers import versions
 from jstep.topologies.names import parsed
 
-if TYPE_CHECKING:
-    from jstep.tools.cost import Cost
-
 _UNKNOWN = "not known"
 
 
-def text_of(cost: "Cost") -> str:
-    """The figures, one a line, then the warnings."""
+def text_of(cost: Any) -> str:
+    """The figures of a `Cost`, one a line, then its warnings."""
     unknown = f", {cost.loops_unknown} loops of unknown length counted once" if cost.loops_unknown else ""
     moved = None if cost.collectives is None else cost.collectives.items()
     rows = [
@@ -42,7 +39,7 @@ def text_of(cost: "Cost") -> str:
     return "\n".join(lines)
 
 
-def _title(cost: "Cost") -> str:
+def _title(cost: Any) -> str:
     where = "on one device" if cost.devices == 1 else f"on each of {cost.devices} devices"
     if cost.topology is None:
         return f"a step {where}"
@@ -50,7 +47,7 @@ def _title(cost: "Cost") -> str:
     return f"a step {where}, {cost.topology} (compiled, not run; {by})"
 
 
-def _verdict(cost: "Cost") -> str:
+def _verdict(cost: Any) -> str:
     if cost.memory_bytes is None:
         return ""
     fits = cost.fits

@@ -2,8 +2,8 @@
 
 import jax
 import pytest
+from compiled_steps import LAYOUTS, batch, check, compiled, loss, moved, params, size_of, state
 from optimizer_table import TABLE
-from programs import LAYOUTS, batch, check, compiled, loss, moved, params, size_of, state
 
 import jstep
 
