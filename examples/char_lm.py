@@ -80,10 +80,10 @@ def param_specs(mesh, fsdp=False):
 
 
 def split_by_rows(x):
-    """Activations, split over the rows of the batch; x itself where no mesh with a data axis is set.
+    """Activations, split over the rows of the batch; x itself if no mesh with a data axis is set.
 
-    The rows of an embedding that is split over its width come out split over their width, and XLA may carry that on
-    through all layers: then the activations of the whole batch travel between the devices, instead of the weights.
+    Without it, and with an embedding that is split over the data axis (FSDP), XLA may split the activations by
+    features instead: then those of the whole batch travel between the devices, where only weights should.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(x, P("data")) if "data" in mesh.shape else x
