@@ -54,6 +54,7 @@ SHARED_TRACES = {
     "clipping.norms",
     "optimizers.leafwise",
     "optimizers.apply_updates",
+    "optimizers.eigenbases",
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",
     "optimizers.wrappers.skip_nonfinite",

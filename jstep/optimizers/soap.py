@@ -8,11 +8,13 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_int
-from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule
+from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.core.var_list import VarList
-from jstep.optimizers.age import bias_correction
+from jstep.optimizers.age import age_of, bias_correction
 from jstep.optimizers.arguments import adam_hyper, beta, decay_flags, decay_hyper, decays
+from jstep.optimizers.eigenbases import FIRST, NEXT, SAME, Turned, turn_bases
 from jstep.optimizers.leafwise import Hyper, Slot, leafwise
+from jstep.state import START_STEP
 
 
 def soap(
@@ -30,7 +32,8 @@ def soap(
 
     For each axis i of a leaf GG_i averages g·gᵀ over the other axes, and Q_i is its eigenbasis. At the first update of
     a slot nothing moves: GG and Q are made (by eigh). Every precondition_frequency steps Q goes through one power
-    iteration, QR of GG·Q. t is the age of the slots.
+    iteration, QR of GG·Q. t is the age of the slots. On TPUs eigh is Jacobi's method, and both go through all matrices
+    of a size in one loop, so that compiling takes seconds, whatever the sizes and the number of leaves.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -76,24 +79,50 @@ def soap(
             f"{name}_{axis}": Slot(shape=square(axis)) for axis in axes for name in ("gg", "q")
         }
 
-    def prepare(h: Hyper) -> Hyper:
-        return sizes_and_turn(h, frequency)
-
-    return leafwise(
+    moments = leafwise(
         soap_rule,
         slots=slots,
         hyper=adam_hyper(learning_rate, beta1, beta2, epsilon)
         | {"shampoo_beta": beta("shampoo_beta", shampoo_beta)}
         | decay_hyper(weight_decay),
         flags=decay_flags(weight_decay_mask),
-        prepare=prepare,
+        prepare=sizes_and_shares,
         aged=True,
         sparse=False,
     )
 
+    def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+        new_updates, new = moments.update(updates, given, params, step)
+        k = age_of(step, given[START_STEP]) - 1
+        turn = jnp.where(k == 0, FIRST, jnp.where(k % frequency == 0, NEXT, SAME))
+        of_leaves = {name: trees.flatten_like(params, new[name], name) for name in slots(params)}
+        has_update = [not trees.is_none(u) for u in trees.flatten_like(params, new_updates, "updates")]
+        treedef = trees.structure(params)
+        turned = with_turned_bases(of_leaves, turn, has_update)
+        return new_updates, new | {name: treedef.unflatten(values) for name, values in turned.items()}
 
-def sizes_and_turn(h: Hyper, frequency: int) -> Hyper:
-    """The size of a step, the shares of old and new in the moments, and what becomes of the bases."""
+    return moments._replace(update=update)
+
+
+def with_turned_bases(slots: dict[str, list[Any]], turn: Array, has_update: list[bool]) -> dict[str, list[Any]]:
+    """The leaves of each slot, with the bases turned of those leaves that have bases and were updated."""
+    axes = [axis for axis in range(len(slots)) if f"gg_{axis}" in slots]
+    leaves = {}
+    for i, v in enumerate(slots["v"]):
+        own = [axis for axis in axes if slots[f"gg_{axis}"][i] is not None]
+        if own and has_update[i]:
+            grams, bases = ({axis: slots[f"{name}_{axis}"][i] for axis in own} for name in ("gg", "q"))
+            leaves[i] = Turned(grams, bases, v)
+    slots = {name: list(values) for name, values in slots.items()}
+    for i, leaf in zip(leaves, turn_bases(turn, list(leaves.values())), strict=True):
+        slots["v"][i] = leaf.v
+        for axis, basis in leaf.bases.items():
+            slots[f"q_{axis}"][i] = basis
+    return slots
+
+
+def sizes_and_shares(h: Hyper) -> Hyper:
+    """The size of a step, and the shares of old and new in the moments."""
     first, k = h["age"] == 1, jnp.maximum(h["age"] - 1, 1)
     size = h["learning_rate"] * jnp.sqrt(bias_correction(h["beta2"], k)) / bias_correction(h["beta1"], k)
     return {
@@ -104,12 +133,11 @@ def sizes_and_turn(h: Hyper, frequency: int) -> Hyper:
         "m_new": jnp.where(first, 0.0, 1 - h["beta1"]),
         "v_old": jnp.where(first, 1.0, h["beta2"]),
         "v_new": jnp.where(first, 0.0, 1 - h["beta2"]),
-        "turn": jnp.where(first, 0, jnp.where((h["age"] - 1) % frequency == 0, 1, 2)),
     }
 
 
 def soap_rule(g: Array, p: Array, slots: dict[str, Any], h: Hyper) -> tuple[Array, dict[str, Any]]:
-    """A leaf's update, moments and bases."""
+    """A leaf's update, moments and averages of g·gᵀ; its bases turn afterwards, with those of the other leaves."""
     axes = [axis for axis in range(p.ndim) if slots.get(f"gg_{axis}") is not None]
     bases = {axis: slots[f"q_{axis}"] for axis in axes}
     m = h["m_old"] * slots["m"] + h["m_new"] * g
@@ -119,11 +147,8 @@ def soap_rule(g: Array, p: Array, slots: dict[str, Any], h: Hyper) -> tuple[Arra
     update = jnp.where(h["first"], jnp.zeros_like(u), -h["size"] * u)
     if decays(h):
         update = update - h["shrink"] * (p + update)
-    if not axes:
-        return update, {"m": m, "v": v}
     grams = {axis: gram(g, axis, slots[f"gg_{axis}"], h["shampoo_beta"]) for axis in axes}
-    bases, v = jax.lax.switch(h["turn"], [first_bases, next_bases, same_bases], grams, bases, v)
-    return update, {"m": m, "v": v} | {f"gg_{i}": grams[i] for i in axes} | {f"q_{i}": bases[i] for i in axes}
+    return update, {"m": m, "v": v} | {f"gg_{i}": grams[i] for i in axes}
 
 
 def projected(x: Array, bases: dict[int, Array], back: bool = False) -> Array:
@@ -137,24 +162,3 @@ def gram(g: Array, axis: int, old: Array, decay: Any) -> Array:
     """The average of g·gᵀ over all axes but one."""
     others = tuple(i for i in range(g.ndim) if i != axis)
     return decay * old + (1 - decay) * jnp.tensordot(g, g, (others, others))
-
-
-def first_bases(grams: dict[int, Array], bases: dict[int, Array], v: Array) -> tuple[dict[int, Array], Array]:
-    """Eigenvectors, those of the largest eigenvalues first."""
-    return {axis: jnp.flip(jnp.linalg.eigh(gg)[1], 1) for axis, gg in grams.items()}, v
-
-
-def next_bases(grams: dict[int, Array], bases: dict[int, Array], v: Array) -> tuple[dict[int, Array], Array]:
-    """One power iteration and QR; v follows where its coordinates change places."""
-    new = {}
-    for axis, gg in grams.items():
-        product = gg @ bases[axis]
-        order = jnp.argsort(jnp.sum(bases[axis] * product, 0), descending=True)
-        v = jnp.take(v, order, axis)
-        new[axis] = jnp.linalg.qr(product[:, order])[0]
-    return new, v
-
-
-def same_bases(grams: dict[int, Array], bases: dict[int, Array], v: Array) -> tuple[dict[int, Array], Array]:
-    """The bases as they are."""
-    return bases, v

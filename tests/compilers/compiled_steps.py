@@ -47,7 +47,7 @@ def compiled(step, state, *batch):
 
 def check(program, state):
     """The program donates the whole state, and each leaf stays where it is."""
-    held = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
+    held = sum(bytes_of(leaf) for leaf in jax.tree.leaves(state))
     analysis = program.memory_analysis()
     assert analysis.alias_size_in_bytes + analysis.host_alias_size_in_bytes >= held, "a leaf is not donated"
     shardings = program.output_shardings[0]
@@ -67,5 +67,6 @@ def size_of(tree):
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _bytes(leaf):
+def bytes_of(leaf):
+    """The bytes of a leaf on each device."""
     return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize

@@ -1,12 +1,12 @@
 """What a compiled program moves between devices, instruction by instruction."""
 
 import dataclasses
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from jstep.tools.compiled.loops import CALLS, Frame, trip_count
 from jstep.tools.compiled.program import Computation, Instruction, Program, quoted
 from jstep.tools.compiled.shapes import Array, Shape, size_of
+from jstep.tools.compiled.walk import containing
 
 BETWEEN_SLICES = "between slices"
 KINDS = (
@@ -53,7 +53,7 @@ def exchanges_of(program: Program) -> list[Exchange]:
     entry = program.computations.get(program.entry)
     if entry is None:
         return []
-    reached = _that_exchange(program)
+    reached = containing(program, _may_exchange)
     started = {chain for one in program.computations.values() for chain in _starts(one)}
     return list(_exchanges(Frame(program, entry), 1, reached, started))
 
@@ -167,23 +167,5 @@ def _is_continued(frame: Frame, one: Instruction, started: set[str]) -> bool:
     return _chain(one) in started and not _is_started(frame.computation, one)
 
 
-def _that_exchange(program: Program) -> set[str]:
-    """The computations that contain an exchange, or run one that does."""
-    called: Mapping[str, set[str]] = {
-        name: {inner for one in computation.instructions.values() for _, inner in one.called}
-        for name, computation in program.computations.items()
-    }
-    reached = {
-        name
-        for name, computation in program.computations.items()
-        if any(_may_exchange(one) for one in computation.instructions.values())
-    }
-    while True:
-        more = {name for name, inner in called.items() if name not in reached and inner & reached}
-        if not more:
-            return reached
-        reached |= more
-
-
 def _may_exchange(one: Instruction) -> bool:
-    return one.opcode == "send" or re.sub(r"-start$", "", one.opcode) in KINDS
+    return one.opcode == "send" or one.opcode.removesuffix("-start") in KINDS

@@ -1,0 +1,132 @@
+"""Eigenbases of averaged g·gᵀ, made and followed: what SOAP does with its matrices every few steps."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core.types import Array
+from jstep.optimizers.householder import orthonormal
+
+FIRST, NEXT, SAME = 0, 1, 2
+"""What becomes of the bases at a step: made by eigh, moved along by one power iteration, or left as they are."""
+
+
+class Turned(NamedTuple):
+    """What turns together at a leaf: the matrices, one basis for each, and the moment in their coordinates.
+
+    Attributes:
+        grams: Axis → the average of g·gᵀ over the other axes.
+        bases: Axis → its eigenbasis.
+        v: An array in the coordinates of all bases.
+    """
+
+    grams: dict[int, Array]
+    bases: dict[int, Array]
+    v: Array
+
+
+def turn_bases(turn: Array, leaves: Sequence[Turned]) -> list[Turned]:
+    """The bases of all leaves made, moved along or left alone; each v follows where its coordinates change places.
+
+    CPUs and GPUs call a library for each matrix. A TPU has no such library: XLA compiles a program for each call, which
+    for `eigh` of 512 rows takes five minutes. There one loop goes through all matrices of a size, so that their
+    number does not matter, with Jacobi's method and `orthonormal`, whose programs do not grow with the matrices.
+
+    Args:
+        turn: FIRST, NEXT or SAME.
+        leaves: What there is now.
+    """
+    if not leaves:
+        return []
+    answers: list[Turned] = jax.lax.platform_dependent(turn, list(leaves), tpu=in_loops, default=one_by_one)
+    return answers
+
+
+def one_by_one(turn: Array, leaves: list[Turned]) -> list[Turned]:
+    """By the routines of a library."""
+    return [_leaf(turn, leaf) for leaf in leaves]
+
+
+@jax.jit
+def _leaf(turn: Array, leaf: Turned) -> Turned:
+    # Traced and lowered once for all leaves of one shape.
+    answer: Turned = jax.lax.switch(turn, [_first, _next, lambda leaf: leaf], leaf)
+    return answer
+
+
+def _first(leaf: Turned) -> Turned:
+    """Eigenvectors, those of the largest eigenvalues first."""
+    return leaf._replace(bases={i: jnp.flip(jnp.linalg.eigh(gram)[1], 1) for i, gram in leaf.grams.items()})
+
+
+def _next(leaf: Turned) -> Turned:
+    """One power iteration and QR."""
+    bases, v = {}, leaf.v
+    for axis, gram in leaf.grams.items():
+        product, order = powered(gram, leaf.bases[axis])
+        v = jnp.take(v, order, axis)
+        bases[axis] = jnp.linalg.qr(product)[0]
+    return leaf._replace(bases=bases, v=v)
+
+
+def powered(gram: Array, basis: Array) -> tuple[Array, Array]:
+    """A basis after one power iteration, the longest directions first, and the order that this puts them in."""
+    product = gram @ basis
+    order = jnp.argsort(jnp.sum(basis * product, 0), descending=True)
+    return product[:, order], order
+
+
+def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
+    """Eigenvectors by Jacobi's method, those of the largest eigenvalues first; and no change of order."""
+    jacobi = jax.lax.linalg.EighImplementation.JACOBI
+    vectors, _ = jax.lax.linalg.eigh(gram, implementation=jacobi)
+    return jnp.flip(vectors, 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
+
+
+def in_loops(
+    turn: Array, leaves: list[Turned], first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors
+) -> list[Turned]:
+    """By loops, one for all matrices of a size.
+
+    Args:
+        turn: FIRST, NEXT or SAME.
+        leaves: What there is now.
+        first: What FIRST does, before QR.
+    """
+    sizes: dict[Any, list[tuple[int, int]]] = {}
+    for i, leaf in enumerate(leaves):
+        for axis, gram in leaf.grams.items():
+            sizes.setdefault((gram.shape, gram.dtype), []).append((i, axis))
+    bases: list[dict[int, Array]] = [{} for _ in leaves]
+    vs = [leaf.v for leaf in leaves]
+    for members in sizes.values():
+        grams = [leaves[i].grams[axis] for i, axis in members]
+        old = [leaves[i].bases[axis] for i, axis in members]
+        for (i, axis), basis, order in zip(members, *_loop(turn, grams, old, first), strict=True):
+            bases[i][axis] = basis
+            vs[i] = jax.lax.cond(turn == NEXT, partial(jnp.take, axis=axis), lambda v, order: v, vs[i], order)
+    return [leaf._replace(bases=basis, v=v) for leaf, basis, v in zip(leaves, bases, vs, strict=True)]
+
+
+def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tuple[list[Array], Array]:
+    """New bases of matrices of one size, and the order in which each has its old directions.
+
+    One matrix at a time is picked and put back: a stack of all would take the memory of two more.
+    """
+
+    def body(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
+        bases, orders = carry
+        picks = [lambda grams, bases, j=j: (grams[j], bases[j]) for j in range(len(grams))]
+        matrix, order = jax.lax.cond(turn == FIRST, first, powered, *jax.lax.switch(i, picks, grams, bases))
+        puts = [lambda bases, new, j=j: [*bases[:j], new, *bases[j + 1 :]] for j in range(len(grams))]
+        # Jacobi's rotations lose orthogonality, four digits of seven at 256 rows; QR gives it back.
+        return jax.lax.switch(i, puts, bases, orthonormal(matrix)), orders.at[i].set(order)
+
+    orders = jnp.zeros((len(grams), grams[0].shape[0]), jnp.int32)
+    # A loop of no turns leaves the bases where they are; a conditional would copy them.
+    turns = jnp.where(turn == SAME, 0, len(grams))
+    answers: tuple[list[Array], Array] = jax.lax.fori_loop(0, turns, body, (bases, orders))
+    return answers

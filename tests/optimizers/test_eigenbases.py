@@ -1,0 +1,142 @@
+"""The bases of SOAP: the loops that TPUs go through against the routines that CPUs and GPUs have."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.optimizers import eigenbases, householder
+
+SHAPES = [(6, 4), (4, 6), (6, 6), (5, 2, 4)]
+
+
+def matrix(n, rank, size=1.0):
+    random = np.random.default_rng(n + rank)
+    factors = random.normal(size=(n, max(rank, 1))), random.normal(size=(max(rank, 1), n))
+    return (size * (rank > 0) * factors[0] @ factors[1]).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize(("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 40, 16), (40, 7, 16)])
+def test_the_loop_is_a_qr_decomposition(n, rank, width, size):
+    a = matrix(n, rank, size).astype(np.float64)
+    q = np.asarray(householder.orthonormal(jnp.asarray(a, jnp.float32), width), np.float64)
+    np.testing.assert_allclose(q.T @ q, np.eye(n), atol=2e-6)
+    r = q.T @ a
+    assert np.abs(np.tril(r, -1)).max(initial=0) <= 1e-6 * np.linalg.norm(a)
+    if rank == n <= 3:  # of a matrix of full rank it is the one and only, but for signs
+        np.testing.assert_allclose(np.abs(q), np.abs(np.linalg.qr(a)[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_matrix_of_zeros_has_the_identity_for_a_basis():
+    np.testing.assert_array_equal(np.abs(householder.orthonormal(jnp.zeros((5, 5)), 2)), np.eye(5))
+
+
+def test_double_precision(x64):
+    a = matrix(20, 20).astype(np.float64)
+    q = np.asarray(householder.orthonormal(jnp.asarray(a), 8))
+    assert q.dtype == np.float64
+    np.testing.assert_allclose(q.T @ q, np.eye(20), atol=1e-14)
+
+
+def by_library(gram, basis):
+    """What Jacobi's method gives, from a routine that a CPU has."""
+    return jnp.flip(jnp.linalg.eigh(gram)[1], 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
+
+
+def leaves_of(shapes):
+    """Well-conditioned matrices, bases near their eigenvectors, and a moment."""
+    random, leaves = np.random.default_rng(0), []
+    for shape in shapes:
+        grams, bases = {}, {}
+        for axis, n in enumerate(shape):
+            if (shape, axis) == ((5, 2, 4), 1):
+                continue  # an axis that is too long has no matrix
+            q = np.linalg.qr(random.normal(size=(n, n)))[0]
+            grams[axis] = jnp.asarray(q * 2.0 ** random.permutation(n) @ q.T, jnp.float32)
+            bases[axis] = jnp.asarray(np.linalg.qr(q + 0.05 * random.normal(size=(n, n)))[0], jnp.float32)
+        leaves.append(eigenbases.Turned(grams, bases, jnp.asarray(random.uniform(size=shape), jnp.float32)))
+    return leaves
+
+
+@pytest.mark.parametrize("turn", [eigenbases.FIRST, eigenbases.NEXT, eigenbases.SAME])
+def test_loops_over_all_matrices_of_a_size_do_what_calls_for_each_do(turn):
+    leaves = leaves_of(SHAPES)
+    one_by_one = eigenbases.one_by_one(jnp.int32(turn), leaves)
+    in_loops = jax.jit(lambda turn: eigenbases.in_loops(turn, leaves, by_library))(jnp.int32(turn))
+    for before, mine, theirs in zip(leaves, in_loops, one_by_one, strict=True):
+        assert mine.bases.keys() == theirs.bases.keys() == before.bases.keys()
+        np.testing.assert_allclose(mine.v, theirs.v)
+        for axis, basis in mine.bases.items():
+            np.testing.assert_allclose(np.abs(basis), np.abs(theirs.bases[axis]), atol=2e-5)
+            assert np.array_equal(basis, before.bases[axis]) == (turn == eigenbases.SAME)
+    assert any(not np.array_equal(a.v, b.v) for a, b in zip(leaves, in_loops, strict=True)) == (turn == eigenbases.NEXT)
+
+
+def test_training_by_loops_is_training_by_calls(monkeypatch):
+    """Signs of eigenvectors differ, updates do not."""
+
+    def run():
+        optimizer = jstep.soap(0.01, precondition_frequency=2, weight_decay=0.0)
+        random = np.random.default_rng(0)
+        params = {str(shape): jnp.zeros(shape) for shape in SHAPES}
+        state = jstep.TrainState.create(params, optimizer)
+        step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+        for _ in range(8):
+            grads = {name: jnp.asarray(random.normal(size=leaf.shape), jnp.float32) for name, leaf in params.items()}
+            state = step(state, grads)
+        return state.params
+
+    calls = run()
+    used, loops_of = [], eigenbases.in_loops
+
+    def in_loops(turn, leaves):
+        used.append(len(leaves))
+        return loops_of(turn, leaves, by_library)
+
+    monkeypatch.setattr(eigenbases, "one_by_one", in_loops)
+    loops = run()
+    assert used == [len(SHAPES)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), loops, calls)
+
+
+def test_a_leaf_without_a_gradient_keeps_its_basis():
+    optimizer = jstep.soap(0.01, precondition_frequency=1)
+    params = {"a": jnp.ones((3, 3)), "b": jnp.ones((3, 2))}
+    state = jstep.TrainState.create(params, optimizer)
+    grads = {"a": jnp.eye(3), "b": jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 7.0]])}
+    for given in (grads, grads | {"b": None}):
+        before, state = state, jstep.apply_gradients(state, given, optimizer)
+    for name in ("gg_0", "q_0", "gg_1", "q_1", "v"):
+        np.testing.assert_array_equal(state.slots[name]["b"], before.slots[name]["b"])
+    assert not np.array_equal(state.slots["gg_0"]["a"], before.slots["gg_0"]["a"])
+
+
+def test_a_tpu_compiles_one_program_for_each_size_of_matrices():
+    """As it is lowered: neither the number of leaves nor that of rows adds a decomposition."""
+
+    def decompositions(shapes):
+        optimizer = jstep.soap(0.01)
+        state = jax.eval_shape(
+            lambda: jstep.TrainState.create([jnp.zeros(shape, jnp.float32) for shape in shapes], optimizer)
+        )
+        step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+        text = step.trace(state, state.params).lower(lowering_platforms=("tpu",)).as_text()
+        assert "lapack" not in text
+        return len(re.findall(r"custom_call @Eigh\(", text)), len(re.findall(r"custom_call @Qr\(", text))
+
+    assert decompositions([(600, 300)]) == (2, 0)
+    assert decompositions([(600, 300)] * 5 + [(600, 600), (300,)]) == (2, 0)
+
+
+def test_cpus_and_gpus_call_their_libraries():
+    optimizer = jstep.soap(0.01)
+    state = jstep.TrainState.create([jnp.zeros((3, 2))] * 2, optimizer)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer)).trace(state, state.params)
+    for platform, library in (("cpu", "lapack_ssyevd"), ("cuda", "cusolver_syevd")):
+        text = step.lower(lowering_platforms=(platform,)).as_text()
+        assert library in text
+        assert "@Eigh(" not in text
