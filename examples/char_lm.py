@@ -2,12 +2,13 @@
 
     python examples/char_lm.py                         # less than a minute on two CPU cores
     python examples/char_lm.py --mesh data=4,model=2   # the same run on eight devices (virtual ones on a CPU)
+    python examples/char_lm.py --mesh data=8 --fsdp    # each device keeps an eighth of the parameters and slots
     python examples/char_lm.py --dir runs/char_lm      # keeps checkpoints and curves; the same command goes on
 
 The corpus is Python's own standard library, every position of it the start of an example. The model is plain
-JAX and knows nothing of devices: a mesh changes where parameters and batches lie, which is said in two
-arguments (`param_specs`, `batch_sharding`), and the losses stay the same. A run that was kept with --dir
-may go on under another mesh.
+JAX. A mesh changes where parameters and batches lie, which is said in two arguments (`param_specs`,
+`batch_sharding`) and one line of the model (`split_by_rows`); the losses stay the same. A run that was kept
+with --dir may go on under another mesh.
 """
 
 import argparse
@@ -61,16 +62,31 @@ def init_params(key):
     }
 
 
-def param_specs(mesh):
-    """Tensor parallelism: each device of the model axis has some heads, hidden units and characters of its own."""
+def param_specs(mesh, fsdp=False):
+    """Tensor parallelism: each device of the model axis has some heads, hidden units and characters of its own.
+
+    With FSDP the width of every matrix is split over the data axis as well.
+    """
     model = "model" if "model" in mesh.shape else None
+    data = "data" if fsdp else None
     return [
-        ("layers/qkv", P(None, None, None, model)),
-        ("layers/out", P(None, model)),
-        ("layers/up", P(None, None, model)),
-        ("layers/down", P(None, model)),
-        ("unembed", P(None, model)),
+        ("embed", P(None, data)),
+        ("layers/qkv", P(None, data, None, model)),
+        ("layers/out", P(None, model, None, data)),
+        ("layers/up", P(None, data, model)),
+        ("layers/down", P(None, model, data)),
+        ("unembed", P(data, model)),
     ]  # what no rule names lies on every device
+
+
+def split_by_rows(x):
+    """Activations, split over the rows of the batch; x itself if no mesh with a data axis is set.
+
+    Without it, and with an embedding that is split over the data axis (FSDP), XLA may split the activations by
+    features instead: then those of the whole batch travel between the devices, where only weights should.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.lax.with_sharding_constraint(x, P("data")) if "data" in mesh.shape else x
 
 
 def normalize(x):
@@ -87,7 +103,7 @@ def layer(x, weights):
 
 def predict(params, characters):
     """Logits of the character after each one; characters is (batch, time), time at most CONTEXT."""
-    x = params["embed"][characters] + params["position"][None, : characters.shape[1]]
+    x = split_by_rows(params["embed"][characters] + params["position"][None, : characters.shape[1]])
     x, _ = jax.lax.scan(layer, x, params["layers"], unroll=True)
     return normalize(x) @ params["unembed"]
 
@@ -148,8 +164,10 @@ def parse_mesh(text):
     return shape
 
 
-def main(steps=600, seed=0, mesh=None, directory=None):
+def main(steps=600, seed=0, mesh=None, fsdp=False, directory=None):
     mesh = make_mesh(mesh) if mesh else None
+    if fsdp and (mesh is None or "data" not in mesh.shape):
+        sys.exit("--fsdp splits the parameters over the axis data: give a mesh that has it, such as --mesh data=8")
     train_windows, held_out_windows = load()
     batches = jstep.batches(train_windows, batch_size=32, seed=seed)
     held_out = jstep.batches(held_out_windows, batch_size=256)[0]
@@ -164,8 +182,8 @@ def main(steps=600, seed=0, mesh=None, directory=None):
     if mesh is None:
         state, rows = jstep.TrainState.create(make_params, optimizer), None
     else:
-        # The only lines that know of devices.
-        state = jstep.TrainState.create(make_params, optimizer, mesh=mesh, param_specs=param_specs(mesh))
+        # With split_by_rows these are the only lines that know of devices.
+        state = jstep.TrainState.create(make_params, optimizer, mesh=mesh, param_specs=param_specs(mesh, fsdp))
         rows = NamedSharding(mesh, P("data" if "data" in mesh.shape else None))
     print(f"{len(train_windows):,} positions to train on, {len(held_out_windows):,} held out, 32 in a batch")
     print(state)
@@ -209,6 +227,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=600, help="the global step to train up to (default 600)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the samples (default 0)")
     parser.add_argument("--mesh", help="axes and sizes, such as data=4,model=2 (default: one device, no mesh)")
+    parser.add_argument("--fsdp", action="store_true", help="split parameters and slots over the axis data as well")
     parser.add_argument("--dir", dest="directory", help="keep checkpoints and event files here (default: keep none)")
     try:
         main(**vars(parser.parse_args()))

@@ -37,7 +37,8 @@ Running: train; it ends by Preempted at a SIGTERM. Hooks: Hook and every for you
 Evaluating: evaluator, with metrics.auc and others; EarlyStopping, KeepBest, ReduceOnPlateau act on what an
     EvaluationHook finds.
 Checkpoints: Saver, latest_checkpoint, checkpoint_name, CheckpointError.
-Many devices: shard_state, shard_batch, fsdp_specs; distributed.initialize for many processes.
+Many devices: shard_state, shard_batch, fsdp_specs; distributed.initialize for many processes; topology for a mesh of
+    devices that only compile.
 Tools: verify_resume (a ResumeReport), replay (a Replay), fingerprint and DivergenceError, find_nonfinite (a NonFinite);
     before a run: plan (a Plan), cost (a Cost with Collective entries).
 Summaries for TensorBoard: summary.scalar and others, summary.SummaryWriter. `python -m jstep --help`: the command line.

@@ -171,6 +171,7 @@ from jstep.tools import find_nonfinite as find_nonfinite
 from jstep.tools import plan as plan
 from jstep.tools import replay as replay
 from jstep.tools import verify_resume as verify_resume
+from jstep.topologies import topology as topology
 from jstep.training import TrainStep as TrainStep
 from jstep.training import apply_gradients as apply_gradients
 from jstep.training import minimize as minimize

@@ -26,7 +26,7 @@ STOREYS = [
     {"optimizers"},
     {"differentiate"},
     {"training"},
-    {"distributed", "stores"},
+    {"distributed", "stores", "topologies"},
     {"data", "queues", "checkpoint", "summary"},
     {"fingerprints"},
     {"hooks"},

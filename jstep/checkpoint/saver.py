@@ -16,6 +16,7 @@ from jstep.checkpoint.retention import Keeper
 from jstep.checkpoint.store.open import leave, open_store
 from jstep.checkpoint.writing import Writer
 from jstep.core.checks import as_bool
+from jstep.core.compile_only import refuse_compile_only
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
 
 
@@ -140,6 +141,7 @@ class Saver:
         """
         with self._lock:
             self._check_open()
+            refuse_compile_only(state, "state")
             self._writer.settle()
             extra = checked.json_copy(extra, "extra")
             path = self._writer.save(state, step, self._now(), extra)
@@ -190,6 +192,7 @@ class Saver:
         averages = AVERAGES if use_averages is True else use_averages or None
         with self._lock:
             self.wait()
+            refuse_compile_only(target, "target")
             return self._reader.restore(target, step, partial, averages, names)
 
     def extra(self, step: int | None = None) -> Any:

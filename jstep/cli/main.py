@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jstep.cli import diff, events, inspect, plot
+from jstep.cli import cost, diff, events, inspect, plot
 from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import complain
 from jstep.summary import DataLossError
@@ -15,6 +15,7 @@ COMMANDS: tuple[Command, ...] = (
     diff.COMMAND,
     plot.COMMAND,
     events.COMMAND,
+    cost.COMMAND,
 )
 """In the order of `--help`. A new command is a module beside this one, and a line here."""
 
@@ -24,6 +25,7 @@ examples:
   python -m jstep diff run-on-one-host run-on-two
   python -m jstep plot runs -o loss.png --tags 'loss*'
   python -m jstep events run --json
+  python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
 
 A URL (gs://, s3://) will do wherever a path is taken. `python -m jstep COMMAND --help` lists a command's options.
 Exit codes: 0; 1 where diff found a difference; 2 for trouble: a missing path, damage, nothing in common."""
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jstep",
-        description="Looks at what a run has written.",
+        description="Looks at what a run has written, and at what a step will take.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

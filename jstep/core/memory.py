@@ -21,6 +21,11 @@ def checked_memory(kind: Any, mesh: Mesh, argument: str) -> str | None:
         return None
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
+    if not kinds:
+        raise ValueError(
+            f"{argument}={shown(kind)}: {device.device_kind} devices that only compile do not say which memory kinds "
+            "they have; leave it out"
+        )
     if kind not in kinds:
         raise ValueError(f"{argument}={shown(kind)}: {device.device_kind} devices have the memory kinds {kinds}")
     return None if kind == device.default_memory().kind else str(kind)
@@ -34,7 +39,13 @@ def is_on_host(leaf: Any) -> bool:
 def is_of_host(sharding: Any) -> bool:
     """Whether a sharding, of an array or a shape, is in the memory of the host and not in that of its devices."""
     kind = sharding.memory_kind
-    return kind is not None and kind != next(iter(sharding.device_set)).default_memory().kind
+    return kind is not None and kind != _here(sharding).default_memory().kind
+
+
+def _here(sharding: Any) -> Any:
+    """A device of a sharding, of this process if it has one: those of others may not say what memory they have."""
+    devices = sharding.device_set
+    return next((one for one in devices if one.process_index == one.client.process_index()), next(iter(devices)))
 
 
 def on_devices(tree: Any) -> Any:
@@ -47,8 +58,7 @@ def _on_device(leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, jax.core.Tracer):
         return jax.device_put(leaf, jax.memory.Space.Device)
-    (device, *_) = leaf.sharding.device_set
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(device.default_memory().kind))
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(_here(leaf.sharding).default_memory().kind))
 
 
 def back(leaf: Any, before: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core.checks import kind, shown
+from jstep.core.compile_only import refuse_compile_only
 from jstep.core.contexts import own_transfers
 from jstep.core.trees import leaves_with_paths, path_str, quoted
 from jstep.sharding.rows import place_rows
@@ -27,6 +28,7 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
     sharding = jax.tree_util.tree_map_with_path(
         lambda keys, leaf: _as_sharding(leaf, path_str(keys)), sharding, is_leaf=_is_spec
     )
+    refuse_compile_only(sharding, "sharding")
     local = all(getattr(s, "is_fully_addressable", True) for s in jax.tree.leaves(sharding))
 
     def place(item: Any) -> Any:

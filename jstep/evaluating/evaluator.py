@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_bool, as_function
+from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.core.meshes import Attempts, mesh_of, setting
 from jstep.data import Batches
@@ -97,6 +98,7 @@ def evaluator(
 
     def evaluate(state: TrainState) -> dict[str, float]:
         require_alive(require_state(state))
+        refuse_shapes(state, "state")
         if batch_sharding is None and isinstance(batches, Batches) and not agreement.is_alone():
             raise ValueError(
                 "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes one "
@@ -158,9 +160,10 @@ class _Compute:
         with contextlib.nullcontext() if mesh is None else own_transfers():
             values = self._jitted[mesh](params, args)
         kinds = kinds_of(values, rows)
-        for leaf in jax.tree.leaves({name: value for name, value in values.items() if kinds[name] != OBJECT}):
-            if isinstance(leaf, jax.Array):
-                leaf.copy_to_host_async()
+        with own_transfers():
+            for leaf in jax.tree.leaves({name: value for name, value in values.items() if kinds[name] != OBJECT}):
+                if isinstance(leaf, jax.Array):
+                    leaf.copy_to_host_async()
         return values, kinds
 
 

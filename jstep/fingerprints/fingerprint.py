@@ -9,6 +9,7 @@ import numpy as np
 
 from jstep.core import contexts, trees
 from jstep.core.checks import as_bool, kind
+from jstep.core.compile_only import refuse_shapes
 from jstep.fingerprints import device
 from jstep.fingerprints.host import host_sums
 from jstep.fingerprints.mix import U, leaf_key, sealed
@@ -109,6 +110,7 @@ def _check(path: str, leaf: Any) -> None:
         and leaf.dtype.name not in ("longdouble", "float128", "float96", "clongdouble", "complex256")
     )
     if not known:
+        refuse_shapes(leaf, "tree")
         what = f"dtype {leaf.dtype}" if isinstance(leaf, np.ndarray | np.generic) else kind(leaf)
         raise TypeError(
             f"tree: the leaf at {trees.quoted(path)} must be an array of numbers, got {what}; keep arrays alone in the "

@@ -7,6 +7,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, kind, shown
+from jstep.core.compile_only import refuse_compile_only
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.state import TrainState, get_global_step, require_state
 
@@ -43,7 +44,7 @@ def check(train_step: Any, state: Any, last_step: int) -> None:
         RuntimeError: The state has no global step.
     """
     as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
-    require_state(state)
+    refuse_compile_only(require_state(state), "state")
     step = get_global_step(state)
     if step is None:
         # The words of StepCounterHook, which every run has.

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.compile_only import compiles_only, is_shape
 from jstep.core.paths import matches, names_of
 from jstep.core.types import Params, Slots
 
@@ -236,8 +237,11 @@ def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
-    """The leaf where the sharding says, in memory of its own; of a shape, the shape with the sharding."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    """The leaf where the sharding says, in memory of its own.
+
+    Of a shape, and on devices that only compile, it is the shape with the sharding.
+    """
+    if is_shape(leaf) or (compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         # Without a copy the part on the leaf's own device would be the leaf itself, and donated with the state.
@@ -250,6 +254,12 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
     # Every process has the whole leaf and keeps its own part of it.
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
+
+
+def planned(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) -> Any:
+    """The shapes of what `build` returns, with their shardings; nothing is made."""
+    shapes = jax.eval_shape(make, *given)
+    return jax.tree.map(put, shapes, place(shapes))
 
 
 def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) -> Any:

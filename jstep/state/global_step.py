@@ -10,6 +10,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind
+from jstep.core.compile_only import refuse_shapes
 from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Step
 
@@ -129,6 +130,7 @@ def global_step(state: Any) -> int:
             "the state's global_step was donated to an earlier step, whose result holds its memory now. Go on with the "
             "state a step returns, or keep old states alive with minimize(..., donate=False)."
         )
+    refuse_shapes(step, "state")
     return int(step)
 
 

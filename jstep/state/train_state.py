@@ -4,23 +4,21 @@
 bias corrections, averages, checkpoints, logs and the stop condition all read it.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from jstep.core import trees
 from jstep.core.checks import as_bool
 from jstep.core.contexts import own_transfers
 from jstep.core.memory import checked_memory
-from jstep.core.meshes import explicit_mesh, in_auto_axes, require_mesh, setting, spec_of
+from jstep.core.meshes import explicit_mesh, in_auto_axes, require_mesh, spec_of
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.sharding import layout
+from jstep.state.create import is_abstract, made_on
 from jstep.state.global_step import create_global_step
 from jstep.state.variables import refuse_untrained
 
@@ -72,7 +70,8 @@ class TrainState:
 
         Args:
             params: Any pytree of arrays and numbers. None and integer leaves stay as they are. Or a function of no
-                arguments that returns one: with a mesh it is compiled, so that no device ever holds the whole.
+                arguments that returns one: with a mesh it is compiled, so that no device ever holds the whole. Of
+                shapes (`jax.ShapeDtypeStruct`), and on a mesh of `jstep.topology`, comes a state of shapes.
             optimizer: Makes the slots.
             global_step: The number of updates applied so far, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
@@ -103,8 +102,9 @@ class TrainState:
                 return _fresh(cls, params, optimizer, step, model_state, copy=copy)
 
         if mesh is None:
-            return make(params, model_state)
-        create_global_step(global_step)  # refused before anything large is laid out
+            abstract = is_abstract(None, params, model_state)
+            return jax.eval_shape(make, params, model_state) if abstract else make(params, model_state)
+        jax.eval_shape(lambda: create_global_step(global_step))  # refused before anything large is laid out
         mesh = require_mesh(mesh)
         memory = checked_memory(slots_memory, mesh, "slots_memory")
 
@@ -112,33 +112,10 @@ class TrainState:
             placed, of_slots, step = layout.state_shardings(params, slots, mesh, param_specs, slot_axis)
             return placed, layout.in_memory(of_slots, slots, memory), step
 
-        def placed(tree: Any, shardings: Callable[[Any], Any]) -> Any:
-            tree = jax.tree_util.tree_map_with_path(trees.host_leaf, tree)
-            return jax.tree.map(layout.put, tree, shardings(tree))
-
-        with own_transfers():
-            given = None if is_function else placed(params, lambda tree: where(tree, {})[0])
-            others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
-
         def shardings(shapes: TrainState) -> Any:
             return cls(*where(shapes.params, shapes.slots))
 
-        def whole(given: Any, others: Any) -> TrainState:
-            return make(params if is_function else given, others)
-
-        def split(given: Any, others: Any) -> TrainState:
-            def specs(state: TrainState) -> Any:
-                return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
-
-            return in_auto_axes(whole, given, others, place=specs, mesh=mesh.abstract_mesh)
-
-        with setting(mesh):
-            if AxisType.Explicit in mesh.axis_types:
-                # On Auto axes each device draws its own part of random numbers, on Explicit ones the whole, unless
-                # the function says otherwise; then it is refused on Auto axes.
-                with contextlib.suppress(Exception):
-                    return layout.build(split, shardings, given, others)
-            return layout.build(whole, shardings, given, others)
+        return made_on(mesh, make, params, model_state, shardings, lambda params: where(params, {})[0])
 
     def replace(self, **changes: Any) -> "TrainState":
         """A new state with some of the fields `params`, `slots` and `global_step` changed.

@@ -13,6 +13,7 @@ import numpy as np
 from jstep.checkpoint import Saver
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind
+from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.loop.checks import check_alive
 from jstep.loop.drive import drive
@@ -112,6 +113,7 @@ def verify_resume(
 
     def fresh() -> TrainState:
         state = make_state()
+        refuse_shapes(state, "make_state()")
         if not isinstance(state, TrainState):
             raise TypeError(f"make_state returned {kind(state)}; it must return a TrainState")
         check_alive(state)

@@ -4,12 +4,13 @@ from jstep.core.public import publish as _publish
 from jstep.training.apply import apply_gradients
 from jstep.training.minimize import minimize
 from jstep.training.scan import last_of, scan_steps, scanned_step
-from jstep.training.step import TrainStep
+from jstep.training.step import TrainStep, leading_axes
 
 __all__ = [
     "TrainStep",
     "apply_gradients",
     "last_of",
+    "leading_axes",
     "minimize",
     "scan_steps",
     "scanned_step",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind
+from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.core.memory import back, on_devices
 from jstep.core.meshes import in_auto_axes, leaving_auto_axes, like
@@ -82,6 +83,7 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     """The next state, and what the update did."""
     require_optimizer("optimizer", optimizer)
     require_alive(require_state(state))
+    refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
 
     def run(state: TrainState, grads: Updates, loss: Array | None, key: Array | None) -> Applied:

@@ -61,7 +61,9 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
         state, (computed, constants) = scan(body, state, stacked, k, unroll)
         return state, computed, constants.repeated(k)
 
-    scanned = PureStep(parts, name=f"{step.__name__}s", looks_at_rows=step.looks_at_rows)
+    scanned = PureStep(
+        parts, name=f"{step.__name__}s", looks_at_rows=step.looks_at_rows, leading_axes=step.leading_axes + 1
+    )
     return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
 
 

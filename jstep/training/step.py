@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function
+from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.core.meshes import Attempts, like, mesh_of, setting
 from jstep.optimizers.metrics import SKIPPED
@@ -26,20 +27,36 @@ keeps apart what it computes and what is known without it."""
 class PureStep:
     """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating."""
 
-    def __init__(self, parts: Parts, *, name: str = "train_step", looks_at_rows: bool = False) -> None:
-        """A step of its parts; `looks_at_rows`: whether it asks where the rows of the batch lie."""
+    def __init__(
+        self, parts: Parts, *, name: str = "train_step", looks_at_rows: bool = False, leading_axes: int = 0
+    ) -> None:
+        """A step of its parts.
+
+        Args:
+            parts: The parts.
+            name: What it is called.
+            looks_at_rows: Whether it needs to know how the rows of the batch are sharded.
+            leading_axes: The number of axes of the batch before that of its rows.
+        """
         self.parts = parts
         self.looks_at_rows = looks_at_rows
+        self.leading_axes = leading_axes
         self.__name__ = self.__qualname__ = name
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """One step."""
+        refuse_shapes((state, args), "state and batch")
         with setting(mesh_of((state, args))):
             state, computed, constants = self.parts(state, args, None)
             return state, _joined(computed, constants)
 
     def __repr__(self) -> str:
         return f"<jstep.PureStep {self.__name__}>"
+
+
+def leading_axes(step: Any) -> int:
+    """The number of axes of a step's batch before that of its rows: one more for each `scan_steps`."""
+    return pure(step).leading_axes if isinstance(step, PureStep | TrainStep) else 0
 
 
 def pure(step: Callable[..., Any]) -> PureStep:
@@ -139,6 +156,8 @@ class TrainStep:
         last, program, mesh = self._latest
         # A state that this step returned is sharded as before; only others have to be looked at.
         is_latest = last() is state and program is not None
+        if not is_latest:
+            refuse_shapes((state, args), "state and batch")
         if not is_latest or self._pure.looks_at_rows:
             program, mesh = self._for(state, args), mesh_of((state, args))
         if mesh is not None and self.donate and not _debugs():

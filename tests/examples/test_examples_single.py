@@ -126,7 +126,9 @@ def test_char_lm_has_the_same_losses_on_one_device_and_on_a_mesh(tmp_path):
     assert len(re.findall(r"^def ", out, re.MULTILINE)) == 2  # the two samples
 
     assert "8 cpu devices {'data': 4, 'model': 2}: 0.92 MB of params on each" in sharded
-    # Kept on eight devices, it goes on on one.
+    # Kept on eight devices, it goes on with split parameters, and then on one.
+    split = run("char_lm.py", "--steps", 15, "--dir", many, "--mesh", "data=8", "--fsdp")
+    assert "8 cpu devices {'data': 8}: 0.25 MB of params on each" in split
     out = run("char_lm.py", "--steps", 20, "--dir", many)
     assert float(re.search(r"([\d.]+) after 20", out).group(1)) == pytest.approx(after, abs=5e-4)
     a, b = scalars(one, "loss"), scalars(many, "loss")
@@ -140,6 +142,13 @@ def test_char_lm_says_what_is_wrong_with_a_mesh():
     assert (
         done.stderr == "--mesh data=4,modle=2: expected axes data and model with their sizes, such as data=4,model=2\n"
     )
+
+
+def test_char_lm_says_that_fsdp_needs_an_axis_of_data():
+    for mesh in ([], ["--mesh", "model=2"]):
+        done = finished("char_lm.py", "--fsdp", *mesh)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("--fsdp splits the parameters over the axis data: give a mesh that has it")
 
 
 def test_queues_learns_and_ends():

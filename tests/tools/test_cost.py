@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jstep
-from jstep.tools.collectives import collectives_of
 
 SIDE, ROWS, LAYERS = 64, 32, 3
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -114,40 +113,6 @@ def test_it_says_where_it_does_not_fit(alone):
     text = str(jstep.Cost(**{**vars(alone), "memory_bytes": 1000, "devices": 4}))
     assert "of 1000 B: it does not fit" in text
     assert text.startswith("a step on each of 4 devices")
-
-
-PROGRAM = """\
-HloModule jit_step, is_scheduled=true
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  ROOT %r = f32[] add(%a, %a)
-}
-
-%body (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
-  %g = f32[4,8]{1,0} get-tuple-element(%p), index=1
-  %all-reduce.1 = f32[4,8]{1,0} all-reduce(%g), replica_groups={{0,1}}, to_apply=%add
-  %rs = bf16[4]{0} reduce-scatter(%g), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add
-}
-
-%cond (p: (s32[], f32[4,8])) -> pred[] {
-  ROOT %lt = pred[] compare(%p, %p), direction=LT
-}
-
-ENTRY %main (x: f32[4,8]) -> f32[4,8] {
-  %x = f32[4,8]{1,0} parameter(0)
-  %w = (s32[], f32[4,8]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
-  %ags = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
-  %agd = f32[8,8]{1,0} all-gather-done(%ags)
-  %ar2 = (f32[2]{0}, f32[3]{0}) all-reduce(%x, %x), replica_groups={{0,1}}, to_apply=%add
-  ROOT %r = f32[4,8]{1,0} copy(%x)
-}
-"""
-
-
-def test_collectives_of_a_program():
-    found = collectives_of(PROGRAM)
-    assert found == {"all-reduce": (6, 5 * 128 + 20), "all-gather": (1, 256), "reduce-scatter": (5, 5 * 8 * 2)}
 
 
 def test_bad_arguments():

@@ -1,0 +1,157 @@
+"""Will it fit? A transformer of 1 or 7 billion parameters on TPUs and GPUs that nobody has rented yet.
+
+    python examples/will_it_fit.py --model 7b --topology v5e:16x16 --layout fsdp     # one row, a minute or more
+    python examples/will_it_fit.py --model 7b --topology v5e:16x16                   # one for each layout
+    python examples/will_it_fit.py                                                   # all: an hour
+    python examples/will_it_fit.py --model small --topology v5e:2x4 --report         # each `jstep.cost` in full
+    python -m jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8          # data parallel
+
+XLA's own compilers for TPUs and GPUs compile the step on this machine, which needs neither device: `pip install
+'jstep[tpu]'` for the TPUs, `pip install 'jstep[aot-cuda]'` for the GPUs. Nothing runs, and no array is made.
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+CONTEXT, VOCABULARY = 2048, 32_768
+MODELS = {  # width, layers, heads, rows of the batch for each device
+    "1b": (2048, 16, 16, 4),
+    "7b": (4096, 32, 32, 1),
+    "small": (256, 4, 4, 1),
+}
+TOPOLOGIES = ("v5e:16x16", "v5p:4x4x4", "v6e:8x8", "h100:4x8")
+LAYOUTS = ("replicated", "zero1", "fsdp", "fsdp+tp", "fsdp+host")
+TENSOR_PARALLEL = 4
+COLUMNS = ("model", "devices", "layout", "state", "peak memory", "fits", "compiled in")
+
+
+def init_params(width, layers):
+    """Weights in float32, of which there are shapes alone; those of the layers stacked, for `lax.scan`."""
+    return {
+        "embed": jnp.zeros((VOCABULARY, width)),
+        "layers": {
+            "qkv": jnp.zeros((layers, width, 3, width)),
+            "out": jnp.zeros((layers, width, width)),
+            "up": jnp.zeros((layers, width, 4 * width)),
+            "down": jnp.zeros((layers, 4 * width, width)),
+        },
+        "unembed": jnp.zeros((width, VOCABULARY)),
+    }
+
+
+def split_by_rows(x):
+    """The activations, split over the rows of the batch alone: without it XLA may split them by features."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.lax.with_sharding_constraint(x, P("data")) if "data" in mesh.shape else x
+
+
+def normalize(x):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + 1e-6).astype(x.dtype)
+
+
+def layer(x, weights, heads):
+    """Causal attention, then an MLP, in bfloat16; x is (rows, time, width)."""
+    weights = jax.tree.map(lambda leaf: leaf.astype(x.dtype), weights)
+    projected = jnp.einsum("btd,dck->cbtk", normalize(x), weights["qkv"])
+    q, k, v = projected.reshape(3, *x.shape[:2], heads, -1)
+    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ weights["out"]
+    return x + jax.nn.gelu(normalize(x) @ weights["up"]) @ weights["down"], None
+
+
+def loss_fn(params, tokens, heads):
+    """Mean cross entropy of each next token; the layers are recomputed in the backward pass."""
+    x = split_by_rows(params["embed"][tokens[:, :-1]].astype(jnp.bfloat16))
+    x, _ = jax.lax.scan(jax.checkpoint(functools.partial(layer, heads=heads)), x, params["layers"])
+    logits = (normalize(x) @ params["unembed"].astype(x.dtype)).astype(jnp.float32)
+    targets = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - targets)
+
+
+def placement(layout, params, mesh):
+    """The layout as arguments of `TrainState.create`."""
+    if layout == "replicated":
+        return {}
+    if layout == "zero1":
+        return {"slot_axis": "data"}
+    if layout == "fsdp+tp":
+        rules = [
+            ("embed", P("data", "model")),
+            ("layers/qkv", P(None, "data", None, "model")),
+            ("layers/out", P(None, "model", "data")),
+            ("layers/up", P(None, "data", "model")),
+            ("layers/down", P(None, "model", "data")),
+            ("unembed", P("data", "model")),
+        ]
+        return {"param_specs": rules}
+    specs = {"param_specs": jstep.fsdp_specs(params, mesh)}
+    return {**specs, "slots_memory": "pinned_host"} if layout == "fsdp+host" else specs
+
+
+def parts(model):
+    """The function that makes the parameters, the optimizer and the step of a model."""
+    width, layers, heads, _ = MODELS[model]
+    optimizer = jstep.adamw(3e-4, weight_decay=0.1)
+    train_step = jstep.minimize(functools.partial(loss_fn, heads=heads), optimizer)
+    return functools.partial(init_params, width, layers), optimizer, train_step
+
+
+def tokens(rows):
+    return jax.ShapeDtypeStruct((rows, CONTEXT + 1), jnp.int32)
+
+
+def gpt_1b():
+    """For the command line: python -m jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8."""
+    make_params, optimizer, train_step = parts("1b")
+    state = jax.eval_shape(lambda: jstep.TrainState.create(make_params, optimizer))
+    return train_step, state, tokens(rows=256)
+
+
+def cost_of(model, topology, layout):
+    """What a step takes on each device; the batch grows with the devices."""
+    make_params, optimizer, train_step = parts(model)
+    mesh = jstep.topology(topology)
+    rows = MODELS[model][-1] * mesh.size
+    if layout == "fsdp+tp":
+        mesh = jstep.topology(topology, {"data": mesh.size // TENSOR_PARALLEL, "model": TENSOR_PARALLEL})
+    kwargs = placement(layout, jax.eval_shape(make_params), mesh)
+    state = jstep.TrainState.create(make_params, optimizer, mesh=mesh, **kwargs)
+    return jstep.cost(train_step, state, jstep.shard_batch(tokens(rows), mesh))
+
+
+def gib(number):
+    return "not known" if number is None else f"{number / 2**30:.2f} GiB"
+
+
+def row(model, topology, layout, cost):
+    state = gib(cost.params_bytes + cost.slots_bytes) + (f" + {gib(cost.host_bytes)} host" if cost.host_bytes else "")
+    fits = {True: "yes", False: "**no**", None: "not known"}[cost.fits] + (", recomputes" if cost.recomputes else "")
+    peak = f"{gib(cost.peak_bytes)} of {gib(cost.memory_bytes)}"
+    return model, f"{cost.devices} × {topology}", layout, state, peak, fits, f"{cost.compile_seconds:.0f} s"
+
+
+def main(models, topologies, layouts, report=False):
+    if not report:
+        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    for topology in topologies:
+        for model in models:
+            for layout in layouts:
+                if layout == "fsdp+host" and topology[0] in "abh":
+                    continue  # the GPUs' compiler knows no memory of the host
+                cost = cost_of(model, topology, layout)
+                print(cost if report else f"| {' | '.join(row(model, topology, layout, cost))} |", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, action="append", dest="models", help="default: 1b and 7b")
+    parser.add_argument("--topology", action="append", dest="topologies", help=f"default: {', '.join(TOPOLOGIES)}")
+    parser.add_argument("--layout", choices=LAYOUTS, action="append", dest="layouts", help="default: each of them")
+    parser.add_argument("--report", action="store_true", help="print all that is known instead of a row")
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value}
+    main(**{"models": ("1b", "7b"), "topologies": TOPOLOGIES, "layouts": LAYOUTS} | given)

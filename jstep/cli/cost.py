@@ -1,0 +1,88 @@
+"""`cost`: what a step of a program takes, before anything is rented."""
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from jstep.cli.command import OK, Command
+from jstep.cli.output import as_json
+from jstep.core.checks import kind
+from jstep.core.compile_only import compiles_only
+from jstep.core.meshes import mesh_of
+from jstep.tools import Cost, cost
+from jstep.topologies.compilers import name_of, prepare
+from jstep.topologies.names import parsed
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "program",
+        metavar="PROGRAM:FUNCTION",
+        help="a file (train.py:step_and_shapes) or a module (my.train:step_and_shapes); the function takes no "
+        "arguments and returns (train_step, state, *batch), as arrays or shapes",
+    )
+    parser.add_argument(
+        "--topology",
+        metavar="NAME",
+        help="the devices to compile for, such as v5e:16x16, v5e:4x4*2 or h100:4x8: data parallel over all of them. "
+        "For another layout the function places state and batch on a mesh of jstep.topology",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, in one line")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")
+    if topology is not None:
+        prepare()  # before the program uses JAX, which would write to stderr that the compilers have no devices
+    step, state, *batch = _returned(arguments.program)
+    mesh = mesh_of((state, batch))
+    is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
+    found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
+    print(as_json(_fields(found)) if arguments.json else found)
+    return OK  # an answer, also where it does not fit
+
+
+def _returned(program: str) -> Any:
+    place, separator, name = program.rpartition(":")
+    if not (place and separator and name):
+        raise ValueError(f"{program!r}: expected PROGRAM:FUNCTION, such as train.py:step_and_shapes")
+    function = getattr(_loaded(place), name, None)
+    if not callable(function):
+        raise ValueError(f"{program!r}: {place} has no function {name!r}")
+    result = function()
+    if not isinstance(result, tuple | list) or len(result) < 2:
+        raise ValueError(f"{program!r}: must return (train_step, state, *batch), returned {kind(result)}")
+    return result
+
+
+def _loaded(place: str) -> ModuleType:
+    """The module of a file or of a name, imported as `python FILE` and `python -m NAME` would find what it imports."""
+    if not (os.path.isfile(place) or place.endswith(".py")):
+        sys.path.insert(0, os.getcwd())
+        return importlib.import_module(place)
+    if not os.path.isfile(place):
+        raise FileNotFoundError(f"no file {place}")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
+    name = os.path.splitext(os.path.basename(place))[0]
+    spec = importlib.util.spec_from_file_location(name, place)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{place} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _fields(found: Cost) -> dict[str, Any]:
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    if found.collectives is not None:
+        fields["collectives"] = {name: one._asdict() for name, one in found.collectives.items()}
+    return fields
+
+
+COMMAND = Command("cost", "say what a training step takes: operations, memory, transfers", _add_arguments, _run)

@@ -1,0 +1,88 @@
+"""A fresh state, made where it is to be: on a mesh, no device ever holds more than its part."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jstep.core import trees
+from jstep.core.compile_only import compiles_only, is_shape
+from jstep.core.contexts import own_transfers
+from jstep.core.meshes import in_auto_axes, setting
+from jstep.sharding import layout
+
+
+def is_abstract(mesh: Mesh | None, *given: Any) -> bool:
+    """Whether a state is to be one of shapes: it is made of shapes, or for devices that only compile."""
+    return any(map(is_shape, jax.tree.leaves(given))) or (compiles_only(mesh) and not _is_tracing())
+
+
+def made_on(
+    mesh: Mesh,
+    make: Callable[[Any, Any], Any],
+    params: Any,
+    model_state: Any,
+    shardings: Callable[[Any], Any],
+    of_params: Callable[[Any], Any],
+) -> Any:
+    """The state that `make(params, model_state)` returns, on a mesh; of shapes where `is_abstract` says so.
+
+    Args:
+        mesh: The mesh.
+        make: Makes the state.
+        params: The parameters, or a function that returns them.
+        model_state: Variables that are not trained.
+        shardings: From the state's shapes to its shardings.
+        of_params: From the parameters to theirs.
+    """
+    abstract = is_abstract(mesh, params, model_state)
+    is_function = trees.is_function(params)
+
+    def placed(tree: Any, shardings: Callable[[Any], Any]) -> Any:
+        prepared = _shape_of if abstract else trees.host_leaf
+        tree = jax.tree_util.tree_map_with_path(prepared, tree)
+        return jax.tree.map(layout.put, tree, shardings(tree))
+
+    with own_transfers():
+        given = None if is_function else placed(params, of_params)
+        others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
+
+    def whole(given: Any, others: Any) -> Any:
+        return make(params if is_function else given, others)
+
+    def split(given: Any, others: Any) -> Any:
+        def specs(state: Any) -> Any:
+            return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
+
+        return in_auto_axes(whole, given, others, place=specs, mesh=mesh.abstract_mesh)
+
+    build = layout.planned if abstract else layout.build
+    with setting(mesh):
+        if AxisType.Explicit in mesh.axis_types:
+            # On Auto axes each device draws its own part of random numbers, on Explicit ones the whole, unless
+            # the function says otherwise; then it is refused on Auto axes.
+            with contextlib.suppress(Exception):
+                return build(split, shardings, given, others)
+        return build(whole, shardings, given, others)
+
+
+def _shape_of(keys: Any, leaf: Any) -> Any:
+    """The shape of a leaf; a number, and what cannot be a leaf, is looked at as the state is made."""
+    if is_shape(leaf) or trees.is_traced(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return jax.eval_shape(lambda: trees.as_leaf(leaf, trees.path_str(keys), copy=False))
+
+
+def _is_tracing() -> bool:
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:  # no mesh of devices can be asked for inside a function that JAX is tracing
+        return True
+    return False

@@ -1,0 +1,174 @@
+"""What a compiled program moves between devices, instruction by instruction."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jstep.tools.compiled.loops import CALLS, Frame, trip_count
+from jstep.tools.compiled.program import Computation, Instruction, Program, quoted
+from jstep.tools.compiled.shapes import Array, Shape, size_of
+from jstep.tools.compiled.walk import containing
+
+BETWEEN_SLICES = "between slices"
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    BETWEEN_SLICES,
+)
+_DATA = {"collective-permute": 0, "ragged-all-to-all": 1, "collective-broadcast": 1}
+"""How many operands hold data, where the others are buffers or sizes; 0: what is given equals what is taken."""
+_UNCHANGED = {"get-tuple-element", "bitcast", "copy", "convert", "reshape", "transpose", "tuple"}
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+    """One exchange between devices.
+
+    Attributes:
+        kind: One of KINDS.
+        bytes: What a device gives or takes, the larger of the two.
+        times: How often a step makes it.
+        frame: Where its instruction is.
+        instruction: The instruction.
+    """
+
+    kind: str
+    bytes: int
+    times: int
+    frame: Frame
+    instruction: Instruction
+
+    def parts(self) -> list[tuple[str, int]]:
+        """The name of each operand, and its share of the bytes: compilers combine several exchanges into one."""
+        operands = self.frame.computation.operands_of(self.instruction)[: _DATA.get(self.kind) or None]
+        total = sum(size_of(operand.shape) for operand in operands)
+        return [(one.name, self.bytes * size_of(one.shape) // max(total, 1)) for one in operands]
+
+
+def exchanges_of(program: Program) -> list[Exchange]:
+    """All exchanges of a program.
+
+    Those in loops count as often as the loops run (once if that depends on values); of a conditional, those of the
+    branch that moves most; an asynchronous one counts once, however many instructions it takes.
+    """
+    entry = program.computations.get(program.entry)
+    if entry is None:
+        return []
+    reached = containing(program, _may_exchange)
+    started = {chain for one in program.computations.values() for chain in _starts(one)}
+    return list(_exchanges(Frame(program, entry), 1, reached, started))
+
+
+def _exchanges(frame: Frame, times: int, reached: set[str], started: set[str]) -> Iterator[Exchange]:
+    if frame.computation.name not in reached:
+        return
+    for one in frame.computation.instructions.values():
+        kind = _kind(frame, one)
+        if kind is not None and not _is_continued(frame, one, started):
+            yield Exchange(kind, _moved(frame.computation, one, kind), times, frame, one)
+        elif one.opcode in CALLS:
+            for inner in frame.inner(one, CALLS[one.opcode]):
+                yield from _exchanges(inner, times, reached, started)
+        elif one.opcode == "while":
+            count = trip_count(frame, one)
+            for role, often in (("body", count), ("condition", None if count is None else count + 1)):
+                for inner in frame.inner(one, role):
+                    yield from _exchanges(inner, times * (1 if often is None else often), reached, started)
+        elif one.opcode == "conditional":
+            branches = [list(_exchanges(inner, times, reached, started)) for inner in frame.inner(one, *_BRANCHES)]
+            yield from max(branches, key=lambda found: sum(each.bytes * each.times for each in found), default=[])
+
+
+def _kind(frame: Frame, one: Instruction) -> str | None:
+    opcode = one.opcode.removesuffix("-start")
+    if opcode == "all-reduce" and _is_scattered(frame, one):
+        return "reduce-scatter"
+    if opcode in KINDS:
+        return opcode
+    if opcode == "send":
+        if "is_host_transfer=true" not in one.attributes:
+            return "collective-permute"
+        return BETWEEN_SLICES if _rendezvous(one) else None
+    return None
+
+
+def _rendezvous(one: Instruction) -> str:
+    """Which exchange between slices a send or receive belongs to; other transfers (callbacks) are with the host."""
+    if not quoted(one.attributes, "_xla_host_transfer_handler_name").startswith("xla_megascale"):
+        return ""
+    return quoted(one.attributes, "_xla_host_transfer_rendezvous")
+
+
+def _moved(computation: Computation, one: Instruction, kind: str) -> int:
+    if one.opcode == "send":
+        name = _rendezvous(one)
+        both = [other for other in computation.instructions.values() if other.opcode in ("send", "recv")]
+        same = [other for other in both if other is one or (name and _rendezvous(other) == name)]
+        return max(_payload(other.shape) for other in same)
+    taken = _taken(computation, one)
+    data = _DATA.get(kind, len(one.operands))
+    operands = [computation.instructions.get(name) for name in one.operands[:data]]
+    return max(taken, sum(size_of(operand.shape) for operand in operands if operand is not None))
+
+
+def _taken(computation: Computation, one: Instruction) -> int:
+    """The bytes that a device ends up with: of an asynchronous exchange, what the end of it returns."""
+    if not one.opcode.endswith("-start"):
+        return size_of(one.shape)
+    ends = [user for user in computation.users.get(one.name, ()) if user.opcode.endswith("-done")]
+    return size_of(ends[0].shape) if ends else _payload(one.shape, 1)
+
+
+def _payload(shape: Shape, index: int = 0) -> int:
+    if isinstance(shape, Array):
+        return size_of(shape)
+    return size_of(shape[index]) if index < len(shape) else 0
+
+
+def _is_scattered(frame: Frame, one: Instruction) -> bool:
+    """Whether a TPU runs an all-reduce as a reduce-scatter: fused with the slices that alone use its result."""
+    if frame.call is None or frame.call.opcode != "fusion":
+        return False
+    users, seen = [one], False
+    while users:
+        for user in frame.computation.users.get(users.pop().name, ()):
+            if user.opcode in _UNCHANGED - {"tuple"}:
+                users.append(user)
+            elif user.opcode == "dynamic-slice":
+                seen = True
+            else:
+                return False
+    return seen
+
+
+def _chain(one: Instruction) -> str:
+    return quoted(one.attributes, "chain_id")
+
+
+def _starts(computation: Computation) -> Iterator[str]:
+    """The asynchronous exchanges of a TPU that a computation starts."""
+    for one in computation.instructions.values():
+        if _chain(one) and _is_started(computation, one):
+            yield _chain(one)
+
+
+def _is_started(computation: Computation, one: Instruction) -> bool:
+    users = computation.users.get(one.name, ())
+    return any(quoted(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)
+
+
+def _is_continued(frame: Frame, one: Instruction, started: set[str]) -> bool:
+    """Whether another copy of an instruction started the exchange.
+
+    A TPU repeats it in the fusions that run meanwhile.
+    """
+    return _chain(one) in started and not _is_started(frame.computation, one)
+
+
+def _may_exchange(one: Instruction) -> bool:
+    return one.opcode == "send" or one.opcode.removesuffix("-start") in KINDS

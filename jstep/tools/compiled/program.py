@@ -1,0 +1,157 @@
+"""The computations and instructions of a compiled program, parsed from its text."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+
+from jstep.tools.compiled.shapes import Shape, parse_shape
+
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_ASSIGNED = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_CALLED = re.compile(
+    r"(body|condition|calls|to_apply|true_computation|false_computation|branch_computations|called_computations)="
+    r"(?:%?([\w.\-]+)|\{([^}]*)\})"
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        name: Its name, which no other instruction of its computation has.
+        opcode: What it does, such as `all-reduce-start`.
+        type_text: The type of its result, as text.
+        argument: What stands in its parentheses: operands, the value of a constant, the number of a parameter.
+        attributes: What follows the parentheses.
+    """
+
+    name: str
+    opcode: str
+    type_text: str
+    argument: str
+    attributes: str
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """The type of its result."""
+        return parse_shape(self.type_text)
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The names of its operands."""
+        names = _NAME.findall(self.argument)
+        if names or self.opcode in ("constant", "parameter"):
+            return tuple(names)
+        return tuple(part.split()[-1] for part in self.argument.split(",") if part.strip())
+
+    @functools.cached_property
+    def called(self) -> tuple[tuple[str, str], ...]:
+        """The computations that it calls, each as (role, name)."""
+        found = []
+        for role, one, several in _CALLED.findall(_QUOTED.sub('""', self.attributes)):
+            found += [(role, name) for name in ([one] if one else re.findall(r"[\w.\-]+", several))]
+        return tuple(found)
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """Which operation of the traced program it was made for, the empty string if it does not say."""
+        return quoted(self.attributes, "op_name")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+    """A list of instructions that is run as a whole.
+
+    Attributes:
+        name: Its name.
+        instructions: Name → instruction, in the order of the text.
+        root: The name of the instruction whose result is that of the computation.
+    """
+
+    name: str
+    instructions: Mapping[str, Instruction]
+    root: str
+
+    @functools.cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Name → the instructions that take its result as an operand."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for operand in instruction.operands:
+                found.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in found.items()}
+
+    def operands_of(self, instruction: Instruction) -> list[Instruction]:
+        """The operands of an instruction, without those that are not in the text."""
+        return [self.instructions[name] for name in instruction.operands if name in self.instructions]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled program.
+
+    Attributes:
+        computations: Name → computation.
+        entry: The name of the computation that runs first.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: str
+
+
+def parse_program(text: str) -> Program:
+    """The program that a text describes. Lines that are not understood are left out."""
+    computations: dict[str, Computation] = {}
+    entry = name = root = ""
+    instructions: dict[str, Instruction] = {}
+    for line in text.splitlines():
+        if line.startswith((" ", "\t")):
+            instruction, is_root = _instruction(line)
+            if instruction is not None:
+                instructions[instruction.name] = instruction
+                root = instruction.name if is_root else root
+        elif not line.startswith("HloModule") and (head := _HEAD.match(line)):
+            name, root, instructions = head[2], "", {}
+            entry = name if head[1] else entry
+        elif line.startswith("}") and name:
+            computations[name] = Computation(name, instructions, root or next(reversed(instructions), ""))
+            name = ""
+    return Program(computations, entry)
+
+
+def quoted(attributes: str, key: str) -> str:
+    """The value of `key="value"`, the empty string if there is none."""
+    found = re.search(rf'\b{re.escape(key)}="((?:[^"\\]|\\.)*)"', attributes)
+    return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
+
+def _instruction(line: str) -> tuple[Instruction | None, bool]:
+    start = _ASSIGNED.match(line)
+    if start is None:
+        return None, False
+    at = start.end()
+    after = _closing(line, at) if line.startswith("(", at) else line.find(" ", at)
+    opcode = _OPCODE.match(line, after) if after > 0 else None
+    if opcode is None:
+        return None, False
+    end = _closing(line, opcode.end() - 1)
+    instruction = Instruction(start[2], opcode[1], line[at:after], line[opcode.end() : end - 1], line[end:])
+    return instruction, bool(start[1])
+
+
+_PARENTHESIS = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
+
+
+def _closing(line: str, at: int) -> int:
+    """Where the parenthesis that opens at a place is closed again: the place after it."""
+    depth = 0
+    for found in _PARENTHESIS.finditer(line, at):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.end()
+    return len(line)

@@ -1,0 +1,46 @@
+"""Finding instructions in whatever a compiled program runs."""
+
+from collections.abc import Callable, Iterator
+
+from jstep.tools.compiled.loops import CALLS, Frame
+from jstep.tools.compiled.program import Instruction, Program
+
+RUNS = {*CALLS.values(), "body", "condition", "branch_computations", "true_computation", "false_computation"}
+"""The roles in which an instruction names a computation that is run as a whole."""
+_CALLING = {*CALLS, "while", "conditional"}
+
+
+def containing(program: Program, wanted: Callable[[Instruction], bool]) -> set[str]:
+    """The computations that have such an instruction, or run a computation that has one."""
+    called = {
+        name: {inner for one in computation.instructions.values() if one.opcode in _CALLING for _, inner in one.called}
+        for name, computation in program.computations.items()
+    }
+    reached = {
+        name
+        for name, computation in program.computations.items()
+        if any(map(wanted, computation.instructions.values()))
+    }
+    while more := {name for name, inner in called.items() if name not in reached and inner & reached}:
+        reached |= more
+    return reached
+
+
+def instructions_of(program: Program, wanted: Callable[[Instruction], bool]) -> Iterator[tuple[Frame, Instruction]]:
+    """Every such instruction that the program runs, once for each instruction that runs its computation."""
+    entry = program.computations.get(program.entry)
+    if entry is not None:
+        yield from _instructions(Frame(program, entry), wanted, containing(program, wanted))
+
+
+def _instructions(
+    frame: Frame, wanted: Callable[[Instruction], bool], reached: set[str]
+) -> Iterator[tuple[Frame, Instruction]]:
+    if frame.computation.name not in reached:
+        return
+    for one in frame.computation.instructions.values():
+        if wanted(one):
+            yield frame, one
+        if one.opcode in _CALLING:
+            for inner in frame.inner(one, *RUNS):
+                yield from _instructions(inner, wanted, reached)

@@ -1,0 +1,191 @@
+"""What a compiled step does that is probably not meant, and the line that mends it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jstep.core import trees
+from jstep.tools.annotated import is_annotated
+from jstep.tools.compiled.exchanges import Exchange, exchanges_of
+from jstep.tools.compiled.origins import argument_of
+from jstep.tools.compiled.program import Instruction, Program, parse_program
+from jstep.tools.compiled.walk import instructions_of
+from jstep.tools.table import size
+
+_PRODUCTS = {"dot", "convolution"}
+_OF_THE_LOSS = "jvp("
+"""JAX marks what it traces for gradients, forward and backward, with this word."""
+_ALIASED = re.compile(r"\{[\d,\s]*\}:\s*\((\d+),")
+
+
+def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result: Any = None) -> list[str]:
+    """One sentence for each thing that a step does at a price, with what to do about it.
+
+    - Activations are resharded: XLA moves them to the shards of the parameters, not the parameters to the rows, so that
+      temporaries grow with the number of devices. What the loss itself asks for (`shard_map`, sharding constraints)
+      is not warned about.
+    - A part of the state is not donated although the step returns a new one.
+    - Slots are gathered.
+
+    Args:
+        text: What `as_text()` of the compiled step returns.
+        state: The state, as arrays or shapes with shardings.
+        args: The batch, likewise.
+        traced: The jaxpr of the step.
+        result: What the step returns, as shapes; None if that is not known.
+    """
+    program = parse_program(text)
+    leaves = _leaves(program, state)
+    moved = list(exchanges_of(program))
+    found = [
+        _resharded(program, moved, leaves, args, traced),
+        _undonated(text, leaves, state, result),
+        _gathered(moved, leaves),
+    ]
+    return [sentence for sentence in found if sentence]
+
+
+def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
+    """Number of the program's argument → path and leaf of the state, by the path that JAX wrote beside it."""
+    paths = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+    found: dict[int, tuple[str, Any]] = {}
+    entry = program.computations.get(program.entry)
+    for one in entry.instructions.values() if entry else ():
+        named = re.fullmatch(r"\w+(\W.*)", one.op_name) if one.opcode == "parameter" else None
+        if named and named[1] in paths and one.argument.isdigit():
+            found[int(one.argument)] = (named[1].removeprefix("."), paths[named[1]])
+    return found
+
+
+def _resharded(
+    program: Program, moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], args: Sequence[Any], traced: Any
+) -> str:
+    axis = _batch_axis(args)
+    if axis is None or is_annotated(traced):
+        return ""
+    gathers, others = (_activations(moved, kind) for kind in ("all-gather", "all-to-all"))
+    split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
+    if not others and not (gathers and _in_products(program, split)):
+        return ""
+    what = " and ".join(kind for kind, found in (("all-gather", gathers), ("all-to-all", others)) if found)
+    spec = f'"{axis}"' if isinstance(axis, str) else repr(axis).replace("'", '"')
+    return (
+        f"activations are resharded ({what}, {size(gathers + others)} per step): keep "
+        "their rows on their devices with, after the embedding, "
+        f"x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
+    )
+
+
+def _activations(moved: Sequence[Exchange], kind: str) -> int:
+    """The bytes of what the loss computed, not of parameters, that XLA gathers or reshards."""
+    return sum(
+        one.times * count
+        for one in moved
+        if one.kind == kind and _OF_THE_LOSS in one.instruction.op_name
+        for name, count in one.parts()
+        if argument_of(one.frame, name) is None
+    )
+
+
+def _in_products(program: Program, numbers: set[int]) -> bool:
+    """Whether the loss multiplies with one of the program's arguments as it is, each device with its shard."""
+
+    def wanted(one: Instruction) -> bool:
+        return one.opcode in _PRODUCTS and _OF_THE_LOSS in one.op_name
+
+    products = instructions_of(program, wanted) if numbers else iter(())
+    return any(argument_of(frame, name) in numbers for frame, one in products for name in one.operands)
+
+
+def _batch_axis(args: Sequence[Any]) -> Any:
+    """The mesh axes that the rows of a batch are split over: the first that a spec of it names."""
+    for leaf in jax.tree.leaves(args):
+        for axis in _spec(leaf):
+            if axis is not None:
+                return axis
+    return None
+
+
+def _is_split(leaf: Any, axis: Any) -> bool:
+    """Whether a matrix is split over one of the axes of the batch."""
+    axes = set(_names(axis))
+    return np.ndim(leaf) >= 2 and any(axes & set(_names(part)) for part in _spec(leaf))
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+
+
+def _spec(leaf: Any) -> tuple[Any, ...]:
+    sharding = None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+
+
+def _undonated(text: str, leaves: Mapping[int, tuple[str, Any]], state: Any, result: Any) -> str:
+    if not _returns(state, result):
+        return ""
+    aliased = {int(number) for number in _ALIASED.findall(_header(text, "input_output_alias"))}
+    left = [(path, _bytes(leaf)) for number, (path, leaf) in leaves.items() if number not in aliased]
+    total = sum(count for _, count in left)
+    if not total or 100 * total < sum(_bytes(leaf) for _, leaf in leaves.values()):
+        return ""
+    return (
+        f"{size(total)} of the state is not donated ({_listed([path for path, _ in left])}), so that the old and "
+        "the new one are both in memory: use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
+    )
+
+
+def _returns(state: Any, result: Any) -> bool:
+    """Whether a step returns a new state: a tree of the same structure, alone or first in a tuple."""
+    structure: Any = jax.tree.structure(state)
+    candidates = [result, *(result[:1] if isinstance(result, tuple) else ())]
+    return any(jax.tree.structure(one) == structure for one in candidates)
+
+
+def _header(text: str, key: str) -> str:
+    """The value of `key={ ... }` in the first line of a program's text."""
+    line = text[: text.find("\n")]
+    start = line.find(f"{key}={{")
+    if start < 0:
+        return ""
+    depth = 0
+    for place in range(start, len(line)):
+        depth += {"{": 1, "}": -1}.get(line[place], 0)
+        if line[place] == "}" and depth == 0:
+            return line[start : place + 1]
+    return ""
+
+
+def _gathered(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) -> str:
+    paths: dict[str, int] = {}
+    for one in moved:
+        for name, count in one.parts() if one.kind == "all-gather" else ():
+            number = argument_of(one.frame, name)
+            path = "" if number is None or number not in leaves else leaves[number][0]
+            if path.startswith("slots"):
+                paths[path] = paths.get(path, 0) + one.times * count
+    if not paths:
+        return ""
+    return (
+        f"slots are gathered ({_listed(list(paths))}; {size(sum(paths.values()))} per step): where memory allows, "
+        "replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs that leave their "
+        "parameters whole"
+    )
+
+
+def _bytes(leaf: Any) -> int:
+    """The bytes of a leaf on each device."""
+    shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
+    sharding = None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
+    if sharding is not None:
+        shape = sharding.shard_shape(shape)
+    itemsize: int = getattr(dtype, "itemsize", 0)
+    return int(np.prod(shape, dtype=np.int64)) * itemsize
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"

@@ -1,0 +1,88 @@
+"""`cost`: of a file or a module, as a table or JSON; what is wrong is said on stderr, with exit code 2."""
+
+import importlib.util
+import json
+import sys
+import textwrap
+
+import pytest
+
+from jstep.cli.main import main
+
+PROGRAM = """
+    import dataclasses
+    import jax, jax.numpy as jnp, jstep
+    from helper_of_{name} import SIDE
+
+    @dataclasses.dataclass
+    class Config:
+        side: int = SIDE
+
+    def make():
+        optimizer = jstep.adam(1e-3)
+        train_step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
+        state = jax.eval_shape(lambda: jstep.TrainState.create({{"w": jnp.zeros((Config().side, 32))}}, optimizer))
+        return train_step, state, jax.ShapeDtypeStruct((8, SIDE), jnp.float32)
+
+    def wrong():
+        return 3
+
+    constant = 5
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    name = "program_to_cost"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(PROGRAM.format(name=name)))
+    (tmp_path / f"helper_of_{name}.py").write_text("SIDE = 64\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for module in (name, f"helper_of_{name}"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return tmp_path / f"{name}.py"
+
+
+def test_a_file_and_a_module(program, capsys):
+    assert main(["cost", f"{program}:make"]) == 0
+    table = capsys.readouterr().out
+    assert table.startswith("a step on one device")
+    assert "parameters      8 KiB" in table
+    assert main(["cost", f"{program.stem}:make", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    found = json.loads(out)
+    assert found["params_bytes"] == 4 * 64 * 32
+    assert found["collectives"] == {}
+    assert found["fits"] is None
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("{file}", "expected PROGRAM:FUNCTION"),
+        ("{file}:", "expected PROGRAM:FUNCTION"),
+        ("{file}:nothing", "has no function 'nothing'"),
+        ("{file}:constant", "has no function 'constant'"),
+        ("{file}:wrong", "must return (train_step, state, *batch), returned an int"),
+        ("missing.py:make", "no file missing.py"),
+        ("no_such_module_anywhere:make", "No module named"),
+    ],
+)
+def test_what_is_wrong_is_said(program, capsys, where, words):
+    assert main(["cost", where.format(file=program)]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
+
+
+def test_a_bad_topology_is_said_before_the_program_runs(tmp_path, capsys):
+    (tmp_path / "never.py").write_text("raise SystemExit('it ran')\n")
+    assert main(["cost", f"{tmp_path}/never.py:make", "--topology", "v5e:32x32"]) == 2
+    assert "--topology='v5e:32x32'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_a_missing_compiler(program, capsys):
+    assert main(["cost", f"{program}:make", "--topology", "v5e:2x2"]) == 2
+    assert "pip install 'jstep[tpu]'" in capsys.readouterr().err

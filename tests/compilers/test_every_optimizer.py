@@ -1,0 +1,64 @@
+"""Every optimizer compiles for a TPU and a GPU: donated completely, nothing moved beyond theory, no warning."""
+
+import jax
+import pytest
+from compiled_steps import LAYOUTS, batch, check, compiled, loss, moved, params, size_of, state
+from optimizer_table import TABLE
+
+import jstep
+
+OTHERS = {
+    "rprop": lambda: jstep.rprop(1e-3),
+    "scale_by_trust_ratio": lambda: jstep.chain(jstep.scale_by_trust_ratio(), jstep.scale_by_learning_rate(1e-3)),
+    "orthogonalize": lambda: jstep.partition(
+        {"matrix": jstep.chain(jstep.orthogonalize(), jstep.scale_by_learning_rate(1e-3)), "rest": jstep.adam(1e-3)},
+        lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest",
+    ),
+}
+MAKERS = {name: lambda entry=entry: entry.make(1e-3) for name, entry in TABLE.items()} | OTHERS
+
+# Newton–Schulz and power iterations multiply matrices that are split over the devices, one product after another.
+MATRICES = {name for name in MAKERS if "muon" in name or "orthogonalize" in name or "soap" in name}
+ON_GPU = (
+    *("gradient_descent", "momentum", "adam", "adamw", "adafactor", "lamb", "muon"),
+    *("clip_by_global_norm", "master_weights", "everything", "skip_nonfinite", "partition", "soap"),
+)
+
+
+def gradients(optimizer, mesh):
+    """How often a step computes gradients: once, but for optimizers that look at the loss again."""
+    return 1
+
+
+def judge(name, layout, program, shapes):
+    check(program, shapes)
+    found, whole = moved(program), size_of(jax.eval_shape(params))
+    total = sum(one.bytes for kind, one in found.items())
+    assert "all-to-all" not in found or found["all-to-all"].bytes < 0.1 * whole, found
+    # One reduction of all gradients; split slots or parameters add one gathering of all parameters, FSDP another.
+    theory = {"replicated": 1.0, "zero1": 2.0, "fsdp": 3.0}[layout]
+    if name not in MATRICES:
+        assert total <= 1.1 * theory * whole, (found, whole)
+    if layout == "replicated":
+        assert set(found) == {"all-reduce"}, found
+        assert found["all-reduce"].bytes <= 1.02 * whole, (found, whole)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("name", MAKERS)
+def test_on_tpus(name):
+    mesh = jstep.topology("v5e:2x4")
+    for layout in LAYOUTS:
+        optimizer = MAKERS[name]()
+        shapes = state(optimizer, mesh, layout)
+        judge(name, layout, compiled(jstep.minimize(loss, optimizer), shapes, *batch(mesh)), shapes)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("name", [name for name in ON_GPU if name in MAKERS])
+def test_on_gpus(name):
+    mesh = jstep.topology("h100:8")
+    for layout in LAYOUTS:
+        optimizer = MAKERS[name]()
+        shapes = state(optimizer, mesh, layout)
+        judge(name, layout, compiled(jstep.minimize(loss, optimizer), shapes, *batch(mesh)), shapes)

@@ -1,0 +1,228 @@
+"""Meshes of devices that only compile, with the compilers: what they are, what they refuse, what they say of memory."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+
+import compiled_steps
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled_steps import batch, check, compiled, loss, params, state
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+OPTIMIZER = jstep.adam(1e-3)
+
+SILENT = """
+import {first}
+import jstep
+mesh = jstep.topology({name!r})
+state = jstep.TrainState.create({{"w": 1.0}}, jstep.adam(), mesh=mesh)
+import jax.numpy as jnp
+step = jstep.minimize(lambda params: params["w"] ** 2, jstep.adam())
+print(jstep.cost(step, state).fits, jnp.ones(2).sum())
+"""
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("name", "count", "hosts"),
+    [
+        *[("v2:2x2", 8, 1), ("v3:2x2", 8, 1), ("v4:2x2x2", 8, 2), ("v5e:1x1", 1, 1), ("v5e:2x4", 8, 2)],
+        *[("v5p:4x4x4", 64, 16), ("v6e:16x16", 256, 64), ("tpu7x:2x2x1", 8, 1), ("v5e:4x4*2", 32, 8)],
+        *[("v4:1x1x1", 1, 1), ("v5p:1x1x1", 1, 1)],
+    ],
+)
+def test_slices(name, count, hosts):
+    mesh = jstep.topology(name)
+    assert dict(mesh.shape) == {"data": count}
+    assert mesh == jstep.topology(name, {"data": count})
+    assert len({device.process_index for device in mesh.devices.flat}) == hosts
+    assert mesh.axis_types == (AxisType.Auto,)
+
+
+@pytest.mark.tpu_compiler
+def test_axes():
+    mesh = jstep.topology("v5p:4x4x4", {"replica": 2, "model": 32}, axis_types=(AxisType.Auto, AxisType.Explicit))
+    assert (dict(mesh.shape), mesh.axis_types) == ({"replica": 2, "model": 32}, (AxisType.Auto, AxisType.Explicit))
+    for axes in ({"data": 7}, {"data": 8, "model": 2}):
+        with pytest.raises(ValueError, match=r"v5e:2x4 has 8"):
+            jstep.topology("v5e:2x4", axes)
+
+
+@pytest.mark.tpu_compiler
+def test_slices_lie_along_one_axis():
+    mesh = jstep.topology("v5e:4x4*2", {"model": 1, "data": 8, "expert": 4})
+    halves = np.split(mesh.devices, 2, axis=1)
+    assert [{device.slice_index for device in half.flat} for half in halves] == [{0}, {1}]
+    with pytest.raises(ValueError, match="multiple of the 4 slices"):
+        jstep.topology("v5e:6x6*4", {"a": 6, "b": 6, "c": 2, "d": 2})
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    ("name", "count", "hosts"),
+    [("a100:16", 16, 1), ("h100:8", 8, 1), ("h100:4x8", 32, 4), ("h200:2x8", 16, 2), ("b200:1", 1, 1)],
+)
+def test_clusters(name, count, hosts):
+    mesh = jstep.topology(name)
+    assert mesh.size == count
+    assert mesh == jstep.topology(name)
+    assert len({device.process_index for device in mesh.devices.flat}) == hosts
+    shapes = state(OPTIMIZER, mesh, "replicated")
+    cost = jstep.cost(jstep.minimize(loss, OPTIMIZER), shapes, *batch(mesh))
+    assert (cost.fits, cost.topology) == (True, name)
+    assert cost.memory_bytes > 55 * 2**30
+    assert cost.flops == pytest.approx(2 * 2 * 64 * (512 * 256 * 1 + 256 * 1024 * 1.5), rel=0.05)
+    assert ("all-reduce" in cost.collectives) == (count > 1)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("first", ["jstep", "jax"])
+@pytest.mark.parametrize("platforms", ["cpu", ""])
+def test_nothing_stray_on_stderr(first, platforms, monkeypatch):
+    _silent("v5e:2x2", first, platforms, monkeypatch)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("platforms", ["cpu", ""])
+def test_nothing_stray_on_stderr_of_gpus(platforms, monkeypatch):
+    _silent("h100:2", "jstep", platforms, monkeypatch)
+
+
+def _silent(name, first, platforms, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    for variable in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    code = SILENT.format(first=first, name=name)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["True", "2.0"]
+
+
+@pytest.mark.tpu_compiler
+def test_two_processes_at_once():
+    code = SILENT.format(first="jstep", name="v5e:2x2") + "input()"
+    command = [sys.executable, "-c", code]
+    with contextlib.ExitStack() as stack:
+        pipe = subprocess.PIPE
+        both = [
+            stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+            for _ in range(2)
+        ]
+        stack.callback(lambda: [process.kill() for process in both])
+        # Each has compiled, and is still there, before either is let go.
+        assert [process.stdout.readline().split() for process in both] == [["True", "2.0"]] * 2
+        assert [process.communicate("\n", timeout=60)[1] for process in both] == ["", ""]
+
+
+@pytest.mark.tpu_compiler
+def test_threads_get_equal_meshes():
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(jstep.topology("v5e:4x4"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(found) == 8
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_everything_that_does_not_run(types, is_set):
+    mesh = jstep.topology("v5e:2x4", axis_types=(types,))
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        shapes = state(OPTIMIZER, mesh, "zero1")
+        given = jax.eval_shape(compiled_steps.params)
+        again = jstep.TrainState.create(given, OPTIMIZER, mesh=mesh, slot_axis="data")
+        assert jax.tree.leaves(again) == jax.tree.leaves(shapes)
+        abstract = jax.eval_shape(lambda: jstep.TrainState.create(params(), OPTIMIZER))
+        assert jax.tree.leaves(jstep.shard_state(abstract, mesh, slot_axis="data")) == jax.tree.leaves(shapes)
+        inside = jax.eval_shape(lambda: jstep.TrainState.create(params, OPTIMIZER, mesh=mesh, slot_axis="data"))
+        assert inside.params["a"].shape == (512, 256)
+        rows = jstep.shard_batch(
+            [jax.ShapeDtypeStruct((512, 512), jnp.float32), np.zeros((512, 1024), np.float32)], mesh
+        )
+        assert [one.sharding for one in rows] == [NamedSharding(mesh, P("data"))] * 2
+        assert jstep.fsdp_specs(shapes.params, mesh, min_size=1024)["a"] == P("data")
+        step = jstep.minimize(loss, OPTIMIZER)
+        new, _ = step.eval_shape(shapes, *rows)
+        assert jax.tree.leaves(new) == jax.tree.leaves(shapes)
+        assert step.trace(shapes, *rows).jaxpr
+        check(compiled(step, shapes, *rows), shapes)
+        cost = jstep.cost(step, shapes, *rows)
+    assert (cost.topology, cost.fits, cost.devices) == ("v5e:2x4", True, 8)
+    assert cost.memory_bytes == int(15.75 * 2**30)
+    assert str(cost).startswith("a step on each of 8 devices, v5e:2x4 (compiled, not run; jax ")
+
+
+@pytest.mark.tpu_compiler
+def test_what_would_run_says_that_these_devices_only_compile(tmp_path):
+    mesh = jstep.topology("v5e:2x4")
+    shapes, rows = state(OPTIMIZER, mesh, "replicated"), batch(mesh)
+    step = jstep.minimize(loss, OPTIMIZER)
+    data = jstep.batches((np.zeros((64, 512), np.float32), np.zeros((64, 1024), np.float32)), 8)
+    real = jstep.TrainState.create(params(), OPTIMIZER)
+    sharding = NamedSharding(mesh, P("data"))
+    for run in (
+        lambda: step(shapes, *rows),
+        lambda: step(real, *rows),
+        lambda: jstep.scan_steps(step, 2)(shapes, *batch(mesh, 2)),
+        lambda: step.__wrapped__(shapes, *rows),
+        lambda: jstep.train(step, shapes, data, 4, checkpoint_dir=tmp_path / "run"),
+        lambda: jstep.train(step, real, data, 4, checkpoint_dir=tmp_path / "run", batch_sharding=sharding),
+        lambda: jstep.prefetch_to_device(iter([np.zeros((8, 2))]), sharding=sharding),
+        lambda: jstep.apply_gradients(shapes, shapes.params, OPTIMIZER),
+        lambda: jstep.evaluator(lambda *args: {"loss": loss(*args)}, [(1, 2)])(shapes),
+        lambda: jstep.find_nonfinite(step, shapes, *rows),
+        lambda: jstep.verify_resume(lambda: shapes, step, data, 2, 4),
+        lambda: jstep.replay(step, shapes, data, tmp_path, 2),
+        lambda: jstep.fingerprint(shapes),
+        lambda: jstep.Saver(tmp_path / "saver").save(shapes),
+        lambda: jstep.Saver(tmp_path / "saver").restore(shapes),
+    ):
+        with pytest.raises(ValueError, match="devices only compile"):
+            run()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.tpu_compiler
+def test_what_does_not_fit():
+    mesh = jstep.topology("v5e:2x4")
+    huge = state(OPTIMIZER, mesh, "replicated", lambda: params() | {"huge": jnp.zeros((2**18, 2**14))})
+    cost = jstep.cost(jstep.minimize(loss, OPTIMIZER), huge, *batch(mesh))
+    assert cost.fits is False
+    assert cost.peak_bytes > 45 * 2**30
+    assert cost.memory_bytes == int(15.75 * 2**30)
+    assert "GiB of 15.75 GiB: it does not fit" in str(cost)
+
+
+@pytest.mark.tpu_compiler
+def test_a_state_without_a_mesh():
+    step = jstep.minimize(loss, OPTIMIZER)
+    abstract = jax.eval_shape(lambda: jstep.TrainState.create(params(), OPTIMIZER))
+    rows = [jax.ShapeDtypeStruct((512, width), jnp.float32) for width in (512, 1024)]
+    mesh = jstep.topology("v5e:2x4")
+    ours = jstep.cost(step, abstract, *rows, topology="v5e:2x4")
+    placed = jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *jstep.shard_batch(rows, mesh))
+    assert (ours.collectives, ours.flops, ours.peak_bytes) == (placed.collectives, placed.flops, placed.peak_bytes)
+    arrays = jstep.cost(step, jstep.TrainState.create(params(), OPTIMIZER), *rows, topology="v5e:2x4")
+    assert arrays.collectives == ours.collectives
+    stacked = [jax.ShapeDtypeStruct((3, *one.shape), one.dtype) for one in rows]
+    many = jstep.cost(jstep.scan_steps(step), abstract, *stacked, topology="v5e:2x4")
+    assert many.collectives["all-reduce"].number == 3 * ours.collectives["all-reduce"].number
+    with pytest.raises(ValueError, match="has 511 rows, which do not split over 8 devices"):
+        jstep.cost(step, abstract, *[jax.ShapeDtypeStruct((511, 512), jnp.float32)] * 2, topology="v5e:2x4")
+    with pytest.raises(ValueError, match="on a mesh already"):
+        jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *rows, topology="v5e:2x4")
+    other = jstep.shard_batch(rows, jstep.topology("v5e:4x4"))
+    with pytest.raises(ValueError, match=r"state is on a mesh of 8 .* and args\[0\] on a mesh of 16"):
+        jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *other)

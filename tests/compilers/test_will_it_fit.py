@@ -1,0 +1,75 @@
+"""The page "Will it fit?" and its script say what they promise."""
+
+import contextlib
+import json
+import pathlib
+import re
+import runpy
+import sys
+
+import jax
+import pytest
+
+from jstep.cli import main
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "will_it_fit.py"
+PAGE = ROOT / "docs" / "how" / "will-it-fit.md"
+
+
+def rows_of(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    with as_users_have_it():
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    head, line, *rows = capsys.readouterr().out.splitlines()
+    assert set(line) == {"|", "-"}
+    names = [name.strip() for name in head.strip("|").split("|")]
+    return [dict(zip(names, map(str.strip, row.strip("|").split("|")), strict=True)) for row in rows]
+
+
+@contextlib.contextmanager
+def as_users_have_it():
+    """JAX's own settings, not those of our tests."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.tpu_compiler
+def test_the_code_of_the_page_runs(capsys):
+    (block,) = re.findall(r"```py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    with as_users_have_it():
+        exec(compile(block, str(PAGE), "exec"), {"__name__": "__main__"})
+    out = capsys.readouterr().out
+    assert out.startswith("a step on each of 16 devices, v5e:4x4 (compiled, not run")
+    assert re.search(r"at its peak +\d+ MiB of 15.75 GiB$", out, re.MULTILINE), out
+    assert "all-to-all" not in out
+
+
+@pytest.mark.tpu_compiler
+def test_the_script_says_what_does_not_fit(capsys, monkeypatch):
+    arguments = ("--model", "1b", "--topology", "v5e:4x4", "--layout", "replicated")
+    (row,) = rows_of(capsys, monkeypatch, *arguments)
+    assert row["devices"] == "16 × v5e:4x4"
+    assert row["state"] == "10.50 GiB"
+    assert re.fullmatch(r"1\d\.\d\d GiB of 15.75 GiB", row["peak memory"])
+    assert row["fits"] == "**no**"
+
+
+@pytest.mark.tpu_compiler
+def test_the_command_line_takes_its_function(capsys):
+    with as_users_have_it():
+        assert main(["cost", f"{SCRIPT}:gpt_1b", "--topology", "v5e:4x4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["topology"], found["devices"], found["fits"]) == ("v5e:4x4", 16, False)
+    assert found["peak_bytes"] > found["memory_bytes"] == int(15.75 * 2**30)
+    assert found["params_bytes"] == 939_524_096 * 4
+
+
+@pytest.mark.gpu_compiler
+def test_the_script_knows_gpus(capsys, monkeypatch):
+    found = rows_of(
+        capsys, monkeypatch, "--model", "small", "--topology", "h100:8", "--layout", "fsdp", "--layout", "fsdp+host"
+    )
+    (row,) = found  # GPUs that only compile have no memory of the host
+    assert (row["layout"], row["fits"]) == ("fsdp", "yes")
+    assert row["peak memory"].endswith("of 59.33 GiB")

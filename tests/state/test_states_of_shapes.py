@@ -1,0 +1,117 @@
+"""States and batches of shapes: made and compiled as those of arrays, and refused where something would run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+OPTIMIZER = jstep.adam(0.01)
+AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+EXPLICIT = jax.make_mesh((8,), ("data",))
+X, Y = np.ones((32, 16), np.float32), np.ones((32, 8), np.float32)
+
+
+def init():
+    return {"w": jnp.ones((16, 8)), "b": jnp.zeros(8)}
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((x @ params["w"] + params["b"][None] - y) ** 2)
+
+
+def shape_of(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def is_same(shape, leaf):
+    assert isinstance(shape, jax.ShapeDtypeStruct)
+    assert (shape.shape, shape.dtype, shape.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("where", [{}, {"slot_axis": "data"}, {"param_specs": [("w", P("data"))]}], ids=str)
+def test_create_gives_the_shapes_of_the_arrays_that_it_would_make(mesh, where):
+    state = jstep.TrainState.create(init, OPTIMIZER, 7, {"mean": np.zeros(3), "n": 1}, mesh=mesh, **where)
+    variables = {"mean": jax.ShapeDtypeStruct((3,), jnp.float32), "n": 1}
+    shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, 7, variables, mesh=mesh, **where)
+    jax.tree.map(is_same, shapes, state)
+    assert "abstract" in repr(shapes)
+
+
+def test_without_a_mesh():
+    shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER)
+    whole = jax.eval_shape(lambda: jstep.TrainState.create(init(), OPTIMIZER))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), whole)
+    with pytest.raises(ValueError, match="global_step=-1"):
+        jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, -1)
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_batches_of_shapes(mesh):
+    batch = jstep.shard_batch((X, Y), mesh)
+    shapes = jstep.shard_batch((jax.ShapeDtypeStruct(X.shape, X.dtype), Y), mesh)
+    is_same(shapes[0], batch[0])
+    assert isinstance(shapes[1], jax.Array)
+    with pytest.raises(ValueError, match="at '0' has 30 rows"):
+        jstep.shard_batch([jax.ShapeDtypeStruct((30, 2), jnp.float32)], mesh)
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("where", [{}, {"slot_axis": "data"}], ids=str)
+def test_the_program_of_shapes_is_the_one_that_runs(mesh, parts, where):
+    state = jstep.TrainState.create(init, OPTIMIZER, mesh=mesh, **where)
+    batch = jstep.shard_batch((X, Y), mesh)
+
+    def text(step, state, batch):
+        return step.lower(state, *batch).compile().as_text()
+
+    both = (state, batch), jax.tree.map(shape_of, (state, batch))
+    steps = [jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=parts) for _ in both]
+    of_arrays, of_shapes = (text(step, *given) for step, given in zip(steps, both, strict=True))
+    assert of_shapes == of_arrays
+    costs = [jstep.cost(step, state, *batch) for step, (state, batch) in zip(steps, both, strict=True)]
+    assert costs[0].collectives == costs[1].collectives
+    assert costs[0].flops == costs[1].flops
+    assert costs[0].alias_bytes == costs[1].alias_bytes
+
+
+def test_shapes_cannot_run():
+    train_step = jstep.minimize(loss_fn, OPTIMIZER)
+    shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, mesh=AUTO)
+    state = jstep.TrainState.create(init, OPTIMIZER, mesh=AUTO)
+    for run in (
+        lambda: train_step(shapes, X, Y),
+        lambda: train_step(state, jax.ShapeDtypeStruct(X.shape, X.dtype), Y),
+        lambda: train_step.__wrapped__(shapes, X, Y),
+        lambda: jstep.scan_steps(train_step)(shapes, X[None], Y[None]),
+        lambda: jstep.apply_gradients(shapes, state.params, OPTIMIZER),
+        lambda: jstep.fingerprint(shapes),
+        lambda: jstep.global_step(shapes),
+        lambda: jstep.evaluator(lambda params, x, y: {"loss": loss_fn(params, x, y)}, [(X, Y)])(shapes),
+        lambda: jstep.verify_resume(lambda: shapes, train_step, jstep.batches((X, Y), 8), 2, 4),
+    ):
+        with pytest.raises(ValueError, match="must be arrays, got shapes"):
+            run()
+
+
+def test_state_and_batch_on_different_devices():
+    half = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    state = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, mesh=AUTO)
+    with pytest.raises(ValueError, match=r"state is on a mesh of 8 .* and args\[0\] on a mesh of 4"):
+        jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, *jstep.shard_batch((X, Y), half))
+    # The same devices with other axis types, and a batch that is on none.
+    batch = jstep.shard_batch((X, Y), EXPLICIT)
+    assert jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, *batch).devices == 8
+    assert jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, X, Y).devices == 8
+
+
+def test_rows_of_several_axes_on_shapes():
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    found = jstep.shard_batch(jax.ShapeDtypeStruct((16, 3), jnp.bfloat16), mesh, ("data", "model"))
+    assert found.sharding == NamedSharding(mesh, P(("data", "model")))
+    assert found.dtype == jnp.bfloat16

@@ -1,0 +1,212 @@
+"""What moves between devices, read from texts that the compilers for CPUs, GPUs and TPUs printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jstep.tools.collectives import collectives_of
+
+TEXTS = Path(__file__).parent / "compiled_texts"
+A, B, X, F, LOSS = 512 * 256, 256, 256 * 1024, 1024, 1
+"""Elements of the MLP's parameters. FSDP splits a, x and f over 8 devices; b stays whole."""
+PART = 4 * 128 * 256
+"""The bytes on each device of what the programs with shard_map exchange."""
+MANUAL = {"reduce-scatter": (1, 8 * PART), "all-to-all": (1, PART), "collective-permute": (1, PART)}
+NESTED = {"all-reduce": (5 * 3 + 1 + 1 + 7, 24 * PART), "all-gather": (5 + 1, 6 * 8 * PART)}
+"""5 × (3 sums and a gather), a loop of unknown length (a maximum in its condition, a sum in its body), 7 sums, and a
+conditional whose branches gather or sum: the gather moves more."""
+EXPECTED = {
+    "fsdp_tpu_0_10_2": {
+        "all-reduce": (1, 4 * (B + F + LOSS)),  # f is small: reduced everywhere
+        "all-gather": (3, 2 * (A + X) + 4 * F),  # matrices are gathered in bfloat16; one of them asynchronously
+        "reduce-scatter": (1, 4 * (A + X)),
+    },
+    "fsdp_gpu_0_10_2": {
+        "all-reduce": (1, 4 * (B + LOSS)),
+        "all-gather": (1, 4 * (A + X + F)),
+        "reduce-scatter": (1, 4 * (A + X + F)),
+    },
+    "fsdp_gpu_0_12_0_1": {
+        "all-reduce": (1, 4 * (B + LOSS)),
+        "all-gather": (1, 4 * (A + X + F)),
+        "reduce-scatter": (1, 4 * (A + X + F)),
+    },
+    "manual_tpu_0_10_2": {
+        "all-reduce": (1, 2 * PART),
+        "all-gather": (2, 8 * PART + 8 * PART // 2),  # of equal shapes and channels, one of them in bfloat16
+        **MANUAL,
+    },
+    "manual_gpu_0_10_2": {"all-reduce": (1, 2 * PART), "all-gather": (1, 2 * 8 * PART), **MANUAL},
+    "nested_tpu_0_10_2": NESTED,
+    "nested_tpu_0_12_0_1": NESTED,
+    "nested_gpu_0_12_0_1": NESTED,
+    "two_slices_tpu_0_10_2": {
+        "all-reduce": (1, 4 * 2048),  # the rest of the gradients and the loss, padded
+        "all-gather": (2, 4 * (A + X)),
+        "reduce-scatter": (2, 4 * (A + X)),
+        "between slices": (3, 4 * ((A + X) // 16 + 2048)),
+    },
+}
+
+
+def recorded(name):
+    return (TEXTS / f"{name}.txt").read_text()
+
+
+def test_every_recorded_text_is_checked():
+    assert {path.stem for path in TEXTS.iterdir()} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_recorded_texts(name):
+    assert collectives_of(recorded(name)) == EXPECTED[name]
+
+
+def test_counted_loops_are_the_known_ones():
+    """The compiler for GPUs writes how often a loop runs; without that the same follows from its counter."""
+    text = recorded("nested_gpu_0_12_0_1")
+    assert re.findall(r'"known_trip_count":\{"n":"(\d+)"\}', text) == ["3", "5", "7"]
+    assert collectives_of(text.replace("known_trip_count", "")) == NESTED
+
+
+def test_copies_of_an_asynchronous_exchange_need_their_start():
+    """What continues an exchange counts only where no start of it is in the text."""
+    text = recorded("fsdp_tpu_0_10_2")
+    assert text.count('chain_id="0"') == 3
+    without = text.replace("AsyncCollectiveStart", "Other")
+    assert collectives_of(without)["all-gather"].number == 2 + 3
+    one_channel = re.sub(r"channel_id=\d+", "channel_id=1", text)
+    assert collectives_of(one_channel) == EXPECTED["fsdp_tpu_0_10_2"]
+
+
+LOOP = """\
+HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %r = f32[] add(%a, %b)
+}}
+
+%body (p: (s32[], f32[4,8], s32[])) -> (s32[], f32[4,8], s32[]) {{
+  %p = (s32[]{{:T(128)}}, f32[4,8]{{1,0:T(8,128)S(1)}}, s32[]) parameter(0)
+  %i = s32[]{{:T(128)}} get-tuple-element(%p), index=0
+  %step = s32[] constant({step})
+  %next = s32[] {operation}(%i, %step)
+  %g = f32[4,8]{{1,0:T(8,128)S(1)}} get-tuple-element(%p), index=1
+  %limit = s32[] get-tuple-element(%p), index=2
+  %sum = f32[4,8]{{1,0:T(8,128)S(1)}} all-reduce(%g), channel_id=1, replica_groups={{{{0,1}}}}, to_apply=%add
+  ROOT %out = (s32[], f32[4,8], /*index=2*/s32[]) tuple(%next, %sum, %limit)
+}}
+
+%cond (q: (s32[], f32[4,8], s32[])) -> pred[] {{
+  %q = (s32[], f32[4,8]{{1,0}}, s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %end = s32[] get-tuple-element(%q), index=2
+  ROOT %lt = pred[] compare({compared}), direction={direction}
+}}
+
+ENTRY %main (x: f32[4,8]) -> f32[4,8] {{
+  %x = f32[4,8]{{1,0}} parameter(0)
+  %start = s32[] constant({start})
+  %copied = s32[] copy(%start)
+  %stop = s32[] {stop}
+  %t = (s32[], f32[4,8]{{1,0}}, s32[]) tuple(%copied, %x, %stop)
+  %w = (s32[], f32[4,8]{{1,0}}, s32[]) while(%t), condition=%cond, body=%body
+  ROOT %r = f32[4,8]{{1,0}} get-tuple-element(%w), index=1
+}}
+"""
+FORWARD = {
+    "step": 1,
+    "operation": "add",
+    "compared": "%j, %end",
+    "direction": "LT",
+    "start": 0,
+    "stop": "constant(5)",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "runs"),
+    [
+        ({}, 5),
+        ({"start": 1}, 4),
+        ({"start": 7}, 0),
+        ({"step": 2}, 3),
+        ({"direction": "LE"}, 6),
+        ({"direction": "NE"}, 5),
+        ({"direction": "NE", "step": 2}, 1),  # passes over its end: not known
+        ({"compared": "%end, %j", "direction": "GT"}, 5),
+        ({"operation": "subtract", "start": 9, "direction": "GT"}, 4),
+        ({"operation": "subtract", "start": 9, "direction": "GE", "step": 2}, 3),
+        ({"operation": "subtract"}, 1),  # never ends: not known
+        ({"stop": "parameter(1)"}, 1),
+        ({"operation": "multiply"}, 1),
+    ],
+)
+def test_loops_run_as_often_as_their_counter_says(changed, runs):
+    found = collectives_of(LOOP.format(**(FORWARD | changed)))
+    assert found == ({"all-reduce": (runs, runs * 128)} if runs else {})
+
+
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %r = f32[] add(%a, %a)
+}
+
+%small (s: f32[4,8]) -> f32[4,8] {
+  %s = f32[4,8]{1,0} parameter(0)
+  ROOT %all-reduce.2 = f32[4,8]{1,0} all-reduce(%s), replica_groups={{0,1}}, to_apply=%add
+}
+
+%large (l: f32[4,8]) -> f32[4,8] {
+  %l = f32[4,8]{1,0} parameter(0)
+  %gathered = f32[8,8]{1,0} all-gather(%l), replica_groups=mesh['a'=2] {'a'}, dimensions={0}
+  ROOT %half = f32[4,8]{1,0} slice(%gathered), slice={[0:4], [0:8]}
+}
+
+%called (c: f32[4,8]) -> f32[2,8] {
+  %c = f32[4,8]{1,0} parameter(0)
+  ROOT %rs = f32[2,8]{1,0} reduce-scatter(%c), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[4,8], i: s32[]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %y = f32[4,8]{1,0} conditional(%i, %x, %x), branch_computations={%small, %large}
+  %z = f32[2,8]{1,0} call(%x), to_apply=%called, metadata={op_name="calls=%small, while(body=%small)"}
+  %as = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-start(%x), calls=%called
+  %ad = f32[2,8]{1,0} async-done(%as), calls=%called
+  %ags = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %agd = f32[8,8]{1,0} all-gather-done(%ags)
+  %n = s4[64,2]{1,0:T(8,128)E(4)} parameter(2)
+  %m = pred[3]{0} parameter(3)
+  %k = f8e4m3fn[7]{0} parameter(4)
+  %ata = (s4[64,2]{1,0:E(4)}, pred[3]{0}, f8e4m3fn[7]{0}) all-to-all(%n, %m, %k), replica_groups={{0,1}}
+  %cps = (f32[4,8]{1,0}, f32[4,8]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %cpd = f32[4,8]{1,0} collective-permute-done(%cps)
+  %tok = token[] after-all()
+  %cb = (f32[4,8]{1,0}, u32[], token[]) send(%x, %tok), channel_id=1, is_host_transfer=true
+  %p2p = (f32[4,8]{1,0}, u32[], token[]) send(%x, %tok), channel_id=2
+  %p2d = token[] send-done(%p2p), channel_id=2
+  ROOT %r = f32[4,8]{1,0} copy(%x)
+}
+"""
+
+
+def test_a_program_with_one_of_each():
+    assert collectives_of(PROGRAM) == {
+        "all-gather": (2, 256 + 256),  # one in the branch that moves most
+        "reduce-scatter": (2, 128 + 128),  # what is given, which is more than what is taken
+        "all-to-all": (1, 64 + 3 + 7),
+        "collective-permute": (2, 128 + 128),  # one of them written as a send; a send to the host is none
+    }
+
+
+def test_what_is_not_a_program_moves_nothing():
+    assert collectives_of("") == {}
+    assert collectives_of("HloModule m\n\nENTRY %main () -> () {\n  all-reduce(\n  %x = all-reduce\n}\n") == {}

@@ -1,0 +1,80 @@
+"""A step that does not fit has a cost as well; what its compiler does not say is None."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jstep
+from jstep.tools.measured import _needed
+
+OPTIMIZER = jstep.adam(0.01)
+OLD = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.62G) exceeds "
+    "available HBM (15.75G)."
+)
+NEW = (
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required (512.5M) "
+    "exceeds available HBM (256.0M). HLO module: jit_f.\nSee https://openxla.org/xla/errors/error_1000 for more."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [(OLD, (int(16.62 * 2**30), int(15.75 * 2**30))), (NEW, (int(512.5 * 2**20), 256 * 2**20)), ("INTERNAL: no", None)],
+    ids=["old", "new", "other"],
+)
+def test_what_xla_says(text, needed):
+    assert _needed(jax.errors.JaxRuntimeError(text)) == needed
+
+
+class Refused:
+    """A compiled step that XLA refuses to compile."""
+
+    def __init__(self, step, text):
+        self.step, self.text = step, text
+
+    def __call__(self, state, *args):
+        return self.step(state, *args)
+
+    def trace(self, state, *args):
+        return self.step.trace(state, *args)
+
+    def lower(self, state, *args):
+        return self
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.text)
+
+
+def given():
+    state = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((16, 8))}, OPTIMIZER))
+    return state, jax.ShapeDtypeStruct((4, 16), jnp.float32)
+
+
+def test_it_is_a_cost_and_no_exception():
+    step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
+    cost = jstep.cost(Refused(step, OLD), *given())
+    assert cost.fits is False
+    assert (cost.peak_bytes, cost.memory_bytes) == (int(16.62 * 2**30), int(15.75 * 2**30))
+    assert cost.params_bytes == 4 * 16 * 8
+    assert cost.slots_bytes == 2 * 4 * 16 * 8 + 4
+    assert cost.flops >= 2 * 2 * 4 * 16 * 8
+    assert "16.6 GiB of 15.75 GiB: it does not fit" in str(cost)
+    assert "None" not in str(cost)
+    unknown = [field.name for field in dataclasses.fields(cost) if getattr(cost, field.name) is None]
+    assert set(unknown) >= {"bytes_accessed", "temp_bytes", "output_bytes", "alias_bytes", "collectives"}
+
+
+def test_other_errors_are_raised():
+    step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the compiler broke"):
+        jstep.cost(Refused(step, "INTERNAL: the compiler broke"), *given())
+
+
+def test_where_nothing_says_how_much_there_is():
+    step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
+    cost = jstep.cost(step, *given())
+    assert (cost.memory_bytes, cost.fits, cost.topology) == (None, None, None)
+    assert "fit" not in str(cost)

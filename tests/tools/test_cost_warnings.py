@@ -1,0 +1,205 @@
+"""What the cost of a step warns about, and what it does not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+from jstep.tools.annotated import is_annotated
+from jstep.tools.cost_warnings import warnings_of
+
+MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+BOTH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+WIDTH, LAYERS, WORDS, TIME = 64, 2, 128, 16
+OPTIMIZER = jstep.adam(1e-3)
+
+
+def weights():
+    return {
+        "embed": jnp.zeros((WORDS, WIDTH)),
+        "out": jnp.zeros((WIDTH, WORDS)),
+        "layers": {"up": jnp.zeros((LAYERS, WIDTH, 4 * WIDTH)), "down": jnp.zeros((LAYERS, 4 * WIDTH, WIDTH))},
+    }
+
+
+def block(x, layer):
+    return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"], None
+
+
+def language_model(params, tokens, *, place=lambda x: x, block=block):
+    x = place(params["embed"][tokens[:, :-1]])
+    x, _ = jax.lax.scan(block, x, params["layers"])
+    logits = x @ params["out"]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0])
+
+
+def on_rows(x):
+    """The line that the warning asks for."""
+    mesh = MESH
+    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))
+
+
+def create(init, mesh=MESH, specs=None, slot_axis=None, optimizer=OPTIMIZER):
+    shapes = jax.eval_shape(lambda: jstep.TrainState.create(init(), optimizer))
+    return jstep.shard_state(shapes, mesh, specs, slot_axis=slot_axis)
+
+
+def fsdp(init=weights):
+    return create(init, specs=jstep.fsdp_specs(jax.eval_shape(init), MESH, min_size=64))
+
+
+def rows(*shape, dtype=jnp.float32, mesh=MESH, spec=("data",)):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+TOKENS = rows(32, TIME + 1, dtype=jnp.int32)
+
+
+def warned(step, state, *args):
+    step = step if hasattr(step, "lower") else jax.jit(step)
+    compiled = step.lower(state, *args).compile()
+    return warnings_of(compiled.as_text(), state, args, step.trace(state, *args).jaxpr, compiled.out_info)
+
+
+@pytest.mark.parametrize("one_block", [block, jax.checkpoint(block)], ids=["kept", "recomputed"])
+def test_fsdp_without_the_one_line(one_block):
+    """XLA then moves activations to the weights; with the line it moves weights to the activations."""
+    loss = functools.partial(language_model, block=one_block)
+    (found,) = warned(jstep.minimize(loss, OPTIMIZER), fsdp(), TOKENS)
+    assert found.startswith("activations are resharded (")
+    assert 'x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))' in found
+    assert not warned(jstep.minimize(functools.partial(loss, place=on_rows), OPTIMIZER), fsdp(), TOKENS)
+
+
+def mlp():
+    return {"a": jnp.zeros((64, 32)), "b": jnp.zeros((32,)), "x": jnp.zeros((32, 64))}
+
+
+def regression(params, x, y):
+    return jnp.mean((jax.nn.relu(x @ params["a"] + params["b"][None]) @ params["x"] - y) ** 2)
+
+
+PAIRS = (rows(64, 64), rows(64, 64))
+REPLICATED = functools.partial(create, mlp)
+TENSOR = functools.partial(create, mlp, BOTH, [("a", P(None, "model")), ("b", P("model")), ("x", P("model"))], "data")
+STEP = jstep.minimize(regression, OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "args"),
+    [
+        (STEP, REPLICATED, PAIRS),
+        (STEP, functools.partial(REPLICATED, slot_axis="data"), PAIRS),
+        (STEP, functools.partial(fsdp, mlp), PAIRS),
+        (STEP, TENSOR, (rows(64, 64, mesh=BOTH), rows(64, 64, mesh=BOTH))),
+        (jstep.minimize(regression, OPTIMIZER, num_microbatches=4), REPLICATED, PAIRS),
+        (jstep.minimize(regression, OPTIMIZER, num_microbatches=4), functools.partial(fsdp, mlp), PAIRS),
+        (jstep.scan_steps(STEP, 3), functools.partial(fsdp, mlp), (rows(3, 64, 64, spec=(None, "data")),) * 2),
+    ],
+    ids=["replicated", "zero1", "fsdp", "tensor", "microbatches", "microbatches of fsdp", "scanned steps"],
+)
+def test_nothing_to_warn_about(step, state, args):
+    assert warned(step, state(), *args) == []
+
+
+def contrastive(params, x, y):
+    """Every row against all others: gathers activations, as it must."""
+    u, w = x @ params["a"], y @ params["a"]
+    scores = u @ w.T
+    return jnp.mean(jax.nn.logsumexp(scores, 1) - jnp.sum(u * w, 1))
+
+
+def normalized(params, x, y):
+    """Gathers what is computed from parameters, not the parameters."""
+    return regression({**params, "a": params["a"] / jnp.linalg.norm(params["a"], axis=0, keepdims=True)}, x, y)
+
+
+@pytest.mark.parametrize("loss", [contrastive, normalized])
+def test_gathers_that_a_loss_needs(loss):
+    assert warned(jstep.minimize(loss, OPTIMIZER), fsdp(mlp), *PAIRS) == []
+
+
+def experts():
+    return {"router": jnp.zeros((64, 64)), "up": jnp.zeros((8, 64, 128)), "down": jnp.zeros((8, 128, 64))}
+
+
+def routed(params, x):
+    """Experts on different devices, to which rows are sent and from which they come back."""
+
+    def inside(up, down, x):
+        sent = jax.lax.all_to_all(x.reshape(8, -1, 64), "data", 0, 0)
+        back = jax.nn.relu(sent.reshape(-1, 64) @ up[0]) @ down[0]
+        return jax.lax.all_to_all(back.reshape(8, -1, 64), "data", 0, 0).reshape(-1, 64)
+
+    spec = P("data")
+    moved = jax.shard_map(inside, mesh=MESH, in_specs=(spec, spec, spec), out_specs=spec)
+    return jnp.mean((moved(params["up"], params["down"], x @ params["router"]) - x) ** 2)
+
+
+def sequence_parallel(params, x):
+    """Constraints of one's own on activations, between which XLA moves them."""
+
+    def place(x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(BOTH, P(*spec)))
+
+    for _ in range(2):
+        hidden = jax.nn.gelu(place(x, "data") @ params["a"])
+        x = place(x + hidden @ params["x"], "data", "model")
+    return jnp.mean(x**2)
+
+
+def test_exchanges_that_a_loss_asks_for():
+    specs = [("router", P()), ("*", P("data"))]
+    step = jstep.minimize(routed, OPTIMIZER)
+    state, batch = create(experts, specs=specs), rows(512, 64)
+    assert "all-to-all" in jstep.cost(step, state, batch).collectives
+    assert warned(step, state, batch) == []
+    step = jstep.minimize(sequence_parallel, OPTIMIZER)
+    state, batch = TENSOR(), rows(16, 32, 64, mesh=BOTH)
+    assert {"all-to-all", "all-gather"} & jstep.cost(step, state, batch).collectives.keys()
+    assert warned(step, state, batch) == []
+
+
+def test_a_loss_that_places_its_activations():
+    def traced(loss):
+        return jstep.minimize(loss, OPTIMIZER, num_microbatches=2).trace(fsdp(), TOKENS).jaxpr
+
+    assert not is_annotated(traced(language_model))  # the constraint that microbatches come with is not the loss's
+    assert is_annotated(traced(functools.partial(language_model, place=on_rows)))
+
+
+def test_a_state_that_is_not_donated():
+    kept = jstep.minimize(regression, OPTIMIZER, donate=False)
+    (found,) = warned(kept, REPLICATED(), *PAIRS)
+    total = 3 * 4 * (64 * 32 + 32 + 32 * 64) + 8
+    assert found.startswith(f"{total / 1024:.3g} KiB of the state is not donated (params['a'] and 10 more)")
+    assert "jax.jit(step, donate_argnums=0)" in found
+
+    def some(params, *args):
+        state = REPLICATED().replace(params=params)
+        return state, regression(params, *args)
+
+    def only_metrics(state, x, y):
+        return {"loss": regression(state.params, x, y)}
+
+    assert warned(only_metrics, REPLICATED(), *PAIRS) == []
+
+
+def test_slots_that_are_gathered():
+    """An update that needs all rows of a slot that is split."""
+
+    def step(state, x, y):
+        _, sums = jax.value_and_grad(regression)(state.params, x, y)
+        slots = {**state.slots, "m": jax.tree.map(lambda m, g: 0.9 * m + g, state.slots["m"], sums)}
+        whole = jax.lax.with_sharding_constraint(state.slots["m"]["a"], NamedSharding(MESH, P()))
+        params = {**state.params, "a": state.params["a"] - whole @ whole.T @ state.params["a"]}
+        return state.replace(params=params, slots=slots), {}
+
+    state = create(mlp, slot_axis="data")
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    (found,) = warned(jax.jit(step, donate_argnums=0, out_shardings=(places, {})), state, *PAIRS)
+    assert found.startswith(f"slots are gathered (slots['m']['a']; {4 * 64 * 32 // 1024} KiB per step)")

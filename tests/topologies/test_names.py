@@ -1,0 +1,129 @@
+"""Names of topologies are checked before a compiler sees them: libtpu aborts the process at some sizes."""
+
+import sys
+
+import pytest
+from jax.sharding import AxisType
+
+import jstep
+from jstep.topologies.gpus import GPUS, target_config
+from jstep.topologies.names import parsed
+from jstep.topologies.tpus import TPUS
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes", "slices"),
+    [
+        ("v5e:16x16", "v5e", (16, 16), 1),
+        ("v5e:2x4", "v5e", (2, 4), 1),
+        ("v5e:1x1", "v5e", (1, 1), 1),
+        ("v5e:4x4*2", "v5e", (4, 4), 2),
+        ("v2:2x2", "v2", (2, 2), 1),
+        ("v3:32x32", "v3", (32, 32), 1),
+        ("v4:2x2x1", "v4", (2, 2, 1), 1),
+        ("v5p:4x4x4", "v5p", (4, 4, 4), 1),
+        ("v5p:16x16x24", "v5p", (16, 16, 24), 1),
+        ("v6e:8x16", "v6e", (8, 16), 1),
+        ("tpu7x:2x2x1", "tpu7x", (2, 2, 1), 1),
+        ("h100:8", "h100", (1, 8), 1),
+        ("h100:4x8", "h100", (4, 8), 1),
+        ("b200:1", "b200", (1, 1), 1),
+        ("a100:2x16", "a100", (2, 16), 1),
+    ],
+)
+def test_names(name, kind, sizes, slices):
+    found = parsed(name)
+    assert found == (kind, sizes, slices)
+    assert parsed(str(found)) == found
+    assert str(found) == name
+
+
+def test_equal_topologies_have_equal_names():
+    assert parsed("h100:1x8") == parsed("h100:8")
+    assert parsed("v5e:04x4*1") == parsed("v5e:4x4")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v5e:32x32", "at most 16x16 chips"),  # the compiler would abort
+        ("v6e:2x18", "at most 16x16 chips"),
+        ("v5p:64x64x64", "at most 28x20x16 chips"),  # the compiler would take minutes
+        ("v5p:2x2x30", "at most 28x20x16 chips"),
+        ("v5e:2x4x1", "has 2 dimensions, got 3"),
+        ("v5p:4x4", "has 3 dimensions, got 2"),
+        ("v5e:3x2", "must be even"),
+        ("v5e:1x2", "must be even"),
+        ("v5e:0x0", "none 0"),
+        ("v5p:2x2x0", "none 0"),
+        ("v5e:4x4*0", "1 to 64 slices"),
+        ("v5e:4x4*65", "1 to 64 slices"),
+        ("h100:0", "devices of one host"),
+        ("h100:2x2x2", "HOSTSxDEVICES"),
+        ("h100:32", "at most 16 devices"),
+        ("h100:4x8*2", "slices are of TPUs"),
+        ("a100:9999x16", "at most 16384 devices"),
+        ("v9:2x2", "unknown kind 'v9'.*the kinds are v2, v3, v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200"),
+        ("V5E:2x4", "unknown kind 'V5E'"),
+        ("v5litepod-8", "expected KIND:SIZE"),
+        ("v5e:2x4 ", "expected KIND:SIZE"),
+        ("v5e:-2x4", "expected KIND:SIZE"),
+        ("v5e:２x４", "expected KIND:SIZE"),
+        ("v5e", "expected KIND:SIZE"),
+        ("", "must not be empty"),
+    ],
+)
+def test_bad_names(name, words):
+    with pytest.raises(ValueError, match=words):
+        jstep.topology(name)
+
+
+@pytest.mark.parametrize("name", [None, 8, ("v5e", 2, 4), b"v5e:2x4"])
+def test_names_are_strings(name):
+    with pytest.raises(TypeError, match="name="):
+        jstep.topology(name)
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "words"),
+    [
+        ({}, ValueError, "at least one axis"),
+        ({"data": 0}, ValueError, r"axes\['data'\]=0"),
+        ({"data": -8}, ValueError, r"axes\['data'\]=-8"),
+        ({"data": 8.0}, TypeError, r"axes\['data'\]=8.0"),
+        ({"data": True}, TypeError, r"axes\['data'\]=True"),
+        ({1: 8}, TypeError, "axes=1"),
+        ([("data", 8)], TypeError, "expected a dict"),
+        ("data", TypeError, "expected a dict"),
+    ],
+)
+def test_bad_axes(axes, error, words):
+    with pytest.raises(error, match=words):
+        jstep.topology("v5e:2x4", axes)
+
+
+def test_bad_axis_types():
+    with pytest.raises(TypeError, match="axis_types='auto'"):
+        jstep.topology("v5e:2x4", axis_types="auto")
+    with pytest.raises(ValueError, match="one for each axis"):
+        jstep.topology("v5e:2x4", {"a": 2, "b": 4}, axis_types=(AxisType.Auto,))
+
+
+def test_a_missing_compiler_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    for module in ("libtpu", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=r"v2:2x2: libtpu is not installed; run: pip install 'jstep\[tpu\]'"):
+        jstep.topology("v2:2x2")
+    with pytest.raises(ImportError, match=r"a100:3: the CUDA plugin .*pip install 'jstep\[aot-cuda\]'"):
+        jstep.topology("a100:3")
+
+
+def test_figures_are_plausible():
+    assert len({tpu.device_kind for tpu in TPUS.values()}) == len(TPUS)
+    assert all(7 * 2**30 < tpu.memory < 2**37 for tpu in TPUS.values())
+    for gpu in GPUS.values():
+        text = target_config(gpu)
+        assert text.count("{") == text.count("}") == 3
+        assert f"device_memory_size: {gpu.memory}" in text
+        assert 0.75 * gpu.memory > 55 * 2**30
