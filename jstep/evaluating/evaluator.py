@@ -160,9 +160,10 @@ class _Compute:
         with contextlib.nullcontext() if mesh is None else own_transfers():
             values = self._jitted[mesh](params, args)
         kinds = kinds_of(values, rows)
-        for leaf in jax.tree.leaves({name: value for name, value in values.items() if kinds[name] != OBJECT}):
-            if isinstance(leaf, jax.Array):
-                leaf.copy_to_host_async()
+        with own_transfers():
+            for leaf in jax.tree.leaves({name: value for name, value in values.items() if kinds[name] != OBJECT}):
+                if isinstance(leaf, jax.Array):
+                    leaf.copy_to_host_async()
         return values, kinds
 
 

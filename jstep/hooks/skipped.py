@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-SKIPPED = "skipped"
+from jstep.optimizers import metrics
+
+SKIPPED = metrics.SKIPPED
 """The metric by which a step that jstep did not make says that its whole update was skipped: 1 or 0."""
 
 

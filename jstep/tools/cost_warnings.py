@@ -1,7 +1,7 @@
 """What a compiled step does that is probably not meant, and the line that mends it."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,25 +67,28 @@ def _resharded(
     axis = _batch_axis(args)
     if axis is None or is_annotated(traced):
         return ""
-    activations = [one for one in moved if _is_of_activations(one)]
-    several = sum(one.times for one in activations if one.kind == "all-to-all")
+    gathers, others = (_activations(moved, kind) for kind in ("all-gather", "all-to-all"))
     split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
-    if not activations or not (several or _in_products(program, split)):
+    if not others and not (gathers and _in_products(program, split)):
         return ""
-    what = f"{several} all-to-alls" if several else "all-gathers"
+    what = " and ".join(kind for kind, found in (("all-gather", gathers), ("all-to-all", others)) if found)
     spec = f'"{axis}"' if isinstance(axis, str) else repr(axis).replace("'", '"')
     return (
-        f"activations are resharded ({what}, {size(sum(one.times * one.bytes for one in activations))} per step): keep "
+        f"activations are resharded ({what}, {size(gathers + others)} per step): keep "
         "their rows on their devices with, after the embedding, "
         f"x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
     )
 
 
-def _is_of_activations(one: Exchange) -> bool:
-    """Whether XLA gathers or reshards what the loss computed, and not a parameter."""
-    if one.kind not in ("all-gather", "all-to-all") or _OF_THE_LOSS not in one.instruction.op_name:
-        return False
-    return all(argument_of(one.frame, name) is None for name in one.instruction.operands)
+def _activations(moved: Sequence[Exchange], kind: str) -> int:
+    """The bytes of what the loss computed, not of parameters, that XLA gathers or reshards."""
+    return sum(
+        one.times * count
+        for one in moved
+        if one.kind == kind and _OF_THE_LOSS in one.instruction.op_name
+        for name, count in one.parts()
+        if argument_of(one.frame, name) is None
+    )
 
 
 def _in_products(program: Program, numbers: set[int]) -> bool:
@@ -160,8 +163,11 @@ def _header(text: str, key: str) -> str:
 def _gathered(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) -> str:
     paths: dict[str, int] = {}
     for one in moved:
-        for path, count in _slots_in(one, leaves):
-            paths[path] = paths.get(path, 0) + count
+        for name, count in one.parts() if one.kind == "all-gather" else ():
+            number = argument_of(one.frame, name)
+            path = "" if number is None or number not in leaves else leaves[number][0]
+            if path.startswith("slots"):
+                paths[path] = paths.get(path, 0) + one.times * count
     if not paths:
         return ""
     return (
@@ -169,16 +175,6 @@ def _gathered(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) 
         "replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs that leave their "
         "parameters whole"
     )
-
-
-def _slots_in(one: Exchange, leaves: Mapping[int, tuple[str, Any]]) -> Iterator[tuple[str, int]]:
-    if one.kind != "all-gather":
-        return
-    for name in one.instruction.operands:
-        number = argument_of(one.frame, name)
-        path = "" if number is None or number not in leaves else leaves[number][0]
-        if path.startswith("slots"):
-            yield path, one.times * one.bytes // len(one.instruction.operands)
 
 
 def _bytes(leaf: Any) -> int:

@@ -15,9 +15,11 @@ from jstep.core.memory import is_of_host
 from jstep.core.meshes import mesh_of
 from jstep.state import TrainState
 from jstep.tools.collectives import collectives_of
+from jstep.tools.cost_warnings import warnings_of
 from jstep.tools.device_memory import device_peak
 from jstep.tools.flops import work_of
 from jstep.tools.nonfinite.sites import body_of
+from jstep.tools.recomputed import recomputes
 from jstep.topologies.compilers import name_of
 from jstep.topologies.memory import memory_of
 
@@ -28,7 +30,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
     """The fields of the `Cost` of a compiled step."""
-    work = work_of(body_of(_traced(step, state, args)))
+    traced = _traced(step, state, args)
+    work = work_of(body_of(traced))
     device, devices = _device((state, args)), _devices((state, args))
     name = name_of(device)
     start = time.perf_counter()
@@ -65,14 +68,18 @@ def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, A
         return known | dict.fromkeys(lacking) | needs
     figures = _memory(compiled, state, args, host, device.platform)
     peak = figures["peak_bytes"]
-    analysis = _analysis(compiled.cost_analysis())
+    analysis, text = _analysis(compiled.cost_analysis()), compiled.as_text()
+    traffic = analysis.get("bytes accessed")
     return (
         known
         | figures
         | {
             "flops": _whole(analysis.get("flops"), work.once, work.all, devices),
-            "bytes_accessed": _whole(analysis.get("bytes accessed"), work.once_bytes, work.all_bytes, devices),
-            "collectives": collectives_of(compiled.as_text()),
+            # What was traced says how much is computed, but not what XLA fuses and so never writes.
+            "bytes_accessed": None if traffic is None else _whole(traffic, work.once_bytes, work.all_bytes, devices),
+            "collectives": collectives_of(text),
+            "recomputes": recomputes(text),
+            "warnings": tuple(warnings_of(text, state, args, traced, compiled.out_info)),
             "memory_bytes": memory,
             "fits": None if memory is None or peak is None else peak <= memory,
         }

@@ -7,11 +7,15 @@ from optimizer_table import TABLE
 
 import jstep
 
-ELEMENTS = {
+OTHERS = {
+    "rprop": lambda: jstep.rprop(1e-3),
     "scale_by_trust_ratio": lambda: jstep.chain(jstep.scale_by_trust_ratio(), jstep.scale_by_learning_rate(1e-3)),
-    "orthogonalize": lambda: jstep.chain(jstep.orthogonalize(), jstep.scale_by_learning_rate(1e-3)),
+    "orthogonalize": lambda: jstep.partition(
+        {"matrix": jstep.chain(jstep.orthogonalize(), jstep.scale_by_learning_rate(1e-3)), "rest": jstep.adam(1e-3)},
+        lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest",
+    ),
 }
-MAKERS = {name: lambda entry=entry: entry.make(1e-3) for name, entry in TABLE.items()} | ELEMENTS
+MAKERS = {name: lambda entry=entry: entry.make(1e-3) for name, entry in TABLE.items()} | OTHERS
 
 # Newton–Schulz and power iterations multiply matrices that are split over the devices, one product after another.
 MATRICES = {name for name in MAKERS if "muon" in name or "orthogonalize" in name or "soap" in name}

@@ -77,14 +77,12 @@ def test_on_a_pod():
     done = compiled(step, state, tokens)
     check(done, state)
     found = moved(done)
-    # Each device gathers its share of all columns forward and backward, in bfloat16: XLA does some of it piece by piece,
-    # between products of matrices.
-    shares = [
-        leaf.update(
-            sharding=NamedSharding(mesh, P(*("model" if axis == "model" else None for axis in leaf.sharding.spec)))
-        )
-        for leaf in jax.tree.leaves(state.params)
-    ]
+    # Each device gathers its share of all columns forward and backward, in bfloat16: some of it piece by piece, between
+    # products of matrices.
+    shares = []
+    for leaf in jax.tree.leaves(state.params):
+        spec = P(*("model" if axis == "model" else None for axis in leaf.sharding.spec))
+        shares.append(leaf.update(sharding=NamedSharding(mesh, spec)))
     gathered = sum(found[kind].bytes for kind in ("all-gather", "collective-permute") if kind in found)
     assert gathered < 1.1 * sum(map(bytes_of, shares)), found
     # Rows are looked up in a table whose columns are split, so that they change places with columns, there and back.

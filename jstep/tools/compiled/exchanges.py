@@ -43,6 +43,12 @@ class Exchange:
     frame: Frame
     instruction: Instruction
 
+    def parts(self) -> list[tuple[str, int]]:
+        """The name of each operand, and its share of the bytes: compilers combine several exchanges into one."""
+        operands = self.frame.computation.operands_of(self.instruction)[: _DATA.get(self.kind) or None]
+        total = sum(size_of(operand.shape) for operand in operands)
+        return [(one.name, self.bytes * size_of(one.shape) // max(total, 1)) for one in operands]
+
 
 def exchanges_of(program: Program) -> list[Exchange]:
     """All exchanges of a program.
@@ -76,9 +82,6 @@ def _exchanges(frame: Frame, times: int, reached: set[str], started: set[str]) -
         elif one.opcode == "conditional":
             branches = [list(_exchanges(inner, times, reached, started)) for inner in frame.inner(one, *_BRANCHES)]
             yield from max(branches, key=lambda found: sum(each.bytes * each.times for each in found), default=[])
-        elif one.opcode == "custom-call":
-            for inner in frame.inner(one, "called_computations", "calls"):
-                yield from _exchanges(inner, times, reached, started)
 
 
 def _kind(frame: Frame, one: Instruction) -> str | None:
