@@ -35,6 +35,8 @@ def test_with_fsdp_activations_stay_with_their_rows(axes: dict[str, int], axis_t
 
     assert "all-to-all" in without.collectives, "the trap that split_by_rows is there for"
     assert "all-to-all" not in cost.collectives
+    assert cost.warnings == ()
+    assert [warning.startswith("activations are resharded") for warning in without.warnings] == [True]
     assert cost.temp_bytes < without.temp_bytes
     assert moved(cost) < moved(without) / 2
 
