@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jstep.core.on_every_device import on_every_device
 from jstep.core.types import Array
 from jstep.optimizers.householder import orthonormal
 
@@ -117,13 +118,18 @@ def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tu
     One matrix at a time is picked and put back: a stack of all would take the memory of two more.
     """
 
+    def turned(turn: Array, gram: Array, basis: Array) -> tuple[Array, Array]:
+        matrix, order = jax.lax.cond(turn == FIRST, first, powered, gram, basis)
+        # Jacobi's rotations lose orthogonality, four digits of seven at 256 rows; QR gives it back.
+        return orthonormal(matrix), order
+
     def body(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
         bases, orders = carry
         picks = [lambda grams, bases, j=j: (grams[j], bases[j]) for j in range(len(grams))]
-        matrix, order = jax.lax.cond(turn == FIRST, first, powered, *jax.lax.switch(i, picks, grams, bases))
+        # Split over devices, each of the thousands of rotations would be an exchange between them.
+        basis, order = on_every_device(turned, turn, *jax.lax.switch(i, picks, grams, bases))
         puts = [lambda bases, new, j=j: [*bases[:j], new, *bases[j + 1 :]] for j in range(len(grams))]
-        # Jacobi's rotations lose orthogonality, four digits of seven at 256 rows; QR gives it back.
-        return jax.lax.switch(i, puts, bases, orthonormal(matrix)), orders.at[i].set(order)
+        return jax.lax.switch(i, puts, bases, basis), orders.at[i].set(order)
 
     orders = jnp.zeros((len(grams), grams[0].shape[0]), jnp.int32)
     # A loop of no turns leaves the bases where they are; a conditional would copy them.

@@ -1,0 +1,18 @@
+"""Computing the same on every device of a mesh, without a word between them."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+_R = TypeVar("_R")
+
+
+def on_every_device(fn: Callable[..., _R], *args: Any) -> _R:
+    """`fn(*args)`, computed whole by every device of the mesh that is set, if its axes are Auto."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return fn(*args)
+    spec = PartitionSpec()
+    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*args)
