@@ -10,6 +10,8 @@ from jstep.tools.collectives import collectives_of
 TEXTS = Path(__file__).parent / "compiled_texts"
 A, B, X, F, LOSS = 512 * 256, 256, 256 * 1024, 1024, 1
 """Elements of the MLP's parameters. FSDP splits a, x and f over 8 devices; b stays whole."""
+STACK = 2 * 8 * 64 * 256
+"""Elements of 8 layers of two matrices."""
 PART = 4 * 128 * 256
 """The bytes on each device of what the programs with shard_map exchange."""
 MANUAL = {"reduce-scatter": (1, 8 * PART), "all-to-all": (1, PART), "collective-permute": (1, PART)}
@@ -41,6 +43,10 @@ EXPECTED = {
     "nested_tpu_0_10_2": NESTED,
     "nested_tpu_0_12_0_1": NESTED,
     "nested_gpu_0_12_0_1": NESTED,
+    "stacked_tpu_0_10_2": {
+        "all-reduce": (8 + 1, 8 * 4 * STACK // 8 + 4),  # each layer's gradients where they are computed, and the loss
+        "all-gather": (4 * 8, 2 * 8 * 2 * STACK),  # all layers in bfloat16 for each, forward and backward
+    },
     "two_slices_tpu_0_10_2": {
         "all-reduce": (1, 4 * 2048),  # the rest of the gradients and the loss, padded
         "all-gather": (2, 4 * (A + X)),
