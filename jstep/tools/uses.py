@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
+from jstep.core.scans import counts_of
 from jstep.tools.nonfinite.sites import MOVES, Body, Site, body_of
 
 _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
@@ -79,7 +80,8 @@ class _Counter:
         """What an iteration returns is given to the next one, so it is run until nothing new is a part of a source."""
         params, body = site.eqn.params, site.bodies[-1]
         if site.kind == "scan":
-            before, carried, often = params["num_consts"], params["num_carry"], times * params["length"]
+            before, carried = counts_of(params)
+            often = times * params["length"]
         else:
             skipped = params["cond_nconsts"]
             before, carried, often = params["body_nconsts"], len(site.eqn.outvars), times
