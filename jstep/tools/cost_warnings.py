@@ -48,7 +48,7 @@ def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result:
         _resharded(program, moved, leaves, args, traced),
         _undonated(text, leaves, state, result),
         gathered_slots(moved, leaves),
-        gathered_parameters(moved, leaves, _uses(state, args, traced)),
+        gathered_parameters(moved, leaves, lambda: _uses(state, args, traced)),
     ]
     return [sentence for sentence in found if sentence]
 

@@ -1,7 +1,7 @@
 """Which leaves of a state a step gathers that it had better not."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, An
 
 
 def gathered_parameters(
-    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], uses: Mapping[str, float]
+    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], uses: Callable[[], Mapping[str, float]]
 ) -> str:
     """A warning about parameters that are gathered more often than they are used, the empty string if none is.
 
@@ -46,9 +46,9 @@ def gathered_parameters(
         if path.startswith("params") and isinstance(shape, Array) and _BY_HAND not in one.instruction.op_name:
             share = math.prod(shape.dims) / max(1, math.prod(leaf.sharding.shard_shape(np.shape(leaf))))
             often[path] = often.get(path, 0.0) + one.times * share
-    worst = sorted(
-        (path for path in often if often[path] > uses.get(path, math.inf) + 0.5), key=lambda path: -often[path]
-    )
+    used = uses() if max(often.values(), default=0) > 1 else {}
+    too_often = [path for path, count in often.items() if count > used.get(path, math.inf) + 0.5]
+    worst = sorted(too_often, key=lambda path: -often[path])
     if not worst:
         return ""
     return (

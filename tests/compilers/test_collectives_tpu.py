@@ -58,6 +58,15 @@ def test_split_states():
     assert fsdp["all-reduce"].bytes <= 4 * (B + F + 1)
 
 
+def test_calls_on_another_core():
+    """A TPU 7x leaves exchanges to its sparse cores."""
+    mesh = jstep.topology("tpu7x:2x2x1")
+    found = moved(jstep.minimize(loss, OPTIMIZER), state(OPTIMIZER, mesh, "fsdp"), *batch(mesh))
+    assert found["all-gather"] == (3, 2 * (A + X) + 4 * F)
+    assert found["reduce-scatter"].bytes == 4 * (A + X)
+    assert loops(mesh) == LOOPS
+
+
 def test_programs_of_ones_own():
     mesh = jstep.topology("v5e:2x4")
     assert loops(mesh) == LOOPS

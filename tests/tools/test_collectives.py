@@ -24,6 +24,11 @@ EXPECTED = {
         "all-gather": (3, 2 * (A + X) + 4 * F),  # matrices are gathered in bfloat16; one of them asynchronously
         "reduce-scatter": (1, 4 * (A + X)),
     },
+    "fsdp_tpu7x_0_10_2": {  # as calls that run on another core meanwhile
+        "all-reduce": (1, 4 * (B + F + LOSS)),
+        "all-gather": (3, 2 * (A + X) + 4 * F),
+        "reduce-scatter": (2, 4 * (A + X)),
+    },
     "fsdp_gpu_0_10_2": {
         "all-reduce": (1, 4 * (B + LOSS)),
         "all-gather": (1, 4 * (A + X + F)),

@@ -12,7 +12,13 @@ _INDEX = re.compile(r"index=(\d+)")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 SAME = {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier"}
 """Opcodes whose result has the value of their operand."""
-CALLS = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
+CALLS = {
+    "fusion": "calls",
+    "call": "to_apply",
+    "async-start": "calls",
+    "call-start": "to_apply",
+    "fusion-start": "calls",
+}
 """Opcodes that run one computation once, and the role in which they name it."""
 
 
