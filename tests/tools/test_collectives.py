@@ -192,6 +192,7 @@ ENTRY %main (x: f32[4,8], i: s32[]) -> f32[4,8] {
   %z = f32[2,8]{1,0} call(%x), to_apply=%called, metadata={op_name="calls=%small, while(body=%small)"}
   %as = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-start(%x), calls=%called
   %ad = f32[2,8]{1,0} async-done(%as), calls=%called
+  %new = f32[2,8]{1,0} an-opcode-of-tomorrow(%x), called_computations={%called}
   %ags = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
   %agd = f32[8,8]{1,0} all-gather-done(%ags)
   %n = s4[64,2]{1,0:T(8,128)E(4)} parameter(2)
@@ -212,7 +213,7 @@ ENTRY %main (x: f32[4,8], i: s32[]) -> f32[4,8] {
 def test_a_program_with_one_of_each():
     assert collectives_of(PROGRAM) == {
         "all-gather": (2, 256 + 256),  # one in the branch that moves most
-        "reduce-scatter": (2, 128 + 128),  # what is given, which is more than what is taken
+        "reduce-scatter": (3, 3 * 128),  # what is given, which is more than what is taken
         "all-to-all": (1, 64 + 3 + 7),
         "collective-permute": (2, 128 + 128),  # one of them written as a send; a send to the host is none
     }

@@ -39,8 +39,8 @@ class Frame:
     call: Instruction | None = None
 
     def inner(self, call: Instruction, *roles: str) -> "list[Frame]":
-        """What an instruction of this frame runs in any of some roles, in the order of the text."""
-        found = (self.program.computations.get(name) for role, name in call.called if role in roles)
+        """What an instruction of this frame runs in any of some roles (without them, in all), in the text's order."""
+        found = (self.program.computations.get(name) for role, name in call.called if role in roles or not roles)
         return [Frame(self.program, computation, self, call) for computation in found if computation is not None]
 
 
