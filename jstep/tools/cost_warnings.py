@@ -14,7 +14,9 @@ from jstep.tools.compiled.exchanges import Exchange, exchanges_of
 from jstep.tools.compiled.origins import argument_of
 from jstep.tools.compiled.program import Instruction, Program, parse_program
 from jstep.tools.compiled.walk import instructions_of
-from jstep.tools.table import size
+from jstep.tools.gathered import gathered_parameters, gathered_slots
+from jstep.tools.table import listed, size
+from jstep.tools.uses import uses_of
 
 _PRODUCTS = {"dot", "convolution"}
 _OF_THE_LOSS = "jvp("
@@ -30,6 +32,7 @@ def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result:
       is not warned about.
     - A part of the state is not donated although the step returns a new one.
     - Slots are gathered.
+    - Parameters are gathered more often than the step uses them.
 
     Args:
         text: What `as_text()` of the compiled step returns.
@@ -44,7 +47,8 @@ def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result:
     found = [
         _resharded(program, moved, leaves, args, traced),
         _undonated(text, leaves, state, result),
-        _gathered(moved, leaves),
+        gathered_slots(moved, leaves),
+        gathered_parameters(moved, leaves, lambda: _uses(state, args, traced)),
     ]
     return [sentence for sentence in found if sentence]
 
@@ -59,6 +63,15 @@ def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
         if named and named[1] in paths and one.argument.isdigit():
             found[int(one.argument)] = (named[1].removeprefix("."), paths[named[1]])
     return found
+
+
+def _uses(state: Any, args: Sequence[Any], traced: Any) -> dict[str, float]:
+    """Path of a leaf → how often the step uses it; empty if the jaxpr takes other arguments."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    counted = uses_of(traced)
+    if len(counted) != len(paths) + len(jax.tree.leaves(args)):
+        return {}
+    return {jax.tree_util.keystr(path).removeprefix("."): count for path, count in zip(paths, counted, strict=False)}
 
 
 def _resharded(
@@ -134,7 +147,7 @@ def _undonated(text: str, leaves: Mapping[int, tuple[str, Any]], state: Any, res
     if not total or 100 * total < sum(_bytes(leaf) for _, leaf in leaves.values()):
         return ""
     return (
-        f"{size(total)} of the state is not donated ({_listed([path for path, _ in left])}), so that the old and "
+        f"{size(total)} of the state is not donated ({listed([path for path, _ in left])}), so that the old and "
         "the new one are both in memory: use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
     )
 
@@ -160,23 +173,6 @@ def _header(text: str, key: str) -> str:
     return ""
 
 
-def _gathered(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) -> str:
-    paths: dict[str, int] = {}
-    for one in moved:
-        for name, count in one.parts() if one.kind == "all-gather" else ():
-            number = argument_of(one.frame, name)
-            path = "" if number is None or number not in leaves else leaves[number][0]
-            if path.startswith("slots"):
-                paths[path] = paths.get(path, 0) + one.times * count
-    if not paths:
-        return ""
-    return (
-        f"slots are gathered ({_listed(list(paths))}; {size(sum(paths.values()))} per step): where memory allows, "
-        "replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs that leave their "
-        "parameters whole"
-    )
-
-
 def _bytes(leaf: Any) -> int:
     """The bytes of a leaf on each device."""
     shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
@@ -185,7 +181,3 @@ def _bytes(leaf: Any) -> int:
         shape = sharding.shard_shape(shape)
     itemsize: int = getattr(dtype, "itemsize", 0)
     return int(np.prod(shape, dtype=np.int64)) * itemsize
-
-
-def _listed(paths: Sequence[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"

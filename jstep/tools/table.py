@@ -61,6 +61,11 @@ def number(value: Any) -> str:
     return f"{value.item():.6g}" if value.ndim == 0 else f"{value.dtype}{list(value.shape)}"
 
 
+def listed(words: Sequence[str]) -> str:
+    """The first of some words, and how many more there are."""
+    return words[0] if len(words) == 1 else f"{words[0]} and {len(words) - 1} more"
+
+
 def size(count: float, digits: int = 3) -> str:
     """A number of bytes."""
     return scaled(count, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)

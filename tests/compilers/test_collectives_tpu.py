@@ -18,6 +18,7 @@ from exchanging import (
     loops,
     moved,
     of_equal_shapes,
+    rows,
     tokens,
     transformer,
     transformer_step,
@@ -57,6 +58,15 @@ def test_split_states():
     assert fsdp["all-reduce"].bytes <= 4 * (B + F + 1)
 
 
+def test_calls_on_another_core():
+    """A TPU 7x leaves exchanges to its sparse cores."""
+    mesh = jstep.topology("tpu7x:2x2x1")
+    found = moved(jstep.minimize(loss, OPTIMIZER), state(OPTIMIZER, mesh, "fsdp"), *batch(mesh))
+    assert found["all-gather"] == (3, 2 * (A + X) + 4 * F)
+    assert found["reduce-scatter"].bytes == 4 * (A + X)
+    assert loops(mesh) == LOOPS
+
+
 def test_programs_of_ones_own():
     mesh = jstep.topology("v5e:2x4")
     assert loops(mesh) == LOOPS
@@ -76,6 +86,29 @@ def test_a_transformer_and_its_one_line():
     assert warning.startswith("activations are resharded (all-gather and all-to-all, ")
 
 
+def test_layers_stacked_on_the_axis_that_is_split():
+    mesh = jstep.topology("v5e:2x4")
+
+    def layers():
+        return {"up": jnp.zeros((8, 64, 256)), "down": jnp.zeros((8, 256, 64))}
+
+    def block(x, layer):
+        return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"], None
+
+    def mean(params, x):
+        x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))
+        return jnp.mean(jax.lax.scan(jax.checkpoint(block), x, params)[0] ** 2)
+
+    def found(spec):
+        shapes = jstep.TrainState.create(layers, OPTIMIZER, mesh=mesh, param_specs=[("*", spec)])
+        return warned(jstep.minimize(mean, OPTIMIZER), shapes, rows(mesh, 64, 64))
+
+    (warning,) = found(jax.P("data"))
+    assert warning.startswith("parameters are gathered more often than they are used (")
+    assert "16 times per step" in warning
+    assert found(jax.P(None, "data")) == []
+
+
 def test_two_slices():
     mesh = jstep.topology("v5e:4x4*2")
     found = moved(jstep.minimize(loss, OPTIMIZER), state(OPTIMIZER, mesh, "replicated"), *batch(mesh))
@@ -92,10 +125,10 @@ def test_recomputing_to_fit():
             return jnp.mean(x**2)
 
         where = jax.NamedSharding(jstep.topology("v5e:1x1"), jax.P())
-        shapes = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=where)] * 3
-        x = jax.ShapeDtypeStruct((count, 1024), jnp.float32, sharding=where)
+        shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=where)] * 3
+        x = jax.ShapeDtypeStruct((count, 256), jnp.float32, sharding=where)
         return jax.jit(jax.grad(mean)).lower(shapes, x).compile().as_text()
 
-    assert recomputes(program(1_000_000, lambda function: function))
+    assert recomputes(program(4_000_000, lambda function: function))
     assert not recomputes(program(10_000, lambda function: function))
     assert not recomputes(program(10_000, jax.checkpoint))

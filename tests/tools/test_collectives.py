@@ -10,6 +10,8 @@ from jstep.tools.collectives import collectives_of
 TEXTS = Path(__file__).parent / "compiled_texts"
 A, B, X, F, LOSS = 512 * 256, 256, 256 * 1024, 1024, 1
 """Elements of the MLP's parameters. FSDP splits a, x and f over 8 devices; b stays whole."""
+STACK = 2 * 8 * 64 * 256
+"""Elements of 8 layers of two matrices."""
 PART = 4 * 128 * 256
 """The bytes on each device of what the programs with shard_map exchange."""
 MANUAL = {"reduce-scatter": (1, 8 * PART), "all-to-all": (1, PART), "collective-permute": (1, PART)}
@@ -21,6 +23,11 @@ EXPECTED = {
         "all-reduce": (1, 4 * (B + F + LOSS)),  # f is small: reduced everywhere
         "all-gather": (3, 2 * (A + X) + 4 * F),  # matrices are gathered in bfloat16; one of them asynchronously
         "reduce-scatter": (1, 4 * (A + X)),
+    },
+    "fsdp_tpu7x_0_10_2": {  # as calls that run on another core meanwhile
+        "all-reduce": (1, 4 * (B + F + LOSS)),
+        "all-gather": (3, 2 * (A + X) + 4 * F),
+        "reduce-scatter": (2, 4 * (A + X)),
     },
     "fsdp_gpu_0_10_2": {
         "all-reduce": (1, 4 * (B + LOSS)),
@@ -41,6 +48,10 @@ EXPECTED = {
     "nested_tpu_0_10_2": NESTED,
     "nested_tpu_0_12_0_1": NESTED,
     "nested_gpu_0_12_0_1": NESTED,
+    "stacked_tpu_0_10_2": {
+        "all-reduce": (8 + 1, 8 * 4 * STACK // 8 + 4),  # each layer's gradients where they are computed, and the loss
+        "all-gather": (4 * 8, 2 * 8 * 2 * STACK),  # all layers in bfloat16 for each, forward and backward
+    },
     "two_slices_tpu_0_10_2": {
         "all-reduce": (1, 4 * 2048),  # the rest of the gradients and the loss, padded
         "all-gather": (2, 4 * (A + X)),
@@ -181,6 +192,7 @@ ENTRY %main (x: f32[4,8], i: s32[]) -> f32[4,8] {
   %z = f32[2,8]{1,0} call(%x), to_apply=%called, metadata={op_name="calls=%small, while(body=%small)"}
   %as = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-start(%x), calls=%called
   %ad = f32[2,8]{1,0} async-done(%as), calls=%called
+  %new = f32[2,8]{1,0} an-opcode-of-tomorrow(%x), called_computations={%called}
   %ags = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
   %agd = f32[8,8]{1,0} all-gather-done(%ags)
   %n = s4[64,2]{1,0:T(8,128)E(4)} parameter(2)
@@ -201,7 +213,7 @@ ENTRY %main (x: f32[4,8], i: s32[]) -> f32[4,8] {
 def test_a_program_with_one_of_each():
     assert collectives_of(PROGRAM) == {
         "all-gather": (2, 256 + 256),  # one in the branch that moves most
-        "reduce-scatter": (2, 128 + 128),  # what is given, which is more than what is taken
+        "reduce-scatter": (3, 3 * 128),  # what is given, which is more than what is taken
         "all-to-all": (1, 64 + 3 + 7),
         "collective-permute": (2, 128 + 128),  # one of them written as a send; a send to the host is none
     }

@@ -1,6 +1,7 @@
 """What the cost of a step warns about, and what it does not."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -203,3 +204,23 @@ def test_slots_that_are_gathered():
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     (found,) = warned(jax.jit(step, donate_argnums=0, out_shardings=(places, {})), state, *PAIRS)
     assert found.startswith(f"slots are gathered (slots['m']['a']; {4 * 64 * 32 // 1024} KiB per step)")
+
+
+def stacked():
+    return {"up": jnp.zeros((8, 64, 256)), "down": jnp.zeros((8, 256, 64))}
+
+
+def layers(params, x):
+    return jnp.mean(jax.lax.scan(jax.checkpoint(block), x, params)[0] ** 2)
+
+
+def test_layers_stacked_on_the_axis_that_is_split():
+    """A TPU gathers all layers in each iteration, to take one; a CPU gathers them once."""
+    state, batch = create(stacked, specs=[("*", P("data"))]), rows(64, 64)
+    step = jstep.minimize(layers, OPTIMIZER)
+    assert warned(step, state, batch) == []
+    text = (Path(__file__).parent / "compiled_texts" / "stacked_tpu_0_10_2.txt").read_text()
+    (found,) = warnings_of(text, state, [batch], step.trace(state, batch).jaxpr)
+    assert found.startswith("parameters are gathered more often than they are used (params['")
+    assert " and 1 more; 16 times per step): " in found
+    assert 'jax.P(None, "data")' in found

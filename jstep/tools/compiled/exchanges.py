@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jstep.tools.compiled.loops import CALLS, Frame, trip_count
+from jstep.tools.compiled.loops import Frame, trip_count
 from jstep.tools.compiled.program import Computation, Instruction, Program, quoted
 from jstep.tools.compiled.shapes import Array, Shape, size_of
 from jstep.tools.compiled.walk import containing
@@ -71,9 +71,6 @@ def _exchanges(frame: Frame, times: int, reached: set[str], started: set[str]) -
         kind = _kind(frame, one)
         if kind is not None and not _is_continued(frame, one, started):
             yield Exchange(kind, _moved(frame.computation, one, kind), times, frame, one)
-        elif one.opcode in CALLS:
-            for inner in frame.inner(one, CALLS[one.opcode]):
-                yield from _exchanges(inner, times, reached, started)
         elif one.opcode == "while":
             count = trip_count(frame, one)
             for role, often in (("body", count), ("condition", None if count is None else count + 1)):
@@ -82,6 +79,9 @@ def _exchanges(frame: Frame, times: int, reached: set[str], started: set[str]) -
         elif one.opcode == "conditional":
             branches = [list(_exchanges(inner, times, reached, started)) for inner in frame.inner(one, *_BRANCHES)]
             yield from max(branches, key=lambda found: sum(each.bytes * each.times for each in found), default=[])
+        else:
+            for inner in frame.inner(one):
+                yield from _exchanges(inner, times, reached, started)
 
 
 def _kind(frame: Frame, one: Instruction) -> str | None:

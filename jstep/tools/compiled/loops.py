@@ -12,7 +12,13 @@ _INDEX = re.compile(r"index=(\d+)")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 SAME = {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier"}
 """Opcodes whose result has the value of their operand."""
-CALLS = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
+CALLS = {
+    "fusion": "calls",
+    "call": "to_apply",
+    "async-start": "calls",
+    "call-start": "to_apply",
+    "fusion-start": "calls",
+}
 """Opcodes that run one computation once, and the role in which they name it."""
 
 
@@ -33,8 +39,8 @@ class Frame:
     call: Instruction | None = None
 
     def inner(self, call: Instruction, *roles: str) -> "list[Frame]":
-        """What an instruction of this frame runs in any of some roles, in the order of the text."""
-        found = (self.program.computations.get(name) for role, name in call.called if role in roles)
+        """What an instruction of this frame runs in any of some roles (without them, in all), in the text's order."""
+        found = (self.program.computations.get(name) for role, name in call.called if role in roles or not roles)
         return [Frame(self.program, computation, self, call) for computation in found if computation is not None]
 
 

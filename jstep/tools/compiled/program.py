@@ -51,8 +51,10 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
-        """The computations that it calls, each as (role, name)."""
-        found = []
+        """The computations that it calls, each as (role, name); what ends a call that runs meanwhile calls nothing."""
+        found: list[tuple[str, str]] = []
+        if ("=%" not in self.attributes and "={%" not in self.attributes) or self.opcode.endswith(("-update", "-done")):
+            return ()
         for role, one, several in _CALLED.findall(_QUOTED.sub('""', self.attributes)):
             found += [(role, name) for name in ([one] if one else re.findall(r"[\w.\-]+", several))]
         return tuple(found)

@@ -2,18 +2,14 @@
 
 from collections.abc import Callable, Iterator
 
-from jstep.tools.compiled.loops import CALLS, Frame
+from jstep.tools.compiled.loops import Frame
 from jstep.tools.compiled.program import Instruction, Program
-
-RUNS = {*CALLS.values(), "body", "condition", "branch_computations", "true_computation", "false_computation"}
-"""The roles in which an instruction names a computation that is run as a whole."""
-_CALLING = {*CALLS, "while", "conditional"}
 
 
 def containing(program: Program, wanted: Callable[[Instruction], bool]) -> set[str]:
     """The computations that have such an instruction, or run a computation that has one."""
     called = {
-        name: {inner for one in computation.instructions.values() if one.opcode in _CALLING for _, inner in one.called}
+        name: {inner for one in computation.instructions.values() for _, inner in one.called}
         for name, computation in program.computations.items()
     }
     reached = {
@@ -41,6 +37,5 @@ def _instructions(
     for one in frame.computation.instructions.values():
         if wanted(one):
             yield frame, one
-        if one.opcode in _CALLING:
-            for inner in frame.inner(one, *RUNS):
-                yield from _instructions(inner, wanted, reached)
+        for inner in frame.inner(one):
+            yield from _instructions(inner, wanted, reached)
