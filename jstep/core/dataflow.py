@@ -1,12 +1,13 @@
 """Which equations of a program depend on which of its inputs: groups that share nothing but scalars.
 
-The inputs are given in groups. An equation belongs to the group whose inputs it depends on. One that combines large
-arrays of several groups makes them one group. One that combines scalars of several (a norm over all of them) belongs to
-no group, and what depends on its result belongs to a later *stage*: the stages of all groups before it come first.
+The inputs are given in groups. An equation belongs to the group whose inputs it depends on. One that combines arrays of
+several groups element by element makes them one group. Any other that combines several (a norm over all of them, or
+matrices that are orthogonalized together) belongs to no group, and what depends on its result belongs to a later
+*stage*: the stages of all groups before it come first.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -60,8 +61,8 @@ class Flow:
     """What of a program belongs to which group.
 
     Attributes:
-        owner: Variable → its group; others depend on no group but by scalars.
-        stage: Variable → how many times scalars of several groups were combined before it.
+        owner: Variable → its group; others depend on none, or on what several were combined to.
+        stage: Variable → how many times several groups were combined before it.
         equations: The group of each equation, or None; in order.
         stages: The stage of each equation.
         mixed: The groups that the first equation to combine large arrays of several combines.
@@ -97,6 +98,7 @@ def _pass(closed: Any, groups: Groups) -> Flow:
         shared = max((stage.get(var, 0) for var in given if var not in owner), default=0)
         last = max((stage.get(var, 0) for var in large), default=0)
         combines = bool(large) and all(map(is_scalar, large)) and (len(found) > 1 or shared > 0)
+        combines |= len(found) > 1 and not (_is_knot(eqn) or is_elementwise(eqn, large[0].aval.shape))
         if len(found) > 1 and not (combines or mixed):
             mixed, mixed_at = found, i
         group = min(found) if found and not combines else None
@@ -109,14 +111,14 @@ def _pass(closed: Any, groups: Groups) -> Flow:
     return Flow(owner, stage, equations, stages, mixed, mixed_at)
 
 
-def needed(jaxpr: Any, among: list[int], made: list[Any]) -> list[Any]:
-    """The equations, among those at some places, without which some variables cannot be computed; in order."""
-    missing, found = set(made), []
+def needed(jaxpr: Any, among: list[int], made: list[Any], known: Container[Any]) -> list[Any]:
+    """The equations, among those at some places, that compute some variables from those that are known; in order."""
+    missing, found = {var for var in made if var not in known}, []
     for i in reversed(among):
         eqn = jaxpr.eqns[i]
         if not missing.isdisjoint(eqn.outvars):
             found.append(eqn)
-            missing.update(variables(eqn.invars))
+            missing.update(var for var in variables(eqn.invars) if var not in known)
     return found[::-1]
 
 
@@ -155,12 +157,17 @@ def untangled(closed: Any, values: list[Any], of: Mapping[int, int]) -> Any:
         groups = Groups({closed.jaxpr.invars[i]: group for i, group in of.items()})
         while (flow := _pass(closed, groups)).mixed:
             eqn = closed.jaxpr.eqns[flow.mixed_at]
-            if is_barrier(eqn) or called(eqn) is not None:
+            if _is_knot(eqn):
                 break
             groups.join(flow.mixed)
         if not flow.mixed:
             return closed
         closed = _without_knot(closed, values, flow.mixed_at)
+
+
+def _is_knot(eqn: Any) -> bool:
+    """Whether an equation combines what it need not combine."""
+    return is_barrier(eqn) or called(eqn) is not None
 
 
 def _without_knot(closed: Any, values: list[Any], at: int) -> Any:

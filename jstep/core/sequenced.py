@@ -9,12 +9,15 @@ Where a group computes element by element, its loop goes through slices of its a
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import jax
+
 from jstep.core.dataflow import Flow, Groups, flow_of, needed, sunk, untangled
-from jstep.core.equations import Env, compute, is_scalar, is_variable, size_of, traced, value_of, variables
+from jstep.core.equations import Env, compute, is_variable, size_of, traced, value_of, variables
 from jstep.core.host_loops import Loop, Placed, is_alike, run_loop
 from jstep.core.memory import on_devices, to_host
 
-Wanted: TypeAlias = dict[int, list[tuple[Any, int | None]]]
+Wanted: TypeAlias = dict[int, dict[tuple[Any, int | None], int]]
+"""Group → a variable to make, and the place of the array that it replaces → the stage at which it is made."""
 
 PARTS = 16
 """Of the bytes on the host, no more than this part should be on the devices at once, in and out."""
@@ -28,7 +31,7 @@ def sequenced(fn: Callable[[list[Any]], Any], placed: Placed, replaced: Callable
         placed: Where its arguments are.
         replaced: From the result to the place whose array each of its leaves replaces, or None.
     """
-    here = on_devices(placed.leaves)
+    here = jax.eval_shape(on_devices, placed.leaves)
     program = traced(lambda *arrays: fn(list(arrays)), *here)
     of = replaced(program.whole(list(program.places)))
     closed = untangled(program.closed, here, placed.groups)
@@ -43,17 +46,16 @@ def _computed(closed: Any, placed: Placed, of: list[int | None]) -> list[Any]:
     env.update(zip(jaxpr.invars, placed.leaves, strict=True))
     sent: Env = {}
     wanted = _wanted(jaxpr, flow, of, placed)
-    last = {group: max(flow.stage.get(var, 0) for var, _ in found) for group, found in wanted.items()}
     users = sunk(jaxpr, flow)
     members = _members(users, wanted)
     for stage in range(max([0, *flow.stages]) + 1):
         shared = [i for i, of_eqn in enumerate(users) if None in of_eqn and flow.stages[i] == stage]
         compute(jaxpr, [jaxpr.eqns[i] for i in shared], env)
         for group, found in wanted.items():
-            due = [one for one in found if _due_at(flow, *one, last[group]) == stage]
+            due = [one for one, when in found.items() if when == stage]
             if not due:
                 continue
-            eqns = needed(jaxpr, members[group], [var for var, _ in due])
+            eqns = needed(jaxpr, members[group], [var for var, _ in due], env)
             parts = 0 if group in at_once else -(-bytes_of[group] * PARTS // sum(bytes_of.values()))
             results = run_loop(Loop(jaxpr, eqns, due, parts), env, placed)
             for (var, place), value in zip(due, results, strict=True):
@@ -88,19 +90,24 @@ def _bytes_of(groups: Groups) -> dict[int, int]:
 
 
 def _wanted(jaxpr: Any, flow: Flow, of: list[int | None], placed: Placed) -> Wanted:
-    """What each group has to make: variables, and the places of the arrays that they replace."""
-    found: dict[int, dict[tuple[Any, int | None], None]] = {}
-    for atom, place in zip(jaxpr.outvars, of, strict=True):
-        if is_variable(atom) and atom in flow.owner:
-            same = place is not None and is_alike(atom, placed.leaves[place])
-            if atom in jaxpr.invars and place in placed.groups:
-                continue  # it stays where it is
-            found.setdefault(flow.owner[atom], {})[atom, place if same else None] = None
+    """What each group has to make, and at which stage: first what others need, the rest at its end."""
+    found: Wanted = {}
     for eqn, group in zip(jaxpr.eqns, flow.equations, strict=True):
         for var in variables(eqn.invars) if group is None else ():
             if var in flow.owner:
-                found.setdefault(flow.owner[var], {})[var, None] = None
-    return {group: list(ones) for group, ones in found.items()}
+                found.setdefault(flow.owner[var], {})[var, None] = flow.stage.get(var, 0)
+    results: dict[int, list[tuple[Any, int | None]]] = {}
+    for atom, place in zip(jaxpr.outvars, of, strict=True):
+        stays = atom in jaxpr.invars and place in placed.groups
+        if is_variable(atom) and atom in flow.owner and not stays:
+            takes_place = place is not None and is_alike(atom, placed.leaves[place])
+            results.setdefault(flow.owner[atom], []).append((atom, place if takes_place else None))
+    for group, ones in results.items():
+        own = found.setdefault(group, {})
+        last = max([*own.values(), *(flow.stage.get(var, 0) for var, _ in ones)])
+        for one in ones:
+            own.setdefault(one, last)
+    return found
 
 
 def _members(users: list[set[int | None]], wanted: Wanted) -> dict[int, list[int]]:
@@ -110,11 +117,6 @@ def _members(users: list[set[int | None]], wanted: Wanted) -> dict[int, list[int
             if group in members:
                 members[group].append(i)
     return members
-
-
-def _due_at(flow: Flow, var: Any, place: int | None, last: int) -> int:
-    """The stage at which a group makes a variable: scalars when others may need them, arrays at its end."""
-    return flow.stage.get(var, 0) if place is None and is_scalar(var) else last
 
 
 def _result(env: Env, sent: Env, atom: Any, place: int | None, placed: Placed) -> Any:
