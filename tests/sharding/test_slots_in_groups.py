@@ -125,3 +125,32 @@ def test_rows_of_tables_and_leaves_without_gradients(in_groups):
         state, _ = step(state, jnp.array([1, 5, 1]), jnp.ones(3))
         results.append(jax.device_get((state.params, state.slots)))
     same(*results)
+
+
+def test_loops_of_the_update_count_once(in_groups):
+    step = jstep.minimize(loss_fn, jstep.lamb(0.01))
+    costs = []
+    for how in ({}, {"slots_memory": "pinned_host"}):
+        state, batch = created(jstep.lamb(0.01), **how)
+        costs.append(jstep.cost(step, state, *batch))
+    assert [cost.loops_unknown for cost in costs] == [0, 0]
+    assert costs[1].flops == pytest.approx(costs[0].flops, rel=0.2)
+
+
+def test_a_guard_inside_of_a_partition(in_groups):
+    parts = {"guarded": jstep.skip_nonfinite(jstep.adam(0.01)), "not": jstep.adam(0.01)}
+    optimizer = jstep.partition(parts, lambda path, leaf: "not" if path == "x" else "guarded")
+    step = jstep.minimize(loss_fn, optimizer)
+    for nonfinite in (False, True):
+        state, (x, y) = created(optimizer, slots_memory="pinned_host")
+        _, metrics = step(state, x, y * jnp.inf if nonfinite else y)
+        assert float(metrics["guarded/skipped"]) == nonfinite
+        assert float(metrics["skipped"]) == 0  # what is not guarded was not skipped
+
+
+def test_find_nonfinite_looks_into_the_loops(in_groups):
+    optimizer = jstep.adam(0.01)
+    state, (x, y) = created(optimizer, slots_memory="pinned_host")
+    found = jstep.find_nonfinite(jstep.minimize(loss_fn, optimizer), state, x, y * 1e30)
+    assert found is not None
+    assert jstep.find_nonfinite(jstep.minimize(loss_fn, optimizer), state, x, y) is None
