@@ -1,10 +1,14 @@
 """Arrays in the memory of the host, which device computations bring in and send back."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jstep.core import trees
 from jstep.core.checks import as_text, shown
 
 DEVICE = "device"
@@ -61,10 +65,34 @@ def _on_device(leaf: Any) -> Any:
     return jax.device_put(leaf, leaf.sharding.with_memory_kind(_here(leaf.sharding).default_memory().kind))
 
 
+_SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
+
+
+@contextlib.contextmanager
+def sharded(shardings: Any) -> Iterator[None]:
+    """Within, a traced state is known to be sharded as this tree says: on Auto axes no tracer tells."""
+    token = _SHARDINGS.set(shardings)
+    try:
+        yield
+    finally:
+        _SHARDINGS.reset(token)
+
+
+def shardings_of(tree: Any) -> list[Any] | None:
+    """The shardings of the leaves of a traced state; None if they are not known."""
+    known = _SHARDINGS.get()
+    return jax.tree.leaves(known) if known is not None and trees.structure(known) == trees.structure(tree) else None
+
+
+def to_host(leaf: Any) -> Any:
+    """A traced array in the memory of the host."""
+    return leaf if is_on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host)
+
+
 def back(leaf: Any, before: Any) -> Any:
     """An array in the memory of another, whose place it takes, and sharded like it unless traced."""
     if isinstance(leaf, jax.core.Tracer):
-        return jax.device_put(leaf, jax.memory.Space.Host) if is_on_host(before) else leaf
+        return to_host(leaf) if is_on_host(before) else leaf
     sharding = getattr(before, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(leaf, jax.Array) or leaf.sharding == sharding:
         return leaf

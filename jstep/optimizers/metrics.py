@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.indexed_slices import IndexedSlices, is_slices
+from jstep.core.memory import on_devices
 from jstep.core.types import Array, Slots, Updates
 from jstep.optimizers.held import shown_name
 from jstep.optimizers.names import Role, Roles
@@ -45,7 +46,8 @@ def spoiled(updates: Updates, before: Slots, after: Slots, roles: Roles) -> Arra
     bad = [jnp.any(~jnp.isfinite(u)) for u in values]
     for name, tree in after.items():
         if roles.get(name) is None:
-            pairs = zip(jax.tree.leaves(before[name]), jax.tree.leaves(tree), strict=True)
+            both = on_devices((before[name], tree))
+            pairs = zip(*map(jax.tree.leaves, both), strict=True)
             inexact = [(old, new) for old, new in pairs if jnp.issubdtype(new.dtype, jnp.inexact)]
             bad += [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in inexact]
     return functools.reduce(jnp.logical_or, bad, jnp.asarray(False))

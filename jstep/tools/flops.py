@@ -3,6 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jstep.tools.nonfinite.shards import shard_counts
@@ -63,7 +64,7 @@ def _of_site(site: Site) -> Work:
         return max(inner, key=lambda work: work.all)
     if site.kind == "while":
         both = inner[0].plus(inner[1])
-        return both._replace(unknown=both.unknown + 1)
+        return both._replace(unknown=both.unknown + (not _is_over_host(site.eqn)))
     if site.kind == "scan":
         length = site.eqn.params["length"]
         unroll = min(max(1, int(site.eqn.params["unroll"])), max(1, length))
@@ -72,6 +73,11 @@ def _of_site(site: Site) -> Work:
     flops = _flops(site.eqn)
     moved = sum(_bytes(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars))
     return Work(flops, flops, moved, moved)
+
+
+def _is_over_host(eqn: Any) -> bool:
+    """Whether a loop brings arrays in from the host: one of an update, which is gone through once."""
+    return any(getattr(var.aval, "memory_space", None) == jax.memory.Space.Host for var in eqn.invars)
 
 
 def _flops(eqn: Any) -> float:

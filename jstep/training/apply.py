@@ -1,5 +1,7 @@
 """One update of the state: params + updates, new slots, global_step + 1. The only place that counts."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,8 +11,10 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
-from jstep.core.memory import back, on_devices
+from jstep.core.host_loops import Placed, is_worth_a_sequence, whole_on_first_axis
+from jstep.core.memory import back, is_on_host, on_devices
 from jstep.core.meshes import in_auto_axes, leaving_auto_axes, like
+from jstep.core.sequenced import sequenced
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.matched import matched_gradients
@@ -90,9 +94,43 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         return _applied(state, grads, optimizer, increment, Context(loss, evaluate, key))
 
     place = like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
-    here = state.replace(slots=on_devices(state.slots))
+    if is_worth_a_sequence(state):
+        run, here = functools.partial(_leaf_by_leaf, run), state
+    else:
+        here = state.replace(slots=on_devices(state.slots))
     done = in_auto_axes(run, here, grads, context.loss, context.key, place=place)
     return done._replace(state=jax.tree.map(back, done.state, state))
+
+
+def _leaf_by_leaf(
+    run: Callable[..., Applied], state: TrainState, grads: Updates, loss: Array | None, key: Array | None
+) -> Applied:
+    """What `run` returns, with slots on the host brought in and sent back a few at a time."""
+    leaves, treedef = trees.flatten(state)
+    places = treedef.unflatten(range(len(leaves)))
+
+    def replaced(done: Applied) -> list[int | None]:
+        slots = {name: places.slots[name] for name in done.slots}
+        new: list[int | None] = [*jax.tree.leaves(places), *[None] * len(jax.tree.leaves(done.updates))]
+        return [*new, *jax.tree.leaves(slots), *[None] * len(jax.tree.leaves((done.roles, done.left_out)))]
+
+    once = jnp.where(step_of(state) >= 0, 1, 0)
+    placed = Placed(leaves, _groups(state, places), whole_on_first_axis(state), once)
+    return sequenced(lambda leaves: run(treedef.unflatten(leaves), grads, loss, key), placed, replaced)
+
+
+def _groups(state: TrainState, places: TrainState) -> dict[int, int]:
+    """The places of the slots on the host → that of their parameter, or their own if they have none."""
+    found: dict[int, int] = {}
+    for name, tree in state.slots.items():
+        if trees.is_like(state.params, tree):
+            own = trees.flatten_like(state.params, places.slots[name], f"slot {name!r}")
+            pairs = list(zip(own, jax.tree.leaves(places.params), strict=True))
+        else:
+            pairs = [(i, i) for i in jax.tree.leaves(places.slots[name])]
+        found |= dict(pairs)
+    leaves = jax.tree.leaves(state)
+    return {i: group for i, group in found.items() if i is not None and is_on_host(leaves[i])}
 
 
 def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:

@@ -12,6 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
+from jstep.core.memory import sharded
 from jstep.core.meshes import Attempts, like, mesh_of, setting
 from jstep.optimizers.metrics import SKIPPED
 from jstep.state import TrainState, require_alive
@@ -124,10 +125,11 @@ class TrainStep:
         parts = self._pure.parts
 
         def call(state: TrainState, *args: Any) -> Any:
-            return parts(state, args, rows)
+            with sharded(shardings):
+                return parts(state, args, rows)
 
         def whole(state: TrainState, *args: Any) -> Any:
-            state, computed, constants = parts(state, args, rows)
+            state, computed, constants = call(state, *args)
             return state, _joined(computed, constants)
 
         function = call if kind == "call" else whole

@@ -1,0 +1,146 @@
+"""Loops that bring arrays in from the host, compute with them, and send the results back."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.equations import Env, apply, compute, is_elementwise, on_slices, value_of, variables
+from jstep.core.memory import is_on_host, on_devices, shardings_of, to_host
+
+ROWS = {1: 4096, 2: 32}
+"""Dimensions → of how many rows a slice is a multiple: whole tiles of a TPU's memory, for every dtype."""
+
+
+def is_worth_a_sequence(state: Any) -> bool:
+    """Whether a traced state has arrays on the host, and that is not the memory of its devices anyway."""
+    leaves = jax.tree.leaves(state)
+    if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
+        return False
+    known = shardings_of(state)
+    platform = jax.default_backend() if known is None else next(iter(known[0].device_set)).platform
+    return platform != "cpu"
+
+
+def whole_on_first_axis(state: Any) -> frozenset[int]:
+    """The places of leaves that are not split between devices along their first axis, as far as is known."""
+    leaves = jax.tree.leaves(state)
+    pairs = enumerate(zip(leaves, shardings_of(state) or [None] * len(leaves), strict=True))
+    return frozenset(
+        i
+        for i, (leaf, sharding) in pairs
+        if sharding is not None and leaf.ndim and sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """Arrays, some of them on the host.
+
+    Attributes:
+        leaves: The arrays, traced.
+        groups: The place of each that is on the host → its group.
+        whole: The places of those that are not split between devices along their first axis, as far as is known.
+        once: The integer 1, which XLA must not know.
+    """
+
+    leaves: list[Any]
+    groups: Mapping[int, int]
+    whole: frozenset[int]
+    once: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Equations to be computed in a loop.
+
+    Attributes:
+        jaxpr: The program they are of.
+        eqns: The equations, in order.
+        due: The variables to compute, and the places of the arrays that they replace, or None.
+        parts: Into how many slices the arrays should be cut, at least; 0 for no loop at all.
+    """
+
+    jaxpr: Any
+    eqns: list[Any]
+    due: list[tuple[Any, int | None]]
+    parts: int
+
+
+def run_loop(loop: Loop, env: Env, placed: Placed) -> list[Any]:
+    """The values of what is due, on the host where they replace what is on the host."""
+    given = {var: env[var] for var in _free(loop)}
+    start = [_start(var, place, placed) for var, place in loop.due]
+    invars = {loop.jaxpr.invars[place]: k for k, (_, place) in enumerate(loop.due) if place is not None}
+
+    def send(values: list[Any]) -> list[Any]:
+        return [
+            to_host(value) if place in placed.groups else value
+            for value, (_, place) in zip(values, loop.due, strict=True)
+        ]
+
+    def computed(values: Env, by: Callable[[Any, Any, list[Any]], list[Any]] = apply) -> list[Any]:
+        inside = {var: on_devices(value) for var, value in values.items()}
+        compute(loop.jaxpr, loop.eqns, inside, by)
+        return send([value_of(inside, var) for var, _ in loop.due])
+
+    def carried(carry: list[Any]) -> Env:
+        return {var: carry[invars[var]] if var in invars else value for var, value in given.items()}
+
+    if loop.parts == 0:
+        return computed(given)
+    count = _slices(loop, placed)
+    if count == 1:
+        # XLA takes loops of one iteration apart, so it must not know that this is one.
+        return jax.lax.fori_loop(0, placed.once, lambda _, carry: computed(carried(carry)), start)
+    length = loop.due[0][0].aval.shape[0] // count
+
+    def one_slice(i: Any, carry: list[Any]) -> list[Any]:
+        def of(x: Any) -> Any:
+            return x if jnp.ndim(x) == 0 else jax.lax.dynamic_slice_in_dim(x, i * length, length, 0)
+
+        new = computed(
+            {var: of(value) for var, value in carried(carry).items()},
+            lambda jaxpr, eqn, values: on_slices(jaxpr, eqn, values, length),
+        )
+        return [jax.lax.dynamic_update_slice_in_dim(x, part, i * length, 0) for x, part in zip(carry, new, strict=True)]
+
+    return jax.lax.fori_loop(0, count, one_slice, start)
+
+
+def is_alike(var: Any, leaf: Any) -> bool:
+    """Whether an array has the shape and dtype of a variable."""
+    return bool(var.aval.shape == leaf.shape and var.aval.dtype == leaf.dtype)
+
+
+def _start(var: Any, place: int | None, placed: Placed) -> Any:
+    return jnp.zeros(var.aval.shape, var.aval.dtype) if place is None else placed.leaves[place]
+
+
+def _free(loop: Loop) -> list[Any]:
+    """What the equations need and do not make."""
+    made = {var for eqn in loop.eqns for var in eqn.outvars}
+    used = [*(var for eqn in loop.eqns for var in variables(eqn.invars)), *(var for var, _ in loop.due)]
+    return [var for var in dict.fromkeys(used) if var not in made]
+
+
+def _slices(loop: Loop, placed: Placed) -> int:
+    """The number of slices; 1 if the equations cannot be computed slice by slice."""
+    shape = loop.due[0][0].aval.shape
+    atoms = [*_free(loop), *(var for var, _ in loop.due)]
+    places = {var: i for i, var in enumerate(loop.jaxpr.invars)}
+    fits = (
+        len(shape) > 0
+        and all(var.aval.shape == shape for var, _ in loop.due)
+        and all(var.aval.shape in ((), shape) for var in atoms)
+        and all(places[var] in placed.whole for var in atoms if var in places and var.aval.shape == shape)
+        and all(is_elementwise(eqn, shape) for eqn in loop.eqns)
+    )
+    if not fits:
+        return 1
+    rows = ROWS.get(len(shape), 1)
+    counts = [n for n in range(2, shape[0] + 1) if shape[0] % n == 0 and shape[0] // n % rows == 0]
+    return min((n for n in counts if n >= loop.parts), default=max(counts, default=1))

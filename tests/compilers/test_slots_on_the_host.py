@@ -1,0 +1,45 @@
+"""Slots on the host: how far peak device memory falls, by the TPU's compiler."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.tpu_compiler,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install jax[tpu]"
+    ),
+]
+
+SCRIPT = Path(__file__).with_name("slots_on_the_host.py")
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def fall(model, optimizer, layout):
+    """By what share of the slots' bytes peak device memory falls; in a process of its own, since libtpu may abort."""
+    command = [sys.executable, str(SCRIPT), model, optimizer, layout]
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("layout", ["replicated", "fsdp"])
+@pytest.mark.parametrize("model", ["matrices", "stack", "transformer"])
+def test_peak_memory_falls_by_most_of_the_slots(model, layout):
+    assert fall(model, "adamw", layout) >= 0.7
+
+
+@pytest.mark.parametrize("optimizer", ["guarded", "muon", "lamb"])
+def test_of_updates_that_need_norms_or_whole_matrices(optimizer):
+    assert fall("matrices", optimizer, "replicated") >= 0.7

@@ -1,0 +1,156 @@
+"""Slots on the host, a few at a time: as devices with a memory of their own compute, made to on CPUs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+from layouts import ALL
+from optimizer_table import TABLE
+
+import jstep
+from jstep.core.memory import is_on_host
+from jstep.training import apply
+
+SOME = ["adam", "everything", "from_optax", "lamb", "muon", "prodigy", "adafactor_momentum", "halves"]
+MESHES = {
+    "auto": (jax.sharding.AxisType.Auto,) * 2,
+    "explicit": (jax.sharding.AxisType.Explicit,) * 2,
+}
+
+
+@pytest.fixture
+def in_groups(monkeypatch):
+    """Has a CPU do what other devices do. It need not otherwise: its memory is that of the host."""
+    monkeypatch.setattr(apply, "is_worth_a_sequence", lambda state: any(map(is_on_host, jax.tree.leaves(state.slots))))
+
+
+def init():
+    numbers = jnp.sin(jnp.arange(6.0 * 12 * 12) ** 2).reshape(6, 12, 12) * 0.3
+    return {"blocks": numbers, "f": jnp.zeros(8), "half": numbers[0, :, :8], "scale": jnp.ones(()), "x": numbers[1]}
+
+
+def loss_fn(params, x, y):
+    x = x @ params["x"]
+    for i in range(6):
+        x = jnp.tanh(x @ params["blocks"][i])
+    return jnp.mean((params["scale"] * (x @ params["half"] + params["f"][None]) - y) ** 2)
+
+
+def created(optimizer, kind="auto", **how):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=MESHES[kind])
+    specs = [("blocks", jax.P(None, "data")), ("x", jax.P("data"))]
+    state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=specs, **how)
+    random = np.random.default_rng(0)
+    batch = random.normal(size=(16, 12)).astype(np.float32), random.normal(size=(16, 8)).astype(np.float32)
+    return state, jstep.shard_batch(batch, mesh)
+
+
+def loops_of(jaxpr, outside=True):
+    """The names of the loops over arrays on the host, and the bytes brought in outside of them."""
+    names, brought = [], 0
+    for eqn in jaxpr.eqns:
+        is_loop = eqn.primitive.name in ("while", "scan")
+        carries = is_loop and any(v.aval.memory_space == jax.memory.Space.Host for v in eqn.invars)
+        names += [eqn.primitive.name] * carries
+        if outside and eqn.primitive.name == "device_put":
+            spaces = [getattr(v.aval, "memory_space", None) for v in (*eqn.invars, *eqn.outvars)]
+            if spaces == [jax.memory.Space.Host, jax.memory.Space.Device]:
+                brought += eqn.invars[0].aval.size * eqn.invars[0].aval.dtype.itemsize
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.ClosedJaxpr)):
+            if isinstance(inner, core.ClosedJaxpr):
+                more, bytes_ = loops_of(inner.jaxpr, outside and not carries)
+                names, brought = names + more, brought + bytes_
+    return names, brought
+
+
+def same(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("name", TABLE if ALL else SOME)
+def test_every_optimizer_does_the_same(name, in_groups):
+    optimizer = TABLE[name].make(0.01)
+    step = jstep.minimize(loss_fn, optimizer, metrics=("update_norm",))
+    kind = list(MESHES)[list(TABLE).index(name) % 2]
+    results = []
+    for how in ({}, {"slots_memory": "pinned_host"}):
+        state, batch = created(optimizer, kind, **how)
+        before = jax.tree.map(lambda leaf: leaf.sharding, state)
+        if how:
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.slots) if leaf.ndim)
+            loops, brought = loops_of(step.trace(state, *batch).jaxpr.jaxpr)
+            assert bool(loops) == bool(size)
+            assert brought <= size / 16
+        for _ in range(2):
+            old = state
+            state, metrics = step(state, *batch)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == before
+        results.append(jax.device_get((state.params, state.slots, metrics)))
+    same(*results)
+
+
+def test_stacked_matrices_go_by_slices_and_others_whole(in_groups):
+    for optimizer, kinds in ((jstep.adam(0.01), {"scan", "while"}), (jstep.lamb(0.01), {"while"})):
+        state, batch = created(optimizer, slots_memory="pinned_host")
+        loops, _ = loops_of(jstep.minimize(loss_fn, optimizer).trace(state, *batch).jaxpr.jaxpr)
+        assert set(loops) == kinds
+
+
+def test_steps_in_a_scan_microbatches_and_unknown_shardings(in_groups):
+    optimizer = jstep.skip_nonfinite(jstep.chain(jstep.clip_gradients(by_global_norm=0.1), jstep.adamw(0.01)))
+    step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
+    results = []
+    for how in ({}, {"slots_memory": "pinned_host"}):
+        state, batch = created(optimizer, **how)
+        twice = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+        state, _ = jstep.scan_steps(step)(state, *twice)
+        out = jax.tree.map(lambda leaf: leaf.sharding, state)
+        state, _ = jax.jit(step.__wrapped__, out_shardings=(out, None))(state, *batch)
+        results.append(jax.device_get((state.params, state.slots)))
+    same(*results)
+
+
+def test_rows_of_tables_and_leaves_without_gradients(in_groups):
+    optimizer = jstep.with_moving_average(jstep.adagrad(0.1), jstep.ExponentialMovingAverage(0.9))
+
+    def loss(params, ids, y):
+        return jnp.mean((jstep.lookup(params["x"], ids).sum(-1) - y) ** 2)
+
+    step = jstep.minimize(loss, optimizer, var_list=["x"])
+    results = []
+    for how in ({}, {"slots_memory": "pinned_host"}):
+        state, _ = created(optimizer, **how)
+        state, _ = step(state, jnp.array([1, 5, 1]), jnp.ones(3))
+        results.append(jax.device_get((state.params, state.slots)))
+    same(*results)
+
+
+def test_loops_of_the_update_count_once(in_groups):
+    step = jstep.minimize(loss_fn, jstep.lamb(0.01))
+    costs = []
+    for how in ({}, {"slots_memory": "pinned_host"}):
+        state, batch = created(jstep.lamb(0.01), **how)
+        costs.append(jstep.cost(step, state, *batch))
+    assert [cost.loops_unknown for cost in costs] == [0, 0]
+    assert costs[1].flops == pytest.approx(costs[0].flops, rel=0.2)
+
+
+def test_a_guard_inside_of_a_partition(in_groups):
+    parts = {"guarded": jstep.skip_nonfinite(jstep.adam(0.01)), "not": jstep.adam(0.01)}
+    optimizer = jstep.partition(parts, lambda path, leaf: "not" if path == "x" else "guarded")
+    step = jstep.minimize(loss_fn, optimizer)
+    for nonfinite in (False, True):
+        state, (x, y) = created(optimizer, slots_memory="pinned_host")
+        _, metrics = step(state, x, y * jnp.inf if nonfinite else y)
+        assert float(metrics["guarded/skipped"]) == nonfinite
+        assert float(metrics["skipped"]) == 0  # what is not guarded was not skipped
+
+
+def test_find_nonfinite_looks_into_the_loops(in_groups):
+    optimizer = jstep.adam(0.01)
+    state, (x, y) = created(optimizer, slots_memory="pinned_host")
+    found = jstep.find_nonfinite(jstep.minimize(loss_fn, optimizer), state, x, y * 1e30)
+    assert found is not None
+    assert jstep.find_nonfinite(jstep.minimize(loss_fn, optimizer), state, x, y) is None
