@@ -1,0 +1,30 @@
+"""Microbatches of a batch that is split over devices: no row moves."""
+
+import pytest
+from compiled_steps import batch, compiled, loss, moved, state
+
+import jstep
+
+OPTIMIZER = jstep.adam(1e-3)
+STEP = jstep.minimize(loss, OPTIMIZER, num_microbatches=4)
+
+
+def kinds(mesh, layout):
+    return set(moved(compiled(STEP, state(OPTIMIZER, mesh, layout), *batch(mesh))))
+
+
+@pytest.mark.tpu_compiler
+def test_on_tpus():
+    mesh = jstep.topology("v5e:2x4")
+    assert kinds(mesh, "replicated") == {"all-reduce"}
+    assert not {"all-to-all", "collective-permute"} & (kinds(mesh, "zero1") | kinds(mesh, "fsdp"))
+    scanned = jstep.scan_steps(STEP, 2)
+    found = moved(compiled(scanned, state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 2)))
+    assert set(found) == {"all-reduce"}
+
+
+@pytest.mark.gpu_compiler
+def test_on_gpus():
+    mesh = jstep.topology("h100:8")
+    assert kinds(mesh, "replicated") == {"all-reduce"}
+    assert not {"all-to-all", "collective-permute"} & (kinds(mesh, "zero1") | kinds(mesh, "fsdp"))
