@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
 from jstep.core.types import Array
 from jstep.optimizers.householder import orthonormal
@@ -111,19 +112,35 @@ def in_loops(
     return [leaf._replace(bases=basis, v=v) for leaf, basis, v in zip(leaves, bases, vs, strict=True)]
 
 
+def _on_every_device(decompose: Callable[..., Any], *matrices: Array) -> Any:
+    """`decompose(*matrices)` of whole matrices, on each device of a mesh alike.
+
+    Left to itself XLA splits the loops of a decomposition as the slots are split, and moves a few numbers in each turn.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.axis_types) != {AxisType.Auto}:  # no mesh, or one on which types say where arrays are
+        return decompose(*matrices)
+    whole = PartitionSpec()
+    return jax.shard_map(decompose, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*matrices)
+
+
 def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tuple[list[Array], Array]:
     """New bases of matrices of one size, and the order in which each has its old directions.
 
     One matrix at a time is picked and put back: a stack of all would take the memory of two more.
     """
 
+    def decompose(is_first: Array, gram: Array, basis: Array) -> tuple[Array, Array]:
+        matrix, order = jax.lax.cond(is_first, first, powered, gram, basis)
+        # Jacobi's rotations lose orthogonality, four digits of seven at 256 rows; QR gives it back.
+        return orthonormal(matrix), order
+
     def body(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
         bases, orders = carry
         picks = [lambda grams, bases, j=j: (grams[j], bases[j]) for j in range(len(grams))]
-        matrix, order = jax.lax.cond(turn == FIRST, first, powered, *jax.lax.switch(i, picks, grams, bases))
+        new, order = _on_every_device(decompose, turn == FIRST, *jax.lax.switch(i, picks, grams, bases))
         puts = [lambda bases, new, j=j: [*bases[:j], new, *bases[j + 1 :]] for j in range(len(grams))]
-        # Jacobi's rotations lose orthogonality, four digits of seven at 256 rows; QR gives it back.
-        return jax.lax.switch(i, puts, bases, orthonormal(matrix)), orders.at[i].set(order)
+        return jax.lax.switch(i, puts, bases, new), orders.at[i].set(order)
 
     orders = jnp.zeros((len(grams), grams[0].shape[0]), jnp.int32)
     # A loop of no turns leaves the bases where they are; a conditional would copy them.
