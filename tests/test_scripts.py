@@ -38,7 +38,8 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
     )
     summary = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()[-5:]}
     assert summary == {
-        name: "FAILED" if name == failing else "passed" for name in ("newest", "lowest", "optimized", "soak", "compilers")
+        name: "FAILED" if name == failing else "passed"
+        for name in ("newest", "lowest", "optimized", "soak", "compilers")
     }
     assert done.returncode == bool(failing)
     assert "flags=." in (tmp_path / ".nightly/optimized.log").read_text()
