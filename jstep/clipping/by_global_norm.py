@@ -11,6 +11,7 @@ from jstep.clipping.parts import check_clip_norm, map_leaves, number
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
 from jstep.core.meshes import on_any_mesh
+from jstep.core.ordering import made_first
 from jstep.core.types import Array, Number
 
 
@@ -32,15 +33,15 @@ def global_norm(tree: Any) -> Array:
 
     Source: `tf.global_norm`.
     """
-    arrays = []
+    arrays: list[Array] = []
     for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
         if trees.is_none(x):
             continue
         path = trees.path_str(keys)
         array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, "global_norm")
         array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
-        # Behind a barrier, or an optimizer's own g² would be taken for the same array and kept in memory for both.
-        arrays.append(jax.lax.optimization_barrier(array))
+        # Made first, or on a CPU an optimizer's own g² would be taken for the same array and kept in memory for both.
+        arrays += made_first(array)
     return norm_of(arrays)
 
 

@@ -1,11 +1,10 @@
 """Adadelta."""
 
-import jax
 import jax.numpy as jnp
 
+from jstep.core.ordering import after_parameter, made_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import average
-from jstep.optimizers.age import after_parameter, ordered_after
 from jstep.optimizers.arguments import rate
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -50,7 +49,7 @@ def adadelta(
 def adadelta_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update and averages."""
     e, x = average(slots["accumulator"], g * g, h["rho"]), slots["accumulator_update"]
-    e, x, g = jax.lax.optimization_barrier((e, x, g))
+    e, x, g = made_first(e, x, g)
     u = -h["learning_rate"] * step(g, x, e, h)
     new_p, e, x, g = after_parameter(p, u, h["dtype"], e, x, g)
     new_x = average(x, jnp.square(step(g, x, e, h)), h["rho"])

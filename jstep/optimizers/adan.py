@@ -1,12 +1,12 @@
 """Adan: adaptive Nesterov momentum."""
 
-import jax
 import jax.numpy as jnp
 
+from jstep.core.ordering import made_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average, corrections
-from jstep.optimizers.age import bias_correction, ordered_after
+from jstep.optimizers.age import bias_correction
 from jstep.optimizers.arguments import adam_hyper, beta, decay_flags, decay_hyper, decays
 from jstep.optimizers.leafwise import Hyper, leafwise
 
@@ -73,9 +73,9 @@ def adan_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
     """A leaf's update, averages and gradient."""
     old = slots["previous"]
     m, d = average(slots["m"], g, h["beta1"]), average(slots["d"], difference(g, old, h), h["beta2"])
-    m, d, g, old = jax.lax.optimization_barrier((m, d, g, old))
+    m, d, g, old = made_first(m, d, g, old)
     n = ordered_after(average(slots["v"], jnp.square(g + h["beta2"] * difference(g, old, h)), h["beta3"]), d)
-    m, d, n, g = jax.lax.optimization_barrier((m, d, n, g))
+    m, d, n, g = made_first(m, d, n, g)
     u = h["unbias1"] * m + h["beta2"] * h["unbias2"] * d
     update = -h["learning_rate"] * u / (jnp.sqrt(h["unbias3"] * n) + h["epsilon"])
     if decays(h):

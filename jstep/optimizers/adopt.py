@@ -1,10 +1,9 @@
 """ADOPT: Adam that converges with any β2."""
 
-import jax
 import jax.numpy as jnp
 
+from jstep.core.ordering import made_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers.age import ordered_after
 from jstep.optimizers.arguments import adam_hyper
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -62,6 +61,6 @@ def adopt_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
     """A leaf's update and moments."""
     u = jnp.clip(g / jnp.maximum(jnp.sqrt(slots["v"]), h["epsilon"]), -h["bound"], h["bound"])
     m = h["kept_m"] * slots["m"] + h["new_m"] * u
-    m, g = jax.lax.optimization_barrier((m, g))
+    m, g = made_first(m, g)
     v = ordered_after(h["kept_v"] * slots["v"] + h["new_v"] * (g * g), m)
     return -h["learning_rate"] * h["moves"] * m, {"m": m, "v": v}

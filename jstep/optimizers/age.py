@@ -1,8 +1,7 @@
-"""How old slots are and what follows from it; and what a step must compute before it overwrites them."""
+"""How old slots are, and what follows from it."""
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,28 +29,3 @@ def bias_correction(beta: Any, age: Array) -> Array:
     else:
         log = jnp.log(beta).astype(real)
     return -jnp.expm1(age.astype(real) * log)
-
-
-def ordered_after(x: Array, first: Array) -> Array:
-    """X itself, from a kernel that XLA has to run after the one that makes `first`.
-
-    Where two kernels read a slot that one of them overwrites, XLA copies the slot unless the other is known to
-    run earlier; only data says so. The condition is never true, which LLVM sees and XLA does not: nothing more
-    is read from memory.
-    """
-    return jnp.where((first > 0) & (first < 0), first.astype(x.dtype), x)
-
-
-def after_parameter(p: Array, u: Array, dtype: Any, *reads: Array) -> tuple[Array, ...]:
-    """The new parameter, and what may be read once it is there: for slots that it needs as they were.
-
-    The sum is the one that `apply_updates` makes, which XLA sees and makes once.
-
-    Args:
-        p: The parameter, as the rule has it.
-        u: Its update.
-        dtype: The dtype that the parameter is kept in.
-        *reads: Arrays that are read again after it.
-    """
-    new: tuple[Array, ...] = jax.lax.optimization_barrier(((p + u).astype(dtype), *reads))
-    return new

@@ -11,8 +11,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
 from jstep.core.meshes import on_any_mesh
+from jstep.core.ordering import after_parameter, ordered_after
 from jstep.core.types import Array, Params, Slots, Updates
-from jstep.optimizers.age import after_parameter, ordered_after
 
 
 @on_any_mesh

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
+from jstep.core.ordering import ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers import age as ages
@@ -164,5 +165,5 @@ def prodigy_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple
     # With ε = 0 a gradient that has always been 0 moves nothing.
     u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
     # The new size comes of the length of s: what is ordered after it needs no copy of the old s.
-    s = ages.ordered_after(new_s(g, slots, h), h["size"])
+    s = ordered_after(new_s(g, slots, h), h["size"])
     return -h["size"] * with_decay(u, p, h), {"m": m, "v": v, "s": s, "p0": slots["p0"]}

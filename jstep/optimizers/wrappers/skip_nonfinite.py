@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from jstep.clipping import global_norm
 from jstep.core import trees
+from jstep.core.ordering import made_first, ordered_after
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.age import new_start_step, ordered_after
+from jstep.optimizers.age import new_start_step
 from jstep.optimizers.apply_updates import apply_updates, ordered_outside
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.matched import matched_gradients
@@ -88,7 +89,7 @@ def unless_skipped(
         updates, new_slots = updated(optimizer, updates, slots, params, step, context)
     updates = jax.tree.map(lambda u: _zero_unless(finite, u), updates)
     # The parameters first, while the old slots are still there: see ordered_after.
-    moved = jax.lax.optimization_barrier(apply_updates(params, updates))
+    (moved,) = made_first(apply_updates(params, updates))
     return updates, {name: _kept(finite, roles.get(name), slots[name], tree, moved) for name, tree in new_slots.items()}
 
 

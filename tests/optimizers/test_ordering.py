@@ -1,0 +1,46 @@
+"""What a CPU makes first, so that it copies no slot, TPUs and GPUs make in the kernel of all arrays of a leaf."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optimizer_table import TABLE
+
+import jstep
+from jstep.core.ordering import made_first, ordered_after
+
+IN_ORDER = ("lion", "sgd_nesterov", "schedule_free_adamw", "adabelief", "adan", "adopt", "adadelta", "ftrl")
+
+
+def barriers(name, platform):
+    """The shapes of arrays that stand behind a barrier in an update."""
+    optimizer = TABLE[name].make(0.1)
+    state = jax.eval_shape(lambda: jstep.TrainState.create({"a": jnp.ones((4, 3))}, optimizer))
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    text = step.trace(state, state.params).lower(lowering_platforms=(platform,)).as_text()
+    found = re.findall(r"stablehlo\.optimization_barrier .* : (.*)", text)
+    return [shape for line in found for shape in re.findall(r"tensor<\d+x[^>]*>", line)]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_only_cpus_keep_arrays_apart(name):
+    assert not barriers(name, "tpu")
+    assert not barriers(name, "cuda")
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_cpus_do(name):
+    assert barriers(name, "cpu")
+
+
+def test_nothing_but_the_order_changes():
+    a, b = jnp.arange(6.0).reshape(2, 3), jnp.asarray([[1.0, -2.0, 0.0]] * 2)
+    tree, same = made_first({"a": a, "none": None}, b)
+    np.testing.assert_array_equal(tree["a"], a)
+    assert tree["none"] is None
+    np.testing.assert_array_equal(same, b)
+    np.testing.assert_array_equal(ordered_after(a, b), a)
+    np.testing.assert_array_equal(jax.vmap(ordered_after)(a, b), a)
+    np.testing.assert_array_equal(jax.grad(lambda a: jnp.sum(ordered_after(made_first(a)[0] ** 2, b)))(a), 2 * a)
