@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that takes too long for each change: the newest versions, the lowest, XLA's own optimization level, 20 000
-# steps with everything on.
+# steps with everything on, XLA's compilers for TPUs and GPUs.
 #
 #   tests/nightly.sh [pytest arguments]
 #
@@ -33,9 +33,7 @@ step newest env PYTHON="${newest:-python3}" tests/versions.sh newest "$@"
 step lowest env PYTHON="$python" tests/versions.sh lowest "$@"
 step optimized env XLA_FLAGS= JSTEP_WHOLE_MATRIX=1 "$python" -m pytest -n 2 "$@"
 step soak env PYTHONPATH=. "$python" tests/soak.py
-if [ -x tests/compilers.sh ]; then
-    step compilers tests/compilers.sh
-fi
+step compilers tests/compilers.sh "$@"
 
 printf '\n'
 printf '%s\n' "${results[@]}"

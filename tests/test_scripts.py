@@ -15,12 +15,13 @@ def test_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", str(HERE / script)], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("failing", ["", "newest", "lowest", "optimized", "soak"])
+@pytest.mark.parametrize("failing", ["", "newest", "lowest", "optimized", "soak", "compilers"])
 def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> None:
     (tmp_path / "tests").mkdir()
     shutil.copy(HERE / "nightly.sh", tmp_path / "tests")
     stubs = {
         "tests/versions.sh": f'[ "$1" != "{failing}" ]',
+        "tests/compilers.sh": f'[ compilers != "{failing}" ]',
         "python": f'[ "$1" = tests/soak.py ] && was=soak || was=optimized; [ "$was" != "{failing}" ]',
     }
     for path, ends in stubs.items():
@@ -35,9 +36,10 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
         timeout=60,
         check=False,
     )
-    summary = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()[-4:]}
+    summary = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()[-5:]}
     assert summary == {
-        name: "FAILED" if name == failing else "passed" for name in ("newest", "lowest", "optimized", "soak")
+        name: "FAILED" if name == failing else "passed"
+        for name in ("newest", "lowest", "optimized", "soak", "compilers")
     }
     assert done.returncode == bool(failing)
     assert "flags=." in (tmp_path / ".nightly/optimized.log").read_text()

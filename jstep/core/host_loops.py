@@ -16,13 +16,16 @@ ROWS = {1: 4096, 2: 32}
 
 
 def is_worth_a_sequence(state: Any) -> bool:
-    """Whether a traced state has arrays on the host, and that is not the memory of its devices anyway."""
+    """Whether a traced state has arrays on the host, and a compiler that is known to make loops of transfers work.
+
+    The memory of a CPU is that of the host anyway. The compiler for GPUs was not tried: for this it needs a GPU.
+    """
     leaves = jax.tree.leaves(state)
     if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
         return False
     known = shardings_of(state)
     platform = jax.default_backend() if known is None else next(iter(known[0].device_set)).platform
-    return platform != "cpu"
+    return bool(platform == "tpu")
 
 
 def whole_on_first_axis(state: Any) -> frozenset[int]:

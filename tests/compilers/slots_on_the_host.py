@@ -1,5 +1,6 @@
 """Prints by what share of the slots' bytes peak device memory falls: MODEL OPTIMIZER LAYOUT, on v5e:2x4."""
 
+import functools
 import json
 import math
 import sys
@@ -15,6 +16,11 @@ import jstep
 from jstep.tools.device_memory import device_peak
 
 SIZE, ROWS, LAYERS, HEADS = 2048, 512, 8, 4
+
+
+@functools.cache
+def v5e():
+    return Mesh(np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices), ("data",))
 
 
 def matrices():
@@ -57,19 +63,16 @@ def layer(x, w):
 
 
 def transformer_loss(params, tokens):
-    x = jax.lax.with_sharding_constraint(params["embed"][tokens[:, :-1]], NamedSharding(MESH, P("data")))
+    x = jax.lax.with_sharding_constraint(params["embed"][tokens[:, :-1]], NamedSharding(v5e(), P("data")))
     x, _ = jax.lax.scan(layer, x, {name: leaf for name, leaf in params.items() if name != "embed"})
     chosen = jax.nn.log_softmax(x @ params["embed"].T)
     return -jnp.mean(jnp.take_along_axis(chosen, tokens[:, 1:, None], -1))
 
 
-MESH = Mesh(np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices), ("data",))
-ROWS_OF_FLOATS = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.float32, sharding=NamedSharding(MESH, P("data")))
-TOKENS = jax.ShapeDtypeStruct((16, 257), jnp.int32, sharding=NamedSharding(MESH, P("data")))
 MODELS = {
-    "matrices": (matrices, matrices_loss, ROWS_OF_FLOATS),
-    "stack": (stack, stack_loss, ROWS_OF_FLOATS),
-    "transformer": (transformer, transformer_loss, TOKENS),
+    "matrices": (matrices, matrices_loss, (ROWS, SIZE), jnp.float32),
+    "stack": (stack, stack_loss, (ROWS, SIZE), jnp.float32),
+    "transformer": (transformer, transformer_loss, (16, 257), jnp.int32),
 }
 OPTIMIZERS = {
     "adamw": lambda: jstep.adamw(1e-3),
@@ -80,10 +83,11 @@ OPTIMIZERS = {
 
 
 def peak_and_slots(model, optimizer, layout, memory):
-    make, loss_fn, batch = MODELS[model]
+    make, loss_fn, shape, dtype = MODELS[model]
+    batch = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(v5e(), P("data")))
     shapes = jax.eval_shape(lambda: jstep.TrainState.create(make, OPTIMIZERS[optimizer]()))
-    specs = jstep.fsdp_specs(shapes.params, MESH) if layout == "fsdp" else None
-    state = jstep.shard_state(shapes, MESH, specs, slots_memory=memory)
+    specs = jstep.fsdp_specs(shapes.params, v5e()) if layout == "fsdp" else None
+    state = jstep.shard_state(shapes, v5e(), specs, slots_memory=memory)
     lowered = jstep.minimize(loss_fn, OPTIMIZERS[optimizer]()).lower(state, batch)
     slots = [leaf for leaf in jax.tree.leaves(state.slots) if leaf.ndim]
     own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in slots)

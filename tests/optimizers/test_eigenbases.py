@@ -76,6 +76,23 @@ def test_loops_over_all_matrices_of_a_size_do_what_calls_for_each_do(turn):
     assert any(not np.array_equal(a.v, b.v) for a, b in zip(leaves, in_loops, strict=True)) == (turn == eigenbases.NEXT)
 
 
+@pytest.mark.parametrize("turn", [eigenbases.FIRST, eigenbases.NEXT])
+def test_matrices_that_are_split_over_a_mesh(turn):
+    """Gathered for their decompositions, whose loops exchange nothing."""
+    leaves = leaves_of([(8, 16), (16, 8)])
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    split = jax.device_put(leaves, rows)
+    program = jax.jit(lambda leaves: eigenbases.in_loops(jnp.int32(turn), leaves, by_library), out_shardings=rows)
+    with jax.set_mesh(mesh):
+        found = program(split)
+        text = program.lower(split).compile().as_text()
+    want = eigenbases.in_loops(jnp.int32(turn), leaves, by_library)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want)
+    assert "all-to-all" not in text
+    assert "all-reduce" not in text
+
+
 def test_training_by_loops_is_training_by_calls(monkeypatch):
     """Signs of eigenvectors differ, updates do not."""
 

@@ -1,4 +1,4 @@
-"""Slots on the host, a few at a time: as devices with a memory of their own compute, made to on CPUs."""
+"""Slots on the host, a few at a time: as TPUs compute, tried on CPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ MESHES = {
 
 @pytest.fixture
 def in_groups(monkeypatch):
-    """Has a CPU do what other devices do. It need not otherwise: its memory is that of the host."""
+    """Has a CPU do what TPUs do; by itself it need not, since its memory is that of the host."""
     monkeypatch.setattr(apply, "is_worth_a_sequence", lambda state: any(map(is_on_host, jax.tree.leaves(state.slots))))
 
 
