@@ -53,6 +53,24 @@ def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result:
     return [sentence for sentence in found if sentence]
 
 
+def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> list[str]:
+    """What may be the reason why a step does not fit: there is no program then that shows it.
+
+    Args:
+        state: The state, as arrays or shapes with shardings.
+        args: The batch, likewise.
+        traced: The jaxpr of the step.
+    """
+    axis = _batch_axis(args)
+    leaves = jax.tree.leaves(getattr(state, "params", None))
+    if axis is None or is_annotated(traced) or not any(_is_split(leaf, axis) for leaf in leaves):
+        return []
+    return [
+        f"parameters are split over the axis of the batch, and the loss does not say where activations are. If they are "
+        f"resharded, temporaries grow with the number of devices: {_mend(axis)}"
+    ]
+
+
 def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
     """Number of the program's argument → path and leaf of the state, by the path that JAX wrote beside it."""
     paths = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
@@ -85,10 +103,13 @@ def _resharded(
     if not others and not (gathers and _in_products(program, split)):
         return ""
     what = " and ".join(kind for kind, found in (("all-gather", gathers), ("all-to-all", others)) if found)
+    return f"activations are resharded ({what}, {size(gathers + others)} per step): {_mend(axis)}"
+
+
+def _mend(axis: Any) -> str:
     spec = f'"{axis}"' if isinstance(axis, str) else repr(axis).replace("'", '"')
     return (
-        f"activations are resharded ({what}, {size(gathers + others)} per step): keep "
-        "their rows on their devices with, after the embedding, "
+        "keep their rows on their devices with, after the embedding, "
         f"x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
     )
 

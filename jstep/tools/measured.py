@@ -15,7 +15,7 @@ from jstep.core.memory import is_of_host
 from jstep.core.meshes import mesh_of
 from jstep.state import TrainState
 from jstep.tools.collectives import collectives_of
-from jstep.tools.cost_warnings import warnings_of
+from jstep.tools.cost_warnings import warnings_of, warnings_without_a_program
 from jstep.tools.device_memory import device_peak
 from jstep.tools.flops import work_of
 from jstep.tools.nonfinite.sites import body_of
@@ -65,7 +65,8 @@ def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, A
             "memory_bytes": memory or needed[1],
             "fits": False,
         }
-        return known | dict.fromkeys(lacking) | needs
+        warnings = tuple(warnings_without_a_program(state, args, traced))
+        return known | dict.fromkeys(lacking) | needs | {"warnings": warnings}
     figures = _memory(compiled, state, args, host, device.platform)
     peak = figures["peak_bytes"]
     analysis, text = _analysis(compiled.cost_analysis()), compiled.as_text()

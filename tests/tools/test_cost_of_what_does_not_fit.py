@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.tools.measured import _needed
@@ -78,3 +80,23 @@ def test_where_nothing_says_how_much_there_is():
     cost = jstep.cost(step, *given())
     assert (cost.memory_bytes, cost.fits, cost.topology) == (None, None, None)
     assert "fit" not in str(cost)
+
+
+@pytest.mark.parametrize(("spec", "warns"), [(P("data"), True), (P(), False)], ids=str)
+@pytest.mark.parametrize("is_constrained", [False, True])
+def test_what_may_be_the_reason(spec, warns, is_constrained):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("data"))
+
+    def loss(params, tokens):
+        x = params["w"][tokens]
+        x = jax.lax.with_sharding_constraint(x, rows) if is_constrained else x
+        return jnp.sum(x**2)
+
+    state = jstep.TrainState.create(lambda: {"w": jnp.zeros((16, 8))}, OPTIMIZER, mesh=mesh, param_specs=spec)
+    tokens = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=rows)
+    cost = jstep.cost(Refused(jstep.minimize(loss, OPTIMIZER), OLD), state, tokens)
+    assert bool(cost.warnings) == (warns and not is_constrained)
+    if cost.warnings:
+        assert 'with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))' in cost.warnings[0]
+        assert "warning: parameters are split" in str(cost)
