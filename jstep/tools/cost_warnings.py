@@ -66,7 +66,7 @@ def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> 
     if axis is None or is_annotated(traced) or not any(_is_split(leaf, axis) for leaf in leaves):
         return []
     return [
-        f"parameters are split over the axis of the batch, and the loss does not say where activations are. If they are "
+        "parameters are split over the axis of the batch, and the loss does not say where activations are. If they are "
         f"resharded, temporaries grow with the number of devices: {_mend(axis)}"
     ]
 

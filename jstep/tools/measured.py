@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, A
     if name is not None:
         _logger.info("Compiling for %s, which can take minutes.", name)
     try:
-        compiled = lowered.compile()
+        compiled = _compiled(lowered, is_there=name is None)
         needed = None
     except jax.errors.JaxRuntimeError as error:
         needed = _needed(error)
@@ -65,8 +66,8 @@ def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, A
             "memory_bytes": memory or needed[1],
             "fits": False,
         }
-        warnings = tuple(warnings_without_a_program(state, args, traced))
-        return known | dict.fromkeys(lacking) | needs | {"warnings": warnings}
+        found = tuple(warnings_without_a_program(state, args, traced))
+        return known | dict.fromkeys(lacking) | needs | {"warnings": found}
     figures = _memory(compiled, state, args, host, device.platform)
     peak = figures["peak_bytes"]
     analysis, text = _analysis(compiled.cost_analysis()), compiled.as_text()
@@ -85,6 +86,14 @@ def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, A
             "fits": None if memory is None or peak is None else peak <= memory,
         }
     )
+
+
+def _compiled(lowered: Any, *, is_there: bool) -> Any:
+    with warnings.catch_warnings():
+        if not is_there:
+            # What a compile-only client wrote into the compilation cache it cannot read, and compiles again.
+            warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+        return lowered.compile()
 
 
 def _needed(error: Exception) -> tuple[int, int] | None:
