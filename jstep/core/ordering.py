@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jstep.core.types import Array
 
 
+# Traced once for all arrays of a shape; and outside of a step JAX would compile the choice anew at each call.
+@jax.jit
 def made_first(*arrays: Any) -> tuple[Any, ...]:
     """Arrays (or trees) that a CPU makes before it makes anything of them, and does not make a second time."""
     same: tuple[Any, ...] = jax.lax.platform_dependent(
@@ -20,6 +22,7 @@ def made_first(*arrays: Any) -> tuple[Any, ...]:
     return same
 
 
+@jax.jit
 def ordered_after(x: Array, first: Array) -> Array:
     """X itself, on a CPU from a kernel that XLA has to run after the one that makes `first`.
 

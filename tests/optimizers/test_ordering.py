@@ -44,3 +44,11 @@ def test_nothing_but_the_order_changes():
     np.testing.assert_array_equal(ordered_after(a, b), a)
     np.testing.assert_array_equal(jax.vmap(ordered_after)(a, b), a)
     np.testing.assert_array_equal(jax.grad(lambda a: jnp.sum(ordered_after(made_first(a)[0] ** 2, b)))(a), 2 * a)
+
+
+def test_norms_outside_of_a_step_compile_once(compilations):
+    tree = {"a": jnp.ones((7, 5)), "b": jnp.ones(3)}
+    jstep.global_norm(tree)
+    with compilations() as seen:
+        jstep.global_norm(tree)
+    assert not seen
