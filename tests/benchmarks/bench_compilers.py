@@ -107,9 +107,9 @@ CLIPPED = "norm: gradients read twice; the conditional for a norm that overflows
 BY_LEAF = "norms by leaf: what they are taken of is read twice"
 WHY = {
     "chain": CLIPPED,
-    "skip_nonfinite": "finite?: gradients read twice, and slots kept by a choice",
-    "dynamic_loss_scale": "finite?: gradients read twice, and slots kept by a choice",
-    "everything": f"{CLIPPED}; slots kept by a choice",
+    "skip_nonfinite": "gradients are read once before the update, to see whether they are finite; another read was not looked into",
+    "dynamic_loss_scale": "gradients are read once before the update, to see whether they are finite; another read was not looked into",
+    "everything": f"{CLIPPED}; and whether they are finite",
     "normalize_gradients": CLIPPED,
     "adaptive_clipping": "norms by unit of gradients and parameters, and the conditional for each that overflows",
     "adafactor": "sums by row and column, and the clipping of the update, before it",
@@ -120,8 +120,8 @@ WHY = {
     "novograd": BY_LEAF,
     "prodigy": "the sums for d: gradients, parameters and starting points read before the update",
     "cautious": "the share of agreeing elements is counted before the update",
-    "adadelta": "a compiler's choice: Optax's is the same",
-    "adan": "the old gradient is a slot that is written as it is read; Optax's is the same",
+    "adadelta": "two kernels and a copy of a slot, as for Optax",
+    "adan": "one array is read twice, as for Optax",
     "centralize_gradients": "means of gradients, which are read twice",
     "soap": "matrices and bases of 8192 rows take minutes to compile: MLP only",
 }
