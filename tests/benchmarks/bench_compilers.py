@@ -104,11 +104,12 @@ def zeros(shapes):
 
 
 CLIPPED = "norm: gradients read twice; the conditional for a norm that overflows, which seldom runs, counts a third"
+FINITE = "gradients are read before the update, to see whether they are finite; a further read is not explained"
 BY_LEAF = "norms by leaf: what they are taken of is read twice"
 WHY = {
     "chain": CLIPPED,
-    "skip_nonfinite": "gradients are read once before the update, to see whether they are finite; another read was not looked into",
-    "dynamic_loss_scale": "gradients are read once before the update, to see whether they are finite; another read was not looked into",
+    "skip_nonfinite": FINITE,
+    "dynamic_loss_scale": FINITE,
     "everything": f"{CLIPPED}; and whether they are finite",
     "normalize_gradients": CLIPPED,
     "adaptive_clipping": "norms by unit of gradients and parameters, and the conditional for each that overflows",
