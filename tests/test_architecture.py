@@ -50,7 +50,6 @@ SUMS = {"hooks.sums_program"}
 LOADED_WHEN_USED = {"checkpoint.store.orbax_arrays": {"orbax"}, "checkpoint.store.tensors": {"tensorstore"}}
 """Modules that a bare `import jstep` does not load, and what they may import at their top."""
 SHARED_TRACES = {
-    "core.ordering",
     "core.meshes",  # a function that JAX may refuse leaves nothing in the caller's program
     "clipping.norms",
     "optimizers.leafwise",

@@ -12,17 +12,16 @@ import jax.numpy as jnp
 from jstep.core.types import Array
 
 
-# Traced once for all arrays of a shape; and outside of a step JAX would compile the choice anew at each call.
-@jax.jit
 def made_first(*arrays: Any) -> tuple[Any, ...]:
     """Arrays (or trees) that a CPU makes before it makes anything of them, and does not make a second time."""
+    if not _is_traced(arrays):
+        return arrays
     same: tuple[Any, ...] = jax.lax.platform_dependent(
         *arrays, cpu=lambda *arrays: jax.lax.optimization_barrier(arrays), default=lambda *arrays: arrays
     )
     return same
 
 
-@jax.jit
 def ordered_after(x: Array, first: Array) -> Array:
     """X itself, on a CPU from a kernel that XLA has to run after the one that makes `first`.
 
@@ -30,6 +29,8 @@ def ordered_after(x: Array, first: Array) -> Array:
     run earlier; only data says so. The condition is never true, which LLVM sees and XLA does not: nothing more
     is read from memory.
     """
+    if not _is_traced((x, first)):
+        return x
     same: Array = jax.lax.platform_dependent(
         x,
         first,
@@ -51,3 +52,8 @@ def after_parameter(p: Array, u: Array, dtype: Any, *reads: Array) -> tuple[Arra
         *reads: Arrays that are read again after it.
     """
     return made_first((p + u).astype(dtype), *reads)
+
+
+def _is_traced(tree: Any) -> bool:
+    """Whether there is an order to choose: outside of a program there is none, and the choice would be compiled."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
