@@ -47,6 +47,18 @@ hypothesis.settings.register_profile("jstep", deadline=None, derandomize=True, p
 hypothesis.settings.load_profile("jstep")
 
 
+@pytest.fixture(autouse=True)
+def settings_are_left_as_they_were():
+    """A mesh or an option that a test forgets would change what the tests after it see, in one order of many."""
+
+    def settings() -> object:
+        return dict(jax.config.values), jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+
+    before = settings()
+    yield
+    assert settings() == before, "the test left JAX with other settings"
+
+
 @pytest.fixture
 def x64():
     """float64 and int64 for one test."""
