@@ -14,6 +14,7 @@ from jstep.hooks.pending import Pending
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.sums import Sums
 from jstep.loop.drive import At
+from jstep.loop.stages import Edges, lengths
 from jstep.state import TrainState
 from jstep.training import last_of
 
@@ -184,23 +185,19 @@ class Around:
         self._act_by = None
         return answer
 
-    def lengths(self, last_step: int, steps_per_call: int) -> Iterator[int]:
+    def lengths(self, last_step: int, steps_per_call: int, edges: Edges) -> Iterator[int]:
         """How many steps each call takes: `steps_per_call`, or one at a time where a hook is due before their end."""
-        step = self._start
         known = [hook for hook in self._hooks if hasattr(hook, "next_due")]
-        while step < last_step:
+
+        def end_after(step: int) -> tuple[int, str]:
+            end, why = edges.after(step, last_step)
             due, hook = min(((_next_due(hook, step), i) for i, hook in enumerate(known)), default=(NEVER, -1))
-            end, why = last_step, f"the run ends at step {last_step}"
-            if due < last_step:
-                end, why = due, f"a hook is due at step {due} ({name_of(known[hook])})"
-            if end - step >= steps_per_call:
-                step += steps_per_call
-                yield steps_per_call
-                continue
+            return (due, f"a hook is due at step {due} ({name_of(known[hook])})") if due < end else (end, why)
+
+        def why_one(why: str) -> None:
             self.why_one = self.why_one or why
-            for _ in range(end - step):
-                yield 1
-            step = end
+
+        return lengths(self._start, last_step, steps_per_call, end_after, why_one)
 
 
 def _last_metrics(at: At) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, kind, shown
+from jstep.core.checks import kind, shown
 from jstep.core.compile_only import refuse_compile_only
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.state import TrainState, get_global_step, require_state
@@ -37,13 +37,12 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     return found
 
 
-def check(train_step: Any, state: Any, last_step: int) -> None:
-    """Refuses a step, a state and a number of steps that do not go together.
+def check(state: Any, last_step: int) -> None:
+    """Refuses a state and a number of steps that do not go together.
 
     Raises:
         RuntimeError: The state has no global step.
     """
-    as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
     refuse_compile_only(require_state(state), "state")
     step = get_global_step(state)
     if step is None:

@@ -44,10 +44,13 @@ def drive(
 
     `train`, `verify_resume` and `replay` all drive so. To go from a state at step 3 to step 7, two steps a call:
 
-        source = source_of(batches, 3, 7)                 # jstep.loop.sources
-        made = calls(source, lengths(3, 7, 2), sharding)  # jstep.loop.feed; calls(source, None, …) for one a call
-        at = drive(Programs(train_step), state, made, 3, 7)  # jstep.loop.programs
-        at.step, at.state                                 # 7, or less if the batches ended
+        stages = stages_of(train_step)                           # jstep.loop.stages
+        source = source_of(batches, 3, 7)                        # jstep.loop.sources
+        edges = Edges(stages, source.next_change)                # jstep.loop.stages
+        steps = lengths(3, 7, 2, lambda n: edges.after(n, 7))
+        made = calls(source, 3, steps)                           # jstep.loop.feed; None for one step a call
+        at = drive(Programs(stages), state, made, 3, 7)          # jstep.loop.programs
+        at.step, at.state                                        # 7, or less if the batches ended
 
     Args:
         step: What takes the steps of a call, `step(state, call) -> (state, metrics)`: `Programs`.
@@ -80,13 +83,6 @@ def drive(
         if (after is not None and after(first, at)) or at.step >= stop:
             break
     return at
-
-
-def lengths(start: int, stop: int, steps_per_call: int) -> Iterable[int]:
-    """How many steps each call takes, where no hook is due in between: K, and one at a time at the end."""
-    whole = (stop - start) // steps_per_call
-    yield from (steps_per_call for _ in range(whole))
-    yield from (1 for _ in range(stop - start - whole * steps_per_call))
 
 
 def _rows(call: Call) -> int | None:

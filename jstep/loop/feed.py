@@ -31,6 +31,7 @@ class Call:
     Attributes:
         args: Its arguments.
         steps: How many steps it takes.
+        first: The step that it begins from.
         stacked: Whether the arguments are stacked for that.
         position: Where the source is after its batches, as JSON can hold it; None where nobody can tell.
         why: Why it is a call of one step, where calls have several; "" where there is no special reason.
@@ -38,6 +39,7 @@ class Call:
 
     args: tuple[Any, ...]
     steps: int = dataclasses.field(metadata={"static": True})
+    first: int = dataclasses.field(metadata={"static": True})
     stacked: bool = dataclasses.field(metadata={"static": True}, default=False)
     position: Any = dataclasses.field(metadata={"static": True}, default=None)
     why: str = dataclasses.field(metadata={"static": True}, default="")
@@ -45,6 +47,7 @@ class Call:
 
 def calls(
     source: Source,
+    start: int,
     lengths: Iterable[int] | None,
     sharding: Any = None,
     *,
@@ -59,6 +62,7 @@ def calls(
 
     Args:
         source: The batches.
+        start: The step of the first one.
         lengths: How many steps each call takes; None if each takes one and nothing is stacked.
         sharding: Where a batch goes, as in `prefetch_to_device`; None leaves it where it is.
         on_device: Whether batches are put on the default device, for a step that is not compiled and so sees
@@ -71,30 +75,32 @@ def calls(
     if sharding is not None:
         one, many = (placement(named(sharding, stacked=stacked)) for stacked in (False, True))
 
-    def call(batch: Any, steps: int, stacked: bool, position: Any, why: str = "") -> Call:
+    def call(batch: Any, first: int, steps: int, stacked: bool, position: Any, why: str = "") -> Call:
         place = many if stacked else one
         placed = batch if place is None else place(batch)
-        return Call(placed if isinstance(batch, tuple) else (placed,), steps, stacked, position, why)
+        return Call(placed if isinstance(batch, tuple) else (placed,), steps, first, stacked, position, why)
 
     fetched = fetched or Fetched()
     if lengths is None:
-        for batch, position in _own(source, fetched):
+        for step, (batch, position) in enumerate(_own(source, fetched), start):
             placed = batch if one is None else one(batch)
-            yield Call(placed if isinstance(batch, tuple) else (placed,), 1, False, position)
+            yield Call(placed if isinstance(batch, tuple) else (placed,), 1, step, False, position)
         return
     items = _own(source, fetched)
+    step = start
     for length in lengths:
         some = list(itertools.islice(items, length))
         whole = _stacked([batch for batch, _ in some]) if len(some) == length and (length > 1 or stack_one) else None
         if whole is not None:
-            yield call(whole, length, True, some[-1][1])
+            yield call(whole, step, length, True, some[-1][1])
         else:
             ragged = "the batches end" if len(some) < length else "batches differ in shape, dtype or structure"
             why = why_one() if length == 1 else ragged
-            for batch, position in some:
-                yield call(_stacked([batch]) if stack_one else batch, 1, stack_one, position, why)
+            for i, (batch, position) in enumerate(some):
+                yield call(_stacked([batch]) if stack_one else batch, step + i, 1, stack_one, position, why)
         if len(some) < length:
             return
+        step += length
 
 
 def _own(source: Source, fetched: "Fetched") -> Iterator[tuple[Any, Any]]:

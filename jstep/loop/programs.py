@@ -1,15 +1,17 @@
-"""The two programs of a run: for one step, and for `steps_per_call` steps. What is compiled is logged."""
+"""The programs of a run: for one step, and for `steps_per_call` steps, of each stage. What is compiled is logged."""
 
 import logging
+import math
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jstep.core.notes import note
 from jstep.hooks.skipped import skip_metric_of
+from jstep.loop.ahead import Ahead
 from jstep.loop.feed import Call
+from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.training import TrainStep, scanned_step
 
 _logger = logging.getLogger("jstep")
@@ -40,22 +42,49 @@ class Programs:
     """Takes the steps of a call, by the program that the call is for.
 
     Args:
-        train_step: The step.
+        stages: The training steps, by the step at which each begins.
         unroll: As in `scan_steps`.
         several: Whether there are calls of several steps.
 
     Attributes:
+        on_device: Whether batches have to be put on the device, for a step that is not compiled.
         stacks_one: Whether calls of one step have to be stacked, too: a step that is not compiled is compiled for that.
+        ahead: What compiles later programs in the background; None if nothing does.
     """
 
-    def __init__(self, train_step: Callable[..., Any], unroll: Any = None, *, several: bool = True) -> None:
-        self._one, self._several = train_step, scanned_step(train_step, unroll) if several else None
-        self._name = getattr(train_step, "__name__", "train_step")
-        self.stacks_one = several and not is_compiled(train_step)
-        self._is_compiled = several or is_compiled(train_step)
-        self._begun: set[int] = set()
-        self._latest: Any = train_step
+    def __init__(self, stages: TrainSteps, unroll: Any = None, *, several: bool = True) -> None:
+        self._stages, self._unroll, self._has_several = stages, unroll, several
+        are_compiled = all(map(is_compiled, stages.values))
+        self.stacks_one, self.on_device = several and not are_compiled, not (several or are_compiled)
+        self.ahead: Ahead | None = None
+        self._begun: set[tuple[int, int]] = set()
+        self._prepared: set[Any] = set()
+        self._latest: Any = stages.values[0]
+        self._stage, self._first, self._until = 0, 0, -1.0
+        self._one: Any = None
+        self._several: Any = None
+        self._name, self._is_compiled = "", False
         self._compilations = _compilations_here()  # the thread that drives
+
+    def of_stage(self, stage: int, *, stacked: bool = False) -> Any:
+        """The training step of a stage, or that of stacked batches."""
+        step = self._stages.values[stage]
+        return scanned_step(step, self._unroll) if stacked else step
+
+    def name_of(self, stage: int) -> str:
+        """The name of the training step of a stage."""
+        return name_of_step(self._stages.values[stage])
+
+    @property
+    def takes_single_steps(self) -> bool:
+        """Whether there was a call of one step."""
+        return any(steps == 1 for _, steps in self._begun)
+
+    def prepare(self, stage: int, steps: int, args: Any) -> bool:
+        """Notes that a program is compiled ahead of its first call; whether it was not yet."""
+        is_new = (stage, steps, args) not in self._prepared
+        self._prepared |= {(stage, steps), (stage, steps, args)}
+        return is_new
 
     @property
     def constant_metrics(self) -> Any:
@@ -69,10 +98,14 @@ class Programs:
 
     def __call__(self, state: Any, call: Call) -> Any:
         """The state after the steps of a call, and their metrics."""
-        step = self._latest = self._several if call.stacked and self._several is not None else self._one
-        is_first = call.steps not in self._begun
+        if not self._first <= call.first < self._until:
+            self._enter(call.first)
+        if self.ahead is not None:
+            self.ahead.before(call.first)
+        step = self._latest = self._several if call.stacked else self._one
+        is_first = (self._stage, call.steps) not in self._begun
         if is_first:
-            self._begun.add(call.steps)
+            self._begun.add((self._stage, call.steps))
             self._announce(step, call)
         before = self._compilations[0]
         try:
@@ -83,12 +116,25 @@ class Programs:
             raise
         if self._compilations[0] != before and not is_first and self._is_compiled:
             self._say_again(call)
+        if self.ahead is not None and isinstance(result, tuple):
+            self.ahead.after(result[0], call.args, stacked=call.stacked)
         return result
+
+    def _enter(self, step: int) -> None:
+        """Finds the stage that a step belongs to."""
+        number = self._stage = self._stages.index(step)
+        stop = self._stages.edge_after(step)
+        self._first, self._until = self._stages.firsts[number], math.inf if stop is None else stop
+        self._one = self.of_stage(number)
+        self._several = self.of_stage(number, stacked=True) if self._has_several else self._one
+        self._name = self.name_of(number)
+        self._is_compiled = self._has_several or is_compiled(self._one)
 
     def _announce(self, step: Any, call: Call) -> None:
         """Before the first call of a program; a run of single steps has one program, and no reason for it."""
         size = getattr(step, "_cache_size", None)
-        if self._several is None or size is None or size():
+        staged = len(self._stages.firsts) > 1
+        if not (self._has_several or staged) or size is None or size() or (self._stage, call.steps) in self._prepared:
             return
         why = f"steps_per_call={call.steps}" if call.steps > 1 else call.why or "it is the first call"
         _logger.info("compiling %s for %s: %s", self._name, _steps(call.steps), why)

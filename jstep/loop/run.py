@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jstep.core.notes import note
@@ -14,11 +13,13 @@ from jstep.loop.drive import At, drive
 from jstep.loop.equipment import Equipment, equipment
 from jstep.loop.feed import Feed, Fetched, calls
 from jstep.loop.options import Options
-from jstep.loop.programs import Programs, is_compiled
+from jstep.loop.programs import Programs
 from jstep.loop.rescue import batches_named, is_past_a_nan, rescue
 from jstep.loop.saving import HOOKS, POSITION, STOPPED, Wiring
+from jstep.loop.score import ahead_of
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.sources import source_of
+from jstep.loop.stages import Edges, TrainSteps
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -29,14 +30,14 @@ class Run:
 
     Args:
         options: What `train` was given.
-        train_step: The step.
+        stages: The training steps.
         state: Where to start.
     """
 
-    def __init__(self, options: Options, train_step: Callable[..., Any], state: TrainState) -> None:
-        self._options, self._step = options, train_step
+    def __init__(self, options: Options, stages: TrainSteps, state: TrainState) -> None:
+        self._options, self._stages = options, stages
         several = options.steps_per_call > 1
-        self._programs = Programs(train_step, options.unroll, several=several)
+        self._programs = Programs(stages, options.unroll, several=several)
         self._signals = StopSignals(self._before_the_first_step)
         self._at = At(0, state)
         self._begun: Beginning | None = None
@@ -75,7 +76,7 @@ class Run:
                 raise
             finally:
                 # What refers to the run from its hooks and signals is not to keep its state alive.
-                self._equipped = self._around = self._feed = self._fetched = None
+                self._equipped = self._around = self._feed = self._fetched = self._programs.ahead = None
                 self._signals.on_first = _no_haste
 
     def _fed(
@@ -100,16 +101,26 @@ class Run:
         if begun.saver is None:
             source = source._replace(position=None)  # nobody asks
         self._fetched = Fetched()
+        edges = Edges(self._stages, source.next_change)
+        self._programs.ahead = ahead_of(
+            self._programs,
+            edges,
+            source,
+            self._at.state,
+            begun.step,
+            options.last_step,
+            options.steps_per_call,
+            options.batch_sharding,
+            stopping=lambda: self._signals.interrupts,
+        )
         stacked = options.steps_per_call > 1
-        lengths = around.lengths(options.last_step, options.steps_per_call) if stacked else None
-        on_device = not stacked and not is_compiled(self._step)
-        stack_one = self._programs.stacks_one
         made = calls(
             source,
-            lengths,
+            begun.step,
+            around.lengths(options.last_step, options.steps_per_call, edges) if stacked else None,
             options.batch_sharding,
-            on_device=on_device,
-            stack_one=stack_one,
+            on_device=self._programs.on_device,
+            stack_one=self._programs.stacks_one,
             why_one=lambda: around.why_one,
             fetched=self._fetched,
         )

@@ -43,12 +43,18 @@ class Source(NamedTuple):
         position: Where it is; None where nobody can tell.
         seekable: Whether it can go on from any step after a restart.
         fresh: Whether each batch is in new arrays, which nobody else writes into.
+        at: The batch of any step, if batches can be indexed.
+        is_own: Whether they are jstep's.
+        next_change: From a step to the next one at which the shapes of the batches change; None if nobody knows.
     """
 
     items: Iterator[Any]
     position: Callable[[], Any] | None = None
     seekable: bool = True
     fresh: bool = False
+    at: Callable[[int], Any] | None = None
+    is_own: bool = False
+    next_change: Callable[[int], int | None] | None = None
 
 
 def source_of(batches: Any, start: int, last_step: int, position: Any = None, *, is_kept: bool = False) -> Source:
@@ -68,10 +74,18 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
         return _stateful(batches, position, start)
     if hasattr(batches, "__getitem__"):
         if _is_sequence(batches) or not hasattr(batches, "__iter__"):
-            return Source(_indexed(batches, start, last_step), fresh=isinstance(batches, Batches))
+            is_own = isinstance(batches, Batches)
+            return Source(
+                _indexed(batches, start, last_step),
+                fresh=is_own,
+                at=batches.__getitem__,
+                is_own=is_own,
+                next_change=getattr(batches, "next_change", None) if is_own else None,
+            )
         first = _first(batches, start, last_step)
         if first is not None:
-            return Source(itertools.chain(first, _indexed(batches, start + len(first), last_step)))
+            items = itertools.chain(first, _indexed(batches, start + len(first), last_step))
+            return Source(items, at=batches.__getitem__)
     if not hasattr(batches, "__iter__") and callable(batches):
         return Source(map(batches, range(start, last_step)))
     iterator = iter(batches)

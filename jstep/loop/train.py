@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,12 @@ from jstep.loop.checks import check
 from jstep.loop.options import Options
 from jstep.loop.run import Run
 from jstep.loop.sources import check_batches
+from jstep.loop.stages import stages_of
 from jstep.state import TrainState
 
 
 def train(
-    train_step: Callable[..., tuple[TrainState, Any]],
+    train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState,
     batches: Any,
     last_step: int,
@@ -50,7 +51,8 @@ def train(
 
     Args:
         train_step: What `minimize` returned, or any function `(state, *args) -> (state, metrics)` that advances
-            `global_step` by one.
+            `global_step` by one. A mapping `{0: step_a, 1000: step_b}` gives stages: step_a before step 1000, step_b
+            from it on. All share one structure of the state; a later stage is compiled in the background.
         state: Where to start. If a checkpoint is restored, the state is a template: it gives structure, shapes, dtypes
             and sharding, and may be abstract. It is donated to a compiled step.
         batches: An object with `batches[N]` (`jstep.batches`), a function of the step, an iterator with `get_state`
@@ -104,9 +106,10 @@ def train(
     """
     given = locals()
     options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
-    check(train_step, state, options.last_step)
+    stages = stages_of(train_step)
+    check(state, options.last_step)
     check_batches(batches)
     seen = progress is not False and jax.process_index() == 0
     # If another mesh is set, hooks and evaluations compute with that of the state all the same.
     with instead_of_another(mesh_of(state)), visible_logging() if seen else contextlib.nullcontext():
-        return Run(options, train_step, state).go(batches)
+        return Run(options, stages, state).go(batches)

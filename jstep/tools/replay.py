@@ -2,19 +2,20 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_int, shown
 from jstep.core.contexts import own_transfers
 from jstep.loop.checks import check, check_alive
-from jstep.loop.drive import drive, lengths
+from jstep.loop.drive import drive
 from jstep.loop.feed import Call, calls
 from jstep.loop.options import check_places
-from jstep.loop.programs import Programs, is_compiled
+from jstep.loop.programs import Programs
 from jstep.loop.saving import POSITION
 from jstep.loop.sources import Source, source_of
+from jstep.loop.stages import Edges, lengths, stages_of
 from jstep.state import TrainState, global_step
 
 
@@ -31,7 +32,7 @@ class Replay(NamedTuple):
 
 
 def replay(
-    train_step: Callable[..., tuple[TrainState, Any]],
+    train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState,
     batches: Any,
     checkpoint_dir: str | os.PathLike[str] | Saver | None,
@@ -91,23 +92,27 @@ def replay(
     """
     step = as_int(step, "step", 0, "the number of updates before the one to look at")
     steps_per_call = as_int(steps_per_call, "steps_per_call", 1)
-    check(train_step, state, step)
+    stages = stages_of(train_step)
+    check(state, step)
     if isinstance(checkpoint_dir, Saver) and prefix == "model":
         prefix = checkpoint_dir.prefix
     check_places(checkpoint_dir, prefix, None, batch_sharding)
 
     start, state, position = _begun(state, checkpoint_dir, prefix, step)
     source = _seekable(source_of(batches, start, step + 1, position), batches, start, position)
-    on_device = steps_per_call == 1 and not is_compiled(train_step)
+    programs = Programs(stages, several=steps_per_call > 1)
     if step > start:
-        programs = Programs(train_step, several=steps_per_call > 1)
-        between = None if steps_per_call == 1 else lengths(start, step, steps_per_call)
-        made = calls(source, between, batch_sharding, on_device=on_device, stack_one=programs.stacks_one)
+        edges = Edges(stages, source.next_change)
+        steps = lengths(start, step, steps_per_call, lambda n: edges.after(n, step))
+        between = None if steps_per_call == 1 else steps
+        made = calls(
+            source, start, between, batch_sharding, on_device=programs.on_device, stack_one=programs.stacks_one
+        )
         at = drive(programs, state, _exactly(made, step - start), start, step)
         if at.step < step:
             raise _too_few(at.step, step)
         state = at.state
-    last = next(calls(source, None, batch_sharding, on_device=on_device), None)
+    last = next(calls(source, step, None, batch_sharding, on_device=programs.on_device), None)
     if last is None:
         raise _too_few(step, step)
     with own_transfers():

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jstep.loop.drive import drive
 from jstep.loop.feed import calls
 from jstep.loop.programs import Programs
 from jstep.loop.sources import HasState, Source, encoded, source_of
+from jstep.loop.stages import stages_of
 from jstep.state import TrainState, global_step
 
 
@@ -55,7 +56,7 @@ class ResumeReport:
 
 def verify_resume(
     make_state: Callable[[], TrainState],
-    train_step: Callable[..., Any],
+    train_step: Callable[..., Any] | Mapping[int, Callable[..., Any]],
     batches: Any,
     at: int,
     steps: int,
@@ -91,7 +92,7 @@ def verify_resume(
     if not 0 < at < steps:
         raise ValueError(f"at={at}, steps={steps}: must be 0 < at < steps")
     as_function(make_state, "make_state", "() -> TrainState")
-    as_function(train_step, "train_step", "(state, *args) -> (state, metrics)")
+    stages = stages_of(train_step)
 
     position, kept = None, False
     if isinstance(batches, HasState):
@@ -105,8 +106,8 @@ def verify_resume(
             first = global_step(state)
         source = source_of(batches, first, first + count, position)
         # No batch more than there are steps: its position counts.
-        made = itertools.islice(calls(source, None), count)
-        at = drive(Programs(train_step, several=False), state, made, first, first + count)
+        made = itertools.islice(calls(source, first, None), count)
+        at = drive(Programs(stages, several=False), state, made, first, first + count)
         if at.step < first + count:
             raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
         return at.state, source

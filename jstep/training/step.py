@@ -201,6 +201,11 @@ class TrainStep:
         with setting(mesh_of((state, args))):
             return self._whole(state, args).trace(state, *args)
 
+    def traced_call(self, state: TrainState, *args: Any) -> Any:
+        """Return the trace of what a call runs; compiled for shapes, it is not compiled again by the call."""
+        with setting(mesh_of((state, args))):
+            return self._for(state, args).trace(state, *args)
+
     def _whole(self, state: Any, args: Any) -> Any:
         return self._for(state, args, "whole")
 

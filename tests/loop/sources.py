@@ -7,7 +7,7 @@ from jstep.loop.sources import source_of
 
 
 def handed_out(source, lengths=None, **kwargs):
-    return list(calls(source, lengths, **kwargs))
+    return list(calls(source, 0, lengths, **kwargs))
 
 
 def numbers(batches, start=0, last_step=100, position=None, lengths=None):

@@ -1,0 +1,119 @@
+"""The stages of a run: which step it takes when, and where its calls have to end for that."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from jstep.core.checks import as_function
+from jstep.core.staircase import Staircase, as_staircase
+
+TrainSteps = Staircase[Callable[..., Any]]
+
+_MOST_CHANGES = 64
+"""So many changes of the batches' shapes are looked for ahead; those after them are compiled when they are due."""
+
+
+class Segment(NamedTuple):
+    """Steps that one program takes: the same training step, batches of the same shapes.
+
+    Attributes:
+        first: The first step.
+        stop: The step after the last.
+        stage: The number of the stage.
+        is_edge: Whether a stage begins with it.
+    """
+
+    first: int
+    stop: int
+    stage: int
+    is_edge: bool
+
+
+def stages_of(train_step: Any) -> TrainSteps:
+    """The training step at each step, of one or of a staircase of them.
+
+    Raises:
+        TypeError: One is not a function, or a key not an integer.
+        ValueError: The staircase is empty, has no step 0, or a negative one.
+    """
+    return as_staircase(train_step, "train_step", _as_step)
+
+
+def _as_step(value: Any, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = as_function(value, name, "(state, *args) -> (state, metrics)")
+    return function
+
+
+def name_of_step(step: Any) -> str:
+    """The name of a training step."""
+    return getattr(step, "__name__", "train_step")
+
+
+class Edges:
+    """Where calls have to end because another program follows.
+
+    Args:
+        stages: The training steps.
+        next_change: From a step to the next one at which the shapes of the batches change, or None; None if nobody
+            knows.
+    """
+
+    def __init__(self, stages: TrainSteps, next_change: Callable[[int], int | None] | None = None) -> None:
+        self._stages, self._next_change = stages, next_change
+
+    def after(self, step: int, last_step: int) -> tuple[int, str]:
+        """The first such step after `step`, and the reason; `last_step` at most."""
+        end, why = last_step, f"the run ends at step {last_step}"
+        change = None if self._next_change is None else self._next_change(step)
+        if change is not None and change < end:
+            end, why = change, f"the batches have other shapes from step {change} on"
+        edge = self._stages.edge_after(step)
+        if edge is not None and edge <= end and edge < last_step:
+            end, why = edge, f"a stage begins at step {edge}"
+        return end, why
+
+    def segments(self, start: int, last_step: int) -> Iterator[Segment]:
+        """The segments of a run, in their order."""
+        first, changes = start, 0
+        while first < last_step:
+            stop, _ = self.after(first, last_step)
+            is_edge = first in self._stages.firsts
+            changes += not is_edge
+            if changes > _MOST_CHANGES:
+                # The stages are all looked at.
+                edge = self._stages.edge_after(first)
+                if edge is None:
+                    return
+                first, changes = edge, 0
+                continue
+            yield Segment(first, stop, self._stages.index(first), is_edge)
+            first = stop
+
+
+def lengths(
+    start: int,
+    stop: int,
+    steps_per_call: int,
+    end_after: Callable[[int], tuple[int, str]],
+    why_one: Callable[[str], None] = lambda why: None,
+) -> Iterator[int]:
+    """How many steps each call takes: `steps_per_call`, or one at a time if a call has to end before.
+
+    Args:
+        start: The first step.
+        stop: Where to end.
+        steps_per_call: How many steps a call takes.
+        end_after: From a step to the next one at which a call has to end, and the reason.
+        why_one: Takes the reason of calls of one step.
+    """
+    step = start
+    while step < stop:
+        end, why = end_after(step)
+        end = min(end, stop)
+        if end - step >= steps_per_call:
+            step += steps_per_call
+            yield steps_per_call
+            continue
+        why_one(why)
+        for _ in range(end - step):
+            yield 1
+        step = end

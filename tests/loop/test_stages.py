@@ -1,0 +1,217 @@
+"""`train` with a staircase of steps: what is run when, what is found early, what is compiled in the background."""
+
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import train
+
+import jstep
+
+BATCHES = [np.full(3, n, np.float32) for n in range(40)]
+
+
+def near(params, x):
+    return jnp.sum((params["w"] - x) ** 2)
+
+
+def far(params, x):
+    loss = jnp.sum(jnp.abs(params["w"] + x))
+    return loss, {"sign": jnp.sum(jnp.sign(params["w"]))}
+
+
+OPTIMIZER = jstep.adam(0.1)
+NEAR = jstep.minimize(near, OPTIMIZER)
+FAR = jstep.minimize(far, OPTIMIZER, has_aux=True)
+
+
+def make_state(step=0, optimizer=OPTIMIZER):
+    return jstep.TrainState.create({"w": jnp.ones(3)}, optimizer, global_step=step)
+
+
+def by_hand(steps, stages, batches=BATCHES):
+    state = make_state()
+    for n in range(steps):
+        step = stages[max(k for k in stages if k <= n)]
+        state, _ = step(state, batches[n])
+    return state
+
+
+def staged(stages, last, batches=BATCHES, state=None, **kwargs):
+    return train(last, batches, step=stages, state=make_state() if state is None else state, **kwargs)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3, 7])
+@pytest.mark.parametrize("last", [5, 9, 10, 11, 30])
+def test_each_step_is_that_of_its_stage(last, steps_per_call):
+    stages = {0: NEAR, 10: FAR, 13: NEAR}
+    state = staged(stages, last, steps_per_call=steps_per_call)
+    expected = by_hand(last, stages)
+    assert jstep.global_step(state) == last
+    equal = np.testing.assert_array_equal if steps_per_call == 1 else np.testing.assert_allclose
+    kwargs = {} if steps_per_call == 1 else {"rtol": 1e-5}
+    equal(state.params["w"], expected.params["w"], **kwargs)
+
+
+def test_one_stage_is_a_step_alone():
+    one, other = staged(NEAR, 8), staged({0: NEAR}, 8)
+    np.testing.assert_array_equal(one.params["w"], other.params["w"])
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 7])
+@pytest.mark.parametrize("stop", [4, 9, 10, 11, 15])
+def test_a_run_that_is_started_again(stop, steps_per_call, tmp_path):
+    stages = {0: NEAR, 10: FAR}
+    kwargs = {"steps_per_call": steps_per_call, "save_checkpoint_steps": 1}
+    whole = staged(stages, 20, checkpoint_dir=tmp_path / "whole", **kwargs)
+    staged(stages, stop, checkpoint_dir=tmp_path / "parts", **kwargs)
+    parts = staged(stages, 20, checkpoint_dir=tmp_path / "parts", **kwargs)
+    assert jstep.fingerprint(whole) == jstep.fingerprint(parts)
+    state, args = jstep.replay(stages, make_state(), BATCHES, tmp_path / "parts", 17)
+    np.testing.assert_array_equal(args[0], BATCHES[17])
+    np.testing.assert_allclose(FAR(state, *args)[0].params["w"], by_hand(18, stages).params["w"], rtol=1e-5)
+
+
+def test_verify_resume_takes_stages():
+    for at in (3, 4, 5):
+        assert jstep.verify_resume(make_state, {0: NEAR, 4: FAR}, BATCHES, at=at, steps=8)
+
+
+def test_metrics_that_one_stage_lacks(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    staged({0: NEAR, 4: FAR, 8: NEAR}, 12, logdir=tmp_path, log_steps=2, save_summaries_steps=2, progress=None)
+    lines = {m.split()[1].rstrip(":,"): m for m in (r.getMessage() for r in caplog.records) if m.startswith("step ")}
+    assert {int(step) for step, line in lines.items() if "sign" in line} == {6, 8}
+    seen = {}
+    for event in jstep.read_events(tmp_path):
+        for tag in event.values:
+            seen.setdefault(tag, set()).add(event.step)
+    assert seen["sign"] == {6, 8}
+    assert seen["loss"] == {2, 4, 6, 8, 10, 12}
+
+
+# What is found before the first step
+
+
+def never(state, x):
+    raise AssertionError("no step was to be made")
+
+
+def wrong_shape(params, x):
+    return jnp.sum(params["w"].reshape(3, 1) * x.reshape(1, 4))
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_mistake_in_a_later_stage_is_found_before_the_first_step(steps_per_call):
+    hooks = [jstep.every(1, lambda *_: pytest.fail("a step was taken"))]
+    stages = {0: NEAR, 5: FAR, 30: jstep.minimize(wrong_shape, OPTIMIZER)}
+    with pytest.raises(ValueError, match=r"train_step\[30\].*step 30.*TypeError"):
+        staged(stages, 40, hooks=hooks, steps_per_call=steps_per_call)
+    assert jstep.global_step(staged(stages, 30)) == 30  # a stage that is never reached is not looked at
+
+
+@pytest.mark.parametrize("other", [jstep.gradient_descent(0.1), jstep.adagrad(0.1), jstep.ademamix(0.1)])
+def test_a_stage_of_another_state(other):
+    with pytest.raises(ValueError, match=r"train_step\[6\]"):
+        staged({0: NEAR, 6: jstep.minimize(near, other)}, 10)
+
+
+@pytest.mark.parametrize("kind", ["list", "object"])
+def test_whose_batch_has_another_shape(kind):
+    class Indexed:
+        def __getitem__(self, n):
+            return BATCHES[n] if n < 7 else np.ones((2, 2), np.float32)
+
+        def __len__(self):
+            return 40
+
+    source = Indexed()
+    batches = source if kind == "object" else [source[n] for n in range(40)]
+    with pytest.raises(ValueError, match=r"train_step\[7\]"):
+        staged({0: NEAR, 7: FAR}, 10, batches)
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "says"),
+    [
+        ({}, ValueError, "train_step"),
+        ({3: NEAR}, ValueError, "step 0"),
+        ({0: NEAR, -1: FAR}, ValueError, "-1"),
+        ({0: NEAR, 1.0: FAR}, TypeError, "1.0"),
+        ({0: NEAR, 1000: "far"}, TypeError, r"train_step\[1000\]"),
+        ({False: NEAR}, TypeError, "False"),
+    ],
+)
+def test_bad_staircases(stages, error, says):
+    for call in (
+        lambda: staged(stages, 5),
+        lambda: jstep.verify_resume(make_state, stages, BATCHES, 1, 2),
+        lambda: jstep.replay(stages, make_state(), BATCHES, None, 1),
+    ):
+        with pytest.raises(error, match=says):
+            call()
+
+
+# What is compiled in the background
+
+
+def steps_of(*losses):
+    return [jstep.minimize(lambda params, x, k=k: k * near(params, x), OPTIMIZER) for k in losses]
+
+
+@pytest.fixture
+def threads_that_compile():
+    seen = []
+
+    def listener(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@pytest.mark.parametrize("source", ["list", "function", "iterator"])
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_the_next_stage_is_compiled_before_it_is_due(source, steps_per_call, threads_that_compile, caplog):
+    caplog.set_level(logging.INFO)
+    first, second = steps_of(2.0, 3.0)
+    batches = {"list": lambda: BATCHES, "function": lambda: lambda n: BATCHES[n], "iterator": lambda: iter(BATCHES)}
+    at_the_edge = []
+
+    def seen(step, state, metrics):
+        at_the_edge.append(list(threads_that_compile))
+
+    staged({0: first, 8: second}, 16, batches[source](), hooks=[jstep.every(8, seen)], steps_per_call=steps_per_call)
+    after = threads_that_compile[len(at_the_edge[0]) :]
+    assert threads_that_compile.count("jstep-compile") == 1
+    assert "MainThread" not in after  # after step 8 the loop itself compiles nothing
+    said = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
+    assert any("compiled train_step ahead of step 8" in m for m in said)
+    assert not any("again" in m for m in said)
+
+
+def test_shapes_of_batches_are_compiled_before_they_are_due(threads_that_compile):
+    step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), OPTIMIZER)
+    rows = np.arange(50, dtype=np.float32).reshape(50, 1) * np.ones(3, np.float32)
+    data = jstep.batches(rows, 8, shuffle=False, drop_remainder=False)
+    seen = []
+    hook = jstep.every(6, lambda *_: seen.append(threads_that_compile.count("MainThread")))
+    staged(step, 30, data, hooks=[hook])
+    assert threads_that_compile.count("jstep-compile") == 1
+    assert len(set(seen)) == 1
+
+
+def test_an_error_of_the_compiler_is_that_of_its_step(caplog):
+    def fails(params, x):
+        return near(params, x) + jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct((), np.float32))(x)
+
+    stages = {0: NEAR, 5: jstep.minimize(lambda p, x: fails(jax.lax.stop_gradient(p), x) + near(p, x), OPTIMIZER)}
+    with pytest.raises(Exception, match="no_such_target") as failed:
+        staged(stages, 10)
+    assert jstep.global_step(failed.value.state) == 5
+    assert "could not be compiled ahead" in caplog.text
