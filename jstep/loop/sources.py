@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import shown
-from jstep.data import Batches
-from jstep.data.batches import BatchIterator
+from jstep.data import BatchIterator, BatchSequence
 
 _logger = logging.getLogger("jstep")
 
@@ -68,7 +67,7 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
         return _stateful(batches, position, start)
     if hasattr(batches, "__getitem__"):
         if _is_sequence(batches) or not hasattr(batches, "__iter__"):
-            return Source(_indexed(batches, start, last_step), fresh=isinstance(batches, Batches))
+            return Source(_indexed(batches, start, last_step), fresh=isinstance(batches, BatchSequence))
         first = _first(batches, start, last_step)
         if first is not None:
             return Source(itertools.chain(first, _indexed(batches, start + len(first), last_step)))
@@ -126,7 +125,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_sequence(batches: Any) -> bool:
-    return isinstance(batches, collections.abc.Sequence | Batches)
+    return isinstance(batches, collections.abc.Sequence | BatchSequence)
 
 
 def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
