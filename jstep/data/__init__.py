@@ -3,7 +3,8 @@
 from jstep.core.public import publish as _publish
 from jstep.data.batches import Batches, batches
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
+from jstep.data.sequence import BatchIterator, BatchSequence
 
-__all__ = ["Batches", "PrefetchIterator", "batches", "prefetch_to_device"]
+__all__ = ["BatchIterator", "BatchSequence", "Batches", "PrefetchIterator", "batches", "prefetch_to_device"]
 
 _publish(globals())

@@ -60,6 +60,22 @@ def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
     return [keys[i : i + 1].reshape(()) for i in range(keys.size)]
 
 
+class Keys:
+    """The keys of the streams of a seed; those asked for last are remembered."""
+
+    def __init__(self, domain: Domain, seed: int) -> None:
+        self._domain, self._seed = domain, seed
+        self._known: tuple[int, list[Words]] = (-1, [])  # replaced at once, so threads may share it
+
+    def of(self, stream: int) -> list[Words]:
+        """The keys of a stream."""
+        known, keys = self._known
+        if known != stream:
+            keys = draw_keys(self._domain, self._seed, stream)
+            self._known = (stream, keys)
+        return keys
+
+
 def permute(domain: Domain, keys: list[Words], positions: Rows) -> Rows:
     """The numbers at `positions` of the permutation, positions being in range(n)."""
     numbers = _encipher(domain, keys, positions.astype(domain.dtype))

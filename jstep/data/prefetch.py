@@ -12,8 +12,8 @@ from jstep.core.checks import as_function, as_int, shown
 from jstep.core.contexts import Thread
 from jstep.core.notes import note
 from jstep.core.trees import leaves_with_paths, quoted
-from jstep.data.batches import BatchIterator
 from jstep.data.placement import copied, placement
+from jstep.data.sequence import BatchIterator
 
 # How long leaving a loop waits for the thread; one that is inside of a slow source ends after it.
 _END_SECS = 0.5

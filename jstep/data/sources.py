@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core.checks import shown
 from jstep.core.contexts import own_transfers
 from jstep.core.stack import stack_trees
 from jstep.core.trees import flatten, path_str, quoted
-from jstep.data._permutation import Rows
+from jstep.data import _permutation
 
-RowNumbers: TypeAlias = Rows | slice
+RowNumbers: TypeAlias = _permutation.Rows | slice
 """Rows in any order, or a stretch of them."""
 
 
@@ -57,12 +58,12 @@ class KeySource:
 class ItemSource:
     """Items of an object with `__len__` and `__getitem__`, stacked."""
 
-    def __init__(self, items: Any, path: str) -> None:
+    def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
         self.path = path
         # Whether a list of indices gives the rows at once; None until it has been tried.
         self._takes_list: bool | None = False if isinstance(items, list | range) else None
-        self._what = f"arrays: items of the {type(items).__name__} at {path}"
+        self._what = f"{argument}: items of the {type(items).__name__} at {path}"
 
     def __len__(self) -> int:
         return len(self._items)
@@ -131,50 +132,99 @@ class ItemSource:
 Source: TypeAlias = ArraySource | KeySource | ItemSource
 
 
-def as_source(leaf: Any, keys: Sequence[Any]) -> Source:
-    """The source that a leaf of `arrays` is.
+def as_source(leaf: Any, keys: Sequence[Any], argument: str) -> Source:
+    """The source that a leaf of `arrays`, or of another argument, is.
 
     Raises:
         TypeError: The leaf has no length or no items; names the path.
         ValueError: It is empty.
     """
     path = quoted(path_str(keys))
-    source = _open(leaf, path)
+    source = _open(leaf, path, argument)
     if len(source) == 0:
-        raise ValueError(f"arrays: the {type(leaf).__name__} at {path} has no rows")
+        raise ValueError(f"{argument}: the {type(leaf).__name__} at {path} has no rows")
     return source
 
 
-def _open(leaf: Any, path: str) -> Source:
+class Rows:
+    """Rows of a tree of sources that have equally many.
+
+    Args:
+        sources: The sources, in the order of the tree's leaves.
+        treedef: The tree.
+    """
+
+    def __init__(self, sources: list[Source], treedef: Any) -> None:
+        self._sources, self._treedef = sources, treedef
+
+    def __len__(self) -> int:
+        return len(self._sources[0])
+
+    def take(self, rows: RowNumbers) -> Any:
+        """These rows, as a tree of new arrays."""
+        return self._treedef.unflatten([source.rows(rows) for source in self._sources])
+
+
+def open_rows(arrays: Any, argument: str = "arrays", name: str = "") -> Rows:
+    """The rows of a tree of sources.
+
+    Args:
+        arrays: The tree; a list in it is one source.
+        argument: What the user calls it, for errors.
+        name: The name by which it is found in the argument, which begins the paths of its leaves; empty if it is the
+            argument itself.
+
+    Raises:
+        ValueError: There is no source, one is empty, or they have different numbers of rows.
+        TypeError: A leaf has no length or no items.
+    """
+    tree = {name: arrays} if name else arrays
+    leaves, whole = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_source)
+    treedef: Any = whole
+    if not leaves:
+        raise ValueError(f"{argument}={shown(tree)}: holds no array to take rows of")
+    sources = [as_source(leaf, keys, argument) for keys, leaf in leaves]
+    if len({len(source) for source in sources}) > 1:
+        each = ", ".join(f"{len(source)} at {source.path}" for source in sources)
+        raise ValueError(f"{argument}: all sources must have the same number of rows; there are {each}")
+    return Rows(sources, treedef.children()[0] if name else treedef)
+
+
+def _is_source(x: Any) -> bool:
+    # A list holds examples. JAX warns of iterators in a tree; they are refused as sources.
+    return isinstance(x, list) or hasattr(x, "__next__")
+
+
+def _open(leaf: Any, path: str, argument: str) -> Source:
     if hasattr(leaf, "to_numpy") and not hasattr(leaf, "columns"):  # a column of a data frame
         leaf = leaf.to_numpy()
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if leaf.ndim == 0:
-            raise TypeError(f"arrays: the {type(leaf).__name__} at {path} is a scalar and has no rows")
+            raise TypeError(f"{argument}: the {type(leaf).__name__} at {path} is a scalar and has no rows")
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return KeySource(leaf, path)
         return ArraySource(leaf, path)
     name = type(leaf).__name__
     if isinstance(leaf, str | bytes):
-        raise TypeError(f"arrays: the {name} at {path} is a text, not a source of rows; give a list of texts")
+        raise TypeError(f"{argument}: the {name} at {path} is a text, not a source of rows; give a list of texts")
     if hasattr(leaf, "columns"):
         raise TypeError(
-            f"arrays: the {name} at {path} is indexed by column, not by row; give its columns, such as `dict(frame)`, "
-            "or an array, such as `frame.to_numpy()`"
+            f"{argument}: the {name} at {path} is indexed by column, not by row; give its columns, such as "
+            "`dict(frame)`, or an array, such as `frame.to_numpy()`"
         )
     if not hasattr(leaf, "__getitem__"):
         raise TypeError(
-            f"arrays: the {name} at {path} has no __getitem__; batches need rows that can be taken in any "
+            f"{argument}: the {name} at {path} has no __getitem__; batches need rows that can be taken in any "
             "order; an iterator can be given to jstep.train, or prefetch_to_device, as it is"
         )
     try:
         len(leaf)
     except TypeError as error:
         raise TypeError(
-            f"arrays: the {name} at {path} has no len(), so its rows cannot be taken in any order ({error}); what is "
-            "iterated over can be given to jstep.train, or prefetch_to_device, as it is"
+            f"{argument}: the {name} at {path} has no len(), so its rows cannot be taken in any order ({error}); what "
+            "is iterated over can be given to jstep.train, or prefetch_to_device, as it is"
         ) from None
-    return ItemSource(leaf, path)
+    return ItemSource(leaf, path, argument)
 
 
 def _as_item(item: Any) -> Any:

@@ -13,7 +13,7 @@ from jstep.core.checks import as_bool, as_function
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.core.meshes import Attempts, mesh_of, setting
-from jstep.data import Batches
+from jstep.data import BatchSequence
 from jstep.distributed import agreement
 from jstep.evaluating.counted import rows_of
 from jstep.evaluating.objects import Merger, numbers_of_objects
@@ -99,7 +99,7 @@ def evaluator(
     def evaluate(state: TrainState) -> dict[str, float]:
         require_alive(require_state(state))
         refuse_shapes(state, "state")
-        if batch_sharding is None and isinstance(batches, Batches) and not agreement.is_alone():
+        if batch_sharding is None and isinstance(batches, BatchSequence) and not agreement.is_alone():
             raise ValueError(
                 "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes one "
                 "global batch of them, as in train"

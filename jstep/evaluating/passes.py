@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jstep.core.checks import shown
-from jstep.data import Batches
+from jstep.data import Batches, BatchSequence
 
 _logger = logging.getLogger("jstep")
 
@@ -86,9 +86,12 @@ def _whole(batches: Any) -> Any:
 def _warn_of_dropped_rows(batches: Any) -> None:
     """Says that rows are left out, if whole passes are evaluated; a slice of other steps leaves out rows on purpose."""
     whole = _whole(batches)
-    if not isinstance(whole, Batches) or len(whole) % whole.steps_per_epoch:
+    if not isinstance(whole, Batches):
         return
-    dropped = whole.num_rows - whole.steps_per_epoch * whole.batch_size
+    size = whole.batch_size
+    if not isinstance(size, int) or len(whole) % whole.steps_per_epoch:
+        return
+    dropped = whole.num_rows - whole.steps_per_epoch * size
     if dropped > 0:
         _logger.warning(
             "evaluator: batches=%s: %d of %d rows are not evaluated: they do not fill a batch, and drop_remainder=True "
@@ -106,7 +109,9 @@ def _is_endless(batches: Any) -> bool:
         return not _has(batches.__length_hint__)
     # jstep.batches, a slice of it, or an iterator over it.
     whole = _whole(batches)
-    return isinstance(whole, Batches) and not _has(batches.__len__ if hasattr(batches, "__len__") else whole.__len__)
+    return isinstance(whole, BatchSequence) and not _has(
+        batches.__len__ if hasattr(batches, "__len__") else whole.__len__
+    )
 
 
 def _has(length: Callable[[], int]) -> bool:

@@ -3,6 +3,7 @@
 import base64
 import collections.abc
 import copy
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +13,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import shown
-from jstep.data import Batches
-from jstep.data.batches import BatchIterator
+from jstep.data import BatchIterator, BatchSequence
 
 _logger = logging.getLogger("jstep")
 
@@ -74,13 +74,13 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
         return _stateful(batches, position, start)
     if hasattr(batches, "__getitem__"):
         if _is_sequence(batches) or not hasattr(batches, "__iter__"):
-            is_own = isinstance(batches, Batches)
+            is_own = isinstance(batches, BatchSequence)
             return Source(
                 _indexed(batches, start, last_step),
                 fresh=is_own,
                 at=batches.__getitem__,
                 is_own=is_own,
-                next_change=getattr(batches, "next_change", None) if is_own else None,
+                next_change=functools.partial(_next_change, batches) if is_own else None,
             )
         first = _first(batches, start, last_step)
         if first is not None:
@@ -133,6 +133,13 @@ def check_batches(batches: Any) -> None:
         raise TypeError(f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable")
 
 
+def _next_change(batches: BatchSequence, step: int) -> int | None:
+    try:
+        return batches.next_change(step)
+    except IndexError:  # they end before the run does
+        return None
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray | np.generic | jax.Array) or (
         hasattr(value, "__dlpack__") and hasattr(value, "shape")
@@ -140,7 +147,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_sequence(batches: Any) -> bool:
-    return isinstance(batches, collections.abc.Sequence | Batches)
+    return isinstance(batches, collections.abc.Sequence | BatchSequence)
 
 
 def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:

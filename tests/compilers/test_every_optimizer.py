@@ -33,7 +33,9 @@ def judge(name, layout, program, shapes):
     # One reduction of all gradients; split slots or parameters add one gathering of all parameters, FSDP another.
     theory = {"replicated": 1.0, "zero1": 2.0, "fsdp": 3.0}[layout]
     if name in MATRICES and layout != "replicated":
-        theory, number = 12.0, sum(one.number for one in found.values())
+        # What is split is gathered for the products: all slots, and the parameters and gradients up to four times.
+        theory = max(12.0, 4.0 + size_of(shapes.slots) / whole)
+        number = sum(one.number for one in found.values())
         assert number < 100, found
     assert total <= 1.1 * theory * whole, (found, whole)
     if layout == "replicated":

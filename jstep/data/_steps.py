@@ -1,0 +1,86 @@
+"""Which steps a sequence of batches has: all of them, a slice, or what skips leave."""
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+NO_END = 2**128
+"""More steps than anything counts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Steps in the order in which a sequence numbers them from 0.
+
+    Attributes:
+        parts: Ranges, none of them empty, one after the other.
+        firsts: The number of the first step of each part.
+        count: The number of steps; meaningless if there is no end.
+    """
+
+    parts: tuple[range, ...]
+    firsts: tuple[int, ...]
+    count: int
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether there is no last step."""
+        return bool(self.parts) and self.parts[-1].step > 0 and self.parts[-1].stop >= NO_END
+
+    def __getitem__(self, number: int) -> int:
+        part = bisect.bisect_right(self.firsts, number) - 1
+        return self.parts[part][number - self.firsts[part]]
+
+    def sliced(self, given: slice) -> "Steps":
+        """The steps of a slice, whose parts are not negative."""
+        numbers = range(self.count)[given]
+        windows = list(zip(self.parts, self.firsts, strict=True))
+        found = []
+        for part, first in windows if numbers.step > 0 else reversed(windows):
+            inner = within(numbers, first, first + count_of(part))
+            start, stride = part.start + (inner.start - first) * part.step, part.step * inner.step
+            found.append(range(start, start + count_of(inner) * stride, stride))
+        return steps_of(found)
+
+    def skipped(self, start: int, stop: int) -> "Steps":
+        """The steps without those of the numbers from `start` up to `stop`."""
+        return steps_of([*self.sliced(slice(start)).parts, *self.sliced(slice(stop, None)).parts])
+
+    def numbered(self, start: int, stop: int | None = None) -> Iterator[tuple[int, range]]:
+        """The ranges of the numbers from `start` up to `stop`, each with its first number."""
+        for i in range(max(bisect.bisect_right(self.firsts, start) - 1, 0), len(self.parts)):
+            first, part = self.firsts[i], self.parts[i]
+            low = max(start - first, 0)
+            high = count_of(part) if stop is None else min(stop - first, count_of(part))
+            if high > low:
+                yield first + low, part[low:high]
+
+
+def steps_of(parts: Iterable[range]) -> Steps:
+    """The steps of ranges, one after the other."""
+    kept: list[range] = []
+    firsts: list[int] = []
+    count = 0
+    for part in parts:
+        if part:
+            kept.append(part)
+            firsts.append(count)
+            count += count_of(part)
+    return Steps(tuple(kept), tuple(firsts), count)
+
+
+def count_of(numbers: range) -> int:
+    """The length of a range; `len` allows no large one."""
+    return max(0, -((numbers.start - numbers.stop) // numbers.step))
+
+
+def within(numbers: range, low: int, high: int) -> range:
+    """The numbers of a range that lie in low ≤ number < high, in their order."""
+    start, stride, count = numbers.start, numbers.step, count_of(numbers)
+    # start + stride·i is not below `low`, and below `high`, for first ≤ i < last.
+    if stride > 0:
+        first, last = -((start - low) // stride), -((start - high) // stride)
+    else:
+        first, last = (start - high) // -stride + 1, (start - low) // -stride + 1
+    first, last = min(max(first, 0), count), min(max(last, 0), count)
+    return range(start + first * stride, start + max(first, last) * stride, stride)

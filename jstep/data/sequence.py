@@ -1,0 +1,186 @@
+"""Sequences of batches by step: what `batches` and `mixture` return has in common."""
+
+import abc
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
+
+from jstep.core.checks import as_int
+from jstep.data._sizes import Sizes, by_first_step, next_change
+from jstep.data._steps import Steps
+
+Self = TypeVar("Self", bound="BatchSequence")
+
+
+class BatchSequence(abc.ABC):
+    """Batches by step, which is all their position: indexed, sliced, skipped and iterated over.
+
+    Steps count from 0; negative ones do not count from the end but raise IndexError, as do those
+    past the end.
+    """
+
+    def __init__(self, sizes: Sizes, steps: Steps) -> None:
+        self._sizes = sizes
+        self._steps = steps
+        self._count = steps.count
+        self._read = self._reader()
+
+    @abc.abstractmethod
+    def _reader(self) -> Callable[[int], Any]:
+        """A new function from step to batch, for one reader; it is not told of slices and skips."""
+
+    @abc.abstractmethod
+    def _with(self: Self, steps: Steps) -> Self:
+        """The sequence with other steps."""
+
+    def _extent(self) -> str:
+        """The steps, for the repr."""
+        parts, endless = self._steps.parts, self._steps.is_endless
+        if len(parts) == 1 and parts[0].start == 0 and parts[0].step == 1:
+            return "without end" if endless else f"{self._count} steps"
+        if not parts:
+            return "0 steps"
+        told = [str(range(p.start, p[-1] + (1 if p.step > 0 else -1), p.step)) for p in parts]
+        if endless:
+            told[-1] = f"{parts[-1].start}, {parts[-1].start + parts[-1].step}, …"
+        return "steps " + ", then ".join(told if len(told) <= 4 else [*told[:2], "…", told[-1]])
+
+    @property
+    def batch_size(self) -> int | dict[int, int]:
+        """Rows of a batch over all processes together: a number, or if it changes, first step → number.
+
+        A smaller last batch of an epoch (`drop_remainder=False`) is not counted as a change.
+        """
+        found = by_first_step(self._sizes, self._steps)
+        if not found:
+            return self._sizes.runs[0].size
+        return found[0] if len(found) == 1 else found
+
+    def batch_size_at(self, step: int) -> int:
+        """Rows of batch number `step`, over all processes together.
+
+        Raises:
+            IndexError: `step` is negative or past the end.
+        """
+        return self._sizes.at(self._steps[self._as_step(step)])
+
+    def next_change(self, step: int) -> int | None:
+        """The next step whose batch has not as many rows as that of `step`; None if there is none.
+
+        Args:
+            step: The step to start from. Smaller last batches of epochs (`drop_remainder=False`) count.
+
+        Raises:
+            IndexError: `step` is negative or past the end.
+        """
+        return next_change(self._sizes, self._steps, self._as_step(step))
+
+    def skip(self: Self, start: int, stop: int) -> Self:
+        """The same batches without those from step `start` up to `stop`: bad data, or a loss spike.
+
+        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on. Steps count in
+        what this is called on, so that skips compose from left to right. Batches before `start` stay as
+        they were, so a run may be resumed from a checkpoint there.
+
+        Args:
+            start: The first step to leave out.
+            stop: The step after the last one to leave out.
+
+        Raises:
+            ValueError: The range is empty, begins below 0, or goes past the end.
+
+        Example:
+            >>> import numpy as np, jstep
+            >>> data = jstep.batches(np.arange(100), batch_size=2, shuffle=False)
+            >>> [batch.tolist() for batch in data.skip(1, 10)[:3]]
+            [[0, 1], [20, 21], [22, 23]]
+        """
+        start, stop = as_int(start, "start", 0), as_int(stop, "stop", 0)
+        if stop <= start:
+            raise ValueError(
+                f"skip({start}, {stop}): expected start < stop, got {'an empty' if stop == start else 'a reversed'} "
+                "range; stop is the step after the last one to skip"
+            )
+        if stop > self._count and not self._steps.is_endless:
+            raise ValueError(f"skip({start}, {stop}): expected stop ≤ {self._count}, the number of steps there are")
+        return self._with(self._steps.skipped(start, stop))
+
+    def from_step(self, step: int) -> "BatchIterator":
+        """An iterator over the batches from number `step` on.
+
+        Args:
+            step: The first step; the number of all steps gives an iterator that has ended.
+
+        Raises:
+            IndexError: `step` is negative or past the end.
+            TypeError: `step` is no integer.
+        """
+        return BatchIterator(self, self._as_step(step, end=1))
+
+    def __len__(self) -> int:
+        if self._steps.is_endless:
+            raise TypeError(f"these batches have no end and no len(): {self._ways_to_end}")
+        return self._count
+
+    _ways_to_end = "give a slice with a stop"
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    @overload
+    def __getitem__(self: Self, step: slice) -> Self: ...
+    @overload
+    def __getitem__(self, step: Any) -> Any: ...
+    def __getitem__(self, step: Any) -> Any:
+        if isinstance(step, slice):
+            return self._with(self._steps.sliced(self._as_slice(step)))
+        return self._read(self._steps[self._as_step(step)])
+
+    def __iter__(self) -> "BatchIterator":
+        return self.from_step(0)
+
+    def _as_step(self, step: Any, end: int = 0) -> int:
+        step = as_int(step, "step")
+        if step < 0:
+            raise IndexError(f"step={step}: must not be negative, steps count up from 0")
+        if step >= self._count + end:
+            of = "num_epochs gives" if self._steps.parts == (range(self._count),) else "these batches have"
+            raise IndexError(f"step={step}: past the end, {of} the steps 0 to {self._count - 1}")
+        return step
+
+    def _as_slice(self, s: slice) -> slice:
+        start, stop = (
+            None if part is None else as_int(part, f"slice {name}")
+            for part, name in ((s.start, "start"), (s.stop, "stop"))
+        )
+        for part, name in ((start, "start"), (stop, "stop")):
+            if part is not None and part < 0:
+                raise IndexError(f"slice {name}={part}: must not be negative, steps count up from 0")
+        stride = None if s.step is None else as_int(s.step, "slice step")
+        if stride == 0:
+            raise ValueError("slice step=0: must not be 0")
+        if stride is not None and stride < 0 and start is None and self._steps.is_endless:
+            raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
+        return slice(start, stop, stride)
+
+
+class BatchIterator(Iterator[Any]):
+    """An iterator over batches that knows its position.
+
+    Attributes:
+        step: The step of the batch that `next` returns next.
+    """
+
+    def __init__(self, batches: BatchSequence, step: int) -> None:
+        self.step = step
+        self._batches = batches
+        self._read = batches._reader()
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    def __next__(self) -> Any:
+        if self.step >= self._batches._count:
+            raise StopIteration
+        batch = self._read(self._batches._steps[self.step])
+        self.step += 1
+        return batch

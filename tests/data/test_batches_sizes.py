@@ -1,0 +1,137 @@
+"""Batch sizes that change with the step, against a simulation of the rules in words."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from batch_rows import rows, same
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jstep.data import batches
+
+
+def simulated(n, sizes, drop, num_epochs=None, steps=60):
+    """The (epoch, first row, rows) of each batch, one at a time."""
+    epoch = used = 0
+    found = []
+    while len(found) < steps:
+        size = sizes[max(first for first in sizes if first <= len(found))]
+        if n - used < size and (drop or n == used):
+            epoch, used = epoch + 1, 0
+        if epoch == num_epochs:
+            break
+        taken = min(size, n - used)
+        found.append((epoch, used, taken))
+        used += taken
+    return found
+
+
+@st.composite
+def staircases(draw):
+    n = draw(st.integers(1, 40))
+    size = st.integers(1, n)
+    return n, {**draw(st.dictionaries(st.integers(1, 40), size, max_size=4)), 0: draw(size)}
+
+
+@settings(max_examples=100)
+@given(staircases(), st.booleans(), st.booleans(), st.none() | st.integers(1, 5), st.integers(0, 60))
+@example((10, {0: 4, 2: 2}), True, True, 1, 0)  # what is too little for 4 makes one more batch of 2
+@example((10, {0: 4, 2: 3}), True, True, 1, 0)
+def test_rows_follow_the_rules(given_sizes, shuffle, drop, num_epochs, start):
+    n, sizes = given_sizes
+    want = simulated(n, sizes, drop, num_epochs)
+    orders = [batches(np.arange(n), n, 3, shuffle)[epoch] for epoch in range(1 + max(w[0] for w in want))]
+    data = batches(np.arange(n), sizes, 3, shuffle, num_epochs, drop)
+    expected = [orders[epoch][used : used + taken].tolist() for epoch, used, taken in want]
+    assert [batch.tolist() for batch in itertools.islice(data, 60)] == expected
+    if len(want) < 60:
+        assert len(data) == len(want)
+    start = min(start, len(want) - 1)
+    assert data[start].tolist() == expected[start]
+    assert data.batch_size_at(start) == len(expected[start])
+    assert data.rows_before(start) == sum(map(len, expected[:start]))
+    changes = [i for i in range(start + 1, len(want)) if len(expected[i]) != len(expected[start])]
+    change = data.next_change(start)
+    assert change == changes[0] if changes else change is None or change >= len(want)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize("sizes", [{0: 7}, {0: 7, 3: 7}, {0: 7, 11: 7, 12: 7, 40: 7}])
+def test_equal_sizes_are_one_size(sizes, drop):
+    one, many = (batches(rows(30), size, 5, drop_remainder=drop) for size in (7, sizes))
+    assert same([many[i] for i in range(50)], [one[i] for i in range(50)])
+    assert many.batch_size == one.batch_size == 7
+    assert many.steps_per_epoch == one.steps_per_epoch
+    assert repr(many) == repr(one)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_each_row_once_in_an_epoch_across_edges(drop):
+    data = batches(np.arange(100), {0: 3, 5: 10, 9: 7, 12: 1}, seed=1, num_epochs=1, drop_remainder=drop)
+    seen = np.concatenate(list(data))
+    assert len(seen) == data.rows_before(len(data)) == 100
+    assert np.array_equal(np.sort(seen), np.arange(100))
+
+
+def test_far_away():
+    data = batches(np.arange(1000), {0: 32, 10**6: 48, 10**12: 64}, seed=1, drop_remainder=False)
+    far = 10**15
+    assert len(set(data[far].tolist())) == data.batch_size_at(far)
+    assert data.rows_before(far + 1) - data.rows_before(far) == len(data[far])
+    assert data.next_change(10**12 + 1) < 10**12 + 20
+    assert batches(np.arange(1000), {0: 32, 10**12: 64}).next_change(5) == 10**12
+
+
+def test_later_stages_change_nothing_before_them():
+    one, other = (batches(np.arange(50), sizes, 1) for sizes in ({0: 3, 20: 5}, {0: 3, 20: 7, 30: 1}))
+    assert same([one[i] for i in range(20)], [other[i] for i in range(20)])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_processes_share_batches_of_every_size(shuffle):
+    sizes = {0: 4, 7: 12, 20: 8}
+    whole = batches(np.arange(50), sizes, 2, shuffle)
+    parts = [batches(np.arange(50), sizes, 2, shuffle, process_index=i, process_count=4) for i in range(4)]
+    for step, joined in enumerate(zip(*[part[:40] for part in parts], strict=True)):
+        assert np.array_equal(np.concatenate(joined), whole[step])
+    with pytest.raises(ValueError, match=r"batch_size\[7\]=10: must be a multiple of 4"):
+        batches(np.arange(50), {0: 4, 7: 10}, process_index=0, process_count=4)
+
+
+def test_iterators_and_lookahead_over_an_edge():
+    data = batches(np.arange(30_000), {0: 3, 700: 20, 1400: 64}, seed=2)
+    for step, batch in zip(range(100, 1600), data.from_step(100), strict=False):
+        if step % 97 == 0 or abs(step - 700) < 3 or abs(step - 1400) < 3:
+            assert np.array_equal(batch, data[step])
+
+
+def test_properties():
+    data = batches(np.arange(100), {0: 4, 10: 8, 30: 4})
+    assert data.batch_size == {0: 4, 10: 8, 30: 4}
+    assert data[10:25].batch_size == 8
+    assert data[5:].batch_size == {0: 4, 5: 8, 25: 4}
+    assert data[10:25].steps_per_epoch == 12
+    with pytest.raises(ValueError, match="rows_before"):
+        data.steps_per_epoch
+    assert repr(data) == "<Batches of {0: 4, 10: 8, 30: 4} from 100 rows, shuffled by seed 0, without end>"
+    assert same(pickle.loads(pickle.dumps(data))[15], data[15])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "says"),
+    [
+        ({}, ValueError, "batch_size={}"),
+        ({5: 2}, ValueError, "batch_size: expected a value for step 0"),
+        ({0: 2, -1: 3}, ValueError, "-1"),
+        ({0: 2, 1.0: 3}, TypeError, "1.0"),
+        ({0: 2, True: 3}, TypeError, "True"),
+        ({0: 2, 1000: 0}, ValueError, r"batch_size\[1000\]=0: must be at least 1"),
+        ({0: 2, 1000: 2.5}, TypeError, r"batch_size\[1000\]=2.5"),
+        ({0: 2, 1000: 11}, ValueError, r"batch_size\[1000\]=11: must not be more than the 10 rows"),
+    ],
+)
+def test_misuse(sizes, error, says):
+    with pytest.raises(error, match=says):
+        batches(np.arange(10), sizes)
