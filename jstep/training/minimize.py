@@ -114,6 +114,15 @@ def minimize(
         >>> print(state.params["w"], state.global_step, metrics["loss"], metrics["learning_rate"])
         0.19999999 1 4.0 0.1
 
+        Two losses that pull in opposite directions, each by its own parameter:
+
+        >>> losses = {"up": (lambda params: -params["w"], "w"), "down": (lambda params: params["v"] + params["w"], "v")}
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0, "v": 1.0}, optimizer)
+        >>> state, metrics = jstep.minimize(losses, optimizer)(state)
+        >>> print(state.params["w"], state.params["v"], metrics["down/loss"], metrics["loss"])
+        1.5 0.5 2.0 1.0
+
     Source: `tf.train.Optimizer.minimize`.
     """
     require_optimizer("optimizer", optimizer)

@@ -151,7 +151,7 @@ def test_it_composes():
         "actor": (lambda p, x, averages: actor_loss(p, x) + jnp.sum(averages["critic"]["w"]), "actor/*"),
     }
     step = jstep.minimize(losses, optimizer, use_averages=True, num_microbatches=2)
-    state = single = jstep.TrainState.create(PARAMS, optimizer)
+    single = jstep.TrainState.create(PARAMS, optimizer)
     batches = [X, X + 1, X * jnp.nan, X - 1]
     scanned, metrics = jstep.scan_steps(step)(jstep.TrainState.create(PARAMS, optimizer), jnp.stack(batches))
     for batch in batches:
@@ -159,9 +159,9 @@ def test_it_composes():
     assert_close(scanned.params, single.params)
     assert scanned.slots["actor/start_step"] == 2
     np.testing.assert_array_equal(metrics["skipped"], [0, 0, 1, 0])
-    report = jstep.verify_resume(step, jstep.TrainState.create(PARAMS, optimizer), [(b,) for b in batches], 2)
+    made = lambda: jstep.TrainState.create(PARAMS, optimizer)  # noqa: E731
+    report = jstep.verify_resume(made, step, [(batch,) for batch in batches], 2, 4)
     assert report, report
-    del state
 
 
 def test_losses_of_different_dtypes_and_loss_scales():
