@@ -54,10 +54,10 @@ SHARED_TRACES = {
     "clipping.norms",
     "optimizers.leafwise",
     "optimizers.apply_updates",
+    "optimizers.chosen",
     "optimizers.eigenbases",
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",
-    "optimizers.wrappers.skip_nonfinite",
 }
 """A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself. So is a
 norm, which users take outside of steps as well."""

@@ -1,6 +1,7 @@
 """How a training step gathers the summaries made inside a loss, without knowing the package that makes them."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Collect = Callable[[Callable[[], Any]], Callable[[], tuple[Any, Any]]]
@@ -27,6 +28,12 @@ def with_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any],
     if merged is None:
         return aux, made
     return {name: value for name, value in aux.items() if name != "summaries"}, merged
+
+
+def together(made: Iterable[Any]) -> Any:
+    """One summary of those that several losses made; None where there are none."""
+    summaries = [one for one in made if one is not None]
+    return functools.reduce(_merges[0], summaries) if summaries else None
 
 
 def collecting(fn: Callable[[], Any]) -> tuple[Any, Any]:

@@ -12,23 +12,24 @@ from jstep.core.types import Params
 VarList: TypeAlias = Callable[[str, Any], bool] | str | Sequence[str] | Any | None
 
 
-def selected(params: Params, var_list: VarList) -> list[int]:
+def selected(params: Params, var_list: VarList, argument: str = "var_list") -> list[int]:
     """The places, among the leaves of params, of those to differentiate.
 
     Args:
         params: Any tree; leaves that are not floating point are never differentiated.
         var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools (a bool
             may stand for a whole subtree).
+        argument: Its name, for errors.
 
     Raises:
         TypeError: `var_list` is none of these.
         ValueError: An entry matches nothing (names the nearest paths), or nothing is left to train.
     """
-    places = [i for i, wanted in enumerate(flags(params, var_list)) if wanted]
+    places = [i for i, wanted in enumerate(flags(params, var_list, argument)) if wanted]
     if not places:
         named = trees.leaves_with_paths(params)
         raise ValueError(
-            f"No variables to optimize: var_list={_shown(var_list)} leaves none of "
+            f"No variables to optimize: {argument}={_shown(var_list)} leaves none of "
             f"{[path for path, _ in named][:20]}, of which only floating-point leaves can be trained"
         )
     return places

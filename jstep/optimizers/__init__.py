@@ -66,6 +66,7 @@ from jstep.optimizers.wrappers import (
     skip_nonfinite,
     slow_params,
     stochastic_rounding,
+    update_every,
     with_moving_average,
 )
 from jstep.optimizers.yogi import yogi
@@ -140,6 +141,7 @@ __all__ = [
     "stateless",
     "stochastic_rounding",
     "trace",
+    "update_every",
     "with_moving_average",
     "yogi",
 ]

@@ -16,11 +16,15 @@ class Role(enum.Enum):
     """What a slot means to jstep; most mean nothing, and have none."""
 
     AGE = "the step at which slots were created: a step that is left out moves it along"
+    OWN_AGE = "the same, of an optimizer that leaves out some steps by itself: no age for what is around it"
     HELD = "a hyperparameter that the state holds"
     LOSS_SCALE = "what the loss is multiplied by"
     HIDDEN_SCALE = "a loss scale that is not outermost, which is refused when it is used"
     SCALE_SINCE = "the step of the loss scale's last change"
     LAST_FINITE = "the step that the last finite update made"
+
+
+AGES = (Role.AGE, Role.OWN_AGE)
 
 
 class Roles(dict[str, Role | None]):
@@ -46,6 +50,11 @@ class Roles(dict[str, Role | None]):
         """The roles of a part that does not see all gradients: its loss scale is not outermost."""
         hidden = {name: Role.HIDDEN_SCALE if role is Role.LOSS_SCALE else role for name, role in self.items()}
         return Roles(hidden, complete=self.complete)
+
+    def at_some_steps(self) -> "Roles":
+        """The roles of an optimizer that updates at some steps alone: it sees some gradients, and ages at its own."""
+        own = {name: Role.OWN_AGE if role is Role.AGE else role for name, role in self.items()}
+        return Roles(own, complete=self.complete).beside_others()
 
     def of(self, *roles: Role) -> list[str]:
         """The names of the slots that have one of these roles."""

@@ -27,7 +27,8 @@ def wrapped(
     hyper: Mapping[str, Any] | None = None,
     roles: Mapping[str, Role] | None = None,
     aged: bool = False,
-    guarded: bool = False,
+    guarded: bool | None = None,
+    inner_roles: Callable[[Roles], Roles] = lambda roles: roles,
     init_on: Callable[[Params], Params] = lambda params: params,
 ) -> Optimizer:
     """An optimizer around another.
@@ -41,7 +42,9 @@ def wrapped(
         roles: The roles of some of its own slots.
         aged: Whether it needs an age: that of the inner one's `start_step`, or of one of its own if the inner one has
             none. Either way it finds it in `own` as `start_step`, and need not return it.
-        guarded: Whether gradients that are not finite do not get past it.
+        guarded: Whether gradients that are not finite reach neither parameters nor slots; that of the inner one by
+            default.
+        inner_roles: From the roles of the inner one's slots to those that others see.
         init_on: What the inner one sees as params when its slots are made.
 
     Raises:
@@ -73,7 +76,7 @@ def wrapped(
     def all_roles(params: Params) -> Roles:
         inner = roles_of(optimizer, params)
         age = Roles({age_slot(inner): Role.AGE} if aged else {})
-        return (inner.beside_others() if Role.LOSS_SCALE in own_roles.values() else inner).joined(own_roles).joined(age)
+        return inner_roles(inner).joined(own_roles).joined(age)
 
     def whole(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
@@ -89,7 +92,7 @@ def wrapped(
         updates, inner, changed = update(updates, inner, seen, params, step, h, context)
         return updates, mine | ({age: slots[age]} if age else {}) | changed | inner
 
-    is_safe = guarded or is_guarded(optimizer)
+    is_safe = is_guarded(optimizer) if guarded is None else guarded
     return Optimizer(
         Init(init, all_roles, makes_finished_updates(optimizer), guarded=is_safe),
         whole,

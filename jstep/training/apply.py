@@ -18,7 +18,7 @@ from jstep.core.sequenced import sequenced
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.matched import matched_gradients
-from jstep.optimizers.names import Role, Roles, roles_of
+from jstep.optimizers.names import AGES, Role, Roles, roles_of
 from jstep.optimizers.updated import NOTHING, updated
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.skip_nonfinite import ASKED, LEFT_OUT
@@ -147,7 +147,7 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}
     if not increment:
         # A skipped update moves an age along with the step; where the step stays, so does the age.
-        own |= {name: held[name] for name in roles.of(Role.AGE)}
+        own |= {name: held[name] for name in roles.of(*AGES)}
     params = apply_updates(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})
     new = new.replace(global_step=later_step(step)) if increment else new

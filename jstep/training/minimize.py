@@ -1,6 +1,5 @@
 """From a loss and an optimizer to a training step."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
-from jstep.core.collecting import with_returned
 from jstep.core.keys import anywhere
 from jstep.core.loops import Unroll
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
@@ -28,7 +26,9 @@ from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite
 from jstep.state import MODEL_STATE, TrainState, require_state, step_of
 from jstep.training.apply import Applied, applied
+from jstep.training.averages import averages_for, checked_averages
 from jstep.training.constants import Constants, split_constants
+from jstep.training.several_losses import Losses, SeveralLosses, name_of, replaced, several_losses, shown_losses
 from jstep.training.step import PureStep, TrainStep
 
 OF_CONTEXT = 0x6A73
@@ -37,7 +37,7 @@ NORMS = ("grad_norm", "update_norm", "param_norm")
 
 
 def minimize(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any] | Losses,
     optimizer: Optimizer,
     *,
     var_list: VarList = None,
@@ -47,6 +47,7 @@ def minimize(
     gate_gradients: int = GATE_OP,
     aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
     has_model_state: bool = False,
+    use_averages: bool | str = False,
     rng: Array | None = None,
     sharpness: ScalarOrSchedule | None = None,
     adaptive: bool = False,
@@ -61,7 +62,10 @@ def minimize(
     Args:
         loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux `-> (loss, aux)`; with
             has_model_state `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both
-            `-> (loss, (model_state, aux))`; with rng it also takes `rng=key`.
+            `-> (loss, (model_state, aux))`; with rng it also takes `rng=key`, with use_averages `averages=params`. Or
+            several losses, `{"critic": (critic_loss, "critic/*"), "actor": (actor_loss, "actor/*")}`: each is
+            differentiated with respect to its own var_list, all at the same parameters; one update takes all the
+            gradients. What no loss trains stays as it is.
         optimizer: The one the state was created with.
         var_list: What to train, as in `compute_gradients`; the rest stays as it is.
         has_aux: Whether loss_fn returns auxiliary values, which join the metrics.
@@ -70,10 +74,13 @@ def minimize(
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH.
         aggregation_method: How the gradients of microbatches are added up.
         has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`.
+        use_averages: Whether loss_fn gets the moving averages of the parameters, `averaged_params(state)`, which are
+            not differentiated (mean teachers, target networks); or the name of their slot, for `averaged_params`.
         rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, a function of the step alone, so that a run
-            that was interrupted draws the same numbers. A microbatch i gets `fold_in(that, i)`.
+            that was interrupted draws the same numbers. Of several losses, loss i gets `fold_in(that, i)`; likewise a
+            microbatch i of what its loss gets.
         sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it: loss, aux
-            and model_state are those at the parameters themselves.
+            and model_state are those at the parameters themselves. Of several losses, each moves its own parameters.
         adaptive: Whether that radius follows the size of each element.
         unroll: How the loop over microbatches is unrolled, as in `scan_steps`; None chooses.
         metrics: Which of `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates as added) and
@@ -85,7 +92,8 @@ def minimize(
     Returns:
         A `TrainStep`, or the pure function where jit=False. Its metrics hold `loss`, each hyperparameter in force at
         the update (also those that the state holds), the norms asked for, and the entries of aux where it is a
-        mapping, else `aux`; scalars on the device, which nothing waits for (hyperparameters that are plain numbers are
+        mapping, else `aux`; of several losses `critic/loss` and `critic/<aux>` for each, and `loss`, their sum. They
+        are scalars on the device, which nothing waits for (hyperparameters that are plain numbers are
         NumPy scalars). Where the loss makes summaries that it does not return, they are `summaries`. If the optimizer
         has guards (`skip_nonfinite`, `dynamic_loss_scale`), `skipped` is 1.0 if one of them left the update out and
         nothing that is not finite was applied anywhere, else 0.0; guards below labels and scopes also report it each
@@ -94,7 +102,8 @@ def minimize(
     Raises:
         TypeError: An argument, the loss or a gradient is of the wrong type, or a key of aux is not a string.
         ValueError: An argument is out of range, or something does not fit: var_list, the batch and
-            num_microbatches, the state and the optimizer, names of metrics that collide.
+            num_microbatches, the state and the optimizer, names of metrics that collide, two losses that train one
+            parameter; or the optimizer keeps no averages.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -105,6 +114,15 @@ def minimize(
         >>> print(state.params["w"], state.global_step, metrics["loss"], metrics["learning_rate"])
         0.19999999 1 4.0 0.1
 
+        Two losses that pull in opposite directions, each by its own parameter:
+
+        >>> losses = {"up": (lambda params: -params["w"], "w"), "down": (lambda params: params["v"] + params["w"], "v")}
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0, "v": 1.0}, optimizer)
+        >>> state, metrics = jstep.minimize(losses, optimizer)(state)
+        >>> print(state.params["w"], state.params["v"], metrics["down/loss"], metrics["loss"])
+        1.5 0.5 2.0 1.0
+
     Source: `tf.train.Optimizer.minimize`.
     """
     require_optimizer("optimizer", optimizer)
@@ -114,22 +132,31 @@ def minimize(
     scheduled = callable(radius)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
-    differentiate = Differentiation(
-        _with_named_aux(as_function(loss_fn, "loss_fn", "(params, *args) -> loss"), has_model_state)
-        if has_aux is True
-        else loss_fn,
-        var_list=var_list,
-        has_aux=has_aux,
-        has_model_state=has_model_state,
-        num_microbatches=num_microbatches,
-        weight_fn=weight_fn,
-        gate_gradients=gate_gradients,
-        aggregation_method=aggregation_method,
-        sharpness=None if scheduled else radius,
-        adaptive=as_bool(adaptive, "adaptive") and not scheduled,
-        unroll=unroll,
-        gathers=True,
-    )
+    averages = checked_averages(use_averages)
+
+    def of_one(loss_fn: Any, var_list: VarList) -> Differentiation:
+        named = _with_named_aux(as_function(loss_fn, "loss_fn", "(params, *args) -> loss"), has_model_state)
+        return Differentiation(
+            named if has_aux is True else loss_fn,
+            var_list=var_list,
+            has_aux=has_aux,
+            has_model_state=has_model_state,
+            num_microbatches=num_microbatches,
+            weight_fn=weight_fn,
+            gate_gradients=gate_gradients,
+            aggregation_method=aggregation_method,
+            sharpness=None if scheduled else radius,
+            adaptive=as_bool(adaptive, "adaptive") and not scheduled,
+            unroll=unroll,
+            gathers=True,
+        )
+
+    differentiate: Differentiation | SeveralLosses
+    if isinstance(loss_fn, Mapping):
+        given = {"var_list": var_list is not None, "has_model_state": as_bool(has_model_state, "has_model_state")}
+        differentiate = several_losses(loss_fn, of_one, **given)
+    else:
+        differentiate = of_one(loss_fn, var_list)
 
     def parts(state: TrainState, args: tuple[Any, ...], rows: Any) -> tuple[TrainState, dict[str, Any], Constants]:
         step = step_of(require_state(state))
@@ -137,16 +164,15 @@ def minimize(
             raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
         key = None if rng is None else jax.random.fold_in(rng, step)
         scale = loss_scale_of(roles_of(optimizer, state.params), state.slots)
-        inputs = Inputs(state.params, state.slots.get(MODEL_STATE), args, key=key, rows=rows, scale=scale)
+        kwargs = None if averages is None else {"averages": averages_for(state, averages)}
+        inputs = Inputs(state.params, state.slots.get(MODEL_STATE), args, kwargs, key, rows, scale)
         at_radius = differentiate
         if scheduled:
-            at_radius = dataclasses.replace(
-                differentiate, sharpness=value_at("sharpness", radius, step), adaptive=adaptive
-            )
+            at_radius = replaced(differentiate, sharpness=value_at("sharpness", radius, step), adaptive=adaptive)
         part = at_radius(inputs)
         context = NOTHING
         if optimizer.takes_context:
-            plain = dataclasses.replace(differentiate, sharpness=None, adaptive=False)
+            plain = replaced(differentiate, sharpness=None, adaptive=False)
             own_key = None if key is None else jax.random.fold_in(key, OF_CONTEXT)
             context = Context(part.loss, _value_and_grad(plain, inputs), own_key)
         done = applied(state, part.gradients, optimizer, increment_global_step, context)
@@ -161,22 +187,21 @@ def minimize(
             return global_norm(done.updates if name == "update_norm" else _trainable(new_state.params))
 
         skipped = _skipped(done, state, part.gradients, optimizer)
-        aux, made = with_returned(part.aux if isinstance(part.aux, Mapping) else {"aux": part.aux}, part.summaries)
         named = {
-            "the loss": {"loss": part.loss},
             "the optimizer's hyperparameters": optimizer.hyperparameters(step),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
-            "aux": aux if has_aux else {},
+            **shown_losses(part, has_aux, is_several=isinstance(differentiate, SeveralLosses)),
             "the norms": {name: norm(name) for name in norms},
-            "what the loss made": {} if made is None else {"summaries": made},
         }
         return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
 
-    pure_step = PureStep(parts, looks_at_rows=num_microbatches > 1)
+    pure_step = PureStep(parts, name=name_of(loss_fn), looks_at_rows=num_microbatches > 1)
     return TrainStep(pure_step, donate=donate) if jit else pure_step
 
 
-def _value_and_grad(differentiate: Differentiation, inputs: Inputs) -> Callable[[Params], tuple[Array, Updates]]:
+def _value_and_grad(
+    differentiate: Differentiation | SeveralLosses, inputs: Inputs
+) -> Callable[[Params], tuple[Array, Updates]]:
     """Loss and gradients on this step's batch at other parameters, both unscaled."""
 
     def value_and_grad(params: Params) -> tuple[Array, Updates]:

@@ -12,7 +12,7 @@ import jstep
 
 # Names that are prefixes of one another, that contain slashes, and that slots themselves have.
 NAMES = ("a", "a/b", "a/b/c", "m", "decoder", "decoder/attn", "held", "start_step")
-WRAPPERS = ("scope", "average", "skip", "chain")
+WRAPPERS = ("scope", "average", "skip", "chain", "every")
 BASES = {
     "sgd": lambda: jstep.gradient_descent(0.1),
     "momentum": lambda: jstep.momentum(0.1, 0.9),
@@ -34,7 +34,7 @@ class Base:
 
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
-    """A scope, an average, a guard or a chain with one element, around another."""
+    """A scope, an average, a guard, a chain with one element or an `update_every` of 1, around another."""
 
     how: str
     name: str
@@ -48,6 +48,8 @@ class Wrapped:
             return jstep.with_moving_average(inner, jstep.ExponentialMovingAverage(0.5, name=f"avg_{self.name}"))
         if self.how == "skip":
             return jstep.skip_nonfinite(inner)
+        if self.how == "every":
+            return jstep.update_every(1, inner)
         return jstep.chain(jstep.clip_gradients(by_value=1e6), inner)
 
     def base_of(self, path):
@@ -84,9 +86,7 @@ def nests():
     return st.recursive(
         st.sampled_from(sorted(BASES)).map(Base),
         lambda children: st.one_of(
-            st.builds(
-                Wrapped, st.sampled_from(["scope", "average", "skip", "chain"]), st.sampled_from(NAMES), children
-            ),
+            st.builds(Wrapped, st.sampled_from(WRAPPERS), st.sampled_from(NAMES), children),
             _partitions(children),
         ),
         max_leaves=4,

@@ -15,6 +15,7 @@ from jstep.optimizers.wrappers.scale_updates import scale_updates
 from jstep.optimizers.wrappers.scope import scope
 from jstep.optimizers.wrappers.skip_nonfinite import skip_nonfinite
 from jstep.optimizers.wrappers.stochastic_rounding import stochastic_rounding
+from jstep.optimizers.wrappers.update_every import update_every
 
 __all__ = [
     "ExponentialMovingAverage",
@@ -32,6 +33,7 @@ __all__ = [
     "skip_nonfinite",
     "slow_params",
     "stochastic_rounding",
+    "update_every",
     "with_moving_average",
 ]
 

@@ -81,7 +81,15 @@ def dynamic_loss_scale(
 
     added = {LOSS_SCALE: scale_slot, SCALE_SINCE: lambda params, step: new_start_step(step)}
     roles = {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE}
-    return wrapped(optimizer, "dynamic_loss_scale", update, added=added, roles=roles, guarded=True)
+    return wrapped(
+        optimizer,
+        "dynamic_loss_scale",
+        update,
+        added=added,
+        roles=roles,
+        guarded=True,
+        inner_roles=Roles.beside_others,
+    )
 
 
 def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
@@ -91,8 +99,9 @@ def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
         names = ", ".join(map(repr, hidden))
         several = f"several loss scales, {names}" if len(hidden) > 1 else f"the loss scale {names}"
         raise ValueError(
-            f"dynamic_loss_scale: must be outermost, got {several}, below a label or beside other elements. A loss is "
-            "multiplied by one scale, and others would see gradients so multiplied. Put it around the whole optimizer: "
+            f"dynamic_loss_scale: must be outermost, got {several}, below a label, beside other elements or in "
+            "update_every. A loss is multiplied by one scale, and others would see gradients so multiplied. Put it "
+            "around the whole optimizer: "
             "dynamic_loss_scale(partition(...)), dynamic_loss_scale(chain(...))"
         )
     return next((slots[name] for name in roles.of(Role.LOSS_SCALE) if name in slots), None)

@@ -89,7 +89,7 @@ def from_optax(
 
     def roles(params: Params) -> Roles:
         try:
-            return Roles(skeleton(params).slots)
+            return Roles(list(skeleton(params).slots))
         except Exception:  # L-BFGS has no state for an empty tree, by which wrappers compare names
             return Roles(complete=False)
 

@@ -13,7 +13,7 @@ from jstep.optimizers.held import check_prefix
 from jstep.optimizers.masks import own_leaves, part_of
 from jstep.optimizers.matched import NoGradientsError
 from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
-from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished_updates, roles_of
+from jstep.optimizers.names import AGES, Init, Roles, is_guarded, makes_finished_updates, roles_of
 from jstep.optimizers.updated import NOTHING, seen_through, updated
 from jstep.optimizers.wrappers.scope import scope
 
@@ -105,7 +105,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
                     partial, own = part.update(gradients, mine, step, context)
                 except NoGradientsError:
                     idle += 1
-                    ages = known[label].of(Role.AGE)
+                    ages = known[label].of(*AGES)
                     new |= {name: tree + 1 if name in ages else tree for name, tree in mine.items()}
                     continue
                 new |= own

@@ -1,20 +1,14 @@
 """Leaving out updates that are not finite."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 
 from jstep.clipping import global_norm
-from jstep.core import trees
-from jstep.core.ordering import made_first, ordered_after
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
-from jstep.optimizers.apply_updates import apply_updates, ordered_outside
+from jstep.optimizers.chosen import chosen_update
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.matched import matched_gradients
-from jstep.optimizers.names import Role, roles_of
-from jstep.optimizers.updated import updated
+from jstep.optimizers.names import Role
 from jstep.optimizers.wrapped import wrapped
 
 LAST_FINITE_STEP = "last_finite_step"
@@ -84,39 +78,10 @@ def unless_skipped(
     finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step, context: Context
 ) -> tuple[Updates, Slots]:
     """The update of an optimizer where `finite`; else none, all slots as they are, and ages a step on."""
-    roles = roles_of(optimizer, params)
-    with ordered_outside():
-        updates, new_slots = updated(optimizer, updates, slots, params, step, context)
-    updates = jax.tree.map(lambda u: _zero_unless(finite, u), updates)
-    # The parameters first, while the old slots are still there: see ordered_after.
-    (moved,) = made_first(apply_updates(params, updates))
-    return updates, {name: _kept(finite, roles.get(name), slots[name], tree, moved) for name, tree in new_slots.items()}
-
-
-def _kept(finite: Array, role: Role | None, old: Any, new: Any, moved: Params) -> Any:
-    if role in (Role.LOSS_SCALE, Role.SCALE_SINCE):  # whose very purpose is to change when an update is skipped
-        return new
-    if role is Role.AGE:
-        return jnp.where(finite, new, old + 1)
-    if role is Role.LAST_FINITE:
-        return jnp.where(finite, new, _left_out(old))
-    try:
-        olds, news = (trees.flatten_like(moved, tree, "slots") for tree in (old, new))
-    except ValueError:  # a scalar, or whatever else has not the structure of params
-        return jax.tree.map(lambda before, after: jnp.where(finite, after, before), old, new)
-    chosen = [
-        None if o is None else _chosen(finite, o, n, p)
-        for o, n, p in zip(olds, news, jax.tree.leaves(moved), strict=True)
-    ]
-    return trees.structure(moved).unflatten(chosen)
-
-
-@jax.jit  # one trace for all leaves of a shape, as in leafwise
-def _chosen(finite: Array, before: Array, after: Array, parameter: Array) -> Array:
-    chosen = jnp.where(finite, after, before)
-    return ordered_after(chosen, parameter) if parameter.shape == chosen.shape else chosen
-
-
-@jax.jit
-def _zero_unless(finite: Array, update: Array) -> Array:
-    return jnp.where(finite, update, jnp.zeros_like(update)) if trees.is_trainable(update) else update
+    kept = {
+        # A loss scale is there to change when an update is skipped.
+        Role.LOSS_SCALE: lambda old, new: new,
+        Role.SCALE_SINCE: lambda old, new: new,
+        Role.LAST_FINITE: lambda old, new: jnp.where(finite, new, _left_out(old)),
+    }
+    return chosen_update(finite, optimizer, updates, slots, params, step, context, kept=kept)

@@ -1,0 +1,44 @@
+"""The moving averages that a loss gets beside the parameters."""
+
+from typing import Any
+
+import jax
+
+from jstep.core import trees
+from jstep.core.checks import as_text, kind, shown
+from jstep.core.types import Params
+from jstep.optimizers.wrappers.exponential_moving_average import NAME
+from jstep.optimizers.wrappers.moving_average import averaged_params
+from jstep.state import TrainState
+
+
+def checked_averages(use_averages: Any) -> str | None:
+    """The name of the slot of the averages; None if the loss does not get them.
+
+    Raises:
+        TypeError: It is neither a bool nor a string.
+        ValueError: It is an empty string.
+    """
+    if isinstance(use_averages, bool):
+        return NAME if use_averages else None
+    if not isinstance(use_averages, str):
+        raise TypeError(
+            f"use_averages={shown(use_averages)}: must be True, False or the name of a slot, got {kind(use_averages)}"
+        )
+    return as_text(use_averages, "use_averages")
+
+
+def averages_for(state: TrainState, name: str) -> Params:
+    """The averages of a state, as `averaged_params` returns them; nothing is differentiated with respect to them.
+
+    Raises:
+        ValueError: The state keeps none; says how to get them.
+    """
+    try:
+        averages = averaged_params(state, name)
+    except ValueError as error:
+        raise ValueError(
+            f"use_averages: the loss is to get the moving averages of the parameters. {error} Create the state and the "
+            "step with that optimizer."
+        ) from None
+    return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)

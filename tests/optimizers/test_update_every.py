@@ -1,0 +1,267 @@
+"""update_every: at which steps it updates, what stays at the others, and in what company."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[0.5]])}
+
+
+def gradients(n, scale=1.0):
+    rng = np.random.default_rng(n)
+    return {
+        "a": jnp.asarray(scale * rng.normal(size=2), jnp.float32),
+        "b": jnp.asarray(scale * rng.normal(size=(1, 1)), jnp.float32),
+    }
+
+
+def run(optimizer, all_gradients, params=PARAMS, start=0):
+    """All states, the first included."""
+    states = [jstep.TrainState.create(params, optimizer, start)]
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    for grads in all_gradients:
+        states.append(step(states[-1], grads))
+    return states
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_close(a, b):
+    """Up to rounding: XLA fuses programs that differ by a select differently."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
+
+
+def kept(slots):
+    return {name: tree for name, tree in slots.items() if not name.endswith("start_step")}
+
+
+@pytest.mark.parametrize(("k", "phase"), [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)])
+def test_it_updates_at_its_steps_as_the_optimizer_does_without_the_others(k, phase):
+    rate = jstep.constant(0.1)
+    grads = [gradients(n) for n in range(8)]
+    due = [n for n in range(8) if (n - phase) % k == k - 1]
+    states = run(jstep.update_every(k, jstep.adam(rate), phase=phase), grads)
+    alone = run(jstep.adam(rate), [grads[n] for n in due])
+    done = 0
+    for n, (before, after) in enumerate(itertools.pairwise(states)):
+        done += n in due
+        assert_close(after.params, alone[done].params)
+        assert_close(kept(after.slots), kept(alone[done].slots))
+        assert after.slots["start_step"] == n + 1 - done
+        if n not in due:
+            assert_same(after.params, before.params)
+
+
+def test_schedules_are_read_at_the_global_step():
+    optimizer = jstep.update_every(2, jstep.gradient_descent(lambda step: step))
+    states = run(optimizer, [{"w": jnp.float32(1.0)}] * 4, {"w": 0.0})
+    assert [float(state.params["w"]) for state in states] == [0.0, 0.0, -1.0, -1.0, -4.0]
+    assert optimizer.hyperparameters(jnp.int32(3))["learning_rate"] == 3.0
+
+
+@pytest.mark.parametrize("inner", [jstep.adam, lambda rate: jstep.skip_nonfinite(jstep.adam(rate))])
+def test_a_nan_of_an_unused_step_does_not_come_through(inner):
+    optimizer = jstep.update_every(2, inner(0.1))
+    nan = gradients(0, np.nan)
+    clean = run(optimizer, [gradients(0), gradients(1), gradients(2), gradients(3)])
+    assert_same(run(optimizer, [nan, gradients(1), nan, gradients(3)])[-1], clean[-1])
+
+
+def test_accumulated_gradients_are_their_mean():
+    grads = [gradients(n) for n in range(6)]
+    mean = [jax.tree.map(lambda *g: sum(g) / 3, *grads[i : i + 3]) for i in (0, 3)]
+    optimizer = jstep.update_every(3, jstep.momentum(0.1, 0.9), accumulate=True)
+    states = run(optimizer, grads)
+    alone = run(jstep.momentum(0.1, 0.9), mean)
+    for n, state in enumerate(states):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, alone[n // 3].params)
+        assert all(count == n % 3 for count in jax.tree.leaves(state.slots["gradient_count"]))
+
+
+def test_a_nan_that_was_accumulated_is_used_once():
+    optimizer = jstep.skip_nonfinite(jstep.update_every(2, jstep.gradient_descent(0.5), accumulate=True))
+    inside = jstep.update_every(2, jstep.skip_nonfinite(jstep.gradient_descent(0.5)), accumulate=True)
+    grads = [{"w": jnp.float32(g)} for g in (np.nan, 2.0, 4.0, 2.0)]
+    # The guard outside leaves the first out of the mean; the one inside leaves out the whole mean.
+    assert [float(s.params["w"]) for s in run(optimizer, grads, {"w": 0.0})] == [0.0, 0.0, -1.0, -1.0, -2.5]
+    assert [float(s.params["w"]) for s in run(inside, grads, {"w": 0.0})] == [0.0, 0.0, 0.0, 0.0, -1.5]
+
+
+def test_a_leaf_without_gradient_waits_with_its_mean():
+    optimizer = jstep.update_every(2, jstep.gradient_descent(1.0), accumulate=True)
+    one, both = {"a": jnp.float32(1.0), "b": None}, {"a": jnp.float32(3.0), "b": jnp.float32(4.0)}
+    states = run(optimizer, [both, one, one, both], {"a": 0.0, "b": 0.0})
+    assert [float(state.params["a"]) for state in states] == [0.0, 0.0, -2.0, -2.0, -4.0]
+    assert [float(state.params["b"]) for state in states] == [0.0, 0.0, 0.0, 0.0, -4.0]
+    assert states[2].slots["gradient_sum"]["b"] == 4.0
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_part_without_any_gradient_sits_the_step_out(accumulate):
+    optimizer = jstep.partition(
+        {"x": jstep.update_every(2, jstep.adam(0.1), accumulate=accumulate), "x/y": jstep.adam(0.1)},
+        lambda path, leaf: "x" if path == "a" else "x/y",
+    )
+    no_a = [gradients(n) | {"a": None} for n in range(2)]
+    states = run(optimizer, [*no_a, gradients(2), gradients(3)])
+    assert_same(states[2].params["a"], PARAMS["a"])
+    assert states[2].slots["x/start_step"] == 2
+    assert states[2].slots["x/y/start_step"] == 0
+    assert states[4].slots["x/start_step"] == 3
+    with pytest.raises(ValueError, match="No gradients"):
+        run(jstep.update_every(2, jstep.adam(), accumulate=accumulate), [{"a": None, "b": None}])
+
+
+def test_rows_of_a_table_are_accumulated():
+    table = {"t": jnp.zeros((4, 1))}
+    rows = [jstep.IndexedSlices(jnp.array([[1.0], [2.0]]), jnp.array(i), (4, 1)) for i in ([0, 0], [3, 1])]
+    optimizer = jstep.update_every(2, jstep.adagrad(0.5), accumulate=True)
+    sparse = run(optimizer, [{"t": one} for one in rows], table)
+    dense = run(optimizer, [{"t": one.to_dense()} for one in rows], table)
+    assert_same(sparse[-1], dense[-1])
+    plain = run(jstep.update_every(2, jstep.momentum(0.5, 0.9)), [{"t": one} for one in rows], table)
+    np.testing.assert_allclose(plain[-1].params["t"].ravel(), [0.0, -1.0, 0.0, -0.5])
+
+
+def test_low_precision_is_accumulated_in_float32():
+    optimizer = jstep.update_every(256, jstep.gradient_descent(1.0), accumulate=True)
+    state = jstep.TrainState.create({"w": jnp.bfloat16(0.0)}, optimizer)
+    grads = {"w": jnp.full(256, 1.0, jnp.bfloat16)}
+    step = jax.jit(
+        lambda state: jax.lax.scan(lambda s, g: (jstep.apply_gradients(s, g, optimizer), None), state, grads)[0]
+    )
+    assert state.slots["gradient_sum"]["w"].dtype == jnp.float32
+    assert step(state).params["w"] == -1.0
+
+
+def test_averages_inside_hold_still_and_those_around_follow():
+    ema = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
+    inside = jstep.update_every(2, jstep.with_moving_average(jstep.adam(0.1), ema))
+    outside = jstep.with_moving_average(jstep.update_every(2, jstep.adam(0.1)), ema)
+    grads = [gradients(n) for n in range(6)]
+    alone = run(jstep.with_moving_average(jstep.adam(0.1), ema), grads[1::2])
+    assert_close(jstep.averaged_params(run(inside, grads)[-1]), jstep.averaged_params(alone[-1]))
+    states, average = run(outside, grads), ema.init(PARAMS)
+    for n, state in enumerate(states[1:], 1):
+        average = ema.apply(average, state.params, n)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), jstep.averaged_params(state), average)
+
+
+def test_lookahead_counts_updates_inside_and_steps_around():
+    grads = [{"w": jnp.float32(-1.0)}] * 8
+    inside = run(jstep.update_every(2, jstep.lookahead(jstep.adam(0.1), 2)), grads, {"w": 0.0})
+    alone = run(jstep.lookahead(jstep.adam(0.1), 2), grads[:4], {"w": 0.0})
+    assert_close(inside[-1].params, alone[-1].params)
+    around = run(jstep.lookahead(jstep.update_every(2, jstep.adam(0.1)), 4), grads, {"w": 0.0})
+    slow = [float(jstep.slow_params(state)["w"]) for state in around]
+    assert slow[:4] == [0.0] * 4
+    assert slow[5:8] == [slow[4]] * 3
+    assert 0 < slow[4] < slow[8]
+
+
+def test_two_of_them_update_where_both_are_due():
+    both = run(jstep.update_every(2, jstep.update_every(3, jstep.adam(0.1))), [gradients(n) for n in range(12)])
+    alone = run(jstep.adam(0.1), [gradients(5), gradients(11)])
+    assert_close(both[-1].params, alone[-1].params)
+    assert both[-1].slots["start_step"] == 10
+
+
+WRAPPERS = {
+    "guard": jstep.skip_nonfinite,
+    "scale": lambda one: jstep.dynamic_loss_scale(one, initial=1.0),
+    "master": jstep.master_weights,
+    "scope": lambda one: jstep.scope("s", one),
+    "chain": lambda one: jstep.chain(jstep.clip_gradients(by_value=1e6), one),
+    "guarded scope": lambda one: jstep.skip_nonfinite(jstep.scope("s", one)),
+    "scaled chain": lambda one: jstep.dynamic_loss_scale(jstep.chain(jstep.clip_gradients(by_value=1e6), one)),
+}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_wrappers_around_it_change_nothing(how, accumulate):
+    inner = jstep.update_every(2, jstep.adam(jstep.held("rate", 0.1)), phase=1, accumulate=accumulate)
+    optimizer = WRAPPERS[how](inner)
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    scale = state.slots.get("loss_scale", 1.0)
+    grads = [gradients(n) for n in range(5)]
+    around = run(optimizer, [jax.tree.map(lambda g: g * scale, one) for one in grads])[-1]
+    plain = run(inner, grads)[-1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), around.params, plain.params)
+    ages = [int(tree) for name, tree in around.slots.items() if name.endswith("start_step")]
+    assert ages == [int(plain.slots["start_step"])]
+
+
+def test_a_skipped_step_costs_no_age_inside_a_guard():
+    optimizer = jstep.skip_nonfinite(jstep.update_every(2, jstep.adam(0.1)))
+    grads = [gradients(0), gradients(1, np.nan), gradients(2), gradients(3), gradients(4)]
+    state = run(optimizer, grads)[-1]
+    assert_close(state.params, run(jstep.adam(0.1), [gradients(3)])[-1].params)
+    assert (state.slots["start_step"], state.slots["last_finite_step"]) == (4, 5)
+
+
+def test_held_values_can_be_set_at_any_step():
+    optimizer = jstep.update_every(2, jstep.gradient_descent(jstep.held("rate", 1.0)))
+    state = run(optimizer, [{"w": jnp.float32(1.0)}], {"w": 0.0})[-1]
+    state = jstep.set_hyperparameter(state, "rate", 0.25)
+    assert jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"] == -0.25
+
+
+def test_it_takes_what_optimizers_of_optax_keep():
+    optax = pytest.importorskip("optax")
+    optimizer = jstep.update_every(2, jstep.from_optax(optax.adam(0.1)))
+    grads = [gradients(n) for n in range(4)]
+    alone = run(jstep.from_optax(optax.adam(0.1)), grads[1::2])[-1]
+    state = run(optimizer, grads)[-1]
+    assert_close(state.params, alone.params)
+    assert_close(state.slots, alone.slots)
+
+
+def test_context_reaches_it():
+    def update(updates, slots, params, step, context):
+        loss, grads = context.value_and_grad(params)
+        return jax.tree.map(lambda g: -loss * g, grads), {}
+
+    inner = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True)
+    optimizer = jstep.update_every(2, inner)
+    state = jstep.TrainState.create({"w": 1.0}, optimizer)
+    step = jstep.minimize(lambda params: params["w"] ** 2, optimizer)
+    state, _ = step(state)
+    assert state.params["w"] == 1.0
+    state, _ = step(state)
+    assert state.params["w"] == -1.0
+
+
+def test_a_loss_scale_inside_is_refused():
+    optimizer = jstep.update_every(2, jstep.dynamic_loss_scale(jstep.adam()))
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    with pytest.raises(ValueError, match=r"must be outermost, got the loss scale 'loss_scale', .*in update_every"):
+        jstep.minimize(lambda params: params["a"].sum(), optimizer)(state)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "match"),
+    [
+        ((0, jstep.adam()), {}, ValueError, "k=0: must be at least 1"),
+        ((2.0, jstep.adam()), {}, TypeError, r"k=2\.0: must be an integer"),
+        ((True, jstep.adam()), {}, TypeError, "k=True: must be an integer"),
+        ((jstep.adam(), 2), {}, TypeError, r"k=Optimizer\(.*must be an integer"),
+        ((2, jstep.adam), {}, TypeError, r"optimizer=.*call it: adam"),
+        ((2, jstep.adam()), {"phase": 2}, ValueError, "phase=2: must be below k=2"),
+        ((2, jstep.adam()), {"phase": -1}, ValueError, "phase=-1: must be at least 0"),
+        ((2, jstep.adam()), {"phase": 0.5}, TypeError, "phase=0.5: must be an integer"),
+        ((2, jstep.adam()), {"accumulate": "no"}, TypeError, "accumulate='no': must be True or False"),
+    ],
+)
+def test_bad_arguments(args, kwargs, error, match):
+    with pytest.raises(error, match=match):
+        jstep.update_every(*args, **kwargs)

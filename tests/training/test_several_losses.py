@@ -1,0 +1,225 @@
+"""minimize of a mapping of losses: one update, each loss by its own parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+import jstep.summary
+
+PARAMS = {"critic": {"w": jnp.array([[0.5, -1.0]])}, "actor": {"w": jnp.array([[2.0, 1.0]])}, "rest": jnp.float32(3.0)}
+X = jnp.array([[1.0, 2.0], [0.5, -1.0], [0.25, 1.0], [2.0, 0.0]])
+
+
+def critic_loss(params, x, rng=None):
+    noise = 0.0 if rng is None else jax.random.normal(rng)
+    return jnp.mean((x * params["critic"]["w"] * params["actor"]["w"]) ** 2) + noise * params["critic"]["w"].sum()
+
+
+def actor_loss(params, x, rng=None):
+    noise = 0.0 if rng is None else jax.random.normal(rng)
+    return (
+        -jnp.mean(x * params["critic"]["w"] * params["actor"]["w"] + params["rest"])
+        + noise * params["actor"]["w"].sum()
+    )
+
+
+LOSSES = {"critic": (critic_loss, "critic/*"), "actor": (actor_loss, ["actor/*"])}
+FORMS = {
+    "globs": LOSSES,
+    "predicates": {
+        "critic": (critic_loss, lambda path, leaf: path.startswith("critic")),
+        "actor": (actor_loss, lambda path, leaf: path.startswith("actor")),
+    },
+    "trees": {
+        "critic": (critic_loss, {"critic": True, "actor": False, "rest": False}),
+        "actor": (actor_loss, {"critic": False, "actor": {"w": True}, "rest": False}),
+    },
+}
+SGD = jstep.gradient_descent(0.1)
+
+
+def grads_of(params, x, keys=(None, None)):
+    """Gradients of each loss by its own parameters, by hand."""
+    critic = jax.grad(lambda w: critic_loss(params | {"critic": {"w": w}}, x, keys[0]))(params["critic"]["w"])
+    actor = jax.grad(lambda w: actor_loss(params | {"actor": {"w": w}}, x, keys[1]))(params["actor"]["w"])
+    return {"critic": {"w": critic}, "actor": {"w": actor}, "rest": jnp.float32(0.0)}
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
+
+
+def after(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"gate_gradients": jstep.GATE_GRAPH, "jit": False}])
+def test_each_loss_moves_its_own_parameters(form, kwargs):
+    step = jstep.minimize(FORMS[form], SGD, metrics="grad_norm", **kwargs)
+    state, metrics = step(jstep.TrainState.create(PARAMS, SGD), X)
+    grads = grads_of(PARAMS, X)
+    assert_close(state.params, after(PARAMS, grads))
+    assert state.params["rest"] == 3.0
+    losses = critic_loss(PARAMS, X), actor_loss(PARAMS, X)
+    assert_close((metrics["critic/loss"], metrics["actor/loss"]), losses)
+    assert_close(metrics["loss"], sum(losses))
+    assert_close(metrics["grad_norm"], jstep.global_norm(grads))
+    assert set(metrics) == {"loss", "critic/loss", "actor/loss", "learning_rate", "grad_norm"}
+
+
+def test_each_loss_has_a_key_of_its_own():
+    key = jax.random.key(3)
+    step = jstep.minimize(LOSSES, SGD, rng=key)
+    state, _ = step(jstep.TrainState.create(PARAMS, SGD, 7), X)
+    keys = [jax.random.fold_in(jax.random.fold_in(key, 7), i) for i in range(2)]
+    assert_close(state.params, after(PARAMS, grads_of(PARAMS, X, keys)))
+
+
+def test_aux_and_summaries_are_named():
+    def with_aux(loss, aux):
+        def fn(params, x):
+            value = loss(params, x)
+            jstep.summary.scalar(f"seen/{loss.__name__}", value)
+            return value, aux(value)
+
+        return fn
+
+    losses = {
+        "c": (with_aux(critic_loss, lambda v: {"twice": 2 * v}), "critic/*"),
+        "a/b": (with_aux(actor_loss, lambda v: 3 * v), "actor/*"),
+    }
+    _, metrics = jstep.minimize(losses, SGD, has_aux=True)(jstep.TrainState.create(PARAMS, SGD), X)
+    assert_close(metrics["c/twice"], 2 * metrics["c/loss"])
+    assert_close(metrics["a/b/aux"], 3 * metrics["a/b/loss"])
+    assert repr(metrics["summaries"]) == "Summary('seen/critic_loss', 'seen/actor_loss')"
+    clash = {"c": (with_aux(critic_loss, lambda v: {"loss": v}), "critic/*")}
+    with pytest.raises(ValueError, match=r"metrics: aux of 'c' and the loss 'c' both have 'c/loss'"):
+        jstep.minimize(clash, SGD, has_aux=True)(jstep.TrainState.create(PARAMS, SGD), X)
+
+
+def test_context_knows_the_sum_and_the_same_gradients():
+    seen = {}
+
+    def update(updates, slots, params, step, context):
+        loss, again = context.value_and_grad(params)
+        seen.update(loss=(context.loss, loss), gradients=(updates, again))
+        return jax.tree.map(lambda g: -0.1 * g, updates), {}
+
+    optimizer = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True)
+    step = jstep.minimize(LOSSES, optimizer, rng=jax.random.key(0), jit=False)
+    _, metrics = step(jstep.TrainState.create(PARAMS, optimizer), X)
+    assert_close(seen["loss"], (metrics["loss"], metrics["loss"]))
+    assert jax.tree.structure(seen["gradients"][0]) == jax.tree.structure(seen["gradients"][1])
+    assert_close(*seen["gradients"])
+    assert seen["gradients"][0]["rest"] is None
+
+
+def test_rows_that_a_loss_looks_up_stay_rows():
+    params = {"critic": jnp.ones((4, 2)), "actor": jnp.ones(2)}
+    losses = {
+        "critic": (lambda p, ids: jnp.sum(jstep.lookup(p["critic"], ids) * p["actor"][None]), "critic"),
+        "actor": (lambda p, ids: jnp.sum(jstep.lookup(p["critic"], ids) * p["actor"][None]), "actor"),
+    }
+    kinds = {}
+
+    def look(updates, params, step):
+        kinds.update(jax.tree.map(type, updates, is_leaf=lambda x: isinstance(x, jstep.IndexedSlices)))
+        return updates
+
+    optimizer = jstep.chain(jstep.stateless(look), SGD)
+    state, _ = jstep.minimize(losses, optimizer)(jstep.TrainState.create(params, optimizer), jnp.array([1, 1]))
+    assert kinds["critic"] is jstep.IndexedSlices
+    assert_close(state.params["critic"][:, 0], [1.0, 0.8, 1.0, 1.0])
+    assert_close(state.params["actor"], [0.8, 0.8])
+
+
+def test_it_composes():
+    optimizer = jstep.skip_nonfinite(
+        jstep.with_moving_average(
+            jstep.partition(
+                {"critic": jstep.adam(0.01), "actor": jstep.update_every(2, jstep.adam(0.01), accumulate=True)},
+                lambda path, leaf: path.split("/")[0] if "/" in path else None,
+            ),
+            jstep.ExponentialMovingAverage(0.9),
+        )
+    )
+    losses = {
+        "critic": (lambda p, x, averages: critic_loss(p, x), "critic/*"),
+        "actor": (lambda p, x, averages: actor_loss(p, x) + jnp.sum(averages["critic"]["w"]), "actor/*"),
+    }
+    step = jstep.minimize(losses, optimizer, use_averages=True, num_microbatches=2)
+    single = jstep.TrainState.create(PARAMS, optimizer)
+    batches = [X, X + 1, X * jnp.nan, X - 1]
+    scanned, metrics = jstep.scan_steps(step)(jstep.TrainState.create(PARAMS, optimizer), jnp.stack(batches))
+    for batch in batches:
+        single, _ = step(single, batch)
+    assert_close(scanned.params, single.params)
+    assert scanned.slots["actor/start_step"] == 2
+    np.testing.assert_array_equal(metrics["skipped"], [0, 0, 1, 0])
+    made = lambda: jstep.TrainState.create(PARAMS, optimizer)  # noqa: E731
+    report = jstep.verify_resume(made, step, [(batch,) for batch in batches], 2, 4)
+    assert report, report
+
+
+def test_losses_of_different_dtypes_and_loss_scales():
+    params = {"critic": jnp.bfloat16(1.0), "actor": jnp.float32(1.0)}
+    losses = {"critic": (lambda p: p["critic"] ** 2, "critic"), "actor": (lambda p: p["actor"] ** 2, "actor")}
+    optimizer = jstep.dynamic_loss_scale(SGD, initial=8.0)
+    state, metrics = jstep.minimize(losses, optimizer)(jstep.TrainState.create(params, optimizer))
+    assert metrics["loss"] == 2.0
+    assert_close(state.params["actor"], 0.8)
+
+
+def test_names_of_steps():
+    def my_loss(params):
+        return params["critic"]["w"].sum()
+
+    assert jstep.minimize(LOSSES, SGD).__name__ == "critic+actor"
+    assert jstep.minimize(my_loss, SGD).__name__ == "my_loss"
+    assert jstep.minimize(lambda params: 0.0, SGD).__name__ == "train_step"
+
+
+@pytest.mark.parametrize(
+    ("losses", "kwargs", "error", "match"),
+    [
+        ({}, {}, ValueError, r"loss_fn=\{\}: must have at least one"),
+        ({"c": critic_loss}, {}, TypeError, r"loss_fn\['c'\]=.*must be \(loss, var_list\)"),
+        ({"c": (critic_loss,)}, {}, TypeError, r"loss_fn\['c'\]=.*must be \(loss, var_list\)"),
+        ({"c": ("critic/*", critic_loss)}, {}, TypeError, r"loss_fn\['c'\]\[0\]='critic/\*': must be a function"),
+        ({"c": (critic_loss, 3)}, {}, TypeError, r"loss_fn\['c'\]\[1\]=3: must be None, a predicate"),
+        ({"": (critic_loss, None)}, {}, ValueError, "a name in loss_fn='': must not be empty"),
+        ({1: (critic_loss, None)}, {}, TypeError, "a name in loss_fn=1: must be a text"),
+        (LOSSES, {"var_list": "*"}, ValueError, "var_list: must not be given beside a mapping"),
+        (LOSSES, {"has_model_state": True}, ValueError, "has_model_state: must not be given beside a mapping"),
+        (LOSSES, {"num_microbatches": 0}, ValueError, "num_microbatches=0"),
+    ],
+)
+def test_bad_losses(losses, kwargs, error, match):
+    with pytest.raises(error, match=match):
+        jstep.minimize(losses, SGD, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("losses", "match"),
+    [
+        (
+            LOSSES | {"all": (critic_loss, None)},
+            r"losses 'critic' and 'all' both train \['critic/w'\]; give each parameter to one",
+        ),
+        ({"c": (critic_loss, "critc/*")}, r"loss_fn\['c'\]\[1\]: 'critc/\*' matches no parameter; nearest: 'critic/w'"),
+        ({"c": (critic_loss, lambda path, leaf: False)}, r"No variables to optimize: loss_fn\['c'\]\[1\]="),
+    ],
+)
+def test_var_lists_that_do_not_fit(losses, match):
+    with pytest.raises(ValueError, match=match):
+        jstep.minimize(losses, SGD)(jstep.TrainState.create(PARAMS, SGD), X)
+
+
+def test_an_error_of_one_loss_names_it():
+    losses = {"critic": (critic_loss, "critic/*"), "actor": (lambda p, x: p["actor"]["w"], "actor/*")}
+    with pytest.raises(ValueError, match="the loss has shape") as caught:
+        jstep.minimize(losses, SGD)(jstep.TrainState.create(PARAMS, SGD), X)
+    assert any("'actor'" in note for note in caught.value.__notes__)

@@ -1,0 +1,106 @@
+"""use_averages: the loss gets the moving averages of the parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+EMA = jstep.ExponentialMovingAverage(0.5)
+PARAMS = {"w": jnp.array([[1.0, -2.0]]), "n": jnp.int32(3)}
+X = jnp.array([[1.0, 2.0], [0.5, -1.0]])
+
+
+def distance(params, x, averages):
+    """Of the student from its teacher, and of both from the data."""
+    assert averages["n"].dtype == jnp.int32
+    return jnp.mean((params["w"] - 2 * averages["w"]) ** 2 + (x - params["w"]) ** 2)
+
+
+def by_hand(steps):
+    w = teacher = PARAMS["w"]
+    grad = jax.grad(lambda w, teacher: distance({"w": w}, X, {"w": teacher, "n": PARAMS["n"]}))
+    for _ in range(steps):
+        w = w - 0.1 * grad(w, teacher)
+        teacher = teacher - 0.5 * (teacher - w)
+    return w, teacher
+
+
+OPTIMIZERS = {
+    "plain": (lambda one: one, True),
+    "scope": (lambda one: jstep.scope("s", one), True),
+    "by name": (lambda one: jstep.scope("s", one), "s/ExponentialMovingAverage"),
+    "guard": (jstep.skip_nonfinite, True),
+    "scale": (lambda one: jstep.dynamic_loss_scale(one, initial=4.0), True),
+    "label": (lambda one: jstep.partition({"a/b": one, "a": jstep.adam()}, lambda path, leaf: "a/b"), True),
+    "master": (jstep.master_weights, True),
+}
+
+
+@pytest.mark.parametrize("how", OPTIMIZERS)
+def test_the_loss_sees_the_averages(how):
+    around, use = OPTIMIZERS[how]
+    optimizer = around(jstep.with_moving_average(jstep.gradient_descent(0.1), EMA))
+    step = jstep.minimize(distance, optimizer, use_averages=use)
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    for _ in range(3):
+        state, _ = step(state, X)
+    w, teacher = by_hand(3)
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-5)
+    np.testing.assert_allclose(jstep.averaged_params(state)["w"], teacher, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"num_microbatches": 2}, {"jit": False}, {"sharpness": 0.0}, {"metrics": "grad_norm"}]
+)
+def test_averages_are_not_split_and_need_no_compiling(kwargs):
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), EMA)
+    step = jstep.minimize(distance, optimizer, use_averages=True, **kwargs)
+    state, _ = step(jstep.TrainState.create(PARAMS, optimizer), X)
+    np.testing.assert_allclose(state.params["w"], by_hand(1)[0], rtol=1e-5)
+
+
+def test_no_gradient_comes_through_the_averages():
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), EMA, var_list=lambda path, leaf: path == "w")
+    params = {"w": jnp.float32(1.0), "v": jnp.float32(2.0)}  # v is not averaged: its own value is in the averages
+    step = jstep.minimize(lambda p, averages: p["w"] * averages["v"] * averages["w"], optimizer, use_averages=True)
+    state, _ = step(jstep.TrainState.create(params, optimizer))
+    assert state.params["v"] == 2.0
+    np.testing.assert_allclose(state.params["w"], 1.0 - 0.1 * 2.0)
+
+    def outer(state):
+        pure = jstep.minimize(lambda p, averages: p["w"] + averages["w"], optimizer, use_averages=True, jit=False)
+        return pure(state)[1]["loss"]
+
+    assert outer(jstep.TrainState.create(params, optimizer)) == 2.0
+
+
+def test_rng_model_state_and_aux_beside_them():
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), EMA)
+
+    def loss(params, model_state, x, averages, rng):
+        assert jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        return distance(params, x, averages), (model_state + 1, {"teacher": averages["w"].sum()})
+
+    step = jstep.minimize(loss, optimizer, use_averages=True, has_model_state=True, has_aux=True, rng=jax.random.key(0))
+    state, metrics = step(jstep.TrainState.create(PARAMS, optimizer, model_state=jnp.float32(0.0)), X)
+    assert metrics["teacher"] == -1.0
+    assert state.slots["model_state"] == 1.0
+
+
+def test_an_optimizer_without_averages_is_an_error_that_says_how_to_get_them():
+    optimizer = jstep.adam()
+    step = jstep.minimize(distance, optimizer, use_averages=True)
+    with pytest.raises(ValueError, match=r"use_averages: .*jstep\.with_moving_average\(optimizer, ema\)"):
+        step(jstep.TrainState.create(PARAMS, optimizer), X)
+    averaging = jstep.with_moving_average(optimizer, EMA)
+    step = jstep.minimize(distance, averaging, use_averages="teacher")
+    with pytest.raises(ValueError, match=r"use_averages: .*name='teacher': the state has no such slot"):
+        step(jstep.TrainState.create(PARAMS, averaging), X)
+
+
+@pytest.mark.parametrize(("value", "error"), [(1, TypeError), (None, TypeError), ("", ValueError)])
+def test_bad_arguments(value, error):
+    with pytest.raises(error, match="use_averages="):
+        jstep.minimize(distance, jstep.adam(), use_averages=value)
