@@ -48,4 +48,9 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
 
 def counts_of(weights: Staircase[Weights], sizes: Sizes) -> Counts:
     """The rows from each source, whose weights change at steps."""
-    return Counts([(sizes.before(stage.first), stage.value) for stage in weights.stages()])
+    # A stage with the weights of the one before goes on with its order.
+    stages: list[tuple[int, Weights]] = []
+    for first, _, value in weights.stages():
+        if not stages or stages[-1][1] != value:
+            stages.append((sizes.before(first), value))
+    return Counts(stages)

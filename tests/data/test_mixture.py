@@ -72,6 +72,12 @@ def test_later_weights_and_sizes_change_nothing_before_them():
     assert not same(one[20], other[20])
 
 
+def test_equal_stages_are_one():
+    one = mixture(SOURCES, 6, {"a": 3, "b": 2, "c": 1})
+    many = mixture(SOURCES, {0: 6, 7: 6}, {0: {"a": 3, "b": 2, "c": 1}, 11: {"a": 1.5, "b": 1, "c": 0.5}})
+    assert same(list(one[:40]), list(many[:40]))
+
+
 def test_a_source_keeps_its_order_whatever_the_others():
     mixes = [
         mixture({"a": A, "b": B}, 5, {"a": 1, "b": 1}, 3)[:40],
