@@ -38,7 +38,8 @@ class Job(NamedTuple):
 class Ahead:
     """Compiles one program after the other in a thread, and has the loop wait if one that is due is not ready.
 
-    An error is logged: the step that needs the program raises it.
+    An error is logged: the step that needs the program raises it. A compilation cannot be cancelled: a process that
+    ends before it waits for it, when the run has returned.
 
     Args:
         jobs: What to compile, in the order of their steps.
@@ -79,7 +80,8 @@ class Ahead:
         if self._state is None:
             self._state = shapes_of(state)
         self._args = jax.tree.map(_unstacked, shapes_of(args)) if stacked else shapes_of(args)
-        self._thread = Thread(target=self._work, daemon=True, name="jstep-compile")
+        # Not a daemon: a compiler that comes back to an interpreter that has ended aborts the process.
+        self._thread = Thread(target=self._work, name="jstep-compile")
         self._thread.start()
 
     def _work(self) -> None:
@@ -104,6 +106,13 @@ class Ahead:
                 )
             finally:
                 self._done[number].set()
+
+    def close(self) -> None:
+        """Begins no other program; says so if the process has to wait for one."""
+        with self._lock:
+            self._begun = len(self._jobs)
+        if self._thread is not None and self._thread.is_alive():
+            _logger.info("the compiler is at work on a later program and cannot be stopped: the process ends after it")
 
     def _next(self) -> int | None:
         """The number of the job to begin now; None if there is none."""

@@ -113,6 +113,8 @@ class Run:
             options.batch_sharding,
             stopping=lambda: self._signals.interrupts,
         )
+        if self._programs.ahead is not None:
+            stack.callback(self._programs.ahead.close)
         stacked = options.steps_per_call > 1
         made = calls(
             source,

@@ -10,6 +10,8 @@ import pytest
 from loop_runs import train
 
 import jstep
+from jstep.loop.ahead import Ahead, Job
+from jstep.loop.signals import StopWaiting
 
 BATCHES = [np.full(3, n, np.float32) for n in range(40)]
 
@@ -216,3 +218,29 @@ def test_an_error_of_the_compiler_is_that_of_its_step(caplog):
         staged(stages, 10)
     assert jstep.global_step(failed.value.state) == 5
     assert "could not be compiled ahead" in caplog.text
+
+
+def test_a_run_that_is_to_stop_waits_for_no_compiler():
+    begun, let_go = threading.Event(), threading.Event()
+
+    def slow(state, args):
+        begun.set()
+        return let_go.wait(60)
+
+    stop = []
+    ahead = Ahead([Job(5, "slow", slow)], stopping=lambda: bool(stop))
+    ahead.before(4)
+    ahead.after({"w": jnp.ones(3)}, (), stacked=False)
+    assert begun.wait(60)
+    stop.append(True)
+    with pytest.raises(StopWaiting):
+        ahead.before(5)
+    let_go.set()
+    stop.clear()
+    ahead.before(5)
+
+
+def test_what_nobody_began_is_left_to_the_step():
+    ahead = Ahead([Job(5, "late", lambda *_: pytest.fail("began"))])
+    ahead.before(5)
+    ahead.after({}, (), stacked=False)
