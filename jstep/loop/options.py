@@ -12,6 +12,7 @@ from jstep.core.loops import as_unroll
 from jstep.data.placement import placement
 from jstep.hooks.cadence import cadence
 from jstep.loop.checks import list_of_hooks
+from jstep.loop.compile_cache import cache_directory
 
 _CADENCES = ("save_checkpoint_secs", "save_checkpoint_steps", "save_summaries_steps", "log_steps")
 
@@ -33,6 +34,8 @@ class Options:
     progress: bool | None
     batch_sharding: Any
     unroll: Any
+    compile_cache: str | os.PathLike[str] | bool | None
+    cache_directory: str | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         checked = {
@@ -47,6 +50,7 @@ class Options:
         for name in _CADENCES:
             check_cadence(name, getattr(self, name))
         check_places(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
+        object.__setattr__(self, "cache_directory", cache_directory(self.compile_cache, self.checkpoint_dir))
 
 
 def check_cadence(name: str, value: Any) -> None:

@@ -12,6 +12,7 @@ from jstep.checkpoint import Saver
 from jstep.core.meshes import instead_of_another, mesh_of
 from jstep.hooks.visible import visible_logging
 from jstep.loop.checks import check
+from jstep.loop.compile_cache import persistent_cache
 from jstep.loop.options import Options
 from jstep.loop.run import Run
 from jstep.loop.sources import check_batches
@@ -37,6 +38,7 @@ def train(
     progress: bool | None = None,
     batch_sharding: Any = None,
     unroll: int | bool | None = None,
+    compile_cache: str | os.PathLike[str] | bool | None = None,
 ) -> TrainState:
     """Trains up to a step: restores the newest checkpoint, runs, saves.
 
@@ -79,6 +81,9 @@ def train(
         batch_sharding: Where batches go, a sharding or a tree of them: each process's rows become its part of one
             global array.
         unroll: With steps_per_call > 1, as in `scan_steps`.
+        compile_cache: A local directory for JAX's persistent compilation cache, True for `compile_cache` in the
+            checkpoint_dir: a run that is started again finds its programs there. JAX's settings, which are those of the
+            process, are restored when the run ends.
 
     Returns:
         The state after the last step.
@@ -105,11 +110,11 @@ def train(
     Source: `tf.train.MonitoredTrainingSession`.
     """
     given = locals()
-    options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
+    options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options) if field.init})
     stages = stages_of(train_step)
     check(state, options.last_step)
     check_batches(batches)
-    seen = progress is not False and jax.process_index() == 0
+    log = visible_logging() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # If another mesh is set, hooks and evaluations compute with that of the state all the same.
-    with instead_of_another(mesh_of(state)), visible_logging() if seen else contextlib.nullcontext():
+    with instead_of_another(mesh_of(state)), log, persistent_cache(options.cache_directory):
         return Run(options, stages, state).go(batches)

@@ -1,0 +1,118 @@
+"""JAX's persistent compilation cache, for the length of a run."""
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jstep.checkpoint import Saver
+from jstep.core.checks import kind, shown
+from jstep.stores import is_url
+
+_logger = logging.getLogger("jstep")
+
+_SETTINGS = {
+    "jax_enable_compilation_cache": True,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",
+}
+"""Every program is kept, whatever its size and however quickly it was compiled. XLA's own caches would put the path of
+the directory into the name of each program: in a directory that was moved or mounted elsewhere, nothing would be found.
+"""
+
+_lock = threading.Lock()
+_users: list[str] = []
+"""The directories of the runs under way: JAX has one cache for the process, which the first of them sets up."""
+
+
+def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
+    """The directory that `compile_cache=` means; None for none.
+
+    Raises:
+        ValueError: There is no checkpoint_dir to put it into, or a URL is given.
+        TypeError: It is not a directory, True or None.
+    """
+    if given is None or given is False:
+        return None
+    if given is True:
+        where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
+        if where is None:
+            raise ValueError("compile_cache=True: expected a checkpoint_dir to put the cache into; give a directory")
+        if is_url(where):
+            raise ValueError(
+                f"compile_cache=True: expected a local checkpoint_dir, got {shown(where)}; give a local directory, as "
+                "in compile_cache='/var/cache/jax'"
+            )
+        return os.path.join(os.path.expanduser(os.fspath(where)), "compile_cache")
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"compile_cache={shown(given)}: expected a directory, True or None, got {kind(given)}")
+    if not os.fspath(given).strip():
+        raise ValueError("compile_cache='': expected a directory, got an empty string; None for no cache")
+    if is_url(given):
+        raise ValueError(f"compile_cache={shown(given)}: expected a local directory, got a URL")
+    return os.path.expanduser(os.fspath(given))
+
+
+@contextlib.contextmanager
+def persistent_cache(directory: str | None) -> Iterator[None]:
+    """Keep compiled programs in a directory, and find them there; JAX's settings are restored afterwards.
+
+    The settings are those of the process: while one run has a cache, programs of other threads go there as well, and
+    another run's own directory is not used.
+    """
+    if directory is None:
+        yield
+        return
+    directory = os.path.abspath(directory)
+    if not _is_writable(directory):
+        yield
+        return
+    with _lock:
+        is_first = not _users
+        _users.append(directory)
+        if is_first:
+            before = {name: getattr(jax.config, name) for name in (*_SETTINGS, "jax_compilation_cache_dir")}
+            _set({**_SETTINGS, "jax_compilation_cache_dir": directory})
+        elif directory != _users[0]:
+            _logger.warning("compile_cache=%s: another run of this process uses %s; both use it", directory, _users[0])
+    if not is_first:
+        try:
+            yield
+        finally:
+            with _lock:
+                _users.remove(directory)
+        return
+    try:
+        yield
+    finally:
+        with _lock:
+            _users.remove(directory)
+            _set(before)
+
+
+def _set(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    # What JAX has opened it keeps, whatever its settings say.
+    compilation_cache.reset_cache()
+
+
+def _is_writable(directory: str) -> bool:
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError as error:
+        _logger.warning(
+            "compile_cache=%s: cannot be written (%s); the run compiles its programs without a cache",
+            directory,
+            error.strerror or error,
+        )
+        return False

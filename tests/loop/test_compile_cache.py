@@ -1,0 +1,130 @@
+"""`train(compile_cache=…)`: JAX's persistent cache, for the length of a run."""
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+
+import jax
+import pytest
+from loop_runs import train
+
+import jstep
+
+NAMES = (
+    "jax_compilation_cache_dir",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+def settings():
+    return [getattr(jax.config, name) for name in NAMES]
+
+
+RUN = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import jstep
+
+seen = []
+optimizer = jstep.adam(0.1)
+near = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), optimizer)
+far = jstep.minimize(lambda params, x: jnp.sum((params["w"] + x) ** 2), optimizer)
+state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+evaluate = jstep.evaluator(lambda params, x: {"size": jnp.sum(x)}, [np.ones(3, np.float32)])
+hooks = [jstep.EvaluationHook(evaluate, every_n_steps=4), jstep.FingerprintHook(sys.argv[1] + "/prints", every_n_steps=4)]
+batches = [np.full(3, n, np.float32) for n in range(12)]
+jax.monitoring.register_event_listener(lambda event, **_: seen.append(event))
+jstep.train({0: near, 6: far}, state, batches, 12, hooks=hooks, checkpoint_dir=sys.argv[1], compile_cache=True,
+            steps_per_call=3, progress=False)
+print(seen.count("/jax/compilation_cache/compile_requests_use_cache"), seen.count("/jax/compilation_cache/cache_hits"))
+"""
+
+
+def counted(directory):
+    """How many programs a run in a process of its own asks the cache for, and how many it finds there."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(directory)], capture_output=True, text=True, timeout=300, check=True
+    )
+    return tuple(map(int, done.stdout.split()))
+
+
+def test_a_second_start_finds_every_program(tmp_path):
+    cold = counted(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    os.rename(tmp_path / "a" / "compile_cache", tmp_path / "b" / "compile_cache")  # it knows nothing of its path
+    warm = counted(tmp_path / "b")
+    assert cold[0] > cold[1]
+    assert warm[0] == warm[1] > 0
+
+
+def failing(step, state, metrics):
+    raise KeyError("on purpose")
+
+
+@pytest.mark.parametrize("hooks", [[], [jstep.every(1, failing)]])
+def test_settings_are_restored(hooks, tmp_path):
+    before = settings()
+    seen = [jstep.every(1, lambda *_: during.append(settings()))]
+    during = []
+    try:
+        train(2, hooks=[*seen, *hooks], compile_cache=tmp_path / "cache")
+    except KeyError:
+        assert hooks
+    assert during[0] == [str(tmp_path / "cache"), True, 0.0, -1]
+    assert settings() == before
+
+
+def test_a_run_inside_of_a_run(tmp_path, caplog):
+    seen = []
+
+    def inner(step, state, metrics):
+        train(1, compile_cache=tmp_path / "inner")
+        seen.append(settings()[0])
+
+    train(1, hooks=[jstep.every(1, inner)], compile_cache=tmp_path / "outer")
+    assert seen == [str(tmp_path / "outer")]
+    assert "both use it" in caplog.text
+
+
+def test_none_leaves_jax_alone(tmp_path):
+    during = []
+    before = settings()
+    train(1, hooks=[jstep.every(1, lambda *_: during.append(settings()))], checkpoint_dir=tmp_path)
+    assert during == [before]
+    assert not (tmp_path / "compile_cache").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    before = settings()
+    assert jstep.global_step(train(2, compile_cache=tmp_path / "file" / "cache")) == 2
+    assert "cannot be written" in caplog.text
+    assert caplog.records[0].levelno == logging.WARNING
+    assert settings() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "error", "says"),
+    [
+        (True, None, ValueError, "compile_cache=True: expected a checkpoint_dir"),
+        (True, "gs://bucket/run", ValueError, "expected a local checkpoint_dir"),
+        ("s3://bucket/cache", None, ValueError, "expected a local directory"),
+        ("", None, ValueError, "expected a directory"),
+        (3, None, TypeError, "compile_cache=3"),
+    ],
+)
+def test_bad_caches_are_refused_before_anything_is_opened(given, where, error, says, tmp_path):
+    with pytest.raises(error, match=says):
+        train(2, compile_cache=given, checkpoint_dir=where, logdir=tmp_path / "log")
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_saver_says_where(tmp_path):
+    with jstep.Saver(tmp_path) as saver:
+        train(1, checkpoint_dir=saver, compile_cache=True)
+    assert stat.S_ISDIR(os.stat(tmp_path / "compile_cache").st_mode)
+    assert jstep.Saver(tmp_path).all_steps() == [1]
