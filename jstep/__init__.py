@@ -28,9 +28,9 @@ Schedules (a Schedule is any function of the step): constant, linear, piecewise_
     exponential_decay, natural_exp_decay, inverse_time_decay, inverse_sqrt_decay; cosine_decay, cosine_decay_restarts,
     linear_cosine_decay, warmup_cosine_decay, warmup_stable_decay, one_cycle, cyclical; ademamix_alpha, ademamix_beta3;
     put together by join, shift, times, linear_warmup.
-Input: batches gives Batches by step; prefetch_to_device a PrefetchIterator; FIFOQueue, RandomShuffleQueue,
-    QueueRunner, add_queue_runner, start_queue_runners and Coordinator feed from threads, until OutOfRangeError or
-    CancelledError.
+Input: batches gives Batches by step, mixture a Mixture of sources by weight; prefetch_to_device a PrefetchIterator;
+    FIFOQueue, RandomShuffleQueue, QueueRunner, add_queue_runner, start_queue_runners and Coordinator feed from
+    threads, until OutOfRangeError or CancelledError.
 Running: train; it ends by Preempted at a SIGTERM. Hooks: Hook and every for your own; StepCounterHook, LoggingHook,
     ProgressHook, SummarySaverHook, MetricsHook, CheckpointSaverHook, EvaluationHook, FingerprintHook, ProfilerHook,
     StopAtStepHook, NanLossHook with NanLossDuringTrainingError; log_every_n.

@@ -17,8 +17,10 @@ from jstep.core import IndexedSlices as IndexedSlices
 from jstep.core import Optimizer as Optimizer
 from jstep.core import Schedule as Schedule
 from jstep.data import Batches as Batches
+from jstep.data import Mixture as Mixture
 from jstep.data import PrefetchIterator as PrefetchIterator
 from jstep.data import batches as batches
+from jstep.data import mixture as mixture
 from jstep.data import prefetch_to_device as prefetch_to_device
 from jstep.differentiate import GATE_GRAPH as GATE_GRAPH
 from jstep.differentiate import GATE_NONE as GATE_NONE

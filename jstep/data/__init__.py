@@ -2,9 +2,19 @@
 
 from jstep.core.public import publish as _publish
 from jstep.data.batches import Batches, batches
+from jstep.data.mixture import Mixture, mixture
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
 from jstep.data.sequence import BatchIterator, BatchSequence
 
-__all__ = ["BatchIterator", "BatchSequence", "Batches", "PrefetchIterator", "batches", "prefetch_to_device"]
+__all__ = [
+    "BatchIterator",
+    "BatchSequence",
+    "Batches",
+    "Mixture",
+    "PrefetchIterator",
+    "batches",
+    "mixture",
+    "prefetch_to_device",
+]
 
 _publish(globals())

@@ -115,6 +115,8 @@ class Batches(BatchSequence):
     they are asked for. Iterators are independent of each other.
     """
 
+    _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
+
     def __init__(self, plan: Plan, rows: Rows, steps: Steps) -> None:
         self._plan = plan
         self._rows = rows
@@ -161,8 +163,6 @@ class Batches(BatchSequence):
         """
         parts = self._steps.numbered(0, self._as_step(step, end=1))
         return sum(total(self._sizes, part) for _, part in parts)
-
-    _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
 
 
 class Reader:

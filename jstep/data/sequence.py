@@ -18,6 +18,9 @@ class BatchSequence(abc.ABC):
     past the end.
     """
 
+    _ways_to_end = "give a slice with a stop"
+    """What gives them an end, for the error of `len`."""
+
     def __init__(self, sizes: Sizes, steps: Steps) -> None:
         self._sizes = sizes
         self._steps = steps
@@ -120,8 +123,6 @@ class BatchSequence(abc.ABC):
         if self._steps.is_endless:
             raise TypeError(f"these batches have no end and no len(): {self._ways_to_end}")
         return self._count
-
-    _ways_to_end = "give a slice with a stop"
 
     def __bool__(self) -> bool:
         return self._count > 0

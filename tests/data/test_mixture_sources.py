@@ -1,0 +1,150 @@
+"""What mixtures may be made of, and what they refuse."""
+
+import collections
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batch_rows import Items, rows
+
+from jstep.data import mixture
+
+EVEN = {"a": 1, "b": 1}
+
+
+def test_trees():
+    def tree(n, sign):
+        x, y = rows(n)
+        return {"x": sign * x, "yz": (y, sign * y)}
+
+    batch = mixture({"a": tree(20, 1), "b": tree(9, -1)}, 8, EVEN)[3]
+    y, z = batch["yz"]
+    assert np.array_equal(np.abs(batch["x"][:, 0]), y)
+    assert np.array_equal(batch["x"][:, 0], z)
+    assert batch["x"].dtype == np.float32
+    batch["x"][:] = 0  # the caller's to change
+
+
+def test_items_and_arrays_of_one_structure():
+    """A source of dicts is one source, a dict of arrays several."""
+    items, arrays = Items(50), {"x": -np.ones((20, 2), int), "y": -np.ones(20)}
+    batch = mixture({"a": items, "b": arrays}, 10, EVEN)[0]
+    assert sorted(batch) == ["x", "y"]
+    assert (batch["y"] < 0).sum() == 5
+    assert np.array_equal(batch["x"][:, 0], batch["y"])
+
+
+def test_a_process_reads_its_own_items_only():
+    items = [Items(50), Items(40)]
+    mix = mixture(dict(zip("ab", items, strict=True)), 8, EVEN, process_index=1, process_count=4)
+    for source in items:
+        source.asked.clear()
+    assert len(mix[5]["y"]) == 2
+    assert sum(len(source.asked) for source in items) <= 4  # one more of each, to find out whether it takes lists
+
+
+def test_texts_of_several_lengths():
+    batch = mixture({"a": np.array(["x", "yy"]), "b": np.array(["long text"])}, 4, EVEN)[0]
+    assert sorted(batch.tolist()) == ["long text", "long text", "x", "yy"]
+
+
+def test_keys_and_arrays_of_jax():
+    keys = {name: jax.random.split(jax.random.key(seed), 6) for seed, name in enumerate("ab")}
+    mix = mixture({name: {"key": keys[name], "x": jnp.arange(6) + 10 * i} for i, name in enumerate("ab")}, 4, EVEN)
+    batch = mix[2]
+    both = np.concatenate([jax.random.key_data(keys[name]) for name in "ab"])
+    want = both[[x if x < 6 else x - 4 for x in batch["x"]]]
+    assert np.array_equal(jax.random.key_data(batch["key"]), want)
+
+
+X = np.zeros((5, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"x": X}, "got a leaf at 'y' from 'a' and none from 'b'"),
+        ({"x": X, "y": X, "z": X}, "got a leaf at 'z' from 'b' and none from 'a'"),
+        ({"x": X.astype(np.float64), "y": X}, r"got float64\[3\] for a row of 'x' from 'b' and float32\[3\] from 'a'"),
+        ({"x": X, "y": X[:, :2]}, r"got float32\[2\] for a row of 'y' from 'b' and float32\[3\] from 'a'"),
+        ({"x": X, "y": X[:4]}, "same number of rows; there are 5 at 'b/x', 4 at 'b/y'"),
+        ({"x": X, "y": X[:0]}, "the ndarray at 'b/y' has no rows"),
+        (collections.OrderedDict(x=X, y=X), "expected batches of one structure"),
+        (None, "sources={'b': None}: holds no array"),
+    ],
+)
+def test_sources_that_differ(other, says):
+    with pytest.raises(ValueError, match=says):
+        mixture({"a": {"x": X, "y": X}, "b": other}, 2, EVEN)
+
+
+@pytest.mark.parametrize(
+    ("sources", "error", "says"),
+    [
+        ({}, ValueError, "sources={}"),
+        ([X, X], TypeError, "expected a mapping from name to source, got a list"),
+        ({1: X}, TypeError, "sources: a name=1"),
+        ({"": X}, ValueError, "sources: a name=''"),
+        ({"a": X, "b": "text"}, TypeError, "sources: the str at 'b' is a text"),
+        ({"a": X, "b": {"x": 3.0}}, TypeError, "sources: the float at 'b/x' has no __getitem__"),
+    ],
+)
+def test_no_sources(sources, error, says):
+    with pytest.raises(error, match=says):
+        mixture(sources, 2, EVEN)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "says"),
+    [
+        ({"a": 1}, ValueError, r"weights=.*got none for \['b'\]"),
+        ({}, ValueError, "weights={}"),
+        ({"a": 1, "b": 1, "d": 1}, ValueError, r"weights=.*got one for \['d'\]"),
+        ({"a": 1, "b": -1}, ValueError, r"weights\['b'\]=-1"),
+        ({"a": math.nan, "b": 1}, ValueError, r"weights\['a'\]=nan"),
+        ({"a": math.inf, "b": 1}, ValueError, r"weights\['a'\]=inf"),
+        ({"a": 0, "b": 0.0}, ValueError, "expected a weight above 0"),
+        ({"a": "1", "b": 1}, TypeError, r"weights\['a'\]='1'"),
+        ({"a": True, "b": 1}, TypeError, r"weights\['a'\]=True"),
+        ([1, 1], TypeError, "weights=.*expected a mapping"),
+        ({0: EVEN, 1000: {"a": 1}}, ValueError, r"weights\[1000\]=.*got none for \['b'\]"),
+        ({0: EVEN, 1000: {"a": 1, "b": -0.5}}, ValueError, r"weights\[1000\]\['b'\]=-0.5"),
+        ({0: EVEN, 1000: {"a": 0, "b": 0}}, ValueError, r"weights\[1000\]=.*above 0"),
+        ({0: EVEN, 1000: 0.5}, TypeError, r"weights\[1000\]=0.5: expected a mapping"),
+        ({5: EVEN}, ValueError, "weights: expected a value for step 0"),
+        ({0: EVEN, -5: EVEN}, ValueError, "-5"),
+        ({0: EVEN, 1.5: EVEN}, TypeError, "1.5"),
+        ({0: EVEN, True: EVEN}, TypeError, "True"),
+        ({"x": EVEN}, TypeError, "weights: a step='x'"),
+    ],
+)
+def test_weights_that_are_none(weights, error, says):
+    with pytest.raises(error, match=says):
+        mixture({"a": X, "b": X}, 2, weights)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"batch_size": {0: 2, 9: 0}}, ValueError, r"batch_size\[9\]=0"),
+        ({"batch_size": 2.5}, TypeError, "batch_size=2.5"),
+        ({"seed": -1}, ValueError, "seed=-1"),
+        ({"shuffle": "no"}, TypeError, "shuffle='no'"),
+        (
+            {"batch_size": {0: 4, 9: 6}, "process_index": 0, "process_count": 4},
+            ValueError,
+            r"batch_size\[9\]=6: must be",
+        ),
+        ({"process_index": 0}, ValueError, "give both"),
+    ],
+)
+def test_other_arguments(arguments, error, says):
+    with pytest.raises(error, match=says):
+        mixture({"a": X, "b": X}, **{"batch_size": 2, "weights": EVEN, **arguments})
+
+
+def test_sources_smaller_than_a_batch():
+    batch = mixture({"a": np.arange(3), "b": np.arange(10, 12)}, 64, EVEN)[10**9]
+    assert set(batch.tolist()) == {0, 1, 2, 10, 11}
