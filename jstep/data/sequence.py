@@ -37,7 +37,7 @@ class BatchSequence(abc.ABC):
 
     def _extent(self) -> str:
         """The steps, for the repr."""
-        parts, endless = self._steps.parts, self._steps.is_endless
+        parts, endless = self._steps.parts, self.is_endless
         if len(parts) == 1 and parts[0].start == 0 and parts[0].step == 1:
             return "without end" if endless else f"{self._count} steps"
         if not parts:
@@ -57,6 +57,11 @@ class BatchSequence(abc.ABC):
         if not found:
             return self._sizes.runs[0].size
         return found[0] if len(found) == 1 else found
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether there are batches without end, and so no `len()`."""
+        return self._steps.is_endless
 
     def batch_size_at(self, step: int) -> int:
         """Rows of batch number `step`, over all processes together.
@@ -103,7 +108,7 @@ class BatchSequence(abc.ABC):
                 f"skip({start}, {stop}): expected start < stop, got {'an empty' if stop == start else 'a reversed'} "
                 "range; stop is the step after the last one to skip"
             )
-        if stop > self._count and not self._steps.is_endless:
+        if stop > self._count and not self.is_endless:
             raise ValueError(f"skip({start}, {stop}): expected stop ≤ {self._count}, the number of steps there are")
         return self._with(self._steps.skipped(start, stop))
 
@@ -120,7 +125,7 @@ class BatchSequence(abc.ABC):
         return BatchIterator(self, self._as_step(step, end=1))
 
     def __len__(self) -> int:
-        if self._steps.is_endless:
+        if self.is_endless:
             raise TypeError(f"these batches have no end and no len(): {self._ways_to_end}")
         return self._count
 
@@ -159,7 +164,7 @@ class BatchSequence(abc.ABC):
         stride = None if s.step is None else as_int(s.step, "slice step")
         if stride == 0:
             raise ValueError("slice step=0: must not be 0")
-        if stride is not None and stride < 0 and start is None and self._steps.is_endless:
+        if stride is not None and stride < 0 and start is None and self.is_endless:
             raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
         return slice(start, stop, stride)
 

@@ -1,5 +1,6 @@
 """Pictures, drawn with matplotlib, without a display."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,22 +33,36 @@ def draw_plan(
     values: Mapping[str, np.ndarray[Any, Any]],
     due: Sequence[tuple[str, Any]],
     last_step: int,
+    stages: Mapping[int, str],
+    sizes: Mapping[int, int],
+    rows: Mapping[str, np.ndarray[Any, Any]],
 ) -> None:
-    """Draws a plan: a panel for each hyperparameter that changes, a line of marks for each hook, constants in words."""
+    """Draws a plan: panels for what changes, bars for the stages, a line of marks for each hook, constants in words."""
     columns = {name: column for name, column in values.items() if column.ndim == 1}
     changing = {name: column for name, column in columns.items() if len(np.unique(column)) > 1}
     constant = {name: column[0] for name, column in columns.items() if name not in changing}
-    across = 1 if len(changing) <= 2 else 2
-    down = math.ceil(len(changing) / across)
+    panels = [
+        functools.partial(_panel, steps=steps, name=n, column=c, last_step=last_step) for n, c in changing.items()
+    ]
+    if len(sizes) > 1:
+        panels.append(functools.partial(_sizes, steps=steps, sizes=sizes, last_step=last_step))
+    if rows and len(steps) > 1:
+        panels.append(functools.partial(_rows, steps=steps, rows=rows, last_step=last_step))
+    across = 1 if len(panels) <= 2 else 2
+    down = math.ceil(len(panels) / across)
     fig = figure()
-    heights = [1.0] * down + ([0.25 + 0.17 * len(due)] if due else [])
+    heights = [1.0] * down
+    heights += [0.3 + 0.17 * len(stages)] if len(stages) > 1 else []
+    heights += [0.25 + 0.17 * len(due)] if due else []
     fig.set_size_inches(6.5, max(1.2, 1.9 * sum(heights) + 0.3))
     if heights:
         grid = fig.add_gridspec(len(heights), across, height_ratios=heights)
-        for i, (name, column) in enumerate(changing.items()):
-            _panel(fig.add_subplot(grid[i // across, i % across]), steps, name, column, last_step)
+        for i, panel in enumerate(panels):
+            panel(fig.add_subplot(grid[i // across, i % across]))
+        if len(stages) > 1:
+            _stages(fig.add_subplot(grid[down, :]), steps, stages, last_step)
         if due:
-            _marks(fig.add_subplot(grid[down, :]), steps, due, last_step)
+            _marks(fig.add_subplot(grid[len(heights) - 1, :]), steps, due, last_step)
     if constant:
         words = ",  ".join(f"{name} = {number(value)}" for name, value in constant.items())
         fig.supxlabel(f"constant:  {words}", fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
@@ -64,6 +79,43 @@ def _panel(axes: Any, steps: Any, name: str, column: Any, last_step: int) -> Non
     axes.grid(color=_FAINT, alpha=0.4, linewidth=0.5)
     # Without a factor above the axis, which would push the title of this panel above those beside it.
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
+
+
+def _sizes(axes: Any, steps: Any, sizes: Mapping[int, int], last_step: int) -> None:
+    firsts = [max(first, int(steps[0])) for first in sizes]
+    values = list(sizes.values())
+    axes.step([*firsts, last_step], [*values, values[-1]], where="post", color=_INK, linewidth=1.4)
+    axes.set_title("batch size", fontsize=9, loc="left")
+    axes.set_ylim(0, max(values) * 1.06)
+    _steps_below(axes, steps, last_step)
+    axes.grid(color=_FAINT, alpha=0.4, linewidth=0.5)
+
+
+def _rows(axes: Any, steps: Any, rows: Mapping[str, np.ndarray[Any, Any]], last_step: int) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    for name, column in rows.items():
+        axes.plot(steps, column, linewidth=1.4, label=name)
+    axes.set_title("rows so far", fontsize=9, loc="left")
+    axes.set_ylim(0, None)
+    if len(rows) > 1:
+        axes.legend(fontsize=6.5, frameon=False)
+    _steps_below(axes, steps, last_step)
+    axes.grid(color=_FAINT, alpha=0.4, linewidth=0.5)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _stages(axes: Any, steps: Any, stages: Mapping[int, str], last_step: int) -> None:
+    firsts = [max(first, int(steps[0])) for first in stages]
+    for row, (first, stop, name) in enumerate(zip(firsts, [*firsts[1:], last_step], stages.values(), strict=True)):
+        axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
+        where = {"va": "bottom", "transform": axes.get_yaxis_transform()}
+        axes.text(0.012, row - 0.27, f"{name}:  from {first:,}".replace(",", " "), fontsize=6.5, **where)
+    axes.set_title("stages", fontsize=9, loc="left")
+    axes.set_yticks([])
+    axes.set_ylim(len(stages) - 0.55, -1)
+    _steps_below(axes, steps, last_step)
+    axes.spines["left"].set_visible(False)
 
 
 def _marks(axes: Any, steps: Any, due: Sequence[tuple[str, Any]], last_step: int) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jstep.core.contexts import own_transfers
 from jstep.core.types import Optimizer, Schedule
 from jstep.loop.checks import list_of_hooks
 from jstep.tools import due as _due
+from jstep.tools import score
 from jstep.tools import table as _table
 
 
@@ -54,18 +55,32 @@ class Plan:
         hyperparameters: Name → values at these steps, `[points]`.
         due: Hook → the steps after which it is called, of hooks that are due by steps alone or also by steps.
         last_step: Where the run ends.
+        stages: The first step of each stage → the name of its training step; empty if `plan` was not given any.
+        batch_size: The first step of each batch size → rows of a batch; empty if they are not known.
+        rows: Source → rows taken from it by the last step, `"rows"` for plain batches; empty if they are not known.
+        passes: Source → how many passes over it these are.
     """
 
     steps: np.ndarray[Any, Any]
     hyperparameters: Mapping[str, np.ndarray[Any, Any]]
     due: Mapping[Any, Any]
     last_step: int
+    stages: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    batch_size: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    passes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    _rows_at: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        return _table.plan_text(self.steps, self.hyperparameters, self._dues(), self.last_step)
+        text = _table.plan_text(self.steps, self.hyperparameters, self._dues(), self.last_step)
+        score = _table.score_text(self.stages, self.batch_size, self.rows, self.passes)
+        return f"{text}\n\n{score}" if score else text
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws a panel for each hyperparameter that changes, and a line of marks for each hook.
+        """Draw the plan.
+
+        There is a panel for each hyperparameter that changes, for the batch size and for the rows of each source, a bar
+        for each stage, and a line of marks for each hook.
 
         Args:
             path: The picture; its suffix (`.png`, `.svg`, `.pdf`) is its format.
@@ -75,7 +90,16 @@ class Plan:
         """
         from jstep.tools.picture import draw_plan
 
-        draw_plan(os.fspath(path), self.steps, self.hyperparameters, self._dues(), self.last_step)
+        draw_plan(
+            os.fspath(path),
+            self.steps,
+            self.hyperparameters,
+            self._dues(),
+            self.last_step,
+            self.stages,
+            self.batch_size,
+            self._rows_at,
+        )
 
     def _dues(self) -> list[tuple[str, Any]]:
         return [(_due.name_of(hook), steps) for hook, steps in self.due.items()]
@@ -88,6 +112,8 @@ def plan(
     start: int = 0,
     hooks: Sequence[Any] = (),
     points: int = 200,
+    train_step: Callable[..., Any] | Mapping[int, Callable[..., Any]] | None = None,
+    batches: Any = None,
 ) -> Plan:
     """What a run will do: its hyperparameters at steps from start to last_step − 1, and when its hooks are due.
 
@@ -100,6 +126,8 @@ def plan(
         start: The step of the state that it is to be given.
         hooks: What `train` is to be given. Hooks that are due by the clock alone are left out.
         points: At how many steps to look, evenly spaced; the first and the last are among them.
+        train_step: What `train` is to be given: the stages.
+        batches: What `train` is to be given: batch sizes and rows, of `jstep.batches` and `jstep.mixture`.
 
     Returns:
         A `Plan`: `str()` is a table, `plot(path)` a picture.
@@ -138,12 +166,19 @@ def plan(
         )
     steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64)) if points > 1 else None
     steps = np.array([start]) if steps is None else steps
+    stages = {} if train_step is None else score.stages(train_step, start, last_step)
+    data = score.data(batches, start, last_step, steps)
     pairs = [(hook, _due.steps_of(hook, start, last_step)) for hook in list_of_hooks(hooks)]
     return Plan(
         steps,
         _values(functions, steps, dtype),
         Due([(hook, due) for hook, due in pairs if due is not None]),
         last_step,
+        stages,
+        data.batch_size,
+        data.rows,
+        data.passes,
+        data.rows_at,
     )
 
 

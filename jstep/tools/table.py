@@ -33,6 +33,26 @@ def plan_text(
     return "\n".join(lines)
 
 
+def score_text(
+    stages: Mapping[int, str], sizes: Mapping[int, int], rows: Mapping[str, int], passes: Mapping[str, float]
+) -> str:
+    """What a run takes when: stages, batch sizes, rows of each source; empty where nothing is known."""
+    lines = []
+    if stages:
+        lines += wrapped("stages    ", [f"{_count(first)}: {name}" for first, name in stages.items()])
+    if sizes:
+        lines += wrapped("batch size", [f"{_count(first)}: {size}" for first, size in sizes.items()])
+    if rows:
+        words = [
+            f"{_count(count)} ({number(round(passes[name], 3))} passes)"
+            if name == "rows" and len(rows) == 1
+            else f"{name} {_count(count)} ({number(round(passes[name], 3))} passes)"
+            for name, count in rows.items()
+        ]
+        lines += wrapped("rows      ", words)
+    return "\n".join(lines)
+
+
 def due_text(due: Any) -> str:
     """When a hook is due, in words."""
     if not len(due):

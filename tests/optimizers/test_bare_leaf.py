@@ -14,6 +14,10 @@ MADE = {
     "prodigy": (jstep.prodigy, ["m", "p0", "s", "v"]),
     "nadam": (lambda: jstep.nadam(momentum_decay=0.004), ["m", "v"]),
     "scaled": (lambda: jstep.dynamic_loss_scale(jstep.lookahead(jstep.adam())), ["m", "slow", "v"]),
+    "waiting": (
+        lambda: jstep.update_every(1, jstep.adam(), accumulate=True),
+        ["gradient_count", "gradient_sum", "m", "v"],
+    ),
     "parted": (lambda: jstep.partition({"a": jstep.adam()}, lambda path, leaf: "a"), ["a/m", "a/v"]),
     "optax": (lambda: jstep.from_optax(optax.adam(0.1)), ["optax/0/mu", "optax/0/nu"]),
 }

@@ -56,6 +56,7 @@ AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
     "cautious": jstep.cautious,
     "rounding": lambda one: jstep.stochastic_rounding(one, KEY),
     "chain": lambda one: jstep.chain(jstep.clip_gradients(by_value=100.0), one, jstep.scale(1.0)),
+    "every": lambda one: jstep.update_every(1, one),
     "deep": lambda one: jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.master_weights(jstep.scope("q", one)))),
 }
 

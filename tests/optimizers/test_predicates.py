@@ -35,6 +35,7 @@ AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
     "labels": lambda one: jstep.master_weights(
         jstep.partition({"a": jstep.partition({"b": one}, lambda path, leaf: "b")}, lambda path, leaf: "a")
     ),
+    "every": lambda one: jstep.update_every(1, jstep.master_weights(one), accumulate=True),
     "chain": lambda one: jstep.master_weights(jstep.chain(jstep.clip_gradients(by_value=9.0), one)),
 }
 EMA = jstep.ExponentialMovingAverage(0.5)

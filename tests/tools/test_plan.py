@@ -130,3 +130,59 @@ BAD = [
 def test_bad_arguments(wrong, error, message):
     with pytest.raises(error, match=message):
         jstep.plan(**{"optimizer": RATE, "last_step": 10} | wrong)
+
+
+# The score: stages, batch sizes, rows
+
+
+def short_loss(params, x):
+    return params["w"] * x.sum()
+
+
+def long_loss(params, x):
+    return params["w"] * x.mean()
+
+
+def steps_of_stages(optimizer):
+    return {0: jstep.minimize(short_loss, optimizer), 600: jstep.minimize(long_loss, optimizer)}
+
+
+def test_the_whole_score(tmp_path):
+    optimizer = jstep.adam(RATE)
+    web, code = np.arange(1000), np.arange(100)
+    weights = {0: {"web": 3, "code": 1}, 500: {"web": 1, "code": 1}}
+    data = jstep.mixture({"web": web, "code": code}, batch_size={0: 4, 200: 8}, weights=weights).skip(100, 110)
+    plan = jstep.plan(optimizer, 1000, train_step=steps_of_stages(optimizer), batches=data)
+    assert plan.stages == {0: "short_loss", 600: "long_loss"}
+    assert plan.batch_size == {0: 4, 190: 8}
+    assert plan.rows == data.rows_before(1000)
+    assert sum(plan.rows.values()) == 190 * 4 + 810 * 8
+    assert plan.passes == {"web": plan.rows["web"] / 1000, "code": plan.rows["code"] / 100}
+    text = str(plan)
+    assert "stages      0: short_loss, 600: long_loss" in text
+    assert "batch size  0: 4, 190: 8" in text
+    assert f"code {plan.rows['code']:,} (".replace(",", " ") in text
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 5000
+
+
+def test_the_score_from_a_later_step():
+    data = jstep.batches(np.arange(50), {0: 5, 10: 10, 20: 25}, num_epochs=20)
+    plan = jstep.plan(RATE, 15, start=12, batches=data, train_step=steps_of_stages(jstep.adam(RATE)))
+    assert (plan.batch_size, plan.stages) == ({10: 10}, {0: "short_loss"})
+    assert plan.rows == {"rows": 100}
+    assert plan.passes == {"rows": 2.0}
+
+
+def test_a_score_of_one_step_and_of_batches_that_end():
+    data = jstep.batches(np.arange(20), 5, num_epochs=3)
+    step = jstep.minimize(short_loss, jstep.adam(RATE))
+    plan = jstep.plan(RATE, 100, train_step=step, batches=data)
+    assert (plan.stages, plan.batch_size, plan.rows) == ({0: "short_loss"}, {0: 5}, {"rows": 60})
+    plan = jstep.plan(RATE, 100, batches=lambda n: np.ones(3))
+    assert (plan.stages, plan.batch_size, plan.rows) == ({}, {}, {})
+    assert str(plan) == str(jstep.plan(RATE, 100))
+    with pytest.raises(ValueError, match="end at step 12"):
+        jstep.plan(RATE, 100, start=12, batches=data)
+    with pytest.raises(TypeError, match=r"train_step\[7\]"):
+        jstep.plan(RATE, 100, train_step={0: step, 7: 3})

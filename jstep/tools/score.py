@@ -1,0 +1,69 @@
+"""What a run takes when: stages, batch sizes, rows of each source."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.core.checks import shown
+from jstep.data import Batches, BatchSequence
+from jstep.loop.sources import check_batches
+from jstep.loop.stages import name_of_step, stages_of
+
+
+class Data(NamedTuple):
+    """What is known of the batches of a run.
+
+    Attributes:
+        batch_size: The first step of each batch size → rows of a batch.
+        rows: Source → rows taken from it by the last step.
+        passes: Source → passes over it by then.
+        rows_at: Source → rows taken before each of some steps.
+    """
+
+    batch_size: Mapping[int, int]
+    rows: Mapping[str, int]
+    passes: Mapping[str, float]
+    rows_at: Mapping[str, np.ndarray[Any, Any]]
+
+
+def stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
+    """The first step of each stage that the steps from `start` belong to → the name of its training step."""
+    return {
+        stage.first: name_of_step(stage.value)
+        for stage in stages_of(train_step).stages()
+        if stage.first < last_step and (stage.stop is None or stage.stop > start)
+    }
+
+
+def data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any]) -> Data:
+    """What is known of the batches; nothing of those that are not jstep's.
+
+    Raises:
+        ValueError: They end before the first step.
+    """
+    if batches is None:
+        return Data({}, {}, {}, {})
+    check_batches(batches)
+    if not isinstance(batches, BatchSequence):
+        return Data({}, {}, {}, {})
+    stop = last_step if batches.is_endless else min(last_step, len(batches))
+    if start >= stop:
+        raise ValueError(f"batches={shown(batches)}: they end at step {stop}, before start={start}")
+    given = batches.batch_size
+    sizes = given if isinstance(given, dict) else {0: given}
+    in_force = max(first for first in sizes if first <= start)
+    rows = _by_source(batches, stop)
+    total = {"rows": batches.num_rows} if isinstance(batches, Batches) else batches.num_rows  # type: ignore[attr-defined]
+    at = [_by_source(batches, min(int(step), stop)) for step in steps]
+    return Data(
+        {first: size for first, size in sizes.items() if in_force <= first < stop},
+        rows,
+        {name: count / total[name] for name, count in rows.items()},
+        {name: np.array([one[name] for one in at]) for name in rows},
+    )
+
+
+def _by_source(batches: Any, step: int) -> dict[str, int]:
+    rows = batches.rows_before(step)
+    return rows if isinstance(rows, dict) else {"rows": rows}
