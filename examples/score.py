@@ -90,7 +90,7 @@ def main(steps=400, seed=0, checkpoint_dir=None, plot=None, kill_at=None):
 
     every = max(2, steps // 16)
     hooks = [] if kill_at is None else [killer(kill_at, every, checkpoint_dir)]
-    plan = jstep.plan(optimizer, steps, points=9)
+    plan = jstep.plan(optimizer, steps, train_step=train_step, batches=batches)
     print(plan)
     if plot:
         plan.plot(plot)
