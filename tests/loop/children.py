@@ -53,8 +53,8 @@ def train(last_step, batches=DATA, state=None, **kwargs):
 """
 
 
-def start(script, directory, prelude=IMPORTS + MODEL, stderr=None):
-    STARTED.append(forked.start(prelude + script, directory, stderr=stderr))
+def start(script, directory, *args, prelude=IMPORTS + MODEL, stderr=None):
+    STARTED.append(forked.start(prelude + script, directory, *args, stderr=stderr))
     return STARTED[-1]
 
 

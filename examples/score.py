@@ -1,0 +1,129 @@
+"""A run as one score: sequence length, batch size, mixture and learning rate all change with the global step.
+
+    python examples/score.py                                # less than a minute on two CPU cores
+    python examples/score.py --plot plan.png                # what will be, as a picture (pip install 'jstep[plot]')
+    python examples/score.py --checkpoint-dir runs/score    # kill it at any time: the same command resumes it
+
+The small transformer of char_lm.py learns characters of two texts, Python's standard library and its language
+reference, in four phases of equal length:
+
+    phase   length   batch   mixture            learning rate
+    1       16       16      mostly code        warm-up, plateau
+    2       64       16      mostly code        plateau
+    3       64       32      mostly code        plateau
+    4       64       32      mostly prose       decay to zero
+
+Each of these is a function of the global step, so that a checkpoint needs to know nothing of them: a run that is
+killed in any phase, even with --kill-at, and started again ends with the same fingerprint as one that is not. The
+training step and the batch shape of the next phase are compiled while this one runs.
+"""
+
+import argparse
+import os
+import pydoc_data.topics
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from char_lm import CHARACTERS, CONTEXT, init_params, load, loss_fn
+
+import jstep
+
+SHORT = 16
+
+
+def load_prose():
+    """Windows of CONTEXT + 1 characters of Python's language reference, to train on and to hold out."""
+    text = np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
+    text = text[text < CHARACTERS]  # ASCII
+    cut = len(text) * 19 // 20
+    return [np.lib.stride_tricks.sliding_window_view(part, CONTEXT + 1) for part in (text[:cut], text[cut:])]
+
+
+def short(params, windows):
+    """The loss on the first SHORT characters: the same rows, a fraction of the work."""
+    return loss_fn(params, windows[:, : SHORT + 1])
+
+
+def long(params, windows):
+    return loss_fn(params, windows)
+
+
+def make_score(steps, code, prose, seed):
+    """Everything that changes with the global step: the training steps, the batches, the optimizer."""
+    phase = steps // 4
+    rate = jstep.warmup_stable_decay(5e-3, phase // 2, 3 * phase - phase // 2, steps - 3 * phase)
+    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(rate))
+    train_step = {0: jstep.minimize(short, optimizer), phase: jstep.minimize(long, optimizer)}
+    batches = jstep.mixture(
+        {"code": code, "prose": prose},
+        batch_size={0: 16, 2 * phase: 32},
+        weights={0: {"code": 0.8, "prose": 0.2}, 3 * phase: {"code": 0.3, "prose": 0.7}},
+        seed=seed,
+    )
+    return train_step, batches, optimizer
+
+
+def killer(step_to_die_at, every, directory):
+    """A hook that kills this process after a step, once the checkpoint before it is written (in the background)."""
+
+    def kill(step, state, metrics):
+        if step == step_to_die_at:
+            due = step // every * every
+            while due and os.path.basename(jstep.latest_checkpoint(directory) or "") != f"model-{due}":
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return jstep.every(1, kill)
+
+
+def main(steps=400, seed=0, checkpoint_dir=None, plot=None, kill_at=None):
+    if steps < 8:
+        sys.exit(f"--steps {steps}: expected 8 or more, two for each phase")
+    if kill_at is not None and checkpoint_dir is None:
+        sys.exit("--kill-at needs --checkpoint-dir, to resume from")
+    (code, held_out_code), (prose, held_out_prose) = load(), load_prose()
+    train_step, batches, optimizer = make_score(steps, code, prose, seed)
+
+    every = max(2, steps // 16)
+    hooks = [] if kill_at is None else [killer(kill_at, every, checkpoint_dir)]
+    plan = jstep.plan(optimizer, steps, train_step=train_step, batches=batches)
+    print(plan)
+    if plot:
+        plan.plot(plot)
+        print(f"the plan is drawn in {plot}")
+
+    state = jstep.TrainState.create(init_params(jax.random.key(seed)), optimizer)
+    state = jstep.train(
+        train_step,
+        state,
+        batches,
+        last_step=steps,
+        hooks=hooks,
+        checkpoint_dir=checkpoint_dir,
+        save_checkpoint_steps=every,
+        log_steps=max(1, steps // 8),
+    )
+
+    evaluate = jax.jit(loss_fn)
+    for name, windows in (("code", held_out_code), ("prose", held_out_prose)):
+        loss = float(evaluate(state.params, jstep.batches(windows, batch_size=256)[0]))
+        print(f"held-out {name}: {loss:.4f} nats a character")
+    # Two runs with the same fingerprint ended in the same state, to the bit.
+    print("fingerprint of the state after {} steps: {:08x}{:08x}".format(steps, *jstep.fingerprint(state)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="of the whole run, a quarter a phase (default 400)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default 0)")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", help="keep checkpoints here, and resume from them")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the plan into this file")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="end by SIGKILL after this step")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:  # train has said where it stopped, and saved if it was given a directory
+        sys.exit(130)
