@@ -43,13 +43,9 @@ def score_text(
     if sizes:
         lines += wrapped("batch size", [f"{_count(first)}: {size}" for first, size in sizes.items()])
     if rows:
-        words = [
-            f"{_count(count)} ({number(round(passes[name], 3))} passes)"
-            if name == "rows" and len(rows) == 1
-            else f"{name} {_count(count)} ({number(round(passes[name], 3))} passes)"
-            for name, count in rows.items()
-        ]
-        lines += wrapped("rows      ", words)
+        is_one = list(rows) == ["rows"]
+        words = [f"{_count(count)} ({passes[name]:.3g} passes)" for name, count in rows.items()]
+        lines += wrapped("rows      ", words if is_one else [f"{n} {w}" for n, w in zip(rows, words, strict=True)])
     return "\n".join(lines)
 
 

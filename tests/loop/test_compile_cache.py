@@ -35,11 +35,12 @@ near = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), optimiz
 far = jstep.minimize(lambda params, x: jnp.sum((params["w"] + x) ** 2), optimizer)
 state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
 evaluate = jstep.evaluator(lambda params, x: {"size": jnp.sum(x)}, [np.ones(3, np.float32)])
-hooks = [jstep.EvaluationHook(evaluate, every_n_steps=4), jstep.FingerprintHook(sys.argv[1] + "/prints", every_n_steps=4)]
+prints = jstep.FingerprintHook(sys.argv[1] + "/prints", every_n_steps=4)
+hooks = [jstep.EvaluationHook(evaluate, every_n_steps=4), prints]
 batches = [np.full(3, n, np.float32) for n in range(12)]
 jax.monitoring.register_event_listener(lambda event, **_: seen.append(event))
-jstep.train({0: near, 6: far}, state, batches, 12, hooks=hooks, checkpoint_dir=sys.argv[1], compile_cache=True,
-            steps_per_call=3, progress=False)
+jstep.train({0: near, 6: far}, state, batches, 12, hooks=hooks, checkpoint_dir=sys.argv[1],
+            compile_cache=True, steps_per_call=3, progress=False)
 print(seen.count("/jax/compilation_cache/compile_requests_use_cache"), seen.count("/jax/compilation_cache/cache_hits"))
 """
 
