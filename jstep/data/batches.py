@@ -5,7 +5,7 @@ from typing import Any
 
 from jstep.core.checks import as_bool, as_int, shown
 from jstep.core.staircase import as_staircase
-from jstep.data._processes import given_process
+from jstep.data._processes import Share, given_process
 from jstep.data._rows import Lookahead, Plan, steps_in
 from jstep.data._sizes import total
 from jstep.data._steps import Steps, steps_of
@@ -127,6 +127,9 @@ class Batches(BatchSequence):
 
     def _with(self, steps: Steps) -> "Batches":
         return Batches(self._plan, self._rows, steps)
+
+    def _rows_and_share(self) -> tuple[Rows, Share]:
+        return self._rows, self._plan.share
 
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"

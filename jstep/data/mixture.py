@@ -133,6 +133,9 @@ class Mixture(BatchSequence):
     def _with(self, steps: Steps) -> "Mixture":
         return Mixture(self._mix, self._rows, self._seed, steps)
 
+    def _rows_and_share(self) -> tuple[Rows, Share]:
+        return next(iter(self._rows.values())), self._mix.share
+
     def __repr__(self) -> str:
         each = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())
         order = "shuffled by" if self._mix.streams[0].shuffle else "in order, mixed by"

@@ -4,9 +4,13 @@ import abc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
+import jax
+
 from jstep.core.checks import as_int
+from jstep.data._processes import Share
 from jstep.data._sizes import Sizes, by_first_step, next_change
 from jstep.data._steps import Steps
+from jstep.data.sources import Rows
 
 Self = TypeVar("Self", bound="BatchSequence")
 
@@ -70,6 +74,29 @@ class BatchSequence(abc.ABC):
             IndexError: `step` is negative or past the end.
         """
         return self._sizes.at(self._steps[self._as_step(step)])
+
+    @abc.abstractmethod
+    def _rows_and_share(self) -> tuple[Rows, Share]:
+        """Rows like those of a batch, and this process's part of one."""
+
+    def shapes(self, step: int) -> Any:
+        """The shapes of batch number `step` on this process, known without making it.
+
+        One row is read to find the structure.
+
+        Returns:
+            A tree like the batch, its leaves `jax.ShapeDtypeStruct`.
+
+        Raises:
+            IndexError: `step` is negative or past the end.
+        """
+        rows, share = self._rows_and_share()
+        low, high = share.of(self.batch_size_at(step))
+
+        def leaf(row: Any) -> Any:
+            return jax.ShapeDtypeStruct((high - low, *row.shape[1:]), jax.dtypes.canonicalize_dtype(row.dtype))
+
+        return jax.tree.map(leaf, rows.take(slice(0, 1)))
 
     def next_change(self, step: int) -> int | None:
         """The next step whose batch has not as many rows as that of `step`; None if there is none.

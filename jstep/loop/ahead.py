@@ -44,13 +44,17 @@ class Ahead:
     Args:
         jobs: What to compile, in the order of their steps.
         stopping: Whether the run is to stop, so that no program is to be waited for.
+        is_quiet: Whether nothing is logged.
     """
 
-    def __init__(self, jobs: Sequence[Job], stopping: Callable[[], bool] = lambda: False) -> None:
-        self._jobs, self._stopping = list(jobs), stopping
+    def __init__(
+        self, jobs: Sequence[Job], stopping: Callable[[], bool] = lambda: False, *, is_quiet: bool = False
+    ) -> None:
+        self._jobs, self._stopping, self._is_quiet = list(jobs), stopping, is_quiet
         self._done = [threading.Event() for _ in self._jobs]
         self._passed = self._begun = 0
         self._lock = threading.Lock()  # of what was begun
+        self._is_closed = False
         self._state: Any = None
         self._args: tuple[Any, ...] = ()
         self._thread: Thread | None = None
@@ -80,6 +84,14 @@ class Ahead:
         if self._state is None:
             self._state = shapes_of(state)
         self._args = jax.tree.map(_unstacked, shapes_of(args)) if stacked else shapes_of(args)
+        self._start()
+
+    def begin(self, state: Any) -> None:
+        """Begins at once, with the shapes of a state."""
+        self._state = state
+        self._start()
+
+    def _start(self) -> None:
         # Not a daemon: a compiler that comes back to an interpreter that has ended aborts the process.
         self._thread = Thread(target=self._work, name="jstep-compile")
         self._thread.start()
@@ -89,7 +101,7 @@ class Ahead:
             job = self._jobs[number]
             then = time.perf_counter()
             try:
-                if job.make(self._state, self._args):
+                if job.make(self._state, self._args) and not self._is_quiet:
                     _logger.info(
                         "compiled %s ahead of step %d, in the background, in %.1f s",
                         job.name,
@@ -97,20 +109,27 @@ class Ahead:
                         time.perf_counter() - then,
                     )
             except Exception as error:
-                _logger.warning(
-                    "%s, which step %d needs, could not be compiled ahead: %s: %s",
-                    job.name,
-                    job.first,
-                    type(error).__name__,
-                    error,
-                )
+                if not self._is_quiet:
+                    _logger.warning(
+                        "%s, which step %d needs, could not be compiled ahead: %s: %s",
+                        job.name,
+                        job.first,
+                        type(error).__name__,
+                        error,
+                    )
             finally:
                 self._done[number].set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return self._is_closed
 
     def close(self) -> None:
         """Begins no other program; says so if the process has to wait for one."""
         with self._lock:
             self._begun = len(self._jobs)
+        self._is_closed = True
         if self._thread is not None and self._thread.is_alive():
             _logger.info("the compiler is at work on a later program and cannot be stopped: the process ends after it")
 

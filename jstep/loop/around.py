@@ -28,6 +28,7 @@ class Around:
         sums: What hooks add up over intervals.
         pending: What hooks report.
         to_stop: Asked after each call: whether a signal ends the run.
+        on_first: Called after the first call.
 
     Attributes:
         acting: The hook and the method that is being called, or that raised; None if none is.
@@ -37,9 +38,16 @@ class Around:
     """
 
     def __init__(
-        self, hooks: Sequence[Any], start: int, sums: Sums, pending: Pending, *, to_stop: Callable[[], bool]
+        self,
+        hooks: Sequence[Any],
+        start: int,
+        sums: Sums,
+        pending: Pending,
+        *,
+        to_stop: Callable[[], bool],
+        on_first: Callable[[], None] = lambda: None,
     ) -> None:
-        self._hooks, self._start, self._to_stop = hooks, start, to_stop
+        self._hooks, self._start, self._to_stop, self._on_first = hooks, start, to_stop, on_first
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
         self._sums, self._pending, self._is_summed = sums, pending, sums.is_wanted
         self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
@@ -93,6 +101,7 @@ class Around:
         if self._is_summed:  # before any hook may change the metrics
             self._sums.add(first, step - first, at.metrics, at.stacked)
         if first == self._start:
+            self._on_first()
             for hook in self._run_hooks:
                 self._call(hook, "started", range(first + 1, step + 1), at.metrics, at.rows)
         if step >= self._next_due:

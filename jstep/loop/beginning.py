@@ -44,11 +44,31 @@ class Beginning(NamedTuple):
     held: dict[str, float]
 
 
-def beginning(options: Options, state: TrainState, stack: contextlib.ExitStack, signals: StopSignals) -> Beginning:
-    """Opens the checkpoints, and restores the newest."""
+class Opened(NamedTuple):
+    """What is known of where a run begins before any array is read.
+
+    Attributes:
+        step: The step; None if it is not known.
+        saver: Where checkpoints are kept, or None.
+        latest: The newest step there, or None.
+        kept: What was kept with it.
+        given: The step of the state that the script gave; None of one of shapes, or donated.
+        held: The hyperparameters that the script gave the state to hold, by name.
+    """
+
+    step: int | None
+    saver: Saver | None
+    latest: int | None
+    kept: dict[str, Any]
+    given: int | None
+    held: dict[str, float]
+
+
+def opened(options: Options, state: TrainState, stack: contextlib.ExitStack, signals: StopSignals) -> Opened:
+    """Opens the checkpoints, and reads what is small."""
     if options.checkpoint_dir is None:
         _check_concrete(state, "and no checkpoint_dir to restore from")
-        return Beginning(_step_of(state), state, None, None, {}, {})
+        return Opened(_step_of(state), None, None, {}, None, {})
     if isinstance(options.checkpoint_dir, Saver):
         saver = options.checkpoint_dir
         leave: Callable[..., None] = _Waits(saver)
@@ -63,6 +83,20 @@ def beginning(options: Options, state: TrainState, stack: contextlib.ExitStack, 
     latest = saver.latest_step()
     if latest is None or latest < options.last_step:
         saver.claim()
+    if latest is None:
+        return Opened(given, saver, None, {}, given, held)
+    try:
+        extra = saver.extra(latest)
+    except Exception:  # restoring says what is wrong
+        return Opened(None, saver, latest, {}, given, held)
+    return Opened(latest, saver, latest, extra if isinstance(extra, dict) else {}, given, held)
+
+
+def beginning(opened: Opened, state: TrainState) -> Beginning:
+    """Restores the newest checkpoint, or begins with the state that was given."""
+    _, saver, _, _, given, held = opened
+    if saver is None:
+        return Beginning(_step_of(state), state, None, None, {}, {})
     try:
         with own_transfers():
             # Not that of the latest step that looks whole: a newest one that is damaged is an error.
@@ -71,7 +105,7 @@ def beginning(options: Options, state: TrainState, stack: contextlib.ExitStack, 
         _check_concrete(state, "and there is no checkpoint to restore")
         return Beginning(_step_of(state), state, saver, None, {}, held)
     restored = _step_of(state)
-    extra = saver.extra(restored)
+    extra = opened.kept if restored == opened.step else saver.extra(restored)
     kept = extra if isinstance(extra, dict) else {}
     _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
     _say_what_is_dropped(given, held, restored, kept.get(HELD), checkpoint_name(saver.prefix, restored))

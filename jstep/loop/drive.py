@@ -48,7 +48,7 @@ def drive(
         source = source_of(batches, 3, 7)                        # jstep.loop.sources
         edges = Edges(stages, source.next_change)                # jstep.loop.stages
         steps = lengths(3, 7, 2, lambda n: edges.after(n, 7))
-        made = calls(source, 3, steps)                           # jstep.loop.feed; None for one step a call
+        made = calls(owned(source), 3, steps)                           # jstep.loop.feed; None for one step a call
         at = drive(Programs(stages), state, made, 3, 7)          # jstep.loop.programs
         at.step, at.state                                        # 7, or less if the batches ended
 

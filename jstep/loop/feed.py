@@ -45,8 +45,12 @@ class Call:
     why: str = dataclasses.field(metadata={"static": True}, default="")
 
 
+Owned = Iterator[tuple[Any, Any]]
+"""Batches that nobody else writes into any more, each with the position after it."""
+
+
 def calls(
-    source: Source,
+    items: Owned,
     start: int,
     lengths: Iterable[int] | None,
     sharding: Any = None,
@@ -54,14 +58,13 @@ def calls(
     on_device: bool = False,
     stack_one: bool = False,
     why_one: Callable[[], str] = str,
-    fetched: "Fetched | None" = None,
 ) -> Iterator[Call]:
     """The batches as arguments of calls, stacked if a call takes several steps.
 
     Batches that cannot be stacked, as their shapes differ or the source ends, are calls of one step each.
 
     Args:
-        source: The batches.
+        items: The batches, as `owned` makes them of a source.
         start: The step of the first one.
         lengths: How many steps each call takes; None if each takes one and nothing is stacked.
         sharding: Where a batch goes, as in `prefetch_to_device`; None leaves it where it is.
@@ -69,7 +72,6 @@ def calls(
             whether they are NumPy arrays: it is to see the same whether they were made ahead or not.
         stack_one: Whether calls of one step are stacked too, for a step that is compiled for that alone.
         why_one: Why a call takes one step, where others take several.
-        fetched: Where to count the batches.
     """
     one = many = placement(None) if on_device else None
     if sharding is not None:
@@ -80,13 +82,11 @@ def calls(
         placed = batch if place is None else place(batch)
         return Call(placed if isinstance(batch, tuple) else (placed,), steps, first, stacked, position, why)
 
-    fetched = fetched or Fetched()
     if lengths is None:
-        for step, (batch, position) in enumerate(_own(source, fetched), start):
+        for step, (batch, position) in enumerate(items, start):
             placed = batch if one is None else one(batch)
             yield Call(placed if isinstance(batch, tuple) else (placed,), 1, step, False, position)
         return
-    items = _own(source, fetched)
     step = start
     for length in lengths:
         some = list(itertools.islice(items, length))
@@ -103,8 +103,14 @@ def calls(
         step += length
 
 
-def _own(source: Source, fetched: "Fetched") -> Iterator[tuple[Any, Any]]:
-    """Each batch, which nobody else writes into any more, and the position after it."""
+def owned(source: Source, fetched: "Fetched | None" = None) -> Owned:
+    """Each batch of a source in arrays that nobody else writes into, and the position after it.
+
+    Args:
+        source: The batches.
+        fetched: Where to count them.
+    """
+    fetched = fetched or Fetched()
     at, fresh = source.position, source.fresh
     for batch in source.items:
         own = copied(batch, fresh=fresh)

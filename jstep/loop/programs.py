@@ -1,8 +1,10 @@
 """The programs of a run: for one step, and for `steps_per_call` steps, of each stage. What is compiled is logged."""
 
+import contextlib
 import logging
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,18 +47,29 @@ class Programs:
         stages: The training steps, by the step at which each begins.
         unroll: As in `scan_steps`.
         several: Whether there are calls of several steps.
+        first_call: What the first call of all is made in.
 
     Attributes:
         on_device: Whether batches have to be put on the device, for a step that is not compiled.
         stacks_one: Whether calls of one step have to be stacked, too: a step that is not compiled is compiled for that.
-        ahead: What compiles later programs in the background; None if nothing does.
+        starting: What compiles the first program in the background; None if nothing does.
+        ahead: What compiles later ones.
     """
 
-    def __init__(self, stages: TrainSteps, unroll: Any = None, *, several: bool = True) -> None:
+    def __init__(
+        self,
+        stages: TrainSteps,
+        unroll: Any = None,
+        *,
+        several: bool = True,
+        first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self._stages, self._unroll, self._has_several = stages, unroll, several
         are_compiled = all(map(is_compiled, stages.values))
         self.stacks_one, self.on_device = several and not are_compiled, not (several or are_compiled)
+        self.starting: Ahead | None = None
         self.ahead: Ahead | None = None
+        self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
         self._begun: set[tuple[int, int]] = set()
         self._prepared: set[Any] = set()
         self._latest: Any = stages.values[0]
@@ -100,6 +113,9 @@ class Programs:
         """The state after the steps of a call, and their metrics."""
         if not self._first <= call.first < self._until:
             self._enter(call.first)
+        if self.starting is not None:
+            self.starting.before(call.first)
+            self.starting = None
         if self.ahead is not None:
             self.ahead.before(call.first)
         step = self._latest = self._several if call.stacked else self._one
@@ -109,7 +125,12 @@ class Programs:
             self._announce(step, call)
         before = self._compilations[0]
         try:
-            result = step(state, *call.args)
+            if self._first_call is None:
+                result = step(state, *call.args)
+            else:
+                with self._first_call():
+                    result = step(state, *call.args)
+                self._first_call = None
         except TypeError as error:
             if len(call.args) == 1 and isinstance(call.args[0], list):
                 note(error, "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y)")

@@ -8,18 +8,19 @@ from jstep.core.notes import note
 from jstep.hooks import CheckpointSaverHook, memory
 from jstep.hooks.hook import check_step, name_of
 from jstep.loop.around import Around
-from jstep.loop.beginning import Beginning, beginning
+from jstep.loop.beginning import Beginning, beginning, opened
 from jstep.loop.drive import At, drive
+from jstep.loop.early import Early, early_of, read_from
 from jstep.loop.equipment import Equipment, equipment
-from jstep.loop.feed import Feed, Fetched, calls
+from jstep.loop.feed import Feed, Fetched, calls, owned
 from jstep.loop.options import Options
 from jstep.loop.programs import Programs
 from jstep.loop.rescue import batches_named, is_past_a_nan, rescue
 from jstep.loop.saving import HOOKS, POSITION, STOPPED, Wiring
 from jstep.loop.score import ahead_of
 from jstep.loop.signals import StopSignals, StopWaiting
-from jstep.loop.sources import source_of
 from jstep.loop.stages import Edges, TrainSteps
+from jstep.loop.start import StartTimes
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -32,26 +33,42 @@ class Run:
         options: What `train` was given.
         stages: The training steps.
         state: Where to start.
+        times: How long the start takes.
     """
 
-    def __init__(self, options: Options, stages: TrainSteps, state: TrainState) -> None:
-        self._options, self._stages = options, stages
+    def __init__(self, options: Options, stages: TrainSteps, state: TrainState, times: StartTimes) -> None:
+        self._options, self._stages, self._times = options, stages, times
         several = options.steps_per_call > 1
-        self._programs = Programs(stages, options.unroll, several=several)
+        self._programs = Programs(stages, options.unroll, several=several, first_call=times.compiling)
         self._signals = StopSignals(self._before_the_first_step)
         self._at = At(0, state)
         self._begun: Beginning | None = None
         self._equipped: Equipment | None = None
         self._around: Around | None = None
         self._feed: Feed | None = None
-        self._fetched: Fetched | None = None
+        self._fetched = Fetched()
 
     def go(self, batches: Any) -> TrainState:
         """Runs to its end; returns the last state."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
             try:
-                begun = self._begun = beginning(self._options, self._at.state, stack, self._signals)
+                opening = opened(self._options, self._at.state, stack, self._signals)
+                self._fetched = Fetched()
+                early = early_of(
+                    batches,
+                    opening,
+                    self._options,
+                    self._stages,
+                    self._programs,
+                    self._at.state,
+                    self._fetched,
+                    self._times,
+                    stack,
+                    stopping=lambda: self._signals.interrupts,
+                )
+                with contextlib.nullcontext() if opening.latest is None else self._times.part("restore"):
+                    begun = self._begun = beginning(opening, self._at.state)
                 self._at.step, self._at.state = begun.step, begun.state
                 wiring = Wiring(self._position, self._stopped_by, self._before_save)
                 equipped = self._equipped = equipment(
@@ -63,8 +80,9 @@ class Run:
                     equipped.run.sums,
                     equipped.run.pending,
                     to_stop=self._signals.to_stop,
+                    on_first=self._times.log,
                 )
-                self._feed = self._fed(batches, begun, equipped, around, stack)
+                self._feed = self._fed(batches, early, begun, equipped, around, stack)
                 return self._run(begun, around)
             except BaseException as error:
                 self._rescue(error)
@@ -76,16 +94,26 @@ class Run:
                 raise
             finally:
                 # What refers to the run from its hooks and signals is not to keep its state alive.
-                self._equipped = self._around = self._feed = self._fetched = self._programs.ahead = None
+                self._equipped = self._around = self._feed = self._programs.ahead = None
                 self._signals.on_first = _no_haste
 
     def _fed(
-        self, batches: Any, begun: Beginning, equipped: Equipment, around: Around, stack: contextlib.ExitStack
+        self,
+        batches: Any,
+        early: Early | None,
+        begun: Beginning,
+        equipped: Equipment,
+        around: Around,
+        stack: contextlib.ExitStack,
     ) -> Feed | None:
         """The batches as calls, once the hooks have begun; None where no step is to be made."""
         options = self._options
-        is_kept = begun.saver is not None
-        source = source_of(batches, begun.step, options.last_step, begun.kept.get(POSITION), is_kept=is_kept)
+        if early is not None:
+            source, items = early.source, iter(early.first)
+        else:
+            is_kept = begun.saver is not None
+            source = read_from(batches, begun.step, options.last_step, begun.kept, is_kept=is_kept)
+            items = self._times.first_of(owned(source, self._fetched))
         memory.check(equipped.hooks)
         done = around.begin(begun.state)
         if begun.restored is not None:
@@ -98,9 +126,6 @@ class Run:
             return None
         if begun.kept.get(STOPPED) is not None:
             _logger.info("%s stopped this run at step %d; it resumes", begun.kept[STOPPED], begun.step)
-        if begun.saver is None:
-            source = source._replace(position=None)  # nobody asks
-        self._fetched = Fetched()
         edges = Edges(self._stages, source.next_change)
         self._programs.ahead = ahead_of(
             self._programs,
@@ -117,14 +142,13 @@ class Run:
             stack.callback(self._programs.ahead.close)
         stacked = options.steps_per_call > 1
         made = calls(
-            source,
+            items,
             begun.step,
             around.lengths(options.last_step, options.steps_per_call, edges) if stacked else None,
             options.batch_sharding,
             on_device=self._programs.on_device,
             stack_one=self._programs.stacks_one,
             why_one=lambda: around.why_one,
-            fetched=self._fetched,
         )
         feed = Feed(source, made, stopping=lambda: self._signals.interrupts)
         stack.callback(feed.close)
@@ -261,7 +285,7 @@ class Run:
 
     def _being_fetched(self) -> int:
         """With several steps a call, the batches before it in that call are there already."""
-        if self._begun is None or self._fetched is None:
+        if self._begun is None:
             return self._at.step
         return self._begun.step + self._fetched.count
 

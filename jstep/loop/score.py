@@ -1,7 +1,7 @@
 """The programs that a run needs after its first one: traced before it begins, compiled before they are due."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jstep.loop.ahead import Ahead, Job, shapes_of, stacked_shapes
 from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.sources import Source
 from jstep.loop.stages import Edges, Segment
+from jstep.loop.start import FirstBatch, StartTimes, first_call_steps
 from jstep.sharding.of_batches import named
 from jstep.state import TrainState
 from jstep.training import TrainStep
@@ -71,6 +72,59 @@ def ahead_of(
             make = functools.partial(_compile, programs, segment, steps_per_call, args)
             jobs.append(Job(segment.first, programs.name_of(segment.stage), make))
     return Ahead(jobs, stopping)
+
+
+def starting(
+    programs: Programs,
+    edges: Edges,
+    first: FirstBatch,
+    shapes: Callable[[], Any] | None,
+    hooks: Sequence[Any],
+    cadences: Sequence[int | None],
+    start: int,
+    last_step: int,
+    steps_per_call: int,
+    batch_sharding: Any,
+    times: StartTimes,
+    stopping: Callable[[], bool],
+) -> Ahead | None:
+    """What compiles the first program of a run while its state is restored; None if it is not compiled.
+
+    Args:
+        programs: The programs of the run.
+        edges: Where others follow.
+        first: The first batch, on its way.
+        shapes: Returns the shapes of the first batch without making it; None if they are not known.
+        hooks: The user's hooks.
+        cadences: How often the stock hooks are due.
+        start: The first step.
+        last_step: Where the run ends.
+        steps_per_call: How many steps a call takes.
+        batch_sharding: Where batches go.
+        times: Where to measure.
+        stopping: Whether the run is to stop.
+    """
+    (segment, *_) = edges.segments(start, last_step)
+    if not is_compiled(programs.of_stage(segment.stage)) and steps_per_call == 1:
+        return None
+    steps = first_call_steps(hooks, start, segment.stop, steps_per_call, cadences)
+    stacked = steps > 1 or programs.stacks_one
+    step = programs.of_stage(segment.stage, stacked=stacked)
+
+    def make(state: Any, _: tuple[Any, ...]) -> bool:
+        batch = shapes() if shapes is not None and batch_sharding is None else first.peek(lambda: ahead.is_over)
+        if batch is None:
+            return False
+        place = None if batch_sharding is None else placement(named(batch_sharding))
+        placed = batch if place is None else place(batch)
+        args = shapes_of(placed if isinstance(batch, tuple) else (placed,))
+        del batch, placed
+        with times.compiling(), setting(mesh_of(state)):
+            _traced(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
+        return True
+
+    ahead = Ahead([Job(start, programs.name_of(segment.stage), make)], stopping, is_quiet=True)
+    return ahead
 
 
 def _shapes_of_batch(source: Source, step: int, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:

@@ -46,6 +46,7 @@ class Source(NamedTuple):
         at: The batch of any step, if batches can be indexed.
         is_own: Whether they are jstep's.
         next_change: From a step to the next one at which the shapes of the batches change; None if nobody knows.
+        is_function: Whether each batch is a function of its step, and can be asked for again.
     """
 
     items: Iterator[Any]
@@ -55,6 +56,7 @@ class Source(NamedTuple):
     at: Callable[[int], Any] | None = None
     is_own: bool = False
     next_change: Callable[[int], int | None] | None = None
+    is_function: bool = False
 
 
 def source_of(batches: Any, start: int, last_step: int, position: Any = None, *, is_kept: bool = False) -> Source:
@@ -79,15 +81,16 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
                 _indexed(batches, start, last_step),
                 fresh=is_own,
                 at=batches.__getitem__,
+                is_function=True,
                 is_own=is_own,
                 next_change=functools.partial(_next_change, batches) if is_own else None,
             )
         first = _first(batches, start, last_step)
         if first is not None:
             items = itertools.chain(first, _indexed(batches, start + len(first), last_step))
-            return Source(items, at=batches.__getitem__)
+            return Source(items, at=batches.__getitem__, is_function=True)
     if not hasattr(batches, "__iter__") and callable(batches):
-        return Source(map(batches, range(start, last_step)))
+        return Source(map(batches, range(start, last_step)), is_function=True)
     iterator = iter(batches)
     if isinstance(iterator, HasState):
         return _stateful(iterator, position, start)

@@ -17,6 +17,7 @@ from jstep.loop.options import Options
 from jstep.loop.run import Run
 from jstep.loop.sources import check_batches
 from jstep.loop.stages import stages_of
+from jstep.loop.start import StartTimes
 from jstep.state import TrainState
 
 
@@ -114,7 +115,10 @@ def train(
     stages = stages_of(train_step)
     check(state, options.last_step)
     check_batches(batches)
+    times = StartTimes()
+    with times.part("devices"):
+        jax.devices()
     log = visible_logging() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # If another mesh is set, hooks and evaluations compute with that of the state all the same.
     with instead_of_another(mesh_of(state)), log, persistent_cache(options.cache_directory):
-        return Run(options, stages, state).go(batches)
+        return Run(options, stages, state, times).go(batches)

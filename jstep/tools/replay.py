@@ -10,7 +10,7 @@ from jstep.core.checks import as_int, shown
 from jstep.core.contexts import own_transfers
 from jstep.loop.checks import check, check_alive
 from jstep.loop.drive import drive
-from jstep.loop.feed import Call, calls
+from jstep.loop.feed import Call, calls, owned
 from jstep.loop.options import check_places
 from jstep.loop.programs import Programs
 from jstep.loop.saving import POSITION
@@ -100,19 +100,18 @@ def replay(
 
     start, state, position = _begun(state, checkpoint_dir, prefix, step)
     source = _seekable(source_of(batches, start, step + 1, position), batches, start, position)
+    items = owned(source)
     programs = Programs(stages, several=steps_per_call > 1)
     if step > start:
         edges = Edges(stages, source.next_change)
         steps = lengths(start, step, steps_per_call, lambda n: edges.after(n, step))
         between = None if steps_per_call == 1 else steps
-        made = calls(
-            source, start, between, batch_sharding, on_device=programs.on_device, stack_one=programs.stacks_one
-        )
+        made = calls(items, start, between, batch_sharding, on_device=programs.on_device, stack_one=programs.stacks_one)
         at = drive(programs, state, _exactly(made, step - start), start, step)
         if at.step < step:
             raise _too_few(at.step, step)
         state = at.state
-    last = next(calls(source, step, None, batch_sharding, on_device=programs.on_device), None)
+    last = next(calls(items, step, None, batch_sharding, on_device=programs.on_device), None)
     if last is None:
         raise _too_few(step, step)
     with own_transfers():

@@ -17,7 +17,7 @@ from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.loop.checks import check_alive
 from jstep.loop.drive import drive
-from jstep.loop.feed import calls
+from jstep.loop.feed import calls, owned
 from jstep.loop.programs import Programs
 from jstep.loop.sources import HasState, Source, encoded, source_of
 from jstep.loop.stages import stages_of
@@ -106,7 +106,7 @@ def verify_resume(
             first = global_step(state)
         source = source_of(batches, first, first + count, position)
         # No batch more than there are steps: its position counts.
-        made = itertools.islice(calls(source, first, None), count)
+        made = itertools.islice(calls(owned(source), first, None), count)
         at = drive(Programs(stages, several=False), state, made, first, first + count)
         if at.step < first + count:
             raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")

@@ -11,7 +11,7 @@ import pytest
 from sources import Positioned, handed_out
 
 import jstep
-from jstep.loop.feed import Feed, calls
+from jstep.loop.feed import Feed, calls, owned
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source, source_of
 
@@ -98,7 +98,7 @@ class Clock:
 
 def feed(batches, secs, start=0, position=None, lengths=None, **kwargs):
     source = source_of(batches, start, 100, position)
-    return Feed(source, calls(source, 0, lengths), clock=Clock(secs), **kwargs)
+    return Feed(source, calls(owned(source), 0, lengths), clock=Clock(secs), **kwargs)
 
 
 @pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
@@ -141,7 +141,7 @@ def test_only_the_slow_are_made_ahead():
         return step
 
     source = source_of(slow, 0, 10, None)
-    real = Feed(source, calls(source, 0, None))
+    real = Feed(source, calls(owned(source), 0, None))
     assert len(list(real)) == 10
     assert real._ahead is not None
     real.close()

@@ -1,0 +1,173 @@
+"""The start of a run: the checkpoint is read while the step is compiled and the first batch is made."""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jstep.core.contexts import Thread
+from jstep.hooks.cadence import CadencedHook
+from jstep.loop.feed import Owned
+
+_local = threading.local()
+
+
+def _count(event: str, **_: str | int) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _hits_here()[0] += 1
+
+
+def _count_secs(event: str, duration_secs: float, **_: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compilations_here()[0] += 1
+
+
+def _hits_here() -> list[int]:
+    """How many programs of this thread were found in JAX's persistent cache so far, in a list that goes on counting."""
+    found: list[int] = _local.__dict__.setdefault("hits", [0])
+    return found
+
+
+def _compilations_here() -> list[int]:
+    """How many were compiled, or found."""
+    found: list[int] = _local.__dict__.setdefault("compilations", [0])
+    return found
+
+
+jax.monitoring.register_event_listener(_count)
+jax.monitoring.register_event_duration_secs_listener(_count_secs)
+
+_logger = logging.getLogger("jstep")
+
+_POLL_SECS = 0.1
+
+
+@dataclasses.dataclass
+class StartTimes:
+    """How long each part of a start took, in seconds; parts overlap.
+
+    Attributes:
+        began: When the start began.
+        parts: Name of the part → seconds.
+        is_cached: Whether what was compiled was found in JAX's persistent cache.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    began: float = 0.0
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    is_cached: bool = False
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measures a part."""
+        then = self.clock()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + self.clock() - then
+
+    def first_of(self, items: Owned) -> Owned:
+        """The same batches; measures how long the first one takes."""
+        with self.part("first batch"):
+            first = next(items, None)
+        if first is not None:
+            yield first
+            yield from items
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Measures compilation, and whether JAX's persistent cache had what was asked for."""
+        hits, misses = _hits_here()[0], _compilations_here()[0]
+        with self.part("compile"):
+            yield
+        compiled = _compilations_here()[0] - misses
+        if compiled:
+            self.is_cached = compiled <= _hits_here()[0] - hits
+
+    def log(self) -> None:
+        """One line, when the first step was handed to the device."""
+        names = ("devices", "restore", "compile", "first batch")
+        words = [
+            f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
+            for name in names
+            if name in self.parts
+        ]
+        if words:
+            _logger.info("first step after %.1f s: %s", self.clock() - self.began, ", ".join(words))
+
+
+class FirstBatch:
+    """Batches, the first of which is made in a thread from now on.
+
+    Args:
+        items: The batches.
+        times: Where to measure.
+        again: Makes the first batch once more, where the thread failed to: it began before the hooks did, and what it
+            reads may be theirs. None if a source that has failed cannot be asked again.
+    """
+
+    def __init__(self, items: Owned, times: StartTimes, again: Callable[[], Owned] | None = None) -> None:
+        self._items, self._times, self._again = items, times, again
+        self._made = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._is_first = True
+        self._thread = Thread(target=self._make, daemon=True, name="jstep-first-batch")
+        self._thread.start()
+
+    def _make(self) -> None:
+        try:
+            with self._times.part("first batch"):
+                self._result = next(self._items, None)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._made.set()
+
+    def peek(self, is_over: Callable[[], bool]) -> Any:
+        """The first batch, once it is made; None if there is none, or the run is over before."""
+        while not self._made.wait(_POLL_SECS):
+            if is_over():
+                return None
+        return None if self._error is not None or self._result is None else self._result[0]
+
+    def __iter__(self) -> Owned:
+        self._made.wait()
+        if self._error is not None:
+            if self._again is None:
+                raise self._error
+            self._items = self._again()
+        elif self._result is None:
+            return
+        else:
+            first, self._result = self._result, None
+            yield first
+        yield from self._items
+
+
+def first_call_steps(hooks: Sequence[Any], start: int, stop: int, steps_per_call: int, cadences: Sequence[Any]) -> int:
+    """How many steps the first call is likely to take: `steps_per_call`, or one if a hook is due before its end.
+
+    Args:
+        hooks: The user's hooks, before they have begun.
+        start: The first step.
+        stop: Where the first segment ends.
+        steps_per_call: How many steps a call takes.
+        cadences: How often the stock hooks are due, in steps, or None.
+    """
+    dues = [start - start % cadence + cadence for cadence in cadences if cadence]
+    for hook in hooks:
+        if isinstance(hook, CadencedHook):
+            due = hook.next_multiple(start)
+            dues += [] if due is None else [due]
+        elif not hasattr(hook, "next_due"):
+            continue
+    return steps_per_call if min([stop, *dues]) - start >= steps_per_call else 1
