@@ -84,7 +84,8 @@ def main():
             times[name]["compilation"].append(compilation)
     bound = {("step at the edge", "median step"): 2.0}
     shown = {("compilation", "median step"): None}
-    return all([report(name, found, bound | shown, 1e3) for name, found in times.items()])
+    good = [report(name, found, bound | shown, 1e3) for name, found in times.items()]
+    return all(good)
 
 
 if __name__ == "__main__":
