@@ -8,10 +8,10 @@ The small transformer of char_lm.py learns characters of two texts, Python's sta
 reference, in four phases of equal length:
 
     phase   length   batch   mixture            learning rate
-    1       16       16      mostly code        warm-up, plateau
-    2       64       16      mostly code        plateau
-    3       64       32      mostly code        plateau
-    4       64       32      mostly prose       decay to zero
+    1       16       8       mostly code        warm-up, plateau
+    2       64       8       mostly code        plateau
+    3       64       16      mostly code        plateau
+    4       64       16      mostly prose       decay to zero
 
 Each of these is a function of the global step, so that a checkpoint needs to know nothing of them: a run that is
 killed in any phase, even with --kill-at, and started again ends with the same fingerprint as one that is not. The
@@ -60,7 +60,7 @@ def make_score(steps, code, prose, seed):
     train_step = {0: jstep.minimize(short, optimizer), phase: jstep.minimize(long, optimizer)}
     batches = jstep.mixture(
         {"code": code, "prose": prose},
-        batch_size={0: 16, 2 * phase: 32},
+        batch_size={0: 8, 2 * phase: 16},
         weights={0: {"code": 0.8, "prose": 0.2}, 3 * phase: {"code": 0.3, "prose": 0.7}},
         seed=seed,
     )
@@ -96,7 +96,7 @@ def main(steps=400, seed=0, checkpoint_dir=None, plot=None, kill_at=None):
         plan.plot(plot)
         print(f"the plan is drawn in {plot}")
 
-    state = jstep.TrainState.create(init_params(jax.random.key(seed)), optimizer)
+    state = jstep.TrainState.create(jax.jit(init_params)(jax.random.key(seed)), optimizer)
     state = jstep.train(
         train_step,
         state,
@@ -113,7 +113,7 @@ def main(steps=400, seed=0, checkpoint_dir=None, plot=None, kill_at=None):
         loss = float(evaluate(state.params, jstep.batches(windows, batch_size=256)[0]))
         print(f"held-out {name}: {loss:.4f} nats a character")
     # Two runs with the same fingerprint ended in the same state, to the bit.
-    print("fingerprint of the state after {} steps: {:08x}{:08x}".format(steps, *jstep.fingerprint(state)))
+    print("fingerprint of the state after {} steps: {:08x}{:08x}".format(steps, *jax.jit(jstep.fingerprint)(state)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""The step at an edge, whose program takes seconds to compile, beside the median step of its stage.
+
+    python tests/benchmarks/bench_stages.py
+
+Two edges: another training step of the same size, and batches of twice the size. Both programs are compiled in the
+background while the steps before are taken, so that the step at the edge need not wait for XLA.
+
+The first run of a program costs XLA's CPU backend some 30 to 300 ms more than later ones, also in plain JAX and however
+long ago it was compiled. Steps are long here (many microbatches), as those of programs that take seconds to compile.
+"""
+
+import functools
+import statistics
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _timing import report
+
+import jstep
+
+LAYERS, WIDTH, ROWS, MICROBATCHES = 96, 256, 2048, 128
+STEP_EDGE, SIZE_EDGE, LAST = 150, 250, 280
+ROUNDS = 3
+
+
+def loss_fn(params, x, *, scale):
+    for w in params:  # unrolled: it is to take long to compile
+        x = jnp.tanh(x * w[None]) + 0.5 * jnp.roll(x, 1, axis=1)
+    return scale * jnp.mean(x**2)
+
+
+def step_of(optimizer, scale):
+    """A program of its own: no scale is compiled twice."""
+    return jstep.minimize(functools.partial(loss_fn, scale=scale), optimizer, num_microbatches=MICROBATCHES)
+
+
+class Steps(jstep.Hook):
+    """Seconds of each step, by the step that it begins from, all of them waited for."""
+
+    def begin(self, state):
+        self.seconds, self._then = [], time.perf_counter()
+
+    def after_step(self, step, state, metrics):
+        jax.block_until_ready(state)
+        now = time.perf_counter()
+        self.seconds.append(now - self._then)
+        self._then = now
+
+
+def one_round(number, compiled):
+    """Seconds of the steps, and of what was compiled in the background, in its order."""
+    optimizer = jstep.adam(1e-4)
+    weights = list(np.random.default_rng(1).normal(size=(LAYERS, WIDTH)).astype(np.float32))
+    data = jstep.batches(
+        np.random.default_rng(0).normal(size=(4096, WIDTH)).astype(np.float32), {0: ROWS, SIZE_EDGE: 2 * ROWS}
+    )
+    stages = {0: step_of(optimizer, 1.0 + number), STEP_EDGE: step_of(optimizer, 1.5 + number)}
+    steps = Steps()
+    del compiled[:]
+    jstep.train(stages, jstep.TrainState.create(weights, optimizer), data, LAST, hooks=[steps], progress=False)
+    return steps.seconds, list(compiled)
+
+
+def main():
+    compiled = []
+
+    def listener(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration" and threading.current_thread().name == "jstep-compile":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    edges = {"another training step": (STEP_EDGE, SIZE_EDGE), "batches of twice the size": (SIZE_EDGE, LAST)}
+    times = {name: {"median step": [], "step at the edge": [], "compilation": []} for name in edges}
+    for number in range(ROUNDS):
+        seconds, programs = one_round(number, compiled)
+        assert len(programs) == len(edges), programs
+        for (name, (edge, stop)), compilation in zip(edges.items(), programs, strict=True):
+            times[name]["median step"].append(statistics.median(seconds[edge + 1 : stop]))
+            times[name]["step at the edge"].append(seconds[edge])
+            times[name]["compilation"].append(compilation)
+    bound = {("step at the edge", "median step"): 2.0}
+    shown = {("compilation", "median step"): None}
+    good = [report(name, found, bound | shown, 1e3) for name, found in times.items()]
+    return all(good)
+
+
+if __name__ == "__main__":
+    sys.exit(not main())
