@@ -45,16 +45,22 @@ class Ahead:
         jobs: What to compile, in the order of their steps.
         stopping: Whether the run is to stop, so that no program is to be waited for.
         is_quiet: Whether nothing is logged.
+        closed: Set when nothing is waited for any more.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], stopping: Callable[[], bool] = lambda: False, *, is_quiet: bool = False
+        self,
+        jobs: Sequence[Job],
+        stopping: Callable[[], bool] = lambda: False,
+        *,
+        is_quiet: bool = False,
+        closed: threading.Event | None = None,
     ) -> None:
         self._jobs, self._stopping, self._is_quiet = list(jobs), stopping, is_quiet
         self._done = [threading.Event() for _ in self._jobs]
         self._passed = self._begun = 0
         self._lock = threading.Lock()  # of what was begun
-        self._is_closed = False
+        self._closed = threading.Event() if closed is None else closed
         self._state: Any = None
         self._args: tuple[Any, ...] = ()
         self._thread: Thread | None = None
@@ -120,16 +126,11 @@ class Ahead:
             finally:
                 self._done[number].set()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is waited for any more."""
-        return self._is_closed
-
     def close(self) -> None:
         """Begins no other program; says so if the process has to wait for one."""
         with self._lock:
             self._begun = len(self._jobs)
-        self._is_closed = True
+        self._closed.set()
         if self._thread is not None and self._thread.is_alive():
             _logger.info("the compiler is at work on a later program and cannot be stopped: the process ends after it")
 

@@ -40,11 +40,13 @@ class Equipment(NamedTuple):
         hooks: All hooks, the user's before the stock ones.
         saving: The run's own hook that saves, or None.
         run: What jstep's own hooks know of the run.
+        logs_lines: Whether the run reports by log lines.
     """
 
     hooks: list[Any]
     saving: RunSaverHook | None
     run: RunInfo
+    logs_lines: bool
 
     @property
     def all_saving(self) -> list[CheckpointSaverHook]:
@@ -71,7 +73,8 @@ def equipment(
     def constants() -> Any:
         return programs.constant_metrics
 
-    hooks = [*own, *([] if given else [counter]), *_reporting(options, counter, constants)]
+    reporting = _reporting(options, counter, constants)
+    hooks = [*own, *([] if given else [counter]), *reporting]
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if writer is not None and options.save_summaries_steps is not None and not summed:
         hooks.append(SummarySaverHook(writer, save_steps=options.save_summaries_steps, leave_out=constants))
@@ -105,7 +108,7 @@ def equipment(
         if isinstance(hook, RunHook):
             stack.callback(hook.close)
             hook.use_run(run)
-    return Equipment(hooks, saving, run)
+    return Equipment(hooks, saving, run, any(isinstance(hook, LoggingHook) for hook in reporting))
 
 
 def _warn_of_methods_not_called(hooks: list[Any]) -> None:

@@ -85,8 +85,9 @@ class Programs:
         return scanned_step(step, self._unroll) if stacked else step
 
     def name_of(self, stage: int) -> str:
-        """The name of the training step of a stage."""
-        return name_of_step(self._stages.values[stage])
+        """What to call the training step of a stage."""
+        step = self._stages.values[stage]
+        return name_of_step(step) if len(self._stages.values) > 1 else getattr(step, "__name__", "train_step")
 
     @property
     def takes_single_steps(self) -> bool:

@@ -80,7 +80,7 @@ class Run:
                     equipped.run.sums,
                     equipped.run.pending,
                     to_stop=self._signals.to_stop,
-                    on_first=self._times.log,
+                    on_first=self._times.log if equipped.logs_lines else lambda: None,
                 )
                 self._feed = self._fed(batches, early, begun, equipped, around, stack)
                 return self._run(begun, around)
@@ -94,7 +94,8 @@ class Run:
                 raise
             finally:
                 # What refers to the run from its hooks and signals is not to keep its state alive.
-                self._equipped = self._around = self._feed = self._programs.ahead = None
+                self._equipped = self._around = self._feed = None
+                self._programs.starting = self._programs.ahead = None
                 self._signals.on_first = _no_haste
 
     def _fed(

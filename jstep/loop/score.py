@@ -1,6 +1,7 @@
 """The programs that a run needs after its first one: traced before it begins, compiled before they are due."""
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,9 +111,10 @@ def starting(
     steps = first_call_steps(hooks, start, segment.stop, steps_per_call, cadences)
     stacked = steps > 1 or programs.stacks_one
     step = programs.of_stage(segment.stage, stacked=stacked)
+    closed = threading.Event()
 
     def make(state: Any, _: tuple[Any, ...]) -> bool:
-        batch = shapes() if shapes is not None and batch_sharding is None else first.peek(lambda: ahead.is_over)
+        batch = shapes() if shapes is not None and batch_sharding is None else first.peek(closed.is_set)
         if batch is None:
             return False
         place = None if batch_sharding is None else placement(named(batch_sharding))
@@ -123,8 +125,7 @@ def starting(
             _traced(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
         return True
 
-    ahead = Ahead([Job(start, programs.name_of(segment.stage), make)], stopping, is_quiet=True)
-    return ahead
+    return Ahead([Job(start, programs.name_of(segment.stage), make)], stopping, is_quiet=True, closed=closed)
 
 
 def _shapes_of_batch(source: Source, step: int, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:

@@ -44,8 +44,8 @@ def _as_step(value: Any, name: str) -> Callable[..., Any]:
 
 
 def name_of_step(step: Any) -> str:
-    """The name of a training step."""
-    return getattr(step, "__name__", "train_step")
+    """What a training step is called among several: as its loss, if `minimize` made it."""
+    return str(getattr(step, "title", None) or getattr(step, "__name__", "train_step"))
 
 
 class Edges:

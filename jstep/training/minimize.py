@@ -195,7 +195,7 @@ def minimize(
         }
         return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
 
-    pure_step = PureStep(parts, name=name_of(loss_fn), looks_at_rows=num_microbatches > 1)
+    pure_step = PureStep(parts, title=name_of(loss_fn), looks_at_rows=num_microbatches > 1)
     return TrainStep(pure_step, donate=donate) if jit else pure_step
 
 

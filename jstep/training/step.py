@@ -29,13 +29,20 @@ class PureStep:
     """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating."""
 
     def __init__(
-        self, parts: Parts, *, name: str = "train_step", looks_at_rows: bool = False, leading_axes: int = 0
+        self,
+        parts: Parts,
+        *,
+        name: str = "train_step",
+        title: str | None = None,
+        looks_at_rows: bool = False,
+        leading_axes: int = 0,
     ) -> None:
         """A step of its parts.
 
         Args:
             parts: The parts.
             name: What it is called.
+            title: What tells it from the other steps of a run; its name if None.
             looks_at_rows: Whether it needs to know how the rows of the batch are sharded.
             leading_axes: The number of axes of the batch before that of its rows.
         """
@@ -43,6 +50,7 @@ class PureStep:
         self.looks_at_rows = looks_at_rows
         self.leading_axes = leading_axes
         self.__name__ = self.__qualname__ = name
+        self.title = title or name
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """One step."""
@@ -105,6 +113,7 @@ class TrainStep:
     Attributes:
         __wrapped__: The pure function that is compiled.
         donate: Whether the state is donated.
+        title: What tells it from the other steps of a run: the name of its loss, if `minimize` made it.
 
     Raises:
         TypeError: `step` is no function, or `donate` no bool.
@@ -116,6 +125,7 @@ class TrainStep:
         self.__doc__ = type(self).__doc__ if isinstance(step, PureStep) else step.__doc__ or type(self).__doc__
         self.donate = as_bool(donate, "donate")
         self._pure = pure(step)
+        self.title = self._pure.title
         self._programs: dict[Any, Any] = {}
         self._constants = Constants({})
         # The state last returned, the program that made it, its mesh: one attribute, so that threads see all or none.

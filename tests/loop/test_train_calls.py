@@ -77,7 +77,9 @@ def test_there_are_two_programs_whatever_the_cadences(cadences, caplog):
         train(last, lambda n: np.ones(3, np.float32), hooks=hooks, step=step, steps_per_call=8)
     compiled = [r.getMessage() for r in caplog.records if "compiling" in r.getMessage()]
     assert len([r for r in caplog.records if "compil" in r.getMessage()]) == len(compiled) <= 2
-    assert all("for 8 steps: steps_per_call=8" in m or "for 1 step: a hook is due at step" in m for m in compiled)
+    assert all(
+        "train_step for 8 steps: steps_per_call=8" in m or "for 1 step: a hook is due at step" in m for m in compiled
+    )
     assert step._cache_size() == 1
 
 

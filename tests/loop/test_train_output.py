@@ -20,6 +20,7 @@ def test_lines_are_seen_without_setting_up_logging(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert out == ""
     lines = err.splitlines()
+    assert lines.pop(0).startswith("first step after ")
     assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4", "step 6"]
     assert "loss " in lines[0]
     assert "learning_rate 0.0" in lines[1]
@@ -31,7 +32,11 @@ def test_what_the_program_set_up_is_left_alone(capsys, caplog):
     caplog.set_level(logging.INFO)
     train(4, log_steps=2, progress=None)
     assert capsys.readouterr().err == ""
-    assert [record.getMessage()[:6] for record in caplog.records if record.name == "jstep"] == ["step 2", "step 4"]
+    assert [record.getMessage()[:6] for record in caplog.records if record.name == "jstep"] == [
+        "first ",
+        "step 2",
+        "step 4",
+    ]
 
 
 def test_a_file_for_warnings_still_gets_them(tmp_path, monkeypatch):
@@ -91,7 +96,7 @@ def test_a_terminal_without_tqdm_gets_lines(capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(sys, "stderr", Terminal(sys.stderr))
     train(2, progress=None, log_steps=1)
-    assert capsys.readouterr().err.count("step ") == 2
+    assert capsys.readouterr().err.count("\nstep ") == 2
 
 
 # Summaries

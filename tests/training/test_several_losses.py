@@ -177,9 +177,9 @@ def test_names_of_steps():
     def my_loss(params):
         return params["critic"]["w"].sum()
 
-    assert jstep.minimize(LOSSES, SGD).__name__ == "critic+actor"
-    assert jstep.minimize(my_loss, SGD).__name__ == "my_loss"
-    assert jstep.minimize(lambda params: 0.0, SGD).__name__ == "train_step"
+    assert jstep.minimize(LOSSES, SGD).title == "critic+actor"
+    assert jstep.minimize(my_loss, SGD).title == "my_loss"
+    assert jstep.minimize(lambda params: 0.0, SGD).title == "train_step"
 
 
 @pytest.mark.parametrize(
