@@ -30,6 +30,7 @@ class Around:
         to_stop: Asked after each call: whether a signal ends the run.
 
     Attributes:
+        hooks: All of them.
         acting: The hook and the method that is being called, or that raised; None if none is.
         stopped_by: The hook, or the function of a hook, that ended the run; None if none did.
         called_off: Whether a signal did.
@@ -39,7 +40,8 @@ class Around:
     def __init__(
         self, hooks: Sequence[Any], start: int, sums: Sums, pending: Pending, *, to_stop: Callable[[], bool]
     ) -> None:
-        self._hooks, self._start, self._to_stop = hooks, start, to_stop
+        self.hooks = self._hooks = hooks
+        self._start, self._to_stop = start, to_stop
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
         self._sums, self._pending, self._is_summed = sums, pending, sums.is_wanted
         self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
