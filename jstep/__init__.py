@@ -33,7 +33,7 @@ Input: batches gives Batches by step, mixture a Mixture of sources by weight; pr
     threads, until OutOfRangeError or CancelledError.
 Running: train; it ends by Preempted at a SIGTERM. Hooks: Hook and every for your own; StepCounterHook, LoggingHook,
     ProgressHook, SummarySaverHook, MetricsHook, CheckpointSaverHook, EvaluationHook, FingerprintHook, ProfilerHook,
-    StopAtStepHook, NanLossHook with NanLossDuringTrainingError; log_every_n.
+    StopAtStepHook, NanLossHook with NanLossDuringTrainingError, AuditHook with AuditError; log_every_n.
 Evaluating: evaluator, with metrics.auc and others; EarlyStopping, KeepBest, ReduceOnPlateau act on what an
     EvaluationHook finds.
 Checkpoints: Saver, latest_checkpoint, checkpoint_name, CheckpointError.

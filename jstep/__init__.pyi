@@ -36,6 +36,8 @@ from jstep.evaluating import KeepBest as KeepBest
 from jstep.evaluating import ReduceOnPlateau as ReduceOnPlateau
 from jstep.evaluating import evaluator as evaluator
 from jstep.fingerprints import fingerprint as fingerprint
+from jstep.hooks import AuditError as AuditError
+from jstep.hooks import AuditHook as AuditHook
 from jstep.hooks import CheckpointSaverHook as CheckpointSaverHook
 from jstep.hooks import DivergenceError as DivergenceError
 from jstep.hooks import EvaluationHook as EvaluationHook

@@ -75,6 +75,12 @@ def told_to_all(data: bytes) -> bytes:
     return _of_process_0(mine).astype(np.uint8).tobytes() if size else b""
 
 
+def largest_of_all(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The largest of what the processes give, element by element; to be called by all of them, and a wait for all."""
+    with own_transfers():
+        return np.asarray(multihost_utils.process_allgather(mine)).max(axis=0)
+
+
 def _of_process_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array that process 0 gives, on every process; no guard of the caller's stops it."""
     with own_transfers():

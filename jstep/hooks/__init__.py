@@ -1,6 +1,8 @@
 """Hooks: what happens around the steps of `train`, one per file."""
 
 from jstep.core.public import publish as _publish
+from jstep.hooks.audit import AuditHook
+from jstep.hooks.audit_result import AuditError
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.evaluation import EvaluationHook
 from jstep.hooks.every import every
@@ -17,6 +19,8 @@ from jstep.hooks.stop_at_step import StopAtStepHook
 from jstep.hooks.summary_saver import SummarySaverHook
 
 __all__ = [
+    "AuditError",
+    "AuditHook",
     "CheckpointSaverHook",
     "DivergenceError",
     "EvaluationHook",

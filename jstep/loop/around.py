@@ -31,6 +31,7 @@ class Around:
         on_first: Called after the first call.
 
     Attributes:
+        hooks: All of them.
         acting: The hook and the method that is being called, or that raised; None if none is.
         stopped_by: The hook, or the function of a hook, that ended the run; None if none did.
         called_off: Whether a signal did.
@@ -47,7 +48,8 @@ class Around:
         to_stop: Callable[[], bool],
         on_first: Callable[[], None] = lambda: None,
     ) -> None:
-        self._hooks, self._start, self._to_stop, self._on_first = hooks, start, to_stop, on_first
+        self.hooks = self._hooks = hooks
+        self._start, self._to_stop, self._on_first = start, to_stop, on_first
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
         self._sums, self._pending, self._is_summed = sums, pending, sums.is_wanted
         self._before = [hook for hook in hooks if _has_own(hook, "before_step")]

@@ -112,14 +112,13 @@ class Programs:
 
     def __call__(self, state: Any, call: Call) -> Any:
         """The state after the steps of a call, and their metrics."""
-        if not self._first <= call.first < self._until:
-            self._enter(call.first)
+        step = self.step_of(call)
         if self.starting is not None:
             self.starting.before(call.first)
             self.starting = None
         if self.ahead is not None:
             self.ahead.before(call.first)
-        step = self._latest = self._several if call.stacked else self._one
+        self._latest = step
         is_first = (self._stage, call.steps) not in self._begun
         if is_first:
             self._begun.add((self._stage, call.steps))
@@ -141,6 +140,12 @@ class Programs:
         if self.ahead is not None and isinstance(result, tuple):
             self.ahead.after(result[0], call.args, stacked=call.stacked)
         return result
+
+    def step_of(self, call: Call) -> Any:
+        """The training step that takes the steps of a call: `step_of(call)(state, *call.args)` repeats it."""
+        if not self._first <= call.first < self._until:
+            self._enter(call.first)
+        return self._several if call.stacked else self._one
 
     def _enter(self, step: int) -> None:
         """Finds the stage that a step belongs to."""

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from jstep.core.notes import note
 from jstep.hooks import CheckpointSaverHook, memory
+from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step, name_of
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning, opened
@@ -161,7 +162,8 @@ class Run:
         called_off = False
         if self._feed is not None:
             try:
-                drive(self._programs, at.state, self._feed, begun.step, last_step, around.after, at, around.before)
+                take = audited(self._programs, self._programs.step_of, around.hooks)
+                drive(take, at.state, self._feed, begun.step, last_step, around.after, at, around.before)
             except StopWaiting:
                 called_off = True
             called_off = called_off or around.called_off

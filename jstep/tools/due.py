@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jstep.hooks.audit import AuditHook
 from jstep.hooks.hook import NEVER, Hook
 from jstep.hooks.hook import name_of as _name_of
 from jstep.hooks.stop_at_step import StopAtStepHook
@@ -18,8 +19,12 @@ def name_of(hook: Any) -> str:
 def steps_of(hook: Any, start: int, last_step: int) -> Any:
     """The steps after which the hook is called, a range where they are evenly spaced, else a tuple.
 
+    Of an audit, the steps that it repeats.
+
     None for one that is called by the clock alone, or never.
     """
+    if isinstance(hook, AuditHook):
+        return hook.audited_steps(start, last_step)
     own = getattr(type(hook), "after_step", None)
     if own is None or own is Hook.after_step:
         return None

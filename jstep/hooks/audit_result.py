@@ -1,0 +1,96 @@
+"""What an audit finds: two computations of one update, compared on every device of every process."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jstep.distributed import agreement
+from jstep.fingerprints.by_device import ByDevice
+from jstep.fingerprints.log import Difference
+
+_SHOWN = 8
+_SAME, _DIFFERS = 1, 2
+
+
+class AuditError(RuntimeError):
+    """An update was computed twice with different results.
+
+    Attributes:
+        step: The step N of an update N → N + 1, or the first step of the call, if a call takes several.
+        leaves: The paths of the state's leaves that differ.
+    """
+
+    prevents_saving = True
+
+    def __init__(self, message: str, step: int, leaves: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.step, self.leaves = step, leaves
+
+    def __reduce__(self) -> Any:
+        return type(self), (*self.args, self.step, self.leaves)
+
+
+class Mismatch(NamedTuple):
+    """How the results of two computations differ.
+
+    Attributes:
+        leaves: The paths of the leaves that differ on some device.
+        devices: The devices on which they do; empty if they do on all of them.
+    """
+
+    leaves: tuple[str, ...]
+    devices: tuple[str, ...]
+
+    def error(self, step: int, steps: int) -> AuditError:
+        """The error that says so, for a call of so many steps from step `step`."""
+        where = ", ".join(self.devices[:_SHOWN]) + (", …" if len(self.devices) > _SHOWN else "")
+        what = Difference(step, self.leaves).text() + (f" (on {where} alone)" if where else "")
+        update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
+        return AuditError(
+            f"the {update} computed twice, from the same state and batch by the same program, and the results differ: "
+            f"{what}. Either a device computes wrongly (silent data corruption): resume from the last checkpoint on "
+            "other devices, and take the step again on both by jstep.replay(train_step, state, batches, "
+            f"checkpoint_dir, {step}). Or the program is not deterministic: host callbacks or a plain Python step that "
+            "keep a memory or random numbers of their own, or sums without a fixed order on a GPU "
+            "(XLA_FLAGS=--xla_gpu_deterministic_ops=true).",
+            step,
+            self.leaves,
+        )
+
+
+def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
+    """How two computations of one state differ, for all processes alike; None if no bit does. Waits for both.
+
+    Raises:
+        TypeError: The two states have other leaves.
+    """
+    if first.paths != second.paths:
+        apart = sorted(set(first.paths) ^ set(second.paths))[:_SHOWN] or "in another order"
+        raise TypeError(
+            f"train_step: returned a state of other leaves when AuditHook repeated it ({apart}); the structure of the "
+            "state must be the same in every call"
+        )
+    devices = jax.devices()
+    marks = _marks(first, second, devices)
+    found = marks if agreement.is_alone() else agreement.largest_of_all(marks)
+    differ, of_devices = found[: len(first.paths)], found[len(first.paths) :]
+    if not differ.any():
+        return None
+    leaves = tuple(path for path, mark in zip(first.paths, differ, strict=True) if mark)
+    all_do = (of_devices[of_devices > 0] == _DIFFERS).all()
+    names = () if all_do else tuple(str(devices[i]) for i in np.flatnonzero(of_devices == _DIFFERS))
+    return Mismatch(leaves, names)
+
+
+def _marks(first: ByDevice, second: ByDevice, devices: list[Any]) -> np.ndarray[Any, Any]:
+    """Whether each leaf differs; then for each device of all processes 0 (not of this one), `_SAME` or `_DIFFERS`."""
+    leaves, number = len(first.paths), {device: i for i, device in enumerate(devices)}
+    marks = np.zeros(leaves + len(devices), np.int32)
+    a, b = first.words(), second.words()
+    for device in {**a, **b}:
+        differ = np.any(a[device] != b[device], axis=1) if device in a and device in b else np.ones(leaves, bool)
+        marks[:leaves] |= differ
+        if device in number:
+            marks[leaves + number[device]] = _DIFFERS if differ.any() else _SAME
+    return marks
