@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.flops import work_of
 from jstep.core.memory import is_of_host
 from jstep.core.meshes import mesh_of
+from jstep.core.sites import body_of
 from jstep.state import TrainState
 from jstep.tools.collectives import collectives_of
 from jstep.tools.cost_warnings import warnings_of, warnings_without_a_program
 from jstep.tools.device_memory import device_peak
-from jstep.tools.flops import work_of
-from jstep.tools.nonfinite.sites import body_of
 from jstep.tools.recomputed import recomputes
 from jstep.topologies.compilers import name_of
 from jstep.topologies.memory import memory_of

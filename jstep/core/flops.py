@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jstep.tools.nonfinite.shards import shard_counts
-from jstep.tools.nonfinite.sites import MOVES, Body, Site
+from jstep.core.sites import MOVES, Body, Site, shard_counts
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
 """They move numbers and compute none."""
