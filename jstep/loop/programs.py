@@ -8,10 +8,12 @@ from typing import Any
 import jax
 
 from jstep.core.notes import note
+from jstep.hooks.dispatched import Dispatched
 from jstep.hooks.skipped import skip_metric_of
 from jstep.loop.ahead import Ahead
 from jstep.loop.feed import Call
 from jstep.loop.stages import TrainSteps, name_of_step
+from jstep.loop.traced import traced
 from jstep.training import TrainStep, scanned_step
 
 _logger = logging.getLogger("jstep")
@@ -50,6 +52,7 @@ class Programs:
         on_device: Whether batches have to be put on the device, for a step that is not compiled.
         stacks_one: Whether calls of one step have to be stacked, too: a step that is not compiled is compiled for that.
         ahead: What compiles later programs in the background; None if nothing does.
+        dispatched: The steps that were taken, if anybody wants to know.
     """
 
     def __init__(self, stages: TrainSteps, unroll: Any = None, *, several: bool = True) -> None:
@@ -57,6 +60,7 @@ class Programs:
         are_compiled = all(map(is_compiled, stages.values))
         self.stacks_one, self.on_device = several and not are_compiled, not (several or are_compiled)
         self.ahead: Ahead | None = None
+        self.dispatched = Dispatched()
         self._begun: set[tuple[int, int]] = set()
         self._prepared: set[Any] = set()
         self._latest: Any = stages.values[0]
@@ -116,6 +120,9 @@ class Programs:
             raise
         if self._compilations[0] != before and not is_first and self._is_compiled:
             self._say_again(call)
+        if self.dispatched.is_wanted and isinstance(result, tuple):
+            program, new = (self._stage, call.steps), result[0]
+            self.dispatched.add(program, call.steps, new, call.args, lambda: traced(step, new, call.args))
         if self.ahead is not None and isinstance(result, tuple):
             self.ahead.after(result[0], call.args, stacked=call.stacked)
         return result

@@ -13,9 +13,9 @@ from jstep.loop.ahead import Ahead, Job, shapes_of, stacked_shapes
 from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.sources import Source
 from jstep.loop.stages import Edges, Segment
+from jstep.loop.traced import traced
 from jstep.sharding.of_batches import named
 from jstep.state import TrainState
-from jstep.training import TrainStep
 
 
 def ahead_of(
@@ -85,7 +85,7 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
     """Traces a stage, which is kept for when it is compiled."""
     name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
     try:
-        new = _traced(step, state, args).out_info[0]
+        new = traced(step, state, args).out_info[0]
     except Exception as error:
         raise ValueError(
             f"{name}: it cannot take step {segment.first}, the first one of its kind, from the state and the batch "
@@ -97,14 +97,6 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
             f"{name}: all training steps of a run share one structure of the state, but {different}; freeze "
             "parameters by var_list, and give all stages optimizers with the same slots"
         )
-
-
-def _traced(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
-    """What a call of the step traces, for shapes."""
-    if isinstance(step, TrainStep):
-        return step.traced_call(state, *args)
-    with setting(mesh_of((state, args))):
-        return step.trace(state, *args)
 
 
 def _compile(
@@ -135,7 +127,7 @@ def _compile(
 def _compiled(programs: Programs, segment: Segment, step: Any, state: Any, args: tuple[Any, ...], steps: int) -> bool:
     if not programs.prepare(segment.stage, steps, (trees.structure(args), tuple(jax.tree.leaves(args)))):
         return False
-    _traced(step, state, args).lower().compile()
+    traced(step, state, args).lower().compile()
     return True
 
 
