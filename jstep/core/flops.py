@@ -14,6 +14,7 @@ _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
 """They move numbers and compute none."""
 
 
+_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 _NONE: Mapping["Product", float] = MappingProxyType({})
 
 
@@ -116,6 +117,15 @@ def _flops(eqn: Any) -> float:
     if name == "dot_general":
         ((contracted, _), _) = params["dimension_numbers"]
         return 2.0 * size * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"]
+        ((contracted, _), _) = numbers.dot_dimension_numbers
+        # Where the groups are along a contracted axis, each of the results takes the rows of one group alone.
+        is_parted = not set(numbers.lhs_ragged_dimensions).isdisjoint(contracted)
+        groups = eqn.invars[2].aval.shape[-1] if is_parted else 1
+        return 2.0 * size * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted) / groups
+    if name == "pallas_call" and params.get("cost_estimate") is not None:
+        return float(params["cost_estimate"].flops)
     if name == "conv_general_dilated":
         kernel, numbers = eqn.invars[1].aval.shape, params["dimension_numbers"]
         return 2.0 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
@@ -128,7 +138,7 @@ def _flops(eqn: Any) -> float:
 
 def _product(eqn: Any) -> Product | None:
     """The format of an operation that multiplies matrices; None for any other."""
-    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+    if eqn.primitive.name not in _PRODUCTS:
         return None
     dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda one: one.itemsize)
     precision = eqn.params["precision"]

@@ -47,11 +47,11 @@ class StepCounterHook(CadencedHook):
 
     in log lines, progress line and TensorBoard. The operations are those of the traced step, as `jstep.cost` counts
     them: of each stage, of each shape of the batch; loops as often as they run, but for those whose length depends on
-    values, which count once; a kernel of Pallas counts one operation for each element of its results. A step that
-    recomputes (`jax.checkpoint`) does more than the model asks for, so that the name is `hfu` (hardware FLOP/s
-    utilization). The peak is that of the formats of the step's matrix products, dense: float32 is TF32 on an A100
-    and bfloat16 on a TPU, unless their `precision` says otherwise. A table has it for TPUs v2 to tpu7x and for
-    NVIDIA's data-center GPUs from V100 to GB200. Of other devices, such as a CPU, and of a step that is not compiled
+    values, which count once; a kernel of Pallas by its `cost_estimate`, else one for each element of its results. A
+    step that recomputes (`jax.checkpoint`) does more than the model asks for, so that the name is `hfu` (hardware
+    FLOP/s utilization). The peak is that of the formats of the step's matrix products, dense: float32 is TF32 on an
+    A100 and bfloat16 on a TPU, unless their `precision` says otherwise. A table has it for TPUs v2 to tpu7x and for
+    NVIDIA's data-center GPUs from V100 to GB200. For other devices, such as a CPU, and for a step that is not compiled,
     nothing is shown unless the arguments below say what it takes.
 
     Args:

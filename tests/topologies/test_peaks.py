@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas
 
 from jstep.core.flops import Product, work_of
 from jstep.core.sites import body_of
@@ -37,6 +38,23 @@ def test_products_are_found_wherever_they_are():
         Product("float32", "HIGHEST"): 2 * 4**3,
     }
     assert products(jnp.sin, shape(4)) == {}
+
+
+def test_products_of_ragged_groups_and_of_kernels():
+    def fn(a, b):
+        return jnp.sum(jax.lax.ragged_dot(a, b, jnp.array([24, 8], jnp.int32)))
+
+    found = products(jax.grad(fn, (0, 1)), shape(32, 4), shape(2, 4, 8))
+    assert found == {Product("float32", "DEFAULT"): 3 * 2 * 32 * 4 * 8}  # forward, and for each of the two gradients
+
+    def kernel(a, estimate):
+        made = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+        return pallas.pallas_call(lambda x, y: None, made, cost_estimate=estimate)(a)
+
+    estimate = pallas.CostEstimate(flops=12345, transcendentals=0, bytes_accessed=0)
+    for given, expected in ((estimate, 12345), (None, 8 * 128)):
+        traced = jax.make_jaxpr(kernel, static_argnums=1)(shape(8, 128), given)
+        assert work_of(body_of(traced)).all == expected
 
 
 def test_formats_as_jax_says_them():
