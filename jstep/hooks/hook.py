@@ -87,6 +87,7 @@ class RunInfo:
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
         stop_wished: Whether a signal wishes the run to stop; all processes have to ask equally often.
+        dispatched: The steps that the run has handed to its devices: a `Dispatched`.
     """
 
     last_step: int
@@ -100,6 +101,7 @@ class RunInfo:
     counter: Any = None
     evaluations: tuple[Any, ...] = ()
     stop_wished: Callable[[], bool] = lambda: False
+    dispatched: Any = None
 
 
 def name_of(hook: Any) -> str:

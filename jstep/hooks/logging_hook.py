@@ -13,6 +13,7 @@ from jstep.hooks.log_every_n import as_level
 from jstep.hooks.numbers_hook import NumbersHook
 from jstep.hooks.results import NewResults, WithResults
 from jstep.hooks.step_counter import StepCounterHook
+from jstep.hooks.utilization import shown_share
 from jstep.hooks.values import LeaveOut, nothing, text
 
 _logger = logging.getLogger("jstep")
@@ -21,9 +22,10 @@ _logger = logging.getLogger("jstep")
 class LoggingHook(NumbersHook):
     """Logs the numbers among the metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
-    Results of evaluations come with the first line after them. Logging never blocks: if the values for a line are not
-    ready, the line is printed later. The last step is logged, whether due or not. On several processes the first one
-    logs.
+    Where the peak of the device is known, the share of it that the run reaches stands behind the rate (see
+    `StepCounterHook`): `(812 steps/s, mfu 0.412)`. Results of evaluations come with the first line after them. Logging
+    never blocks: if the values for a line are not ready, the line is printed later. The last step is logged, whether
+    due or not. On several processes the first one logs.
 
     Args:
         every_n_steps: How often, in steps.
@@ -33,7 +35,6 @@ class LoggingHook(NumbersHook):
         level: The level of the logger `jstep`.
         mean: Whether to log means over the steps since the last line, in place of the step's own values.
         clock: Seconds; for tests.
-
 
     Source: `tf.train.LoggingTensorHook`.
     """
@@ -76,12 +77,15 @@ class LoggingHook(NumbersHook):
             _logger.log(self._level, "step %d  %s%s", step, text(values), self._speed(step))
 
     def _speed(self, step: int) -> str:
-        counter = self._counter
+        counter, share = self._counter, None
         if isinstance(counter, StepCounterHook):
             counter.look()
-            steps, examples = counter.rates_at(step)
+            (steps, examples), share = counter.rates_at(step), counter.utilization_at(step)
         else:
             steps, examples = getattr(counter, "steps_per_sec", None), getattr(counter, "examples_per_sec", None)
         if steps is None:
             return ""
-        return f"  ({steps:.4g} steps/s)" if examples is None else f"  ({examples:.4g} examples/s, {steps:.4g} steps/s)"
+        figures = (
+            [f"{steps:.4g} steps/s"] if examples is None else [f"{examples:.4g} examples/s", f"{steps:.4g} steps/s"]
+        )
+        return f"  ({', '.join([*figures, *shown_share(share)])})"

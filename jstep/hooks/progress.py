@@ -10,6 +10,7 @@ from jstep.core.contexts import own_transfers
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.results import NewResults
 from jstep.hooks.run_hook import RunHook
+from jstep.hooks.utilization import shown_share
 from jstep.hooks.values import is_ready, scalars, start_transfer, text
 from jstep.optimizers.held import held_values
 from jstep.state import TrainState, global_step
@@ -17,6 +18,8 @@ from jstep.state import TrainState, global_step
 
 class ProgressHook(RunHook):
     """A progress bar of tqdm (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
+
+    Where the peak of the device is known, the share of it that the run reaches as well (see `StepCounterHook`).
 
     Args:
         last_step: Where the run ends.
@@ -98,7 +101,9 @@ class ProgressHook(RunHook):
     def _show(self, numbers: dict[str, Any]) -> None:
         words = text({**numbers, **self._results.all()})
         examples = getattr(self._counter, "examples_per_sec", None)
-        self._bar.set_postfix_str(words + (f"  {examples:.4g} examples/s" if examples else ""), refresh=False)
+        rate = [f"{examples:.4g} examples/s"] if examples else []
+        share = shown_share(getattr(self._counter, "utilization", None))
+        self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
     def close(self) -> None:
         """Leaves the line as it is and goes to the next."""

@@ -103,6 +103,7 @@ def equipment(
         counter=counter,
         evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),
         stop_wished=stop_wished,
+        dispatched=programs.dispatched,
     )
     for hook in hooks:
         if isinstance(hook, RunHook):

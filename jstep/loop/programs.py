@@ -10,10 +10,12 @@ from typing import Any
 import jax
 
 from jstep.core.notes import note
+from jstep.hooks.dispatched import Dispatched
 from jstep.hooks.skipped import skip_metric_of
 from jstep.loop.ahead import Ahead
 from jstep.loop.feed import Call
 from jstep.loop.stages import TrainSteps, name_of_step
+from jstep.loop.traced import traced
 from jstep.training import TrainStep, scanned_step
 
 _logger = logging.getLogger("jstep")
@@ -54,6 +56,7 @@ class Programs:
         stacks_one: Whether calls of one step have to be stacked, too: a step that is not compiled is compiled for that.
         starting: What compiles the first program in the background; None if nothing does.
         ahead: What compiles later ones.
+        dispatched: The steps that were taken, if anybody wants to know.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Programs:
         self.starting: Ahead | None = None
         self.ahead: Ahead | None = None
         self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
+        self.dispatched = Dispatched()
         self._begun: set[tuple[int, int]] = set()
         self._prepared: set[Any] = set()
         self._latest: Any = stages.values[0]
@@ -137,6 +141,9 @@ class Programs:
             raise
         if self._compilations[0] != before and not is_first and self._is_compiled:
             self._say_again(call)
+        if self.dispatched.is_wanted and isinstance(result, tuple):
+            program, new = (self._stage, call.steps), result[0]
+            self.dispatched.add(program, call.steps, new, call.args, lambda: traced(step, new, call.args))
         if self.ahead is not None and isinstance(result, tuple):
             self.ahead.after(result[0], call.args, stacked=call.stacked)
         return result

@@ -15,9 +15,9 @@ from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.sources import Source
 from jstep.loop.stages import Edges, Segment
 from jstep.loop.start import FirstBatch, StartTimes, first_call_steps
+from jstep.loop.traced import traced
 from jstep.sharding.of_batches import named
 from jstep.state import TrainState
-from jstep.training import TrainStep
 
 
 def ahead_of(
@@ -122,7 +122,7 @@ def starting(
         args = shapes_of(placed if isinstance(batch, tuple) else (placed,))
         del batch, placed
         with times.compiling(), setting(mesh_of(state)):
-            _traced(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
+            traced(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
         return True
 
     return Ahead([Job(start, programs.name_of(segment.stage), make)], stopping, is_quiet=True, closed=closed)
@@ -140,7 +140,7 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
     """Traces a stage, which is kept for when it is compiled."""
     name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
     try:
-        new = _traced(step, state, args).out_info[0]
+        new = traced(step, state, args).out_info[0]
     except Exception as error:
         raise ValueError(
             f"{name}: it cannot take step {segment.first}, the first one of its kind, from the state and the batch "
@@ -152,14 +152,6 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
             f"{name}: all training steps of a run share one structure of the state, but {different}; freeze "
             "parameters by var_list, and give all stages optimizers with the same slots"
         )
-
-
-def _traced(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
-    """What a call of the step traces, for shapes."""
-    if isinstance(step, TrainStep):
-        return step.traced_call(state, *args)
-    with setting(mesh_of((state, args))):
-        return step.trace(state, *args)
 
 
 def _compile(
@@ -190,7 +182,7 @@ def _compile(
 def _compiled(programs: Programs, segment: Segment, step: Any, state: Any, args: tuple[Any, ...], steps: int) -> bool:
     if not programs.prepare(segment.stage, steps, (trees.structure(args), tuple(jax.tree.leaves(args)))):
         return False
-    _traced(step, state, args).lower().compile()
+    traced(step, state, args).lower().compile()
     return True
 
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jstep.core import contexts, trees
 from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, setting
+from jstep.core.sites import Body, body_of
 from jstep.tools.nonfinite.inside import evaluated
 from jstep.tools.nonfinite.numbers import Range, is_inexact, range_of
 from jstep.tools.nonfinite.origin import Reader, origin
 from jstep.tools.nonfinite.search import Found, Search
-from jstep.tools.nonfinite.sites import Body, body_of
 from jstep.tools.nonfinite.source import line_of
 from jstep.training import TrainStep
 

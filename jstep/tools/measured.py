@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
+from jstep.core.devices import device_count, device_of, sharding_of
+from jstep.core.flops import work_of
 from jstep.core.memory import is_of_host
-from jstep.core.meshes import mesh_of
+from jstep.core.sites import body_of
 from jstep.state import TrainState
 from jstep.tools.collectives import collectives_of
 from jstep.tools.cost_warnings import warnings_of, warnings_without_a_program
 from jstep.tools.device_memory import device_peak
-from jstep.tools.flops import work_of
-from jstep.tools.nonfinite.sites import body_of
 from jstep.tools.recomputed import recomputes
 from jstep.topologies.compilers import name_of
 from jstep.topologies.memory import memory_of
@@ -33,7 +32,7 @@ def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, A
     """The fields of the `Cost` of a compiled step."""
     traced = _traced(step, state, args)
     work = work_of(body_of(traced))
-    device, devices = _device((state, args)), _devices((state, args))
+    device, devices = device_of((state, args)), device_count((state, args))
     name = name_of(device)
     start = time.perf_counter()
     lowered = step.lower(state, *args)
@@ -158,21 +157,12 @@ def _whole(measured: float | None, once: float, total: float, devices: int) -> f
     return measured + (total - once) / (1 if measured > 0.9 * once else devices)
 
 
-def _devices(tree: Any) -> int:
-    counts = [len(sharding.device_set) for leaf in jax.tree.leaves(tree) if (sharding := _sharding(leaf)) is not None]
-    return max(counts, default=1)
-
-
-def _sharding(leaf: Any) -> Any:
-    return None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
-
-
 def _bytes(tree: Any, *, on_host: bool = False) -> int:
     """The bytes of a tree for each device, by the shardings of its leaves: in its memory, or in that of the host."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
-        sharding = _sharding(leaf)
+        sharding = sharding_of(leaf)
         if dtype is None or (sharding is not None and is_of_host(sharding)) != on_host:
             continue
         if sharding is not None:
@@ -185,12 +175,3 @@ def _bytes(tree: Any, *, on_host: bool = False) -> int:
             count *= length
         total += count * here.dtype.itemsize
     return total
-
-
-def _device(tree: Any) -> Any:
-    """A device that the step runs on: one of the mesh, where there is a mesh."""
-    mesh = mesh_of(tree)
-    if mesh is not None:
-        return mesh.devices.flat[0]
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not trees.is_traced(leaf)]
-    return next(iter(arrays[0].devices())) if arrays else jax.local_devices()[0]

@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend import core
 
 from jstep.core.scans import counts_of
-from jstep.tools.nonfinite.sites import MOVES, Body, Site, body_of
+from jstep.core.sites import MOVES, Body, Site, body_of
 
 _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
 """Operations whose result is a copy or a part of an operand, which is used by whatever takes the result."""

@@ -12,9 +12,9 @@ from jax import lax
 from jax.extend import core
 
 from jstep.core.scans import counts_of
+from jstep.core.sites import HARMLESS, Body, Site, apply, walk
 from jstep.tools.nonfinite.numbers import at_hand, has_nan, is_inexact, on_mesh_of, probe
 from jstep.tools.nonfinite.shards import manual_axes, mapped
-from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, walk
 
 NONE = 2**31 - 1
 

@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from jstep.core.scans import counts_of
-from jstep.tools.nonfinite.sites import Body, Site, apply, read
+from jstep.core.sites import Body, Site, apply, read
 
 
 def arguments_of(site: Site, inner: Body, values: list[Any], iteration: int) -> list[Any]:

@@ -15,10 +15,10 @@ from jax import lax
 from jax.extend import core
 
 from jstep.core.scans import counts_of
+from jstep.core.sites import MOVES, Body, Site, apply, read, walk
 from jstep.tools.nonfinite.inside import arguments_of, evaluated
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
 from jstep.tools.nonfinite.search import Step, entered, last_uses
-from jstep.tools.nonfinite.sites import MOVES, Body, Site, apply, read, walk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from jstep.core.sites import HARMLESS, Body, Site, apply, path_to
 from jstep.tools.nonfinite.first import NONE, Look
 from jstep.tools.nonfinite.inside import arguments_of
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, on_mesh_of, probe
 from jstep.tools.nonfinite.shards import first_shard, name_of, numbers_of
-from jstep.tools.nonfinite.sites import HARMLESS, Body, Site, apply, path_to
 
 _FIRST, _MOST, _BYTES = 16, 256, 2**30
 """So many operations, or bytes of results, are made before they are looked at: the device is not waited for at each.

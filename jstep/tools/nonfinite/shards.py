@@ -9,15 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jstep.tools.nonfinite import sites
+from jstep.core.sites import Body, Site, apply, path_to, read, shard_counts
 from jstep.tools.nonfinite.inside import arguments_of
-from jstep.tools.nonfinite.sites import Body, Site, apply, path_to, read
-
-
-def shard_counts(site: Site) -> dict[str, int]:
-    """The axes over which a shard_map has a program for each shard, and how many there are."""
-    mesh, manual = site.eqn.params["mesh"], sites.manual_axes(site.eqn.params)
-    return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
 
 
 def manual_axes(site: Site) -> tuple[str, ...]:

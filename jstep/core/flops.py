@@ -1,16 +1,34 @@
 """How much more a program computes than one that goes through each loop once."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jstep.tools.nonfinite.shards import shard_counts
-from jstep.tools.nonfinite.sites import MOVES, Body, Site
+from jstep.core.sites import MOVES, Body, Site, shard_counts
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
 """They move numbers and compute none."""
+
+
+_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
+_NONE: Mapping["Product", float] = MappingProxyType({})
+
+
+class Product(NamedTuple):
+    """The format of a product of matrices, or of a convolution.
+
+    Attributes:
+        dtype: The name of the wider of the dtypes of its operands.
+        precision: The name of its `jax.lax.Precision`, of its `jax.lax.DotAlgorithmPreset`, or `"ANY_F8"` for those
+            that take any float8.
+    """
+
+    dtype: str
+    precision: str
 
 
 class Work(NamedTuple):
@@ -22,6 +40,7 @@ class Work(NamedTuple):
         once_bytes: Bytes read and written, likewise.
         all_bytes: Bytes read and written, likewise.
         unknown: Loops whose number of iterations depends on values; they count once.
+        products: Operations of matrix products and convolutions by their format, loops counted as often as they run.
     """
 
     once: float = 0.0
@@ -29,6 +48,7 @@ class Work(NamedTuple):
     once_bytes: float = 0.0
     all_bytes: float = 0.0
     unknown: int = 0
+    products: Mapping[Product, float] = _NONE
 
     def plus(self, other: "Work") -> "Work":
         """The sum."""
@@ -38,11 +58,15 @@ class Work(NamedTuple):
             self.once_bytes + other.once_bytes,
             self.all_bytes + other.all_bytes,
             self.unknown + other.unknown,
+            _sums(self.products, other.products),
         )
 
     def times(self, once: int, total: int) -> "Work":
         """A loop of it, in whose program it is `once` times, and which runs it `total` times."""
-        return Work(once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown)
+        products = {product: total * flops for product, flops in self.products.items()}
+        return Work(
+            once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown, products
+        )
 
 
 def work_of(body: Body) -> Work:
@@ -72,7 +96,14 @@ def _of_site(site: Site) -> Work:
         return inner[0].times(unroll + length % unroll if length > unroll else max(1, length), length)
     flops = _flops(site.eqn)
     moved = sum(_bytes(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars))
-    return Work(flops, flops, moved, moved)
+    product = _product(site.eqn)
+    return Work(flops, flops, moved, moved, products=_NONE if product is None else {product: flops})
+
+
+def _sums(some: Mapping[Product, float], others: Mapping[Product, float]) -> Mapping[Product, float]:
+    if not (some and others):
+        return some or others
+    return {product: some.get(product, 0.0) + others.get(product, 0.0) for product in {**some, **others}}
 
 
 def _is_over_host(eqn: Any) -> bool:
@@ -86,6 +117,15 @@ def _flops(eqn: Any) -> float:
     if name == "dot_general":
         ((contracted, _), _) = params["dimension_numbers"]
         return 2.0 * size * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"]
+        ((contracted, _), _) = numbers.dot_dimension_numbers
+        # Where the groups are along a contracted axis, each of the results takes the rows of one group alone.
+        is_parted = not set(numbers.lhs_ragged_dimensions).isdisjoint(contracted)
+        groups = eqn.invars[2].aval.shape[-1] if is_parted else 1
+        return 2.0 * size * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted) / groups
+    if name == "pallas_call" and params.get("cost_estimate") is not None:
+        return float(params["cost_estimate"].flops)
     if name == "conv_general_dilated":
         kernel, numbers = eqn.invars[1].aval.shape, params["dimension_numbers"]
         return 2.0 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
@@ -94,6 +134,18 @@ def _flops(eqn: Any) -> float:
     if name.startswith(("reduce_", "arg", "cum")):
         return float(sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.invars[:1]))
     return float(size)
+
+
+def _product(eqn: Any) -> Product | None:
+    """The format of an operation that multiplies matrices; None for any other."""
+    if eqn.primitive.name not in _PRODUCTS:
+        return None
+    dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda one: one.itemsize)
+    precision = eqn.params["precision"]
+    if isinstance(precision, tuple) and all(isinstance(one, jax.lax.Precision) for one in precision):
+        precision = max(precision, key=lambda one: int(one.value))
+    name = "DEFAULT" if precision is None else str(getattr(precision, "name", precision))
+    return Product(dtype.name, "ANY_F8" if name.startswith("ANY_F8") else name)
 
 
 def _bytes(aval: Any) -> float:

@@ -13,6 +13,9 @@ _OPAQUE = {"pallas_call", "custom_linear_solve", "custom_root"}
 """They hold programs, too, but of pieces of arrays, or to be run in ways of their own: seen from outside."""
 _SHARD_MAP = ("jaxpr", "mesh", "in_specs", "out_specs", "check_vma")
 
+_REMAT = {"remat", "remat2", "checkpoint"}
+"""What versions of JAX call the operation of `jax.checkpoint`."""
+
 MOVES = frozenset(
     [
         "reshape",
@@ -174,6 +177,17 @@ def _site(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_shards: b
 def manual_axes(params: Mapping[str, Any]) -> Any:
     """The axes that a shard_map makes manual; JAX 0.10.0 calls them otherwise."""
     return params.get("newly_manual_axes") or params.get("manual_axes")
+
+
+def shard_counts(site: Site) -> dict[str, int]:
+    """The axes over which a shard_map has a program for each shard, and how many there are."""
+    mesh, manual = site.eqn.params["mesh"], manual_axes(site.eqn.params)
+    return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
+
+
+def recomputes(body: Body) -> bool:
+    """Whether something is computed once more for the gradient, as `jax.checkpoint` asks for."""
+    return any(site.eqn.primitive.name in _REMAT and site.eqn.params.get("differentiated") for site in walk(body))
 
 
 def _is_program(value: Any, eqn: Any) -> bool:

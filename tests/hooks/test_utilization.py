@@ -1,0 +1,223 @@
+"""`mfu` and `hfu`: the share of the peak of its devices that a run reaches."""
+
+import contextlib
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from stock import Writer, state_at
+
+import jstep
+from jstep.hooks import utilization
+from jstep.hooks.dispatched import Dispatched
+from jstep.topologies import peaks
+
+SIDE = 16
+PEAK = 1e12
+OPTIMIZER = jstep.gradient_descent(1e-3)
+
+
+def forward(params, x):
+    return jnp.tanh(x @ params["w"])
+
+
+def loss_fn(params, x):
+    return jnp.mean(forward(params, x) ** 2)
+
+
+def state(**kwargs):
+    return jstep.TrainState.create({"w": jnp.ones((SIDE, SIDE))}, OPTIMIZER, **kwargs)
+
+
+def batches(n, rows=8):
+    return [np.ones((rows, SIDE), np.float32)] * n
+
+
+STEP = jstep.minimize(loss_fn, OPTIMIZER)
+
+
+def products(rows):
+    """Forward, and the gradient with respect to w: that with respect to x nobody needs."""
+    return 2 * 2 * rows * SIDE * SIDE
+
+
+def train(hook, step=STEP, data=None, last_step=8, **kwargs):
+    kwargs.setdefault("progress", False)
+    return jstep.train(step, state(), batches(last_step) if data is None else data, last_step, hooks=[hook], **kwargs)
+
+
+def counter(**kwargs):
+    return jstep.StepCounterHook(every_n_steps=kwargs.pop("every_n_steps", 4), **kwargs)
+
+
+def flops_of(hook):
+    """The operations of a step, by the figures that were measured over one interval."""
+    share = hook.mfu if hook.hfu is None else hook.hfu
+    return share * PEAK / hook.steps_per_sec
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_operations_are_those_of_the_traced_step(steps_per_call):
+    hook = counter(peak_flops=PEAK)
+    train(hook, steps_per_call=steps_per_call)
+    assert hook.hfu is None
+    assert products(8) < flops_of(hook) < 1.5 * products(8)
+    assert flops_of(hook) == pytest.approx(jstep.cost(STEP, state(), batches(1)[0]).flops, rel=0.3)
+
+
+def test_a_number_of_ones_own():
+    hook = counter(peak_flops=PEAK, flops_per_step=3e6)
+    train(hook)
+    assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
+    train(hook, step=lambda state, x: STEP(state, x))  # a plain function, which cannot be traced, and a second run
+    assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
+
+
+def test_a_plain_function_is_not_called_to_be_traced():
+    calls = []
+
+    def step(state, x):
+        calls.append(type(x))
+        return STEP(state, x)
+
+    hook = counter(peak_flops=PEAK)
+    train(hook, step=step)
+    assert len(calls) == 8
+    assert hook.steps_per_sec is not None
+    assert hook.mfu is None
+
+
+def test_a_step_that_recomputes():
+    step = jstep.minimize(lambda params, x: jnp.mean(jax.checkpoint(forward)(params, x) ** 2), OPTIMIZER)
+    hook, told = counter(peak_flops=PEAK), counter(peak_flops=PEAK, flops_per_step=1.0)
+    train(hook, step=step)
+    assert hook.mfu is None
+    assert flops_of(hook) > 1.5 * products(8) * 0.95
+    train(told, step=step)
+    assert told.hfu is None
+    assert told.mfu == pytest.approx(told.steps_per_sec / PEAK)
+    evaluated = jstep.minimize(
+        lambda p, x: loss_fn(p, x) + jax.checkpoint(loss_fn)(jax.lax.stop_gradient(p), x), OPTIMIZER
+    )
+    train(hook, step=evaluated)  # asked for, but nothing is computed twice
+    assert hook.hfu is None
+
+
+def test_stages_and_shapes_count_as_they_ran():
+    """Two steps of 8 rows, six of 32; in the second half a second loss."""
+    double = jstep.minimize(lambda params, x: loss_fn(params, x) + loss_fn(params, 2 * x), OPTIMIZER)
+    data = batches(3) + batches(6, rows=32) + batches(8, rows=8)
+
+    def measured(**kwargs):
+        hook = jstep.StepCounterHook(every_n_steps=16, peak_flops=PEAK, **kwargs)
+        train(hook, {0: STEP, 9: double}, data, 17)
+        return flops_of(hook) * 15  # of steps 2 to 16
+
+    expected = 2 * products(8) + 6 * products(32) + 7 * 2 * products(8)
+    assert expected < measured() < 1.4 * expected
+
+
+def test_the_step_is_not_traced_again():
+    traces = []
+
+    def loss(params, x):
+        traces.append(1)
+        return loss_fn(params, x)
+
+    train(counter(peak_flops=PEAK), step=jstep.minimize(loss, OPTIMIZER))
+    assert len(traces) == 1
+    train(counter(peak_flops=PEAK), step=jax.jit(jstep.minimize(loss, OPTIMIZER)))
+    assert len(traces) == 2
+
+
+def test_devices_share_the_work():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    hook = counter(peak_flops=PEAK)
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    jstep.train(STEP, state(mesh=mesh), batches(8), 8, hooks=[hook], batch_sharding=sharding, progress=False)
+    assert products(8) < 4 * flops_of(hook) < 1.5 * products(8)
+
+
+@contextlib.contextmanager
+def table(monkeypatch, rates):
+    with monkeypatch.context() as patched:
+        patched.setattr(peaks, "GPU_PEAKS", {jax.devices()[0].device_kind: rates})
+        yield
+
+
+def test_a_device_of_the_table(monkeypatch, caplog, tmp_path):
+    """The run of every user who asks for nothing: log line and TensorBoard."""
+    pytest.importorskip("tensorboard")
+    caplog.set_level(logging.INFO, logger="jstep")
+    with table(monkeypatch, {"f32": PEAK}):
+        jstep.train(STEP, state(), batches(8), 8, log_steps=4, logdir=tmp_path)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    assert re.search(r"steps/s, mfu \S+\)$", lines[-1])
+    tags = {}
+    for path in tmp_path.glob("events*"):
+        for event in jstep.summary.summary_iterator(path):
+            for value in event.summary.value:
+                tags.setdefault(value.tag, []).append(event.step)
+    assert tags["mfu"] == tags["global_step/sec"] == [4, 8]
+
+
+def test_the_progress_line(monkeypatch, capsys):
+    pytest.importorskip("tqdm")
+    with table(monkeypatch, {"f32": PEAK}):
+        jstep.train(STEP, state(), batches(8), 8, log_steps=4, progress=True)
+    assert re.search(r"examples/s  mfu \d", capsys.readouterr().err)
+
+
+def test_a_format_without_a_figure(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="jstep")
+    hook = counter()
+    with table(monkeypatch, {"bf16": PEAK}):
+        train(hook)
+    assert hook.mfu is None
+    said = [record.getMessage() for record in caplog.records if "mfu" in record.getMessage()]
+    assert len(said) == 1
+    assert "float32 (DEFAULT)" in said[0]
+
+
+def test_a_cpu_shows_nothing_unless_asked(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="jstep")
+    writer, added = Writer(), []
+    monkeypatch.setattr(Dispatched, "add", lambda self, *args: added.append(args))
+    train(counter(summary_writer=writer), progress=None)
+    assert {tag for _, tags in writer.points for tag in tags} == {"global_step/sec"}
+    assert not added  # and it costs nothing
+    assert not any(re.search("mfu|hfu", record.getMessage()) for record in caplog.records)
+    train(counter(flops_per_step=1e6))
+    assert any("give StepCounterHook(peak_flops=…)" in record.getMessage() for record in caplog.records)
+
+
+def test_a_step_that_cannot_be_counted_is_not_stopped(monkeypatch, caplog):
+    monkeypatch.setattr("jstep.hooks.dispatched.body_of", lambda traced: 1 / 0)
+    hook = counter(peak_flops=PEAK)
+    assert train(hook).global_step == 8
+    assert hook.mfu is None
+    assert "could not be counted: ZeroDivisionError" in caplog.text
+
+
+def test_outside_of_train_there_is_none():
+    hook = counter(peak_flops=PEAK, flops_per_step=1.0)
+    hook.begin(state_at())
+    for step in range(1, 9):
+        hook.after_step(step, state_at(step), {})
+    assert hook.steps_per_sec is not None
+    assert hook.mfu is None
+    assert utilization.shown_share(hook.utilization_at(8)) == []
+
+
+@pytest.mark.parametrize("name", ["peak_flops", "flops_per_step"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-1e12, ValueError), (float("inf"), ValueError), (float("nan"), ValueError), ("1e12", TypeError)],
+)
+def test_bad_input(name, value, error):
+    with pytest.raises(error, match=f"^{name}=") as caught:
+        jstep.StepCounterHook(**{name: value})
+    assert "operations" in str(caught.value)

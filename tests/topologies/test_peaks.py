@@ -1,0 +1,124 @@
+"""The peak of a device for the matrix products of a step."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas
+
+from jstep.core.flops import Product, work_of
+from jstep.core.sites import body_of
+from jstep.topologies.gpus import GPUS
+from jstep.topologies.peaks import GPU_PEAKS, TPU_PEAKS, has_peaks, peak_of
+from jstep.topologies.tpus import TPUS
+
+A100, V5E = "NVIDIA A100-SXM4-80GB", "TPU v5 lite"
+
+
+def products(fn, *shapes):
+    return work_of(body_of(jax.make_jaxpr(fn)(*shapes))).products
+
+
+def shape(*sizes, dtype="float32"):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def of(dtype, precision="DEFAULT", flops=1.0):
+    return {Product(dtype, precision): flops}
+
+
+def test_products_are_found_wherever_they_are():
+    def fn(a, b, w):
+        half, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), b, length=3)
+        return jax.jit(jnp.dot)(a, a) + jnp.dot(a, a, precision="highest"), half
+
+    found = products(fn, shape(4, 4), shape(4, 4, dtype="bfloat16"), shape(4, 4, dtype="bfloat16"))
+    assert found == {
+        Product("bfloat16", "DEFAULT"): 3 * 2 * 4**3,
+        Product("float32", "DEFAULT"): 2 * 4**3,
+        Product("float32", "HIGHEST"): 2 * 4**3,
+    }
+    assert products(jnp.sin, shape(4)) == {}
+
+
+def test_products_of_ragged_groups_and_of_kernels():
+    def fn(a, b):
+        return jnp.sum(jax.lax.ragged_dot(a, b, jnp.array([24, 8], jnp.int32)))
+
+    found = products(jax.grad(fn, (0, 1)), shape(32, 4), shape(2, 4, 8))
+    assert found == {Product("float32", "DEFAULT"): 3 * 2 * 32 * 4 * 8}  # forward, and for each of the two gradients
+
+    def kernel(a, estimate):
+        made = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+        return pallas.pallas_call(lambda x, y: None, made, cost_estimate=estimate)(a)
+
+    estimate = pallas.CostEstimate(flops=12345, transcendentals=0, bytes_accessed=0)
+    for given, expected in ((estimate, 12345), (None, 8 * 128)):
+        traced = jax.make_jaxpr(kernel, static_argnums=1)(shape(8, 128), given)
+        assert work_of(body_of(traced)).all == expected
+
+
+def test_formats_as_jax_says_them():
+    def named(precision, *dtypes):
+        fn = lambda a, b: jax.lax.dot(a, b, precision=precision)  # noqa: E731
+        (found,) = products(fn, *(shape(2, 2, dtype=one) for one in dtypes or ("float32",) * 2))
+        return found
+
+    assert named(("default", "highest")).precision == "HIGHEST"
+    assert named("BF16_BF16_F32_X3").precision == "BF16_BF16_F32_X3"
+    assert named(None, "float8_e4m3fn", "bfloat16").dtype == "bfloat16"
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert named(None).precision == "HIGH"
+    conv = lambda x, k: jax.lax.conv_general_dilated(x, k, (1,), "SAME", precision="high")  # noqa: E731
+    assert set(products(conv, shape(1, 1, 8), shape(1, 1, 3))) == {Product("float32", "HIGH")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "precision", "teraflops"),
+    [
+        (A100, "bfloat16", "DEFAULT", 312),
+        (A100, "float16", "HIGHEST", 312),
+        (A100, "float32", "DEFAULT", 156),
+        (A100, "float32", "HIGH", 156),
+        (A100, "float32", "HIGHEST", 19.5),
+        (A100, "float64", "DEFAULT", 19.5),
+        (A100, "float32", "TF32_TF32_F32_X3", 52),
+        (A100, "float32", "BF16_BF16_F32", 312),
+        (A100, "float32", "F32_F32_F32", 19.5),
+        (A100, "int8", "DEFAULT", 624),
+        (A100, "float8_e4m3fn", "DEFAULT", None),
+        ("NVIDIA H200", "float8_e4m3fn", "DEFAULT", 1978.9),
+        ("NVIDIA H200", "bfloat16", "ANY_F8", 1978.9),
+        ("Tesla T4", "float32", "DEFAULT", 8.1),
+        ("Tesla T4", "bfloat16", "DEFAULT", None),
+        (V5E, "bfloat16", "DEFAULT", 197),
+        (V5E, "float32", "DEFAULT", 197),
+        (V5E, "float32", "HIGH", 197 / 3),
+        (V5E, "float32", "HIGHEST", 197 / 6),
+        (V5E, "float32", "BF16_BF16_F32_X3", 197 / 3),
+        (V5E, "float32", "TF32_TF32_F32", None),
+        (V5E, "float64", "DEFAULT", None),
+        (V5E, "int8", "DEFAULT", 393),
+        ("TPU v3", "bfloat16", "DEFAULT", 61.5),  # a device is half a chip
+        ("cpu", "float32", "DEFAULT", None),
+        (A100, "float32", "NEW_NEW_F32", None),
+    ],
+)
+def test_the_peak_of_a_format(kind, dtype, precision, teraflops):
+    peak = peak_of(kind, of(dtype, precision))
+    assert peak == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_several_formats_take_their_time_one_after_the_other():
+    both = of("bfloat16", flops=312.0) | of("float32", flops=156.0)
+    assert peak_of(A100, both) == pytest.approx(468e12 / 2)
+    assert peak_of(A100, {}) is None
+    assert peak_of(A100, of("int32", flops=1.0) | of("bfloat16", flops=999.0)) == pytest.approx(312e12)
+    assert peak_of(A100, of("int32", flops=1.0) | of("bfloat16", flops=9.0)) is None
+
+
+def test_every_kind_that_can_be_compiled_for_has_a_figure():
+    for one in (*(tpu.device_kind for tpu in TPUS.values()), *(gpu.description for gpu in GPUS.values())):
+        assert has_peaks(one)
+        assert peak_of(one, of("bfloat16")) > 2e13
+    assert not has_peaks("cpu")
+    assert not set(GPU_PEAKS) & set(TPU_PEAKS)
