@@ -99,11 +99,12 @@ class Ahead:
 
     def _start(self) -> None:
         # Not a daemon: a compiler that comes back to an interpreter that has ended aborts the process.
-        self._thread = Thread(target=self._work, name="jstep-compile")
+        # What it begins with is taken here: the step that needs it may come before the thread runs.
+        self._thread = Thread(target=self._work, args=(self._next(),), name="jstep-compile")
         self._thread.start()
 
-    def _work(self) -> None:
-        while (number := self._next()) is not None:
+    def _work(self, number: int | None) -> None:
+        while number is not None:
             job = self._jobs[number]
             then = time.perf_counter()
             try:
@@ -125,6 +126,7 @@ class Ahead:
                     )
             finally:
                 self._done[number].set()
+            number = self._next()
 
     def close(self) -> None:
         """Begins no other program; says so if the process has to wait for one."""

@@ -12,6 +12,7 @@ from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning, opened
 from jstep.loop.drive import At, drive
 from jstep.loop.early import Early, early_of, read_from
+from jstep.loop.endings import ended_early, why_done
 from jstep.loop.equipment import Equipment, equipment
 from jstep.loop.feed import Feed, Fetched, calls, owned
 from jstep.loop.options import Options
@@ -124,7 +125,7 @@ class Run:
                 equipped.saving.restored(begun.restored, begun.state)
             done = around.resume(self._at) or done
         if done or begun.step >= options.last_step:
-            _logger.info("the run is at step %d already: no step is made%s", begun.step, self._why_done(begun))
+            _logger.info("the run is at step %d already: no step is made%s", begun.step, why_done(begun, options))
             return None
         if begun.kept.get(STOPPED) is not None:
             _logger.info("%s stopped this run at step %d; it resumes", begun.kept[STOPPED], begun.step)
@@ -169,7 +170,7 @@ class Run:
             called_off = called_off or around.called_off
             self._signals.on_first = _no_haste
             if at.step < last_step and not (called_off or around.stopped_by is not None):
-                self._ended_early(begun)
+                ended_early(at, begun, last_step)
         else:
             self._signals.on_first = _no_haste
         around.last(at)
@@ -179,25 +180,6 @@ class Run:
         if self._signals.received is not None:  # also where it came meanwhile
             self._leave()
         return at.state
-
-    def _ended_early(self, begun: Beginning) -> None:
-        at, last_step = self._at, self._options.last_step
-        start = begun.step
-        if at.step == start and begun.restored is not None:
-            _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
-            return
-        if at.step == start:
-            raise ValueError(
-                f"batches: there is none for step {start}, the first of this run, and last_step={last_step}; give "
-                "batches that go up to there, such as jstep.batches(…), or a list of them all (a list counts from "
-                "step 0), or a lower last_step"
-            )
-        _logger.warning(
-            "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
-            "give jstep.batches(…, num_epochs=None), or an iterable that goes on.",
-            at.step,
-            last_step,
-        )
 
     def _position(self) -> Any:
         if self._begun is None:
@@ -216,18 +198,6 @@ class Run:
 
     def _before_save(self, step: int) -> bool:
         return self._around is not None and self._around.before_save(step)
-
-    def _why_done(self, begun: Beginning) -> str:
-        by = begun.kept.get(STOPPED)
-        if begun.step >= self._options.last_step:
-            return ""
-        if by is None:
-            reasons = [getattr(hook, "why", None) for hook in self._options.hooks]
-            return next((f". {why}" for why in reasons if isinstance(why, str)), "")
-        return (
-            f". {by} stopped it at step {begun.step}; to go on, leave that hook out, change what it asks for, or have "
-            "it forget what it remembers: EarlyStopping(reset=True)"
-        )
 
     # Signals.
 
