@@ -10,6 +10,7 @@ import jax
 from jstep.core.notes import note
 from jstep.hooks.skipped import skip_metric_of
 from jstep.loop.ahead import Ahead
+from jstep.loop.cards import Cards
 from jstep.loop.feed import Call
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.training import TrainStep, scanned_step
@@ -50,6 +51,7 @@ class Programs:
         on_device: Whether batches have to be put on the device, for a step that is not compiled.
         stacks_one: Whether calls of one step have to be stacked, too: a step that is not compiled is compiled for that.
         ahead: What compiles later programs in the background; None if nothing does.
+        cards: What records each program when it has run; None if nothing does.
     """
 
     def __init__(self, stages: TrainSteps, unroll: Any = None, *, several: bool = True) -> None:
@@ -57,6 +59,7 @@ class Programs:
         are_compiled = all(map(is_compiled, stages.values))
         self.stacks_one, self.on_device = several and not are_compiled, not (several or are_compiled)
         self.ahead: Ahead | None = None
+        self.cards: Cards | None = None
         self._begun: set[tuple[int, int]] = set()
         self._prepared: set[Any] = set()
         self._latest: Any = stages.values[0]
@@ -118,6 +121,8 @@ class Programs:
             self._say_again(call)
         if self.ahead is not None and isinstance(result, tuple):
             self.ahead.after(result[0], call.args, stacked=call.stacked)
+        if is_first and self.cards is not None and isinstance(result, tuple) and len(result) == 2:
+            self.cards.ran(step, self._first, call.steps, *result, call.args)
         return result
 
     def _enter(self, step: int) -> None:

@@ -9,6 +9,7 @@ from jstep.hooks import CheckpointSaverHook, memory
 from jstep.hooks.hook import check_step, name_of
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning
+from jstep.loop.cards import Write, cards_of
 from jstep.loop.drive import At, drive
 from jstep.loop.equipment import Equipment, equipment
 from jstep.loop.feed import Feed, Fetched, calls
@@ -32,10 +33,11 @@ class Run:
         options: What `train` was given.
         stages: The training steps.
         state: Where to start.
+        write: Takes the lines of the run's timeline; None if it has none.
     """
 
-    def __init__(self, options: Options, stages: TrainSteps, state: TrainState) -> None:
-        self._options, self._stages = options, stages
+    def __init__(self, options: Options, stages: TrainSteps, state: TrainState, write: Write | None = None) -> None:
+        self._options, self._stages, self._write = options, stages, write
         several = options.steps_per_call > 1
         self._programs = Programs(stages, options.unroll, several=several)
         self._signals = StopSignals(self._before_the_first_step)
@@ -53,6 +55,7 @@ class Run:
             try:
                 begun = self._begun = beginning(self._options, self._at.state, stack, self._signals)
                 self._at.step, self._at.state = begun.step, begun.state
+                self._programs.cards = cards_of(self._write, self._options, self._stages, begun, batches, stack)
                 wiring = Wiring(self._position, self._stopped_by, self._before_save)
                 equipped = self._equipped = equipment(
                     self._options, begun, self._programs, wiring, stack, self._signals.to_stop
@@ -77,6 +80,7 @@ class Run:
             finally:
                 # What refers to the run from its hooks and signals is not to keep its state alive.
                 self._equipped = self._around = self._feed = self._fetched = self._programs.ahead = None
+                self._programs.cards = None
                 self._signals.on_first = _no_haste
 
     def _fed(
