@@ -126,16 +126,33 @@ def test_paths_are_recorded_and_not_compared(base, tmp_path):
     assert card_difference(base, other) == []
 
 
-def test_a_run_is_traced_no_more_often_for_its_card():
+def on_a_large_mesh(*, is_placed):
+    mesh = jax.make_mesh((8,), ("data",))
+    batches = {"batch_sharding": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))}
+    whole = jax.sharding.PartitionSpec()
+    return {"place": lambda state: jstep.shard_state(state, mesh, whole), **(batches if is_placed else {})}
+
+
+WAYS = {
+    "a device": dict,
+    "several steps": lambda: {"steps_per_call": 3},
+    "a mesh": lambda: on_a_large_mesh(is_placed=False),
+    "split batches": lambda: on_a_large_mesh(is_placed=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_is_traced_no_more_often_for_its_card(way):
+    how = WAYS[way]()
     traced = []
 
     def counting(params, x):
         traced.append(None)
         return loss(params, x)
 
-    card_of(loss_fn=counting)
+    assert card_of(loss_fn=counting, **how)["programs"][0]["hash"]
     with_card = len(traced)
-    card_of(loss_fn=counting, is_recorded=False)
+    card_of(loss_fn=counting, is_recorded=False, **how)
     assert len(traced) == 2 * with_card
 
 
@@ -202,5 +219,5 @@ def test_a_start_from_another_directory_has_the_same_hashes(tmp_path):
     )
     there, own = json.loads(done.stdout.splitlines()[-1]), card_of(loss_fn=cards.loss_of_a_table)
     assert own["programs"][0]["hash"]
-    for part in ("programs", "state", "batches", "stages", "arguments", "devices", "versions", "environment"):
+    for part in ("programs", "state", "batches", "stages", "arguments", "versions", "environment"):
         assert there[part] == own[part]
