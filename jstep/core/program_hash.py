@@ -87,6 +87,7 @@ class _Hasher:
 
     def __init__(self) -> None:
         self._seen: dict[int, ProgramHash] = {}
+        self._type = functools.cache(_type_text)  # few types, many variables
         self._operations: collections.Counter[str] = collections.Counter()
         self._numbers: collections.Counter[str] = collections.Counter()
 
@@ -110,7 +111,7 @@ class _Hasher:
         def bound(variables: Any) -> str:
             for variable in variables:
                 numbers[variable] = len(numbers)
-            return " ".join(_type_text(variable.aval) for variable in variables)
+            return " ".join(self._type(variable.aval) for variable in variables)
 
         def used(atoms: Any) -> str:
             return " ".join(
@@ -129,8 +130,8 @@ class _Hasher:
         if isinstance(dtype, np.dtype) and np.ndim(atom.val) == 0:
             number = str(np.asarray(atom.val).astype(dtype))
             self._numbers[number] += 1
-            return f"{_type_text(atom.aval)}={number}"
-        return f"{_type_text(atom.aval)}={self.text(atom.val)}"
+            return f"{self._type(atom.aval)}={number}"
+        return f"{self._type(atom.aval)}={self.text(atom.val)}"
 
     def _fields(self, fields: Mapping[str, Any]) -> str:
         return ", ".join(f"{name}={self.text(fields[name])}" for name in sorted(fields) if name not in _UNSAID)
