@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jstep.cli import cards
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command
 from jstep.cli.compare import LeafDifference, difference
 from jstep.cli.output import as_json, complain, printable
 from jstep.fingerprints import log as _log
-from jstep.stores import is_directory, is_url, join, location, names_in
+from jstep.stores import is_directory, is_url, join, location, names_in, split
 
 _SHOWN = 40
 
@@ -44,15 +45,28 @@ def _run(arguments: argparse.Namespace) -> int:
         "a directory of checkpoints": _directories,
         "a log of fingerprints": _logs,
     }
+    of_cards = cards.differences(_place(a), _place(b), (_prefix(a), _prefix(b)))
+    if not arguments.json:
+        for line in cards.text(of_cards):
+            print(printable(line))
     result = compare[a.kind](a, b)
     if arguments.json:
-        print(as_json(result))
+        print(as_json(result | ({} if of_cards is None else {"cards": of_cards})))
     else:
         print("\n".join(_text(result)))
     problems = [*a.problems, *b.problems]
     for problem in problems:
         complain("diff", problem)
     return TROUBLE if problems else OK if result["same"] else DIFFERENT
+
+
+def _place(side: _Side) -> str:
+    """The directory in which the run keeps its card."""
+    return side.path if side.kind == "a directory of checkpoints" else split(side.path)[0] or "."
+
+
+def _prefix(side: _Side) -> str | None:
+    return None if side.checkpoint is None else side.checkpoint.prefix
 
 
 def _side(path: str) -> _Side:

@@ -55,6 +55,10 @@ class Staircase(Generic[T]):
         for first, stop, value in zip(self.firsts, stops, self.values, strict=True):
             yield Stage(first, stop, value)
 
+    def by_step(self, said: Callable[[T], Any] = lambda value: value) -> dict[str, Any]:
+        """The first step of each stage → its value, as JSON can hold it if `said(value)` is what JSON can hold."""
+        return {str(stage.first): said(stage.value) for stage in self.stages()}
+
 
 def staircase(given: Mapping[Any, Any], argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
     """The staircase that a mapping from step to value describes.

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jstep.core.staircase import Staircase
 from jstep.data import _permutation
-from jstep.data._counts import Counts
+from jstep.data._counts import Counts, Weights
 from jstep.data._processes import Share
 from jstep.data._sizes import Sizes
 from jstep.data.sources import RowNumbers
@@ -38,6 +39,7 @@ class Mix(NamedTuple):
         counts: The rows from each source among the first so many.
         share: This process's part of a batch.
         seed: Determines the order within batches, with the step.
+        weights: What the counts follow, by step.
     """
 
     streams: tuple[Stream, ...]
@@ -45,6 +47,7 @@ class Mix(NamedTuple):
     counts: Counts
     share: Share
     seed: int
+    weights: Staircase[Weights]
 
 
 class Taken(NamedTuple):

@@ -15,6 +15,9 @@ class Share:
         sizes: Rows of a batch, by step; each a multiple of the number of processes.
         process: The index of this process and their number; None asks JAX, at the first batch.
 
+    Attributes:
+        sizes: As given.
+
     Raises:
         ValueError: A size is not such a multiple; names the stage if there are several.
     """
@@ -22,13 +25,13 @@ class Share:
     def __init__(self, sizes: Staircase[int], process: tuple[int, int] | None) -> None:
         if process:
             _check_divides(sizes, process[1])
-        self._sizes, self._process = sizes, process
+        self.sizes, self._process = sizes, process
 
     def of(self, size: int) -> tuple[int, int]:
         """First and last (exclusive) of this process's rows in a batch of `size`."""
         if self._process is None:
             # Only now: to ask starts JAX's backends, and jax.distributed has to be first.
-            _check_divides(self._sizes, jax.process_count())
+            _check_divides(self.sizes, jax.process_count())
             self._process = (jax.process_index(), jax.process_count())
         index, count = self._process
         return index * size // count, (index + 1) * size // count

@@ -47,7 +47,7 @@ class Plan:
     ) -> None:
         self.share = Share(sizes, process)
         self.num_rows, self.drop_remainder = num_rows, drop_remainder
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.num_epochs = seed, shuffle, num_epochs
         self.domain = _permutation.domain(num_rows)
         runs = _runs(num_rows, sizes, drop_remainder, num_epochs)
         self.sizes = sizes_of(run for run, _ in runs)

@@ -131,6 +131,17 @@ class Batches(BatchSequence):
     def _rows_and_share(self) -> tuple[Rows, Share]:
         return self._rows, self._plan.share
 
+    def _definition(self) -> dict[str, Any]:
+        plan = self._plan
+        return {
+            "rows": plan.num_rows,
+            "batch_size": plan.share.sizes.by_step(),
+            "seed": plan.seed,
+            "shuffle": plan.shuffle,
+            "num_epochs": plan.num_epochs,
+            "drop_remainder": plan.drop_remainder,
+        }
+
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"
         return f"<Batches of {shown(self.batch_size)} from {self.num_rows} rows, {order}, {self._extent()}>"

@@ -88,7 +88,7 @@ def mixture(
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
     share = Share(stairs, given_process(process_index, process_count))
     streams = tuple(Stream(len(rows[name]), derived_seed(seed, _ROWS, name), shuffle) for name in names)
-    mix = Mix(streams, sizes, counts_of(stages, sizes), share, derived_seed(seed, _ORDER))
+    mix = Mix(streams, sizes, counts_of(stages, sizes), share, derived_seed(seed, _ORDER), stages)
     return Mixture(mix, rows, seed, steps_of([range(NO_END)]))
 
 
@@ -135,6 +135,17 @@ class Mixture(BatchSequence):
 
     def _rows_and_share(self) -> tuple[Rows, Share]:
         return next(iter(self._rows.values())), self._mix.share
+
+    def _definition(self) -> dict[str, Any]:
+        mix, names = self._mix, sorted(self._rows)
+        weights = mix.weights.by_step(lambda of: dict(zip(names, map(float, of), strict=True)))
+        return {
+            "rows": self.num_rows,
+            "batch_size": mix.share.sizes.by_step(),
+            "weights": weights,
+            "seed": self._seed,
+            "shuffle": mix.streams[0].shuffle,
+        }
 
     def __repr__(self) -> str:
         each = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())

@@ -39,6 +39,10 @@ class BatchSequence(abc.ABC):
     def _with(self: Self, steps: Steps) -> Self:
         """The sequence with other steps."""
 
+    @abc.abstractmethod
+    def _definition(self) -> dict[str, Any]:
+        """What determines the batches but for the values of their rows and their steps, as JSON can hold it."""
+
     def _extent(self) -> str:
         """The steps, for the repr."""
         parts, endless = self._steps.parts, self.is_endless

@@ -13,6 +13,7 @@ from jstep.core.notes import note
 from jstep.hooks.dispatched import Dispatched
 from jstep.hooks.skipped import skip_metric_of
 from jstep.loop.ahead import Ahead
+from jstep.loop.cards import Cards
 from jstep.loop.feed import Call
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.loop.traced import traced
@@ -57,6 +58,7 @@ class Programs:
         starting: What compiles the first program in the background; None if nothing does.
         ahead: What compiles later ones.
         dispatched: The steps that were taken, if anybody wants to know.
+        cards: What records each program when it has run; None if nothing does.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Programs:
         self.ahead: Ahead | None = None
         self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
         self.dispatched = Dispatched()
+        self.cards: Cards | None = None
         self._begun: set[tuple[int, int]] = set()
         self._prepared: set[Any] = set()
         self._latest: Any = stages.values[0]
@@ -146,6 +149,8 @@ class Programs:
             self.dispatched.add(program, call.steps, new, call.args, lambda: traced(step, new, call.args))
         if self.ahead is not None and isinstance(result, tuple):
             self.ahead.after(result[0], call.args, stacked=call.stacked)
+        if is_first and self.cards is not None and isinstance(result, tuple) and len(result) == 2:
+            self.cards.ran(step, self._first, call.steps, *result, call.args)
         return result
 
     def step_of(self, call: Call) -> Any:

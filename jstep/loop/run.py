@@ -10,6 +10,7 @@ from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step, name_of
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning, opened
+from jstep.loop.cards import Write, cards_of
 from jstep.loop.drive import At, drive
 from jstep.loop.early import Early, early_of, read_from
 from jstep.loop.endings import ended_early, why_done
@@ -36,10 +37,18 @@ class Run:
         stages: The training steps.
         state: Where to start.
         times: How long the start takes.
+        write: Takes the lines of the run's timeline; None if it has none.
     """
 
-    def __init__(self, options: Options, stages: TrainSteps, state: TrainState, times: StartTimes) -> None:
-        self._options, self._stages, self._times = options, stages, times
+    def __init__(
+        self,
+        options: Options,
+        stages: TrainSteps,
+        state: TrainState,
+        times: StartTimes,
+        write: Write | None = None,
+    ) -> None:
+        self._options, self._stages, self._times, self._write = options, stages, times, write
         several = options.steps_per_call > 1
         self._programs = Programs(stages, options.unroll, several=several, first_call=times.compiling)
         self._signals = StopSignals(self._before_the_first_step)
@@ -72,6 +81,7 @@ class Run:
                 with contextlib.nullcontext() if opening.latest is None else self._times.part("restore"):
                     begun = self._begun = beginning(opening, self._at.state)
                 self._at.step, self._at.state = begun.step, begun.state
+                self._programs.cards = cards_of(self._write, self._options, self._stages, begun, batches, stack)
                 wiring = Wiring(self._position, self._stopped_by, self._before_save)
                 equipped = self._equipped = equipment(
                     self._options, begun, self._programs, wiring, stack, self._signals.to_stop
@@ -97,7 +107,7 @@ class Run:
             finally:
                 # What refers to the run from its hooks and signals is not to keep its state alive.
                 self._equipped = self._around = self._feed = None
-                self._programs.starting = self._programs.ahead = None
+                self._programs.starting = self._programs.ahead = self._programs.cards = None
                 self._signals.on_first = _no_haste
 
     def _fed(

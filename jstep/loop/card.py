@@ -1,0 +1,164 @@
+"""The card of a run: what it runs on and with, for another run to be compared with."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec, Sharding
+
+from jstep.checkpoint import Saver
+from jstep.core import trees
+from jstep.core.program_hash import ProgramHash, digest_of, program_hash, sharding_text, without_addresses
+from jstep.data import BatchSequence
+from jstep.data.definition import definition_of
+from jstep.hooks.memory import key_of
+from jstep.loop import surroundings
+from jstep.loop.ahead import shapes_of
+from jstep.loop.options import Options
+from jstep.loop.stages import TrainSteps, name_of_step
+from jstep.training import TrainStep
+
+PLACES = ("checkpoint_dir", "logdir")
+"""Arguments that say where a run keeps its files: recorded, never compared."""
+
+_LONGEST = 1000
+"""Of a part of a definition, in characters of JSON; of a longer one the hash is kept."""
+_MOST_NUMBERS = 200
+
+
+def card(
+    options: Options, stages: TrainSteps, state: Any, batches: Any, step: int, held: Mapping[str, float]
+) -> dict[str, Any]:
+    """The card of a run, without its programs: JSON values.
+
+    Args:
+        options: The arguments of `train`.
+        stages: The training steps.
+        state: The state that the run begins from, or its shapes.
+        batches: What `train` was given.
+        step: The step that the run begins at.
+        held: The hyperparameters that the script gave the state to hold.
+    """
+    return {
+        "card": 1,
+        "step": step,
+        "versions": surroundings.versions(),
+        "environment": surroundings.environment(),
+        "settings": surroundings.settings(),
+        "devices": surroundings.devices(state),
+        "state": _state(state, held),
+        "batches": _batches(batches),
+        "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
+        "arguments": _arguments(options),
+    }
+
+
+def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """What is recorded of a program: JSON values.
+
+    Args:
+        traced: Its trace, a `jax.stages.Traced`, or None of a function that is not compiled.
+        constants: Metrics that no step computes: the hyperparameters that are plain numbers, by name.
+        args: The batch of a call.
+    """
+    batch = [
+        f"{path or 'batch'}: {getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
+        for path, leaf in trees.leaves_with_paths(args)
+    ]
+    found: dict[str, Any] = {"batch": _short(batch), "hyperparameters": {k: _json(v) for k, v in constants.items()}}
+    if traced is None:
+        return {"hash": None, **found}
+    hashed: ProgramHash = program_hash(traced.jaxpr)
+    numbers = dict(sorted(hashed.numbers.items())) if len(hashed.numbers) <= _MOST_NUMBERS else None
+    return {"hash": hashed.digest, **found, "operations": dict(sorted(hashed.operations.items())), "numbers": numbers}
+
+
+def trace_of(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
+    """The trace of a step that was called, which JAX has kept; None of one that is not compiled."""
+    if isinstance(step, TrainStep):
+        return step.traced_call(state, *args)
+    return step.trace(state, *args) if hasattr(step, "lower") and hasattr(step, "trace") else None
+
+
+def _state(state: Any, held: Mapping[str, float]) -> dict[str, Any]:
+    leaves = trees.leaves_with_paths(shapes_of(state))
+    said = [f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
+    where = [
+        f"{path} {'anywhere' if leaf.sharding is None else sharding_text(leaf.sharding)}"
+        for path, leaf in leaves
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    dtypes: dict[str, int] = {}
+    for _, leaf in leaves:
+        dtypes[str(leaf.dtype)] = dtypes.get(str(leaf.dtype), 0) + 1
+    return {
+        "hash": digest_of(*said),
+        "sharding": digest_of(*where),
+        "params": sum(math.prod(leaf.shape) for path, leaf in leaves if path.split("/")[0] == "params"),
+        "leaves": len(leaves),
+        "dtypes": dict(sorted(dtypes.items())),
+        "slots": sorted(state.slots or ()),
+        "held": {name: _json(value) for name, value in held.items()},
+    }
+
+
+def _batches(batches: Any) -> dict[str, Any]:
+    if isinstance(batches, BatchSequence):
+        found = definition_of(batches)
+    else:
+        named = batches if isinstance(getattr(batches, "__qualname__", None), str) else type(batches)
+        found = {"kind": f"{named.__module__}.{named.__qualname__}"}
+        try:
+            found["length"] = len(batches)
+        except Exception:  # a loader of the user's: it has no end, or does not know it
+            found["length"] = None
+    return {"hash": digest_of(json.dumps(found, sort_keys=True)), **{key: _short(part) for key, part in found.items()}}
+
+
+def _arguments(options: Options) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name == "hooks":
+            found["hooks"] = [without_addresses(key_of(hook)) for hook in value]
+        elif isinstance(value, Saver):
+            found[field.name] = surroundings.without_login(value.directory)
+        elif field.name in PLACES:
+            found[field.name] = None if value is None else surroundings.without_login(os.fspath(value))
+        elif field.name == "batch_sharding":
+            found[field.name] = _short([_place_text(one) for one in jax.tree.leaves(value, is_leaf=_is_place)]) or None
+        else:
+            found[field.name] = _json(value)
+    return found
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, Sharding | PartitionSpec)
+
+
+def _place_text(one: Any) -> str:
+    return sharding_text(one) if isinstance(one, Sharding) else str(one)
+
+
+def _short(value: Any) -> Any:
+    text = json.dumps(value, sort_keys=True)
+    return value if len(text) <= _LONGEST else f"hash {digest_of(text)}"
+
+
+def _json(value: Any) -> Any:
+    """A number, a string or None as JSON can hold it; arrays as lists, anything else as text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, np.floating):  # 0.1 of float32 is 0.1, not 0.10000000149011612
+        value = float(str(value))
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list):
+        return [_json(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    return value if isinstance(value, bool | int) else without_addresses(str(value))

@@ -1,0 +1,172 @@
+"""Compare the cards of two runs, in words."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jstep.loop.card import PLACES
+
+_SECTIONS = {
+    "versions": "",
+    "settings": "",
+    "environment": "",
+    "devices": "devices: ",
+    "state": "state: ",
+    "batches": "batches: ",
+    "stages": "",
+    "arguments": "train: ",
+}
+"""The sections that are compared value by value, and what their lines begin with."""
+
+_HASHES = {
+    ("state", "hash"): "paths, shapes or dtypes of its leaves differ",
+    ("state", "sharding"): "its leaves are sharded differently",
+    ("batches", "hash"): "the definition differs",
+}
+_ABSENT = object()
+_MOST = 6
+_LONGEST = 80
+_PLACE = re.compile(r"/|\\|^\[?[\w.:-]+\]?:\d+$")
+_NAME_OF_PLACE = re.compile(r"(DIR|PATH|FILE|ADDRESS|ADDR|HOST|URL)$")
+
+
+def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """What differs in two cards, in words; empty if nothing does. Paths and addresses are not compared.
+
+    Args:
+        a: The card of a run, as `jstep.loop.cards` writes it.
+        b: That of another run.
+
+    Example:
+        >>> from jstep.loop.card_difference import card_difference
+        >>> card_difference({"batches": {"seed": 0, "rows": 100}}, {"batches": {"seed": 1, "rows": 100}})
+        ['batches: seed: 0 in A, 1 in B']
+    """
+    found: list[str] = []
+    for section, begins in _SECTIONS.items():
+        one, other = _section(a, section), _section(b, section)
+        if section == "environment":
+            one, other = _variables(one, other)
+        names = {name for key, name in _HASHES if key == section} | ({*PLACES} if section == "arguments" else set())
+        lines = [
+            line
+            for name in _names(one, other)
+            if name not in names
+            for line in _differences(_name(section, name), one.get(name, _ABSENT), other.get(name, _ABSENT))
+        ]
+        hashes = [
+            said
+            for (key, name), said in _HASHES.items()
+            if key == section and one.get(name) != other.get(name) and _says_more(name, one, other, lines)
+        ]
+        found += [begins + line for line in [*lines, *hashes]]
+    return found + list(_programs(a, b))
+
+
+def _says_more(name: str, a: Mapping[str, Any], b: Mapping[str, Any], lines: list[str]) -> bool:
+    """Whether a hash says anything beside the lines: a placement does of leaves that are otherwise the same."""
+    return a.get("hash") == b.get("hash") if name == "sharding" else not lines
+
+
+def _section(card: Mapping[str, Any], section: str) -> dict[str, Any]:
+    found = card.get(section)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Those of both; in the order of the first where they are the same, else sorted."""
+    return list(a) if a.keys() == b.keys() else sorted({*a, *b})
+
+
+def _name(section: str, name: str) -> str:
+    return f"the stage from step {name}" if section == "stages" else name
+
+
+def _differences(name: str, a: Any, b: Any) -> Iterator[str]:
+    if type(a) is type(b) and a == b:
+        return
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() == b.keys() == {"0"}:  # one value from step 0 on
+            yield from _differences(name, a["0"], b["0"])
+            return
+        for key in _names(a, b):
+            yield from _differences(f"{name}[{key}]", a.get(key, _ABSENT), b.get(key, _ABSENT))
+    elif isinstance(a, list) and isinstance(b, list) and all(isinstance(x, str) for x in [*a, *b]):
+        only = [[x for x in one if x not in other] for one, other in ((a, b), (b, a))]
+        texts = [f"{', '.join(some)} only in {run}" for some, run in zip(only, "AB", strict=True) if some]
+        if texts:
+            yield f"{name}: {'; '.join(texts)}"
+        else:
+            yield f"{name}: another order, {_shown(a)} in A, {_shown(b)} in B"
+    else:
+        yield f"{name}: {_shown(a)} in A, {_shown(b)} in B"
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    text = value if isinstance(value, str) and value else json.dumps(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _variables(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The variables, the flags of XLA one by one, without those that hold a path or an address."""
+    one, other = ({**of, **_flags(of.pop("XLA_FLAGS", ""))} for of in (dict(a), dict(b)))
+    places = {
+        name
+        for name in {*one, *other}
+        if _NAME_OF_PLACE.search(name) or any(_PLACE.search(str(of.get(name, ""))) for of in (one, other))
+    }
+    kept = ({name: value for name, value in sorted(of.items()) if name not in places} for of in (one, other))
+    first, second = kept
+    return first, second
+
+
+def _flags(text: str) -> dict[str, str]:
+    """The last value of each flag counts."""
+    found = {}
+    for word in str(text).split():
+        name, _, value = word.partition("=")
+        found[f"XLA_FLAGS {name}"] = value or "set"
+    return found
+
+
+def _programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """Of the programs that both ran."""
+    in_a, in_b = _by_call(a), _by_call(b)
+    same_batches = _section(a, "batches") == _section(b, "batches")
+    for key in sorted(in_a.keys() & in_b.keys()):
+        one, other = in_a[key], in_b[key]
+        if one.get("batch") != other.get("batch"):
+            if same_batches and "rows" in _section(a, "batches"):
+                continue  # one of them began where batches have another size
+            yield from _differences("batch", one.get("batch"), other.get("batch"))
+        rates = [_section(program, "hyperparameters") for program in (one, other)]
+        for name in _names(*rates):
+            yield from _differences(f"step: {name}", *(of.get(name, _ABSENT) for of in rates))
+        if None not in (one.get("hash"), other.get("hash")) and one["hash"] != other["hash"]:
+            stage, steps = key
+            name = _section(a, "stages").get(str(stage), "train_step")
+            call = f", {steps} steps a call" if steps > 1 else ""
+            yield f"step: the traced {name} (stage from step {stage}{call}) differs: {_why(one, other)}"
+
+
+def _by_call(card: Mapping[str, Any]) -> dict[tuple[int, int], Mapping[str, Any]]:
+    programs = card.get("programs")
+    return {
+        (one["stage"], one["steps"]): one
+        for one in (programs if isinstance(programs, list) else ())
+        if isinstance(one, Mapping) and type(one.get("stage")) is int and type(one.get("steps")) is int
+    }
+
+
+def _why(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    parts = []
+    for section, what in (("numbers", "numbers"), ("operations", "operations")):
+        one, other = _section(a, section), _section(b, section)
+        changed = [name for name in _names(one, other) if one.get(name, 0) != other.get(name, 0)]
+        if changed:
+            some = ", ".join(f"{name} ({one.get(name, 0)} in A, {other.get(name, 0)} in B)" for name in changed[:_MOST])
+            parts.append(f"{what} {some}" + (f" and {len(changed) - _MOST} more" if len(changed) > _MOST else ""))
+    return "; ".join(parts) or "the same numbers and operations, in another order or on other shapes and constants"

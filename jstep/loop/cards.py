@@ -1,0 +1,127 @@
+"""Record the card of a run, and each program that it runs for the first time, off the step path."""
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from jstep.core.contexts import Thread
+from jstep.core.meshes import mesh_of, setting
+from jstep.loop.beginning import Beginning
+from jstep.loop.card import card, program_card, trace_of
+from jstep.loop.options import Options
+from jstep.loop.stages import TrainSteps
+from jstep.state import TrainState
+
+_logger = logging.getLogger("jstep")
+
+
+class Write(Protocol):
+    """Adds a line to the timeline of a run."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None:
+        """Adds a line."""
+
+
+class Cards:
+    """Writes the card of a run once its first call was dispatched, and what is known of later programs likewise.
+
+    The first line is the whole card with its first program, those that follow have `programs` alone. Only looking up
+    the trace, which JAX has kept, happens on the thread that drives. Nothing that fails here ends a run.
+
+    Args:
+        write: Takes the lines; called from another thread.
+        make: Makes the card without its programs.
+    """
+
+    def __init__(self, write: Write, make: Callable[[], dict[str, Any]]) -> None:
+        self._write, self._make = write, make  # made once; lines that follow hold programs alone
+        self._is_begun = False
+        self._lock = threading.Lock()  # one line after the other
+        self._threads: list[Thread] = []
+
+    def ran(self, step: Any, stage: int, steps: int, state: Any, metrics: Any, args: tuple[Any, ...]) -> None:
+        """Records a program that was called for the first time.
+
+        Args:
+            step: The training step.
+            stage: The first step of its stage.
+            steps: How many steps the call took.
+            state: The state that it returned.
+            metrics: The metrics that it returned.
+            args: The batch of the call.
+        """
+        if not isinstance(state, TrainState):
+            return  # which the run refuses
+        try:
+            with setting(mesh_of((state, args))):
+                traced = trace_of(step, state, args)
+            constants = _constants(step, metrics)
+        except Exception as error:
+            self._say(error)
+            return
+        found = [(stage, steps, traced, constants, args)]
+        self._threads.append(Thread(target=self._record, args=(found,), name="jstep-card"))
+        self._threads[-1].start()
+
+    def close(self) -> None:
+        """Waits for what is being recorded; a run without a step has a card, too."""
+        for thread in self._threads:
+            thread.join()
+        if not self._is_begun:
+            self._record([])
+
+    def _record(self, programs: list[tuple[int, int, Any, Mapping[str, Any], Any]]) -> None:
+        with self._lock:
+            try:
+                found = [
+                    {"stage": stage, "steps": steps, **program_card(traced, constants, args)}
+                    for stage, steps, traced, constants, args in programs
+                ]
+                make, self._make = self._make, dict
+                self._is_begun = True
+                self._write("card", **make(), programs=found)
+            except Exception as error:
+                self._say(error)
+
+    def _say(self, error: Exception) -> None:
+        _logger.warning("what this run runs could not be recorded: %s: %s", type(error).__name__, error)
+
+
+def cards_of(
+    write: Write | None,
+    options: Options,
+    stages: TrainSteps,
+    begun: Beginning,
+    batches: Any,
+    stack: contextlib.ExitStack,
+) -> Cards | None:
+    """What records a run; None if there is nowhere to.
+
+    Args:
+        write: Takes the lines.
+        options: The arguments of `train`.
+        stages: The training steps.
+        begun: Where the run begins.
+        batches: What `train` was given.
+        stack: Closes it.
+    """
+    if write is None:
+        return None
+    make = functools.partial(card, options, stages, begun.state, batches, begun.step, begun.held)
+    found = Cards(write, make)
+    stack.callback(found.close)
+    return found
+
+
+def _constants(step: Any, metrics: Any) -> dict[str, Any]:
+    """The metrics of a call that no step computes, one value each."""
+    found = {}
+    for name in sorted(getattr(step, "constant_metrics", ())):
+        value = np.asarray(metrics[name])
+        found[name] = value.reshape(-1)[0] if value.size and (value == value.reshape(-1)[0]).all() else value
+    return found

@@ -1,0 +1,92 @@
+"""`diff` says first what differs in the cards of two runs."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import jstep
+from jstep.cli.main import main
+
+OPTIMIZER = jstep.gradient_descent(0.1)
+
+
+def line(**fields):
+    return json.dumps({"kind": "card", "start": "0", "prefix": "model", **fields}) + "\n"
+
+
+def card(seed=0, **more):
+    program = {"stage": 0, "steps": 1, "hash": "00", "batch": [], "hyperparameters": {"learning_rate": 0.1}}
+    batches = {"hash": str(seed), "kind": "Batches", "rows": 64, "seed": seed}
+    return line(card=1, batches=batches, stages={"0": "loss"}, programs=[program], **more)
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(name, *lines, value=1.0, prefixes=("model",)):
+        for prefix in prefixes:
+            with jstep.Saver(tmp_path / name, prefix=prefix, async_save=False) as saver:
+                saver.save(jstep.TrainState.create({"w": jnp.full(2, value)}, OPTIMIZER, global_step=3))
+        if lines:
+            (tmp_path / name / "timeline.jsonl").write_text("".join(lines))
+        return str(tmp_path / name)
+
+    return run
+
+
+def test_the_last_starts_are_compared_first(run, capsys):
+    a, b = run("a", card(7), card(0)), run("b", card(1), value=2.0)
+    assert main(["diff", a, b]) == 1
+    first, second, third, *_ = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("the cards of the last starts differ:", "  batches: seed: 0 in A, 1 in B")
+    assert third.startswith("the runs part at step 3")
+    assert main(["diff", a, b, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["cards"] == ["batches: seed: 0 in A, 1 in B"]
+
+
+@pytest.mark.parametrize(("seed", "says"), [(1, "differ:"), (0, "do not differ")])
+def test_the_exit_code_is_that_of_the_leaves(run, capsys, seed, says):
+    a, b = run("a", card(0)), run("b", card(seed))
+    assert main(["diff", a, b]) == 0
+    assert f"the cards of the last starts {says}" in capsys.readouterr().out
+    assert main(["diff", f"{a}/model-3", f"{b}/model-3"]) == 0
+    assert f"the cards of the last starts {says}" in capsys.readouterr().out
+
+
+def test_programs_of_later_lines_belong_to_the_card_before(run, capsys):
+    program = {"stage": 50, "steps": 1, "batch": [], "hyperparameters": {}, "operations": {"mul": 2}}
+    a, b = (run(name, card(), line(programs=[{**program, "hash": name}])) for name in "ab")
+    assert main(["diff", a, b]) == 0
+    assert "the traced train_step (stage from step 50) differs" in capsys.readouterr().out
+
+
+def test_each_prefix_is_a_run(run, capsys):
+    lines = [card(), card(3).replace('"model"', '"other"'), card(4).replace('"model"', '"third"')]
+    a = run("a", *lines, prefixes=("model", "other"))
+    b = run("b", lines[0], lines[1].replace('"seed": 3', '"seed": 5'), prefixes=("model", "other"))
+    assert main(["diff", a, b]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "  other: batches: seed: 3 in A, 5 in B"
+
+
+@pytest.mark.parametrize("lines", [(), ("{", "null\n", '{"kind": "card"}\n', '{"kind": "parts", "card": 1}\n')])
+def test_without_a_card_nothing_is_said(run, capsys, lines):
+    a, b = run("a", *lines), run("b", card())
+    assert main(["diff", a, b]) == 0
+    assert capsys.readouterr().out == "the same at all 1 steps in common, 3 to 3\n"
+
+
+HOSTILE = [
+    card().replace('"Batches"', '"\\u001b[2J"'),
+    line(card=1, batches=[1], programs={"x": 1}, stages="x", environment={"XLA_FLAGS": 3}, versions={"jax": {}}),
+    line(card=1, programs=[1, {"stage": "x"}, {"stage": 0, "steps": 1, "hash": [], "hyperparameters": 3}]),
+    line(card=[], environment={"": None}, state={"hash": 1}, arguments={"hooks": [1]}),
+]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_cards_of_anybody_are_harmless(run, capsys, hostile):
+    a, b = run("a", card()), run("b", hostile)
+    assert main(["diff", a, b]) == 0
+    done = capsys.readouterr()
+    assert "\x1b" not in done.out
+    assert done.err == ""

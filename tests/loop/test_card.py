@@ -1,0 +1,223 @@
+"""The card of a run: what it says, that each difference is named, and that nothing else is one."""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import cards
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cards import card_of, loss
+
+import jstep
+from jstep.loop import surroundings
+from jstep.loop.card_difference import card_difference
+
+
+@pytest.fixture(scope="module")
+def base():
+    return card_of()
+
+
+def mixture(code=1.0, **more):
+    sources = {"web": np.ones((32, 4), np.float32), "code": np.ones((16, 4), np.float32)}
+    return jstep.mixture(sources, 8, {"web": 3.0, "code": code}, **more)
+
+
+def on_a_mesh(state):
+    return jstep.shard_state(state, jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec())
+
+
+PLANTED = {
+    "seed": ({"seed": 5}, "batches: seed: 1 in A, 5 in B"),
+    "rate": ({"optimizer": jstep.adam(0.02)}, "step: learning_rate: 0.01 in A, 0.02 in B"),
+    "scheduled rate": ({"optimizer": jstep.adam(jstep.exponential_decay(0.5, 10, 0.25))}, "numbers "),
+    "data size": ({"rows": 65}, "batches: rows: 64 in A, 65 in B"),
+    "skip": ({"skip": (2, 5)}, "batches: steps: [[0, null, 1]] in A, [[0, 2, 1], [5, null, 1]] in B"),
+    "batch size": ({"batch_size": 16}, "batches: batch_size: 8 in A, 16 in B"),
+    "later batch size": ({"batch_size": {0: 8, 50: 16}}, "batches: batch_size[50]: absent in A, 16 in B"),
+    "dtype": ({"dtype": jnp.bfloat16}, "state: dtypes[bfloat16]: absent in A, 1 in B"),
+    "mesh": ({"place": on_a_mesh}, "devices: mesh: null in A, data: 1 Explicit in B"),
+    "step function": ({"loss_fn": lambda params, x: 2 * loss(params, x)}, "mul (11 in A, 13 in B)"),
+    "optimizer": (
+        {"optimizer": jstep.momentum(0.01, 0.9)},
+        "state: slots: m, start_step, v only in A; momentum only in B",
+    ),
+    "later stage": ({"later": True}, "the stage from step 2: absent in A, loss in B"),
+    "last step": ({"last_step": 4}, "train: last_step: 3 in A, 4 in B"),
+    "steps a call": ({"steps_per_call": 3}, "train: steps_per_call: 1 in A, 3 in B"),
+    "hooks": ({"hooks": [jstep.StopAtStepHook(last_step=3)]}, "train: hooks: StopAtStepHook only in B"),
+    "kind of batches": ({"batches": mixture()}, "batches: kind: Batches in A, Mixture in B"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_difference_is_named(base, name):
+    changed, line = PLANTED[name]
+    found = card_difference(base, card_of(**changed))
+    assert any(line in one for one in found), found
+
+
+def test_weights_of_a_mixture_are_named():
+    one, other = (card_of(batches=mixture(code)) for code in (1.0, 3.0))
+    assert card_difference(one, other) == [
+        "batches: weights[code]: 0.25 in A, 0.5 in B",
+        "batches: weights[web]: 0.75 in A, 0.5 in B",
+    ]
+
+
+def test_surroundings_are_named(base, monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.0" if name == "jax" else version(name))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_cpu_enable_fast_math=true")
+    monkeypatch.setenv("JAX_DEBUG_NANS", "0")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
+    other = card_of()
+    other["devices"]["processes"] = 2
+    flags = base["environment"].get("XLA_FLAGS", "").split()
+    assert card_difference(base, other) == [
+        f"jax: {jax.__version__} in A, 0.99.0 in B",
+        "JAX_DEBUG_NANS: absent in A, 0 in B",
+        *sorted(
+            ["XLA_FLAGS --xla_cpu_enable_fast_math: absent in A, true in B"]
+            + [f"XLA_FLAGS {name}: {value or 'set'} in A, absent in B" for name, _, value in map(parted, flags)]
+        ),
+        "devices: processes: 1 in A, 2 in B",
+    ]
+
+
+def parted(flag):
+    return flag.partition("=")
+
+
+def test_two_equal_starts_have_equal_cards(base):
+    assert card_of() == base
+    assert card_difference(base, card_of()) == []
+
+
+def test_no_other_variables_and_no_secrets():
+    found = surroundings.environment(
+        {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--a=1",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "HOME": "/root",
+            "JAX_COMPILATION_CACHE_DIR": "gs://me:pass@bucket/cache?sig=abc",
+            "JAX_MY_TOKEN": "abc",
+        }
+    )
+    assert found == {
+        "JAX_COMPILATION_CACHE_DIR": "gs://bucket/cache",
+        "JAX_MY_TOKEN": "(not recorded)",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--a=1",
+    }
+
+
+def test_paths_are_recorded_and_not_compared(base, tmp_path):
+    other = card_of(logdir=tmp_path / "logs")
+    assert other["arguments"]["logdir"] == str(tmp_path / "logs")
+    assert card_difference(base, other) == []
+
+
+def on_a_large_mesh(*, is_placed):
+    mesh = jax.make_mesh((8,), ("data",))
+    batches = {"batch_sharding": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))}
+    whole = jax.sharding.PartitionSpec()
+    return {"place": lambda state: jstep.shard_state(state, mesh, whole), **(batches if is_placed else {})}
+
+
+WAYS = {
+    "a device": dict,
+    "several steps": lambda: {"steps_per_call": 3},
+    "a mesh": lambda: on_a_large_mesh(is_placed=False),
+    "split batches": lambda: on_a_large_mesh(is_placed=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_is_traced_no_more_often_for_its_card(way):
+    how = WAYS[way]()
+    traced = []
+
+    def counting(params, x):
+        traced.append(None)
+        return loss(params, x)
+
+    assert card_of(loss_fn=counting, **how)["programs"][0]["hash"]
+    with_card = len(traced)
+    card_of(loss_fn=counting, is_recorded=False, **how)
+    assert len(traced) == 2 * with_card
+
+
+def test_each_program_is_recorded_when_it_runs():
+    found = card_of(later=True, batch_size={0: 8, 4: 16}, last_step=6)
+    assert [(one["stage"], one["steps"]) for one in found["programs"]] == [(0, 1), (2, 1)]
+    resumed = {**found, "programs": found["programs"][1:]}  # began in the second stage
+    assert card_difference(found, resumed) == []
+
+
+def test_a_plain_function_is_not_traced(base):
+    calls = []
+
+    def step(state, x):
+        calls.append(float(x.sum()))
+        return state.replace(global_step=state.global_step + 1), {"loss": 0.0}
+
+    found = card_of(step=step)
+    assert (found["programs"][0]["hash"], len(calls)) == (None, 3)
+    assert any("the stage from step 0: loss in A, step in B" in line for line in card_difference(base, found))
+
+
+def test_a_run_without_a_step_has_a_card():
+    found = card_of(last_step=0)
+    assert (found["programs"], found["arguments"]["last_step"]) == ([], 0)
+
+
+def test_what_cannot_be_recorded_ends_no_run(caplog):
+    class Batches(list):
+        @property
+        def __class__(self):
+            return list
+
+        def __len__(self):
+            raise RuntimeError("no length")
+
+    def refused(*_, **__):
+        raise OSError("disk full")
+
+    assert card_of(write=refused) == {}
+    assert "disk full" in caplog.text
+
+
+CHILD = """
+    import json, sys
+    sys.path.insert(0, {here!r})
+    import cards, jstep
+    print(json.dumps(cards.card_of(loss_fn=cards.loss_of_a_table)))
+"""
+
+
+def test_a_start_from_another_directory_has_the_same_hashes(tmp_path):
+    """Nor do hashes of strings, memory positions, or the script's name matter."""
+    here = str(pathlib.Path(cards.__file__).parent)
+    (tmp_path / "train.py").write_text(textwrap.dedent(CHILD.format(here=here)))
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(pathlib.Path(jstep.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    there, own = json.loads(done.stdout.splitlines()[-1]), card_of(loss_fn=cards.loss_of_a_table)
+    assert own["programs"][0]["hash"]
+    for part in ("programs", "state", "batches", "stages", "arguments", "versions", "environment"):
+        assert there[part] == own[part]
