@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jstep.cli import cost, diff, events, inspect, plot
+from jstep.cli import cost, diff, events, goodput, inspect, plot
 from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import complain
 from jstep.summary import DataLossError
@@ -16,6 +16,7 @@ COMMANDS: tuple[Command, ...] = (
     plot.COMMAND,
     events.COMMAND,
     cost.COMMAND,
+    goodput.COMMAND,
 )
 """In the order of `--help`. A new command is a module beside this one, and a line here."""
 
@@ -26,6 +27,7 @@ examples:
   python -m jstep plot runs -o loss.png --tags 'loss*'
   python -m jstep events run --json
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
+  python -m jstep goodput run
 
 A URL (gs://, s3://) will do wherever a path is taken. `python -m jstep COMMAND --help` lists a command's options.
 Exit codes: 0; 1 where diff found a difference; 2 for trouble: a missing path, damage, nothing in common."""

@@ -44,9 +44,16 @@ class Beginning(NamedTuple):
     held: dict[str, float]
 
 
-def beginning(options: Options, state: TrainState, stack: contextlib.ExitStack, signals: StopSignals) -> Beginning:
-    """Opens the checkpoints, and restores the newest."""
+def beginning(
+    options: Options,
+    state: TrainState,
+    stack: contextlib.ExitStack,
+    signals: StopSignals,
+    may_write: Callable[[], None],
+) -> Beginning:
+    """Opens the checkpoints, calls `may_write` when it is known that the run may, and restores the newest."""
     if options.checkpoint_dir is None:
+        may_write()
         _check_concrete(state, "and no checkpoint_dir to restore from")
         return Beginning(_step_of(state), state, None, None, {}, {})
     if isinstance(options.checkpoint_dir, Saver):
@@ -63,6 +70,7 @@ def beginning(options: Options, state: TrainState, stack: contextlib.ExitStack, 
     latest = saver.latest_step()
     if latest is None or latest < options.last_step:
         saver.claim()
+    may_write()
     try:
         with own_transfers():
             # Not that of the latest step that looks whole: a newest one that is damaged is an error.

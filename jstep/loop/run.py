@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from jstep.core.notes import note
 from jstep.hooks import CheckpointSaverHook, memory
 from jstep.hooks.hook import check_step, name_of
+from jstep.loop.accounts import Accounts
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning
 from jstep.loop.drive import At, drive
@@ -21,6 +22,7 @@ from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.sources import source_of
 from jstep.loop.stages import Edges, TrainSteps
 from jstep.state import TrainState
+from jstep.timeline.stopwatch import SAVING
 
 _logger = logging.getLogger("jstep")
 
@@ -40,6 +42,7 @@ class Run:
         self._programs = Programs(stages, options.unroll, several=several)
         self._signals = StopSignals(self._before_the_first_step)
         self._at = At(0, state)
+        self._accounts = Accounts(options, self._at)
         self._begun: Beginning | None = None
         self._equipped: Equipment | None = None
         self._around: Around | None = None
@@ -49,11 +52,15 @@ class Run:
     def go(self, batches: Any) -> TrainState:
         """Runs to its end; returns the last state."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._accounts)  # closed last
             stack.enter_context(self._signals)
             try:
-                begun = self._begun = beginning(self._options, self._at.state, stack, self._signals)
+                accounts = self._accounts
+                begun = self._begun = beginning(self._options, self._at.state, stack, self._signals, accounts.open)
                 self._at.step, self._at.state = begun.step, begun.state
-                wiring = Wiring(self._position, self._stopped_by, self._before_save)
+                accounts.began(begun.step)
+                written = accounts.before_save
+                wiring = Wiring(self._position, self._stopped_by, self._before_save, accounts.watch, written)
                 equipped = self._equipped = equipment(
                     self._options, begun, self._programs, wiring, stack, self._signals.to_stop
                 )
@@ -63,6 +70,7 @@ class Run:
                     equipped.run.sums,
                     equipped.run.pending,
                     to_stop=self._signals.to_stop,
+                    watch=accounts.watch,
                 )
                 self._feed = self._fed(batches, begun, equipped, around, stack)
                 return self._run(begun, around)
@@ -75,6 +83,7 @@ class Run:
                     raise again.with_traceback(None) from None
                 raise
             finally:
+                self._accounts.watch.switch(SAVING)  # what is left is to wait for what is being written
                 # What refers to the run from its hooks and signals is not to keep its state alive.
                 self._equipped = self._around = self._feed = self._fetched = self._programs.ahead = None
                 self._signals.on_first = _no_haste
@@ -126,7 +135,7 @@ class Run:
             why_one=lambda: around.why_one,
             fetched=self._fetched,
         )
-        feed = Feed(source, made, stopping=lambda: self._signals.interrupts)
+        feed = Feed(source, made, stopping=lambda: self._signals.interrupts, watch=self._accounts.watch)
         stack.callback(feed.close)
         self._signals.on_first = self._while_it_runs
         return feed
