@@ -69,13 +69,14 @@ class Stopwatch:
         """The seconds of each part up to now."""
         with self._lock:
             now = self._clock()
-            while self._marks:
-                part, at = self._marks.popleft()
-                self._totals[self._folded] += at - self._since
-                self._folded, self._since = part, at
-            self._totals[self._folded] += now - self._since
-            self._since = now
-            return dict(self._totals)
+            totals, current, since, take = self._totals, self._folded, self._since, self._marks.popleft
+            for _ in range(len(self._marks)):
+                part, at = take()
+                totals[current] += at - since
+                current, since = part, at
+            totals[current] += now - since
+            self._folded, self._since = current, now
+            return dict(totals)
 
     def stop(self) -> None:
         """Keeps nothing from now on, where nobody reads."""

@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import time
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from jstep.stores import Growing, Objects, is_url, join
@@ -118,7 +119,7 @@ class _Object:
     """The object of one start."""
 
     def __init__(self, url: str, start: str) -> None:
-        now = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # the order of their names is that of the starts
         self._key = f"{OBJECTS}{now}-{start}.jsonl"
         self._objects = Objects(url)
         self.path = self._objects.at(self._key)
