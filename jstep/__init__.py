@@ -40,7 +40,7 @@ Checkpoints: Saver, latest_checkpoint, checkpoint_name, CheckpointError.
 Many devices: shard_state, shard_batch, fsdp_specs; distributed.initialize for many processes; topology for a mesh of
     devices that only compile.
 Tools: verify_resume (a ResumeReport), replay (a Replay), fingerprint and DivergenceError, find_nonfinite (a NonFinite);
-    before a run: plan (a Plan), cost (a Cost with Collective entries).
+    before a run: plan (a Plan), cost (a Cost with Collective entries); after it: goodput (a Goodput).
 Summaries for TensorBoard: summary.scalar and others, summary.SummaryWriter. `python -m jstep --help`: the command line.
 """
 

@@ -167,12 +167,14 @@ from jstep.state import increment_global_step as increment_global_step
 from jstep.state import shard_state as shard_state
 from jstep.tools import Collective as Collective
 from jstep.tools import Cost as Cost
+from jstep.tools import Goodput as Goodput
 from jstep.tools import NonFinite as NonFinite
 from jstep.tools import Plan as Plan
 from jstep.tools import Replay as Replay
 from jstep.tools import ResumeReport as ResumeReport
 from jstep.tools import cost as cost
 from jstep.tools import find_nonfinite as find_nonfinite
+from jstep.tools import goodput as goodput
 from jstep.tools import plan as plan
 from jstep.tools import replay as replay
 from jstep.tools import verify_resume as verify_resume

@@ -28,7 +28,7 @@ STOREYS = [
     {"training"},
     {"distributed", "stores", "topologies"},
     {"data", "queues", "checkpoint", "summary"},
-    {"fingerprints"},
+    {"fingerprints", "timeline"},
     {"hooks"},
     {"evaluating"},
     {"loop"},

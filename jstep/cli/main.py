@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jstep.cli import cost, diff, events, inspect, plot
+from jstep.cli import cost, diff, events, goodput, inspect, plot
 from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import complain
 from jstep.summary import DataLossError
@@ -16,6 +16,7 @@ COMMANDS: tuple[Command, ...] = (
     plot.COMMAND,
     events.COMMAND,
     cost.COMMAND,
+    goodput.COMMAND,
 )
 """In the order of `--help`. A new command is a module beside this one, and a line here."""
 
@@ -24,7 +25,6 @@ examples:
   python -m jstep inspect run/model-1000 --verify
   python -m jstep diff run-on-one-host run-on-two
   python -m jstep plot runs -o loss.png --tags 'loss*'
-  python -m jstep events run --json
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
 
 A URL (gs://, s3://) will do wherever a path is taken. `python -m jstep COMMAND --help` lists a command's options.

@@ -14,8 +14,11 @@ from jstep.hooks.pending import Pending
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.sums import Sums
 from jstep.loop.drive import At
+from jstep.loop.saving import RunSaverHook
 from jstep.loop.stages import Edges, lengths
 from jstep.state import TrainState
+from jstep.timeline import Stopwatch
+from jstep.timeline.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING
 from jstep.training import last_of
 
 
@@ -28,6 +31,7 @@ class Around:
         sums: What hooks add up over intervals.
         pending: What hooks report.
         to_stop: Asked after each call: whether a signal ends the run.
+        watch: Where the time goes.
         on_first: Called after the first call.
 
     Attributes:
@@ -46,8 +50,10 @@ class Around:
         pending: Pending,
         *,
         to_stop: Callable[[], bool],
+        watch: Stopwatch,
         on_first: Callable[[], None] = lambda: None,
     ) -> None:
+        self._watch = watch
         self.hooks = self._hooks = hooks
         self._start, self._to_stop, self._on_first = start, to_stop, on_first
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
@@ -56,6 +62,7 @@ class Around:
         acting = [hook for hook in hooks if hasattr(hook, "after_step")]
         self._acting = [hook for hook in acting if _has_own(hook, "after_step") or _has_own(hook, "next_due")]
         self._due_of = [_due_of(hook) for hook in self._acting]
+        self._part_of = [_part_of(hook) for hook in self._acting]
         self._dues: list[int] = []
         self._next_due = NEVER
         self._act_by: tuple[Any, str] | None = None
@@ -103,6 +110,7 @@ class Around:
         if self._is_summed:  # before any hook may change the metrics
             self._sums.add(first, step - first, at.metrics, at.stacked)
         if first == self._start:
+            self._watch.started()
             self._on_first()
             for hook in self._run_hooks:
                 self._call(hook, "started", range(first + 1, step + 1), at.metrics, at.rows)
@@ -113,10 +121,12 @@ class Around:
         return self.called_off or self.stopped_by is not None
 
     def _act(self, at: At) -> None:
-        step, metrics = at.step, _last_metrics(at)
+        step, metrics, watch = at.step, _last_metrics(at), self._watch
         error: Exception | None = None
         for i, hook in enumerate(self._acting):
             if self._dues[i] <= step:
+                if watch.current != self._part_of[i]:
+                    watch.switch(self._part_of[i])
                 if error is not None:
                     self._besides(error, hook, at, metrics)
                     continue
@@ -132,6 +142,8 @@ class Around:
                     self._dues[i] = self._due_of[i](step)
                 except Exception as raised:
                     error = raised
+        if watch.current != STEPPING:
+            watch.switch(STEPPING)
         if error is not None:
             raise error
         self._act_by = None
@@ -192,7 +204,11 @@ class Around:
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         self._act_by = (hook, method)
-        answer = getattr(hook, method)(*args)
+        if isinstance(hook, RunSaverHook):
+            answer = getattr(hook, method)(*args)
+        else:
+            with self._watch.part(_part_of(hook)):
+                answer = getattr(hook, method)(*args)
         self._act_by = None
         return answer
 
@@ -209,6 +225,12 @@ class Around:
             self.why_one = self.why_one or why
 
         return lengths(self._start, last_step, steps_per_call, end_after, why_one)
+
+
+def _part_of(hook: Any) -> str:
+    """Which part of a run's time a hook takes; what saves the run itself says so where it saves."""
+    kinds = ((RunSaverHook, STEPPING), (CheckpointSaverHook, SAVING), (EvaluationHook, EVALUATING))
+    return next((part for kind, part in kinds if isinstance(hook, kind)), HOOKS)
 
 
 def _last_metrics(at: At) -> Any:

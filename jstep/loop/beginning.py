@@ -64,9 +64,16 @@ class Opened(NamedTuple):
     held: dict[str, float]
 
 
-def opened(options: Options, state: TrainState, stack: contextlib.ExitStack, signals: StopSignals) -> Opened:
-    """Opens the checkpoints, and reads what is small."""
+def opened(
+    options: Options,
+    state: TrainState,
+    stack: contextlib.ExitStack,
+    signals: StopSignals,
+    may_write: Callable[[], None],
+) -> Opened:
+    """Opens the checkpoints, calls `may_write` when it is known that the run may, and reads what is small."""
     if options.checkpoint_dir is None:
+        may_write()
         _check_concrete(state, "and no checkpoint_dir to restore from")
         return Opened(_step_of(state), None, None, {}, None, {})
     if isinstance(options.checkpoint_dir, Saver):
@@ -83,6 +90,7 @@ def opened(options: Options, state: TrainState, stack: contextlib.ExitStack, sig
     latest = saver.latest_step()
     if latest is None or latest < options.last_step:
         saver.claim()
+    may_write()
     if latest is None:
         return Opened(given, saver, None, {}, given, held)
     try:

@@ -23,7 +23,7 @@ _logger = logging.getLogger("jstep")
 class Write(Protocol):
     """Adds a line to the timeline of a run."""
 
-    def __call__(self, kind: str, /, **fields: Any) -> None:
+    def __call__(self, kind: str, **fields: Any) -> None:
         """Adds a line."""
 
 

@@ -17,6 +17,7 @@ from jstep.data.prefetch import PrefetchIterator
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
 from jstep.sharding.of_batches import named
+from jstep.timeline import Stopwatch
 
 # Handing an item from thread to thread costs some 20 µs: making a cheaper one ahead would only slow the loop.
 _WORTH_A_THREAD_SECS = 50e-6
@@ -156,6 +157,7 @@ class Feed:
         made: The calls made of them.
         stopping: Whether the run is to stop, so that no batch is to be waited for.
         clock: Seconds; for tests.
+        watch: Where the time goes.
 
     Attributes:
         waiting: Whether the loop waits for a batch right now and may be interrupted without losing one.
@@ -169,7 +171,9 @@ class Feed:
         made: Iterator[Call],
         stopping: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
+        watch: Stopwatch | None = None,
     ) -> None:
+        self._watch = Stopwatch() if watch is None else watch
         self._made, self._stopping, self._clock = made, stopping, clock
         self._ahead: PrefetchIterator | None = None
         self.waiting = False
@@ -199,7 +203,13 @@ class Feed:
         # A signal from here on interrupts the wait; one that came before has to be looked for.
         if self._stopping():
             raise StopWaiting
-        call = next(items, None)
+        watch = self._watch
+        before = watch.current
+        watch.switch(watch.waiting)
+        try:
+            call = next(items, None)
+        finally:
+            watch.switch(before)
         self.waiting = False
         # Where the wait is interrupted, the position stays that before the batch, whatever was read of it.
         if call is not None:

@@ -8,9 +8,10 @@ from jstep.core.notes import note
 from jstep.hooks import CheckpointSaverHook, memory
 from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step, name_of
+from jstep.loop.accounts import Accounts
 from jstep.loop.around import Around
 from jstep.loop.beginning import Beginning, beginning, opened
-from jstep.loop.cards import Write, cards_of
+from jstep.loop.cards import cards_of
 from jstep.loop.drive import At, drive
 from jstep.loop.early import Early, early_of, read_from
 from jstep.loop.endings import ended_early, why_done
@@ -25,6 +26,7 @@ from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import Edges, TrainSteps
 from jstep.loop.start import StartTimes
 from jstep.state import TrainState
+from jstep.timeline.stopwatch import SAVING
 
 _logger = logging.getLogger("jstep")
 
@@ -37,22 +39,15 @@ class Run:
         stages: The training steps.
         state: Where to start.
         times: How long the start takes.
-        write: Takes the lines of the run's timeline; None if it has none.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        stages: TrainSteps,
-        state: TrainState,
-        times: StartTimes,
-        write: Write | None = None,
-    ) -> None:
-        self._options, self._stages, self._times, self._write = options, stages, times, write
+    def __init__(self, options: Options, stages: TrainSteps, state: TrainState, times: StartTimes) -> None:
+        self._options, self._stages, self._times = options, stages, times
         several = options.steps_per_call > 1
         self._programs = Programs(stages, options.unroll, several=several, first_call=times.compiling)
         self._signals = StopSignals(self._before_the_first_step)
         self._at = At(0, state)
+        self._accounts = Accounts(options, self._at)
         self._begun: Beginning | None = None
         self._equipped: Equipment | None = None
         self._around: Around | None = None
@@ -62,9 +57,11 @@ class Run:
     def go(self, batches: Any) -> TrainState:
         """Runs to its end; returns the last state."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._accounts)  # closed last
             stack.enter_context(self._signals)
             try:
-                opening = opened(self._options, self._at.state, stack, self._signals)
+                accounts = self._accounts
+                opening = opened(self._options, self._at.state, stack, self._signals, accounts.open)
                 self._fetched = Fetched()
                 early = early_of(
                     batches,
@@ -81,8 +78,11 @@ class Run:
                 with contextlib.nullcontext() if opening.latest is None else self._times.part("restore"):
                     begun = self._begun = beginning(opening, self._at.state)
                 self._at.step, self._at.state = begun.step, begun.state
-                self._programs.cards = cards_of(self._write, self._options, self._stages, begun, batches, stack)
-                wiring = Wiring(self._position, self._stopped_by, self._before_save)
+                accounts.began(begun.step)
+                write = accounts.write if accounts.is_open else None
+                self._programs.cards = cards_of(write, self._options, self._stages, begun, batches, stack)
+                written = accounts.before_save
+                wiring = Wiring(self._position, self._stopped_by, self._before_save, accounts.watch, written)
                 equipped = self._equipped = equipment(
                     self._options, begun, self._programs, wiring, stack, self._signals.to_stop
                 )
@@ -92,6 +92,7 @@ class Run:
                     equipped.run.sums,
                     equipped.run.pending,
                     to_stop=self._signals.to_stop,
+                    watch=accounts.watch,
                     on_first=self._times.log if equipped.logs_lines else lambda: None,
                 )
                 self._feed = self._fed(batches, early, begun, equipped, around, stack)
@@ -105,6 +106,7 @@ class Run:
                     raise again.with_traceback(None) from None
                 raise
             finally:
+                self._accounts.watch.switch(SAVING)  # what is left is to wait for what is being written
                 # What refers to the run from its hooks and signals is not to keep its state alive.
                 self._equipped = self._around = self._feed = None
                 self._programs.starting = self._programs.ahead = self._programs.cards = None
@@ -163,7 +165,7 @@ class Run:
             stack_one=self._programs.stacks_one,
             why_one=lambda: around.why_one,
         )
-        feed = Feed(source, made, stopping=lambda: self._signals.interrupts)
+        feed = Feed(source, made, stopping=lambda: self._signals.interrupts, watch=self._accounts.watch)
         stack.callback(feed.close)
         self._signals.on_first = self._while_it_runs
         return feed

@@ -1,12 +1,17 @@
 """The checkpoints of a run: all that it is resumed from is in them."""
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from jstep.checkpoint import Saver
 from jstep.hooks import CheckpointSaverHook, memory
 from jstep.state import TrainState
+from jstep.timeline import Stopwatch
+from jstep.timeline.stopwatch import SAVING
 
 POSITION, HOOKS, STOPPED, HELD = "batches", "hooks", "stopped", "held"
 """What `extra` of a checkpoint holds: where the batches are, what the hooks remember, who stopped the run, and the
@@ -20,11 +25,15 @@ class Wiring(NamedTuple):
         position: Where the batches are, as JSON can hold it; None where nobody can tell.
         stopped_by: The name of the hook that stopped the run; None if none did.
         before_save: Called before each save; a true result prevents it.
+        watch: Where the time goes.
+        account: Writes down where it went; called before each save, when it is certain.
     """
 
     position: Callable[[], Any]
     stopped_by: Callable[[], str | None]
     before_save: Callable[[int], bool]
+    watch: Stopwatch
+    account: Callable[[], None]
 
 
 class RunSaverHook(CheckpointSaverHook):
@@ -66,6 +75,14 @@ class RunSaverHook(CheckpointSaverHook):
     def _flushed(self, step: int) -> None:
         if self._flush is not None:
             self._flush()
+        self._wiring.account()
+
+    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
+        """Saves as `CheckpointSaverHook.save` does; the steps under way, which that waits for, are none of its time."""
+        with contextlib.suppress(Exception):  # a step that failed is found again, by what says more of it
+            jax.block_until_ready(state)
+        with self._wiring.watch.part(SAVING):
+            return super().save(step, state, wait=wait)
 
     def restored(self, step: int, state: TrainState) -> None:
         """Notes that there is a checkpoint of this step, of this state, with what hooks remember now."""

@@ -55,13 +55,19 @@ class Growing:
         """The URL of the first object."""
         self._put()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, instead_of: int = 0) -> None:
         """Adds bytes that stay together; does not upload.
+
+        Args:
+            data: The bytes.
+            instead_of: How many of the last bytes they replace, of those that `write` added to this object.
 
         Raises:
             StoreError: Uploads have failed for so long that memory would not hold it.
         """
         with self._lock:
+            if instead_of:
+                del self._data[-instead_of:]
             self._add(data)
 
     def _add(self, data: bytes) -> None:

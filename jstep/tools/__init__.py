@@ -4,6 +4,7 @@ from jstep.core.public import publish as _publish
 from jstep.tools.collectives import Collective
 from jstep.tools.cost import Cost, cost
 from jstep.tools.find_nonfinite import NonFinite, find_nonfinite
+from jstep.tools.goodput import Goodput, goodput
 from jstep.tools.plan import Plan, plan
 from jstep.tools.replay import Replay, replay
 from jstep.tools.verify_resume import ResumeReport, verify_resume
@@ -11,12 +12,14 @@ from jstep.tools.verify_resume import ResumeReport, verify_resume
 __all__ = [
     "Collective",
     "Cost",
+    "Goodput",
     "NonFinite",
     "Plan",
     "Replay",
     "ResumeReport",
     "cost",
     "find_nonfinite",
+    "goodput",
     "plan",
     "replay",
     "verify_resume",

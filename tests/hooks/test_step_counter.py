@@ -103,7 +103,7 @@ def test_one_among_the_hooks_takes_the_place_of_the_stock_one(tmp_path, caplog):
     for run in ("a", "b"):  # and serves a second run
         train(10, [hook], logdir=tmp_path / run, log_steps=2, progress=None)
         points = []
-        for path in (tmp_path / run).iterdir():
+        for path in (tmp_path / run).glob("events.*"):
             for event in jstep.summary.summary_iterator(path):
                 points += [event.step for value in event.summary.value if value.tag == "global_step/sec"]
         assert points == [4, 8]

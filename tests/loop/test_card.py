@@ -17,6 +17,7 @@ from cards import card_of, loss
 
 import jstep
 from jstep.loop import surroundings
+from jstep.loop.accounts import Accounts
 from jstep.loop.card_difference import card_difference
 
 
@@ -189,8 +190,12 @@ def test_what_cannot_be_recorded_ends_no_run(caplog):
         def __len__(self):
             raise RuntimeError("no length")
 
-    def refused(*_, **__):
-        raise OSError("disk full")
+    write = Accounts.write
+
+    def refused(accounts, kind, **fields):
+        if kind == "card":
+            raise OSError("disk full")
+        write(accounts, kind, **fields)
 
     assert card_of(write=refused) == {}
     assert "disk full" in caplog.text

@@ -21,7 +21,7 @@ def test_resuming_changes_nothing(tmp_path):
 
 def test_saves_on_the_way_and_at_the_end(tmp_path):
     train(11, checkpoint_dir=tmp_path, checkpoint_prefix="net", save_checkpoint_steps=4)
-    assert sorted(os.listdir(tmp_path)) == ["net-11", "net-4", "net-8"]
+    assert sorted(os.listdir(tmp_path)) == ["net-11", "net-4", "net-8", "timeline.jsonl"]
     train(11, checkpoint_dir=tmp_path, checkpoint_prefix="other")
     assert jstep.Saver(tmp_path, prefix="other").all_steps() == [11]
 

@@ -43,8 +43,24 @@ def test_inspect_diff_and_replay_by_url(store, capsys):
     assert (jstep.global_step(state), float(args[0])) == (5, 5.0)
 
 
+def test_the_times_of_each_start_are_an_object(store, capsys):
+    for last_step in (4, 6):
+        jstep.train(
+            STEP, make_state(), lambda step: jnp.float32(step), last_step, checkpoint_dir=store.run, progress=False
+        )
+    found = jstep.goodput(store.run)
+    assert (found.starts, found.steps, found.rewound) == (2, 6, 0.0)
+    assert abs(sum(found.parts.values()) - found.total) < 1e-9
+    assert main(["goodput", store.run]) == 0
+    assert "6 steps" in capsys.readouterr().out
+
+
 def test_nothing_there(store, capsys):
-    for command in (["inspect", f"{store.run}/nope"], ["diff", f"{store.run}/nope", f"{store.run}/no"]):
+    for command in (
+        ["goodput", f"{store.run}/nope"],
+        ["inspect", f"{store.run}/nope"],
+        ["diff", f"{store.run}/nope", f"{store.run}/no"],
+    ):
         assert main(command) == 2
         done = capsys.readouterr()
         assert store.run in done.err

@@ -1,0 +1,24 @@
+"""`goodput`: where the wall time of a run went."""
+
+import argparse
+import dataclasses
+
+from jstep.cli.command import OK, Command
+from jstep.cli.output import as_json
+from jstep.tools import goodput
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="the checkpoint_dir of a run, or its logdir if it has none")
+    parser.add_argument("--prefix", default="model", help="of the run's checkpoints (default: model)")
+    parser.add_argument("--json", action="store_true", help="one JSON object, in one line")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    found = goodput(arguments.path, arguments.prefix)
+    fields = {**dataclasses.asdict(found), "total": found.total, "fraction": found.fraction}
+    print(as_json(fields) if arguments.json else found)
+    return OK
+
+
+COMMAND = Command("goodput", "account for the wall time of a run, over all its starts", _add_arguments, _run)

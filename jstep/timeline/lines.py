@@ -1,0 +1,146 @@
+"""The lines of a timeline, read: from a file, or from the objects of all starts."""
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jstep.core.checks import as_text, shown
+from jstep.stores import Directory, absolute, is_directory, is_url, join, location, opened
+from jstep.timeline.stopwatch import PARTS
+
+NAME = "timeline.jsonl"
+OBJECTS = "timeline."
+"""What the names of objects begin with; they end like `NAME`."""
+VERSION = 1
+START, TIMES = "start", "parts"
+"""The kinds of lines that hold times."""
+
+_logger = logging.getLogger("jstep")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line.
+
+    Attributes:
+        kind: What it is: "start", "parts", or a kind that others write.
+        start: Which start of the run wrote it.
+        fields: All that it holds.
+    """
+
+    kind: str
+    start: str
+    fields: Mapping[str, Any]
+
+
+def read(path: Any, prefix: str = "model") -> list[Line]:
+    """The lines of a run, in the order of its starts; a torn last line is skipped, damaged ones with a warning.
+
+    Args:
+        path: The directory of the checkpoints or the logdir, a timeline in it, or their URL.
+        prefix: Of the run's checkpoints.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        ValueError: It has no start with this prefix, or is of a newer version of jstep.
+        OSError: It cannot be read.
+    """
+    where, prefix = absolute(location(path, "path")), as_text(prefix, "prefix")
+    found: list[Line] = []
+    others: dict[str, None] = {}
+    known: set[str] = set()
+    for place in _places(where):
+        with opened(place) as file:
+            data = file.read()
+        for number, raw in enumerate(data.splitlines(keepends=True), 1):
+            line = _line(raw)
+            if line is None:
+                if raw.strip() and raw.endswith(b"\n"):
+                    text = shown(raw.decode(errors="replace").strip(), 60)
+                    _logger.warning("%s: line %d is not one of a timeline, and is skipped: %s", place, number, text)
+                continue
+            if line.fields["prefix"] != prefix:
+                others.setdefault(line.fields["prefix"])
+                continue
+            if line.kind == START:
+                _check_version(line.fields.get("version"), place, number)
+                known.add(line.start)
+            found.append(line)
+    if not known:
+        raise ValueError(
+            f"prefix={prefix!r}: expected the prefix of a run in {where}, which has "
+            f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
+        )
+    return [line for line in found if line.start in known]
+
+
+def _places(where: str) -> list[str]:
+    missing = f"{where}: there is no timeline; give the checkpoint_dir of a run, or its logdir if it has none"
+    if where.endswith(".jsonl"):
+        return [where]
+    if not is_url(where):
+        place = join(where, NAME)
+        try:
+            open(place, "rb").close()
+        except (FileNotFoundError, NotADirectoryError):
+            what = "no such directory" if not is_directory(where) else missing.partition(": ")[2]
+            raise FileNotFoundError(f"{where}: {what}") from None
+        return [place]
+    names = [name for name in Directory(where).listing(OBJECTS) if _is_timeline(name)]
+    if not names:
+        raise FileNotFoundError(missing)
+    return [join(where, name) for name in sorted(names)]  # their names begin with the time
+
+
+def _is_timeline(name: str) -> bool:
+    return name.startswith(OBJECTS) and name.endswith(".jsonl") and "/" not in name
+
+
+def _check_version(version: Any, place: str, number: int) -> None:
+    if type(version) is not int or version > VERSION:
+        raise ValueError(
+            f"{place}: line {number} has version={shown(version)}: expected at most {VERSION}; it was written by a "
+            "newer jstep, which can read it"
+        )
+
+
+def _line(raw: bytes) -> Line | None:
+    try:
+        found = json.loads(raw)
+        kind, start, prefix = found["kind"], found["start"], found["prefix"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not all(isinstance(text, str) for text in (kind, start, prefix)):
+        return None
+    is_known = kind in (START, TIMES)
+    newer = kind == START and found.get("version") != VERSION  # its version says why it cannot be read
+    return Line(kind, start, found) if newer or not is_known or _has_times(found) else None
+
+
+def _has_times(found: dict[str, Any]) -> bool:
+    step, seconds = found.get("step"), found.get("seconds")
+    if not _is_seconds(found.get("time")) or not isinstance(seconds, dict):
+        return False
+    if not (step is None or (isinstance(step, list) and len(step) == 2 and all(_is_step(one) for one in step))):
+        return False
+    return all(name in PARTS and _is_seconds(value) for name, value in seconds.items())
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def starts(lines: list[Line]) -> Iterator[list[Line]]:
+    """The lines with times of each start, in the order of the starts."""
+    by_start: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.kind in (START, TIMES):
+            by_start.setdefault(line.start, []).append(line)
+    yield from by_start.values()

@@ -1,0 +1,145 @@
+"""The file that a run's times are kept in: lines are added, each in one write."""
+
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from jstep.stores import Growing, Objects, is_url, join
+from jstep.timeline.lines import NAME, OBJECTS, TIMES
+
+_logger = logging.getLogger("jstep")
+
+
+class Timeline:
+    """Adds lines to the timeline of a run. Threads may share it; a line that cannot be written never ends the run.
+
+    In a directory it is one file, which grows by each start; a last line that was torn when a process was killed is
+    cut off. Below a URL each start has an object, in which the newest times replace the ones before, and which is
+    uploaded every ten seconds and before each checkpoint.
+
+    Args:
+        where: The directory or URL, as `jstep.stores.location` returns it.
+        prefix: Of the run's checkpoints.
+
+    Raises:
+        OSError: It cannot be made or written.
+    """
+
+    def __init__(self, where: str, prefix: str) -> None:
+        self._start, self._prefix = secrets.token_hex(4), prefix
+        self._lock = threading.Lock()
+        self._failing = False
+        self._to: _Sink = _Object(where, self._start) if is_url(where) else _File(where)
+
+    def write(self, kind: str, *, to_disk: bool = False, **fields: Any) -> None:
+        """Adds a line.
+
+        Args:
+            kind: What it is.
+            to_disk: Whether to upload it at once, below a URL.
+            **fields: What else it holds: values of JSON.
+        """
+        line = {"kind": kind, "start": self._start, "prefix": self._prefix, **fields}
+        text = json.dumps(line, allow_nan=False) + "\n"
+        with self._lock:
+            try:
+                self._to.add(text.encode(), replaceable=kind == TIMES and not to_disk)
+                self._to.upload(now=to_disk)
+            except OSError as error:
+                if not self._failing:
+                    _logger.warning("%s: the times of this run cannot be kept: %s", self._to.path, error)
+                self._failing = True
+            else:
+                self._failing = False
+
+    def close(self) -> None:
+        """Ends it; nothing is written any more."""
+        with self._lock:
+            try:
+                self._to.close()
+            except OSError as error:
+                _logger.warning("%s: the last times of this run are lost: %s", self._to.path, error)
+
+
+class _Sink(Protocol):
+    path: str
+
+    def add(self, line: bytes, *, replaceable: bool) -> None: ...
+
+    def upload(self, *, now: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _File:
+    """A file that others may add to at the same time, for another prefix: each line is one write at its end."""
+
+    def __init__(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        self.path = join(folder, NAME)
+        with open(self.path, "ab+") as file:
+            whole = _whole(file)
+            if whole is not None:
+                file.truncate(whole)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  closed by `close`
+
+    def add(self, line: bytes, *, replaceable: bool) -> None:
+        wrote = self._file.write(line)
+        if wrote is not None and wrote < len(line):  # the disk is full: what follows is to be a line again
+            self._file.write(b"\n")
+            raise OSError(f"{wrote} of {len(line)} bytes were written")
+
+    def upload(self, *, now: bool) -> None:
+        """It is the system's already."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _whole(file: Any) -> int | None:
+    """How many bytes end with a whole line; None if all do."""
+    end = size = file.seek(0, os.SEEK_END)
+    while end:
+        first = max(0, end - 4096)
+        file.seek(first)
+        newline = file.read(end - first).rfind(b"\n")
+        if newline >= 0:
+            end = first + newline + 1
+            break
+        end = first
+    return None if end == size else end
+
+
+class _Object:
+    """The object of one start."""
+
+    def __init__(self, url: str, start: str) -> None:
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # the order of their names is that of the starts
+        self._key = f"{OBJECTS}{now}-{start}.jsonl"
+        self._objects = Objects(url)
+        self.path = self._objects.at(self._key)
+        self._growing: Growing | None = None
+        self._first = b""
+        self._replaceable = 0
+
+    def add(self, line: bytes, *, replaceable: bool) -> None:
+        if self._growing is None:
+            self._first += line
+            with self._objects.within(8):
+                self._growing = Growing(self._objects, lambda: self._key, self._first, segmented=False)
+            return
+        self._growing.write(line, instead_of=self._replaceable)
+        self._replaceable = len(line) if replaceable else 0
+
+    def upload(self, *, now: bool) -> None:
+        if self._growing is not None and (now or self._growing.due() <= time.monotonic()):
+            self._growing.upload()
+
+    def close(self) -> None:
+        if self._growing is not None:
+            self._growing.close()

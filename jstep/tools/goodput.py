@@ -1,0 +1,171 @@
+"""Where the time of a run went, over all its starts."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jstep.timeline.lines import Line, read, starts
+from jstep.timeline.stopwatch import PARTS, STEPPING
+from jstep.tools.table import number
+
+_COPIED = tuple(part for part in PARTS if part != STEPPING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Where the wall time of a run went, in seconds, from its first start to its last word.
+
+    Attributes:
+        productive: Steps that the final state has behind it.
+        rewound: Steps that were lost: a later start resumed from before them. Step time alone; what hooks, evaluations
+            and saves did again stays in their parts.
+        starting: From the start of the process (for its first `train`; else from the call) until the first step
+            returned: imports, devices, restore, compilation, first batch.
+        waiting: The loop waited for batches.
+        saving: Checkpoints, as long as the loop waited for them.
+        evaluating: `EvaluationHook`s, with their callbacks.
+        hooks: All other hooks, with the device time that they waited for.
+        down: From the last line of one start to the next start.
+        starts: How often the run was started.
+        steps: How many steps the final state has behind it.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000))
+        goodput 70.0 %: 1000 steps in 100 s, 2 starts
+          productive  70.000 s   70.0 %
+          starting    20.000 s   20.0 %
+          down        10.000 s   10.0 %
+    """
+
+    productive: float = 0.0
+    rewound: float = 0.0
+    starting: float = 0.0
+    waiting: float = 0.0
+    saving: float = 0.0
+    evaluating: float = 0.0
+    hooks: float = 0.0
+    down: float = 0.0
+    starts: int = 0
+    steps: int = 0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Name → seconds of what sums to `total`."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("starts", "steps")
+        }
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return sum(self.parts.values())
+
+    @property
+    def fraction(self) -> float:
+        """The goodput: productive / total; 0 where no time has passed."""
+        return self.productive / self.total if self.total > 0 else 0.0
+
+    def __str__(self) -> str:
+        starts = "start" if self.starts == 1 else "starts"
+        title = (
+            f"goodput {_percent(self.fraction)}: {self.steps} steps in {number(self.total)} s, {self.starts} {starts}"
+        )
+        shown = {name: f"{seconds:.3f}" for name, seconds in self.parts.items() if seconds}
+        width = max(map(len, shown.values()), default=0)
+        rows = [
+            f"  {name:<10}  {text:>{width}} s  {_percent(self.parts[name] / self.total):>7}"
+            for name, text in shown.items()
+        ]
+        return "\n".join([title, *rows])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
+    """Account for all wall time of a run, over all its starts.
+
+    `train` keeps the times in `timeline.jsonl` beside the checkpoints, or in the logdir if there is no checkpoint_dir;
+    below a URL each start has an object `timeline.….jsonl`. A line is written every second and before each checkpoint:
+    of a start that was killed up to a second counts as `down`, and up to ten seconds below a URL. The run may still
+    be going on.
+
+    Equation: total = productive + rewound + starting + waiting + saving + evaluating + hooks + down.
+
+    Args:
+        path: The directory of the checkpoints or the logdir, or their URL.
+        prefix: Of the run's checkpoints: several runs may share a directory.
+
+    Returns:
+        The seconds of each part.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        ValueError: It has no run with this prefix, or was written by a newer jstep.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> run = tempfile.mkdtemp()
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 9, 9, checkpoint_dir=run, progress=False)
+        >>> found = jstep.goodput(run)
+        >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
+        (9, 1, True, True)
+    """
+    return _accounted([list(lines) for lines in starts(read(path, prefix))])
+
+
+def _accounted(all_starts: Sequence[Sequence[Line]]) -> Goodput:
+    seconds = dict.fromkeys((*_COPIED, "productive", "rewound", "down"), 0.0)
+    ended: float | None = None
+    for lines in all_starts:
+        last = lines[-1].fields
+        own = _seconds(last)
+        began = last["time"] - sum(own.values())
+        if ended is not None:
+            seconds["down"] += max(0.0, began - ended)
+            # Where the process was there, and idle, before the last start ended, that time is counted once.
+            own["starting"] = max(0.0, own["starting"] - max(0.0, ended - began))
+        ended = last["time"] if ended is None else max(ended, last["time"])
+        for part in _COPIED:
+            seconds[part] += own[part]
+    steps, limit = 0, math.inf
+    for lines in reversed(all_starts):
+        kept, of_them = _kept(lines, limit)
+        seconds["productive"] += kept
+        seconds["rewound"] += max(0.0, _seconds(lines[-1].fields)[STEPPING] - kept)
+        steps += of_them
+        if (where := lines[-1].fields["step"]) is not None:
+            limit = min(limit, where[0])
+    return Goodput(**seconds, starts=len(all_starts), steps=steps)
+
+
+def _seconds(fields: Mapping[str, Any]) -> dict[str, float]:
+    return {part: float(fields["seconds"].get(part, 0.0)) for part in PARTS}
+
+
+def _kept(lines: Sequence[Line], limit: float) -> tuple[float, int]:
+    """The step time of a start, and its number of steps, up to the step that a later start resumed from."""
+    known = [(one.fields["step"], _seconds(one.fields)[STEPPING]) for one in lines if one.fields["step"] is not None]
+    if not known:
+        return 0.0, 0
+    (first, last), all_of_it = known[-1]
+    if limit >= last:
+        return all_of_it, last - first
+    if limit <= first:
+        return 0.0, 0
+    below = (first, 0.0)
+    for (_, step), seconds in known:
+        if step >= limit:  # the first line that says so: later ones hold time of the next step
+            break
+        below = (step, seconds)
+    share = (limit - below[0]) / (step - below[0])
+    return below[1] + share * (seconds - below[1]), int(limit) - first

@@ -1,0 +1,123 @@
+"""Accounting of a timeline: several starts, steps that were lost, and files that are not as they should be."""
+
+import json
+
+import pytest
+
+import jstep
+from jstep.cli.main import main
+
+
+def write(folder, *lines, prefix="model"):
+    with open(folder / "timeline.jsonl", "a") as file:
+        for start, time, step, seconds in lines:
+            known = file.tell() and f'"{start}"' in (folder / "timeline.jsonl").read_text()
+            kind = {"kind": "parts"} if known else {"kind": "start", "version": 1}
+            fields = {**kind, "start": start, "prefix": prefix, "time": time, "step": step, "seconds": seconds}
+            file.write(json.dumps(fields) + "\n")
+            file.flush()
+
+
+# The first start: 137 steps from 1000 on, of which the second makes 37 again. The third was killed in its restore.
+STORY = [
+    ("a", 1010.0, None, {"starting": 10.0}),
+    ("a", 1110.0, [0, 100], {"starting": 10.0, "stepping": 90.0, "waiting": 10.0}),
+    ("a", 1150.0, [0, 137], {"starting": 10.0, "stepping": 120.0, "waiting": 11.0, "saving": 9.0}),
+    ("b", 1180.0, None, {"starting": 5.0}),
+    ("b", 1230.0, [100, 150], {"starting": 10.0, "stepping": 40.0, "hooks": 2.0, "evaluating": 3.0}),
+    ("c", 1240.0, None, {"starting": 1.0}),
+    ("d", 1300.0, [150, 200], {"starting": 10.0, "stepping": 40.0}),
+]
+
+
+def test_several_starts(tmp_path, capsys):
+    write(tmp_path, *STORY)
+    found = jstep.goodput(tmp_path)
+    assert found.parts == {
+        "productive": 90.0 + 40.0 + 40.0,
+        "rewound": 30.0,
+        "starting": 10.0 + 10.0 + 1.0 + 10.0,
+        "waiting": 11.0,
+        "saving": 9.0,
+        "evaluating": 3.0,
+        "hooks": 2.0,
+        "down": 25.0 + 9.0 + 10.0,
+    }
+    assert (found.total, found.starts, found.steps) == (300.0, 4, 200)
+    assert found.fraction == 170.0 / 300.0
+    text = str(found).splitlines()
+    assert text[:3] == [
+        "goodput 56.7 %: 200 steps in 300 s, 4 starts",
+        "  productive  170.000 s   56.7 %",
+        "  rewound      30.000 s   10.0 %",
+    ]
+    assert main(["goodput", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == text
+    assert main(["goodput", str(tmp_path / "timeline.jsonl"), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out) == {**found.parts, "starts": 4, "steps": 200, "total": 300.0, "fraction": found.fraction}
+
+
+def test_a_step_between_two_lines_is_found_by_its_share(tmp_path):
+    write(tmp_path, ("a", 50.0, [0, 10], {"stepping": 10.0}), ("a", 90.0, [0, 30], {"stepping": 50.0}))
+    write(tmp_path, ("b", 91.0, [20, 20], {"starting": 1.0}), ("c", 92.0, [15, 15], {"starting": 1.0}))
+    found = jstep.goodput(tmp_path)
+    assert (found.productive, found.rewound, found.steps) == (20.0, 30.0, 15)
+
+
+def test_a_run_that_goes_on_loses_nothing(tmp_path):
+    write(tmp_path, ("a", 10.0, [0, 10], {"stepping": 9.0}), ("a", 11.0, [0, 10], {"stepping": 9.5, "saving": 0.5}))
+    write(tmp_path, ("b", 30.0, [10, 20], {"stepping": 9.0}))
+    found = jstep.goodput(tmp_path)
+    assert (found.productive, found.rewound, found.down, found.steps) == (18.5, 0.0, 10.0, 20)
+
+
+def test_a_process_that_was_idle_before_is_counted_once(tmp_path):
+    write(
+        tmp_path,
+        ("a", 100.0, [0, 10], {"stepping": 50.0}),
+        ("b", 150.0, [10, 20], {"starting": 80.0, "stepping": 10.0}),
+    )
+    found = jstep.goodput(tmp_path)
+    assert (found.down, found.starting, found.total) == (0.0, 40.0, 100.0)
+
+
+def test_runs_that_share_a_directory(tmp_path):
+    a, b = ("a", 10.0, [0, 1], {"stepping": 1.0}), ("b", 20.0, [0, 2], {"stepping": 2.0})
+    write(tmp_path, a, prefix="net")
+    write(tmp_path, b)
+    write(tmp_path, ("a", 30.0, [0, 5], {"stepping": 5.0}), prefix="net")
+    assert jstep.goodput(tmp_path).steps == 2
+    assert jstep.goodput(tmp_path, prefix="net").productive == 5.0
+    with pytest.raises(ValueError, match=r"prefix='other': expected the prefix .* which has 'net', 'model'"):
+        jstep.goodput(tmp_path, prefix="other")
+
+
+def test_other_kinds_torn_and_damaged_lines_are_skipped(tmp_path, caplog):
+    write(tmp_path, *STORY[:3])
+    expected = jstep.goodput(tmp_path)
+    for damaged in ("nonsense", "[1]", '{"kind": "parts", "start": "a", "prefix": "model"}', '{"kind": 3}'):
+        with open(tmp_path / "timeline.jsonl", "a") as file:
+            file.write(damaged + "\n")
+    bad = {"kind": "parts", "start": "a", "prefix": "model", "time": 9e9, "step": [0, 137], "seconds": {"stepping": -1}}
+    with open(tmp_path / "timeline.jsonl", "a") as file:
+        file.write(json.dumps(bad) + "\n" + json.dumps({"kind": "card", "start": "a", "prefix": "model"}) + "\n")
+        file.write(json.dumps(bad)[:40])
+    assert jstep.goodput(tmp_path) == expected
+    assert [f"line {n} " in caplog.text for n in range(3, 11)] == [False, *[True] * 5, False, False]
+
+
+def test_what_cannot_be_read_is_named(tmp_path, capsys):
+    with pytest.raises(FileNotFoundError, match=r"there is no timeline; give the checkpoint_dir"):
+        jstep.goodput(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        jstep.goodput(tmp_path / "nope")
+    with pytest.raises(TypeError, match="path=3: must be a path or a URL"):
+        jstep.goodput(3)
+    assert main(["goodput", str(tmp_path)]) == 2
+    assert "there is no timeline" in capsys.readouterr().err
+    newer = {"kind": "start", "version": 2, "start": "z", "prefix": "model"}
+    (tmp_path / "timeline.jsonl").write_text(json.dumps(newer) + "\n")
+    with pytest.raises(ValueError, match="line 1 has version=2: expected at most 1"):
+        jstep.goodput(tmp_path)

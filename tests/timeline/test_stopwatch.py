@@ -1,0 +1,64 @@
+"""The stopwatch: its parts have no gaps, whoever switches, nests or fails."""
+
+import pytest
+
+from jstep.timeline import PARTS, Stopwatch
+from jstep.timeline.process import seconds_before_training
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_time_belongs_to_the_innermost_part():
+    clock = Clock()
+    watch = Stopwatch(before=7.0, clock=clock)
+    clock.now += 1
+    watch.started()
+    clock.now += 10
+    with pytest.raises(KeyError):
+        fails(watch, clock)
+    clock.now += 20
+    expected = {"starting": 8.0, "stepping": 30.0, "waiting": 0.0, "saving": 5.0, "evaluating": 0.0, "hooks": 4.0}
+    assert watch.seconds() == expected
+    assert tuple(expected) == PARTS
+    assert watch.seconds() == expected  # reading changes nothing
+    clock.now += 1
+    assert watch.seconds() == {**expected, "stepping": 31.0}
+
+
+def fails(watch, clock):
+    with watch.part("saving"):
+        clock.now += 2
+        with watch.part("hooks"):
+            clock.now += 4
+        clock.now += 3
+        raise KeyError
+
+
+def test_waiting_begins_with_the_first_step():
+    clock = Clock()
+    watch = Stopwatch(clock=clock)
+    for _ in range(2):
+        watch.switch(watch.waiting)
+        clock.now += 5
+        watch.started()
+    assert watch.seconds()["starting"] == watch.seconds()["waiting"] == 5.0
+
+
+def test_a_stopped_watch_keeps_nothing():
+    watch = Stopwatch(clock=Clock())
+    watch.stop()
+    for _ in range(1000):
+        watch.switch("hooks")
+    assert len(watch._marks) == 0
+
+
+def test_only_the_first_training_counts_from_the_start_of_the_process(monkeypatch):
+    monkeypatch.setattr("jstep.timeline.process._trained", set())
+    assert seconds_before_training() >= 0.0
+    assert seconds_before_training() == 0.0
