@@ -23,7 +23,7 @@ from jstep.loop.options import Options
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.training import TrainStep
 
-PLACES = ("checkpoint_dir", "logdir")
+PLACES = ("checkpoint_dir", "logdir", "compile_cache")
 """Arguments that say where a run keeps its files: recorded, never compared."""
 
 _LONGEST = 1000

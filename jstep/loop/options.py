@@ -35,7 +35,11 @@ class Options:
     batch_sharding: Any
     unroll: Any
     compile_cache: str | os.PathLike[str] | bool | None
-    cache_directory: str | None = dataclasses.field(init=False)
+
+    @property
+    def cache_directory(self) -> str | None:
+        """The directory of the compilation cache."""
+        return cache_directory(self.compile_cache, self.checkpoint_dir)
 
     def __post_init__(self) -> None:
         checked = {
@@ -50,7 +54,7 @@ class Options:
         for name in _CADENCES:
             check_cadence(name, getattr(self, name))
         check_places(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
-        object.__setattr__(self, "cache_directory", cache_directory(self.compile_cache, self.checkpoint_dir))
+        cache_directory(self.compile_cache, self.checkpoint_dir)
 
 
 def check_cadence(name: str, value: Any) -> None:

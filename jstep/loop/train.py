@@ -111,7 +111,7 @@ def train(
     Source: `tf.train.MonitoredTrainingSession`.
     """
     given = locals()
-    options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options) if field.init})
+    options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
     stages = stages_of(train_step)
     check(state, options.last_step)
     check_batches(batches)
