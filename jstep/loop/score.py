@@ -61,6 +61,8 @@ def ahead_of(
             continue
         if source.is_own or (source.at is not None and segment.is_edge and segment is not first):
             args = _shapes_of_batch(source, segment.first, place if is_placed else None)
+            if args is None:  # the batches end before
+                break
             key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)), segment.stop - segment.first)
             if key in seen:
                 continue
@@ -128,9 +130,12 @@ def starting(
     return Ahead([Job(start, programs.name_of(segment.stage), make)], stopping, is_quiet=True, closed=closed)
 
 
-def _shapes_of_batch(source: Source, step: int, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
+def _shapes_of_batch(source: Source, step: int, place: Callable[[Any], Any] | None) -> tuple[Any, ...] | None:
     assert source.at is not None
-    batch = copied(source.at(step), fresh=True)
+    try:
+        batch = copied(source.at(step), fresh=True)
+    except IndexError:
+        return None
     placed = batch if place is None else place(batch)
     args: tuple[Any, ...] = shapes_of(placed if isinstance(batch, tuple) else (placed,))
     return args

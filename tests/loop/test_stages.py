@@ -137,6 +137,16 @@ def test_whose_batch_has_another_shape(kind):
         staged({0: NEAR, 7: FAR}, 10, batches)
 
 
+@pytest.mark.parametrize("kind", ["list", "own"])
+def test_batches_that_end_before_a_stage(kind, caplog):
+    rows = np.zeros((8, 3), np.float32)
+    batches = BATCHES[:8] if kind == "list" else jstep.batches(rows, 1, num_epochs=1, shuffle=False)
+    one = lambda params, x: near(params, x.reshape(-1)[:3])  # noqa: E731
+    stages = {0: jstep.minimize(one, OPTIMIZER), 20: FAR}
+    assert jstep.global_step(staged(stages, 30, batches)) == 8
+    assert "ended after step 8" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("stages", "error", "says"),
     [
