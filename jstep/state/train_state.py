@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import html, trees
 from jstep.core.checks import as_bool
 from jstep.core.contexts import own_transfers
 from jstep.core.memory import checked_memory
@@ -146,6 +146,13 @@ class TrainState:
             f"params: {numbers:,} numbers in {len(leaves)} leaves ({_bytes_text(self.params)}), "
             f"slots: {slots or 'none'})"
         )
+
+    def _repr_html_(self) -> str:
+        numbers = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(self.params))
+        named = {"params": self.params, **dict(sorted(self.slots.items()))}
+        rows = [(name, f"{len(jax.tree.leaves(tree)):,}", _bytes_text(tree)) for name, tree in named.items()]
+        title = f"TrainState at step {_step_text(self.global_step)}: {numbers:,} parameters"
+        return html.table(title, rows, ("", "leaves", "size"))
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))

@@ -70,6 +70,9 @@ class Cost:
     def __str__(self) -> str:
         return cost_table.text_of(self)
 
+    def _repr_html_(self) -> str:
+        return cost_table.html_of(self)
+
 
 def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str | None = None) -> Cost:
     """What a step takes on each device: operations, memory, what moves between devices. Nothing is run.

@@ -3,6 +3,7 @@
 import textwrap
 from typing import Any
 
+from jstep.core import html
 from jstep.tools.table import WIDTH, scaled, size
 from jstep.topologies.compilers import versions
 from jstep.topologies.names import parsed
@@ -10,8 +11,8 @@ from jstep.topologies.names import parsed
 _UNKNOWN = "not known"
 
 
-def text_of(cost: Any) -> str:
-    """The figures of a `Cost`, one a line, then its warnings."""
+def rows_of(cost: Any) -> list[tuple[str, str]]:
+    """The name of each figure of a `Cost`, and the figure."""
     unknown = f", {cost.loops_unknown} loops of unknown length counted once" if cost.loops_unknown else ""
     moved = None if cost.collectives is None else cost.collectives.items()
     rows = [
@@ -30,6 +31,12 @@ def text_of(cost: Any) -> str:
     ]
     if cost.output_bytes is None:
         rows = [row for row in rows if row[1] != _UNKNOWN and row[0] != "results"]
+    return rows
+
+
+def text_of(cost: Any) -> str:
+    """The figures of a `Cost`, one a line, then its warnings."""
+    rows = rows_of(cost)
     width = max(len(name) for name, _ in rows)
     lines = [_title(cost), *(f"  {name:<{width}}  {text}" for name, text in rows)]
     for warning in cost.warnings:
@@ -37,6 +44,11 @@ def text_of(cost: Any) -> str:
             f"warning: {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False
         )
     return "\n".join(lines)
+
+
+def html_of(cost: Any) -> str:
+    """The same for a notebook."""
+    return html.table(_title(cost), rows_of(cost), notes=[f"warning: {warning}" for warning in cost.warnings])
 
 
 def _title(cost: Any) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jstep.core import html
 from jstep.timeline.lines import Line, read, starts
 from jstep.timeline.stopwatch import PARTS, STEPPING
 from jstep.tools.table import number
@@ -70,18 +71,29 @@ class Goodput:
         """The goodput: productive / total; 0 where no time has passed."""
         return self.productive / self.total if self.total > 0 else 0.0
 
-    def __str__(self) -> str:
+    @property
+    def _title(self) -> str:
         starts = "start" if self.starts == 1 else "starts"
-        title = (
+        return (
             f"goodput {_percent(self.fraction)}: {self.steps} steps in {number(self.total)} s, {self.starts} {starts}"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (name, f"{seconds:.3f} s", _percent(seconds / self.total))
+            for name, seconds in self.parts.items()
+            if seconds
+        ]
+        return html.table(self._title, rows)
+
+    def __str__(self) -> str:
         shown = {name: f"{seconds:.3f}" for name, seconds in self.parts.items() if seconds}
         width = max(map(len, shown.values()), default=0)
         rows = [
             f"  {name:<10}  {text:>{width}} s  {_percent(self.parts[name] / self.total):>7}"
             for name, text in shown.items()
         ]
-        return "\n".join([title, *rows])
+        return "\n".join([self._title, *rows])
 
 
 def _percent(share: float) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core import html
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import own_transfers
 from jstep.core.types import Optimizer, Schedule
@@ -100,6 +102,22 @@ class Plan:
             self.batch_size,
             self._rows_at,
         )
+
+    def _repr_html_(self) -> str:
+        score = _table.score_text(self.stages, self.batch_size, self.rows, self.passes)
+        text = _table.plan_html(self.steps, self.hyperparameters, self._dues(), self.last_step, score)
+        return text + html.picture(self._picture(), "the plan, drawn")
+
+    def _picture(self) -> bytes | None:
+        """The picture as a PNG; None where matplotlib is not installed."""
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "plan.png")
+            try:
+                self.plot(path)
+            except ImportError:
+                return None
+            with open(path, "rb") as file:
+                return file.read()
 
     def _dues(self) -> list[tuple[str, Any]]:
         return [(_due.name_of(hook), steps) for hook, steps in self.due.items()]

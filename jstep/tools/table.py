@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from jstep.core import html
+
 WIDTH = 100
 _ROWS = 11
 
@@ -13,8 +15,7 @@ def plan_text(
     steps: np.ndarray[Any, Any], values: Mapping[str, np.ndarray[Any, Any]], due: Sequence[tuple[str, Any]], last: int
 ) -> str:
     """A plan: what changes in columns, then what does not, then the hooks."""
-    changing = {name: column for name, column in values.items() if column.ndim == 1 and len(np.unique(column)) > 1}
-    rows = np.unique(np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int))
+    changing, rows = _changing(values), _rows_shown(steps)
     lines = [f"steps {_count(steps[0])} to {_count(last - 1)}"]
     step_width = max(4, *(len(_count(step)) for step in steps[rows]))
     for names in _that_fit(list(changing), step_width):
@@ -31,6 +32,37 @@ def plan_text(
         width = min(40, max(len(name) for name, _ in due))
         lines += ["", *(_cut(f"{_cut(name, 40):<{width}}  {due_text(when)}", WIDTH) for name, when in due)]
     return "\n".join(lines)
+
+
+def plan_html(
+    steps: np.ndarray[Any, Any],
+    values: Mapping[str, np.ndarray[Any, Any]],
+    due: Sequence[tuple[str, Any]],
+    last: int,
+    score: str,
+) -> str:
+    """The same for a notebook, with the score below it."""
+    changing = _changing(values)
+    same = ", ".join(f"{name} {_constant(values[name])}" for name in values if name not in changing)
+    notes = [
+        *([f"constant: {same}"] if same else []),
+        *score.splitlines(),
+        *(f"{name}: {due_text(when)}" for name, when in due),
+    ]
+    cells = [
+        (_count(steps[row]), *(number(column[row]) for column in changing.values()))
+        for row in (_rows_shown(steps) if changing else [])
+    ]
+    title = f"Plan of the steps {_count(steps[0])} to {_count(last - 1)}"
+    return html.table(title, cells, ("step", *changing) if changing else (), notes)
+
+
+def _changing(values: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: column for name, column in values.items() if column.ndim == 1 and len(np.unique(column)) > 1}
+
+
+def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
+    return np.unique(np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int))
 
 
 def score_text(

@@ -1,0 +1,46 @@
+"""Tables for notebooks, in the colours of the notebook: light or dark."""
+
+import base64
+import html
+from collections.abc import Iterable, Sequence
+
+_CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"
+_RIGHT = f"{_CELL}; text-align: right; font-variant-numeric: tabular-nums"
+_LEFT = f"{_CELL}; text-align: left"
+_RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transparent)"
+
+
+def table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """An HTML table; everything in it is text, and is escaped.
+
+    Args:
+        title: What stands above it.
+        rows: Its rows: the first cell to the left, the others to the right.
+        head: The names of the columns, if they have any.
+        notes: Lines below it.
+    """
+    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html.escape(title)}</div>']
+    parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
+    if head:
+        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{html.escape(name)}</th>' for i, name in enumerate(head))
+        parts.append(f"<tr>{cells}</tr>")
+    for row in rows:
+        cells = "".join(f'<td style="{_side(i)}">{html.escape(cell)}</td>' for i, cell in enumerate(row))
+        parts.append(f'<tr style="background: none">{cells}</tr>')
+    parts.append("</table>")
+    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html.escape(note)}</div>' for note in notes]
+    return "".join([*parts, "</div>"])
+
+
+def picture(png: bytes | None, alt: str) -> str:
+    """An image that needs no file; nothing if there is none."""
+    if png is None:
+        return ""
+    source = base64.b64encode(png).decode()
+    # On white also in the dark: its ink is black.
+    style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
+    return f'<img alt="{html.escape(alt)}" style="{style}" src="data:image/png;base64,{source}">'
+
+
+def _side(column: int) -> str:
+    return _RIGHT if column else _LEFT

@@ -1,0 +1,108 @@
+"""What a notebook shows: tables of states, plans, costs and goodput, and the picture of a plan."""
+
+import base64
+import html.parser
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+OPTIMIZER = jstep.adam(jstep.linear_warmup(0.1, 10))
+
+
+def my_loss(params, x):
+    return jnp.mean((x @ params["<w>"]) ** 2)
+
+
+STEP = jstep.minimize(my_loss, OPTIMIZER)
+
+
+def make_state(model_state=None):
+    return jstep.TrainState.create({"<w>": jnp.ones((4, 2))}, OPTIMIZER, model_state=model_state)
+
+
+class Reader(html.parser.HTMLParser):
+    """The text of the cells of each row; fails where a tag is not closed by its own."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.open, self.words, self.images = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "img":
+            self.images.append(dict(attrs)["src"])
+            return
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def test_a_state():
+    found = Reader(make_state({"a & b": jnp.ones(3)})._repr_html_())
+    assert found.words[0] == "TrainState at step 0: 8 parameters"
+    assert [row[0] for row in found.rows] == ["", "params", "m", "model_state", "start_step", "v"]
+    assert found.rows[1][1:] == ["1", "32 B"]
+
+
+def test_a_cost():
+    cost = jstep.cost(STEP, make_state(), np.ones((3, 4), np.float32))
+    found = Reader(cost._repr_html_())
+    assert dict(found.rows)["parameters"] == "32 B"
+    assert all(row[1] in str(cost) for row in found.rows)
+
+
+def test_goodput():
+    found = Reader(jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000)._repr_html_())
+    assert found.rows == [
+        ["productive", "70.000 s", "70.0 %"],
+        ["starting", "20.000 s", "20.0 %"],
+        ["down", "10.000 s", "10.0 %"],
+    ]
+    assert found.words[0] == "goodput 70.0 %: 1000 steps in 100 s, 2 starts"
+    assert Reader(jstep.Goodput()._repr_html_()).rows == []
+
+
+def plan():
+    data = jstep.batches(np.ones((20, 4)), {0: 2, 5: 4})
+    hooks = [jstep.LoggingHook(every_n_steps=5)]
+    return jstep.plan(OPTIMIZER, 20, hooks=hooks, points=3, train_step={0: STEP, 9: STEP}, batches=data)
+
+
+def test_a_plan():
+    pytest.importorskip("matplotlib")
+    found = Reader(plan()._repr_html_())
+    assert found.rows[0] == ["step", "learning_rate"]
+    assert len(found.rows) == 4
+    text = " ".join(found.words)
+    for part in ("constant: beta1 0.9", "0: my_loss, 9: my_loss", "0: 2, 5: 4", "LoggingHook: every 5 steps"):
+        assert part in text
+    (source,) = found.images
+    assert base64.b64decode(source.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
+
+
+def test_a_plan_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = Reader(plan()._repr_html_())
+    assert found.images == []
+    assert len(found.rows) == 4
+
+
+def test_a_plan_of_constants():
+    found = Reader(jstep.plan({"rate": 0.5}, 10)._repr_html_())
+    assert found.rows == []
+    assert "constant: rate 0.5" in found.words
