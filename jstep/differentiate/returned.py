@@ -68,7 +68,8 @@ def same_kind(old: Any, new: Any) -> Any:
     if trees.structure(old) != trees.structure(new):
         raise ValueError(
             f"loss_fn returned a model_state of the structure {trees.structure(new)}, the state holds "
-            f"{trees.structure(old)}; return the whole of it, changed or not"
+            f"{trees.structure(old)}; return the whole of it, changed or not (a loss takes and returns it with "
+            "has_model_state=True)"
         )
 
     def leaf(keys: Any, before: Any, after: Any) -> Array:

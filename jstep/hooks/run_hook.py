@@ -19,6 +19,9 @@ class RunHook(Hook):
     def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
         """Called once, when the first call has returned (compilation is over), with the number of rows of a batch."""
 
+    def batch_size_changed(self, step: int, rows: int | None) -> None:
+        """Called after a call that began at `step`, if its batches have another number of rows than those before."""
+
     def after_last(self, step: int, metrics: Metrics) -> None:
         """Called once when no step follows, whatever ended the run, with the last step and its metrics."""
 

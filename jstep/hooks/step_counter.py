@@ -30,6 +30,7 @@ class _Held(NamedTuple):
 class _Figure(NamedTuple):
     step: int
     rate: float
+    examples: float | None
     utilization: Utilization | None
 
 
@@ -113,14 +114,15 @@ class StepCounterHook(CadencedHook):
         self._held: deque[_Held] = deque()
         self._unfinished_at = 0.0
         self._figures: deque[_Figure] = deque(maxlen=_KEPT)
-        self._rows: int | None = None
+        self._sizes: list[tuple[int, int | None]] = []  # the rows of a batch from each step on
+        self._examples_per_sec: float | None = None
         self.steps_per_sec: float | None = None
         self.utilization: Utilization | None = None
 
     @property
     def examples_per_sec(self) -> float | None:
         """The last figure in examples; None where there is none, or the size of a batch is not known."""
-        return self._in_examples(self.steps_per_sec)
+        return self._examples_per_sec
 
     @property
     def mfu(self) -> float | None:
@@ -135,14 +137,22 @@ class StepCounterHook(CadencedHook):
     def _share(self, name: str) -> float | None:
         return None if self.utilization is None or self.utilization.name != name else self.utilization.value
 
-    def _in_examples(self, rate: float | None) -> float | None:
-        return None if rate is None or self._rows is None else rate * self._rows
+    def _examples(self, first: int, last: int) -> int | None:
+        """The number of examples of the steps after `first` up to `last`; None where a batch has no known size."""
+        stops = [step for step, _ in self._sizes[1:]] + [last]
+        total = 0
+        for (step, rows), stop in zip(self._sizes, stops, strict=True):
+            steps = min(stop, last) - max(step, first)
+            if steps > 0:
+                if rows is None:
+                    return None
+                total += steps * rows
+        return total or None
 
     def rates_at(self, step: int) -> tuple[float | None, float | None]:
         """The figure of the interval that a step belongs to, in steps and in examples; else the last one before it."""
         figure = self._figure_at(step)
-        rate = self.steps_per_sec if figure is None else figure.rate
-        return rate, self._in_examples(rate)
+        return (self.steps_per_sec, self._examples_per_sec) if figure is None else (figure.rate, figure.examples)
 
     def utilization_at(self, step: int) -> Utilization | None:
         """Likewise the share of the peak."""
@@ -172,7 +182,7 @@ class StepCounterHook(CadencedHook):
 
     def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
         """The first interval begins: what had to be compiled is compiled."""
-        self._rows, self._compiled = rows, steps[-1]
+        self._sizes, self._compiled = [(steps[0] - 1, rows)], steps[-1]
         finished = all(marker.is_ready() for marker in _markers(metrics))
         # A first call of several steps that has hardly begun is part of the interval.
         counts = not finished and len(steps) > 1
@@ -181,6 +191,10 @@ class StepCounterHook(CadencedHook):
             dispatched = {}
         self._since = (steps[0] - 1 if counts else steps[-1], self._clock(), dispatched)
         self._every.start()
+
+    def batch_size_changed(self, step: int, rows: int | None) -> None:
+        """Examples count from here by another number of rows."""
+        self._sizes.append((step, rows))
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """When due, notes the step; looks how far the device is as long as it is behind."""
@@ -221,10 +235,14 @@ class StepCounterHook(CadencedHook):
             return  # a call that was compiled has no figure
         seconds = max(now - then, 1e-9)
         self.steps_per_sec = rate = (last.step - first) / seconds
+        examples = self._examples(first, last.step)
+        self._examples_per_sec = in_examples = None if examples is None else examples / seconds
+        while len(self._sizes) > 1 and self._sizes[1][0] <= last.step:
+            self._sizes.pop(0)
         self.utilization = share = self._meter.between(before, last.dispatched, seconds)
         for held in finished:
             if held.step > max(first, self._compiled):
-                self._figures.append(_Figure(held.step, rate, share))
+                self._figures.append(_Figure(held.step, rate, in_examples, share))
                 self._write({TAG: rate} if share is None else {TAG: rate, share.name: share.value}, held.step)
 
     def _write(self, values: dict[str, float], step: int) -> None:

@@ -63,6 +63,7 @@ class Around:
         self._acting = [hook for hook in acting if _has_own(hook, "after_step") or _has_own(hook, "next_due")]
         self._due_of = [_due_of(hook) for hook in self._acting]
         self._part_of = [_part_of(hook) for hook in self._acting]
+        self._rows: int | None = None
         self._dues: list[int] = []
         self._next_due = NEVER
         self._act_by: tuple[Any, str] | None = None
@@ -109,6 +110,10 @@ class Around:
         step = at.step
         if self._is_summed:  # before any hook may change the metrics
             self._sums.add(first, step - first, at.metrics, at.stacked)
+        if at.rows != self._rows and first != self._start:
+            for hook in self._run_hooks:
+                hook.batch_size_changed(first, at.rows)
+        self._rows = at.rows
         if first == self._start:
             self._watch.started()
             self._on_first()

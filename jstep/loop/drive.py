@@ -68,6 +68,7 @@ def drive(
     """
     if at is None:
         at = At(start, state)
+    size: Any = _UNKNOWN
     at.step, at.state = start, state
     for one in source:
         first = at.step
@@ -76,13 +77,26 @@ def drive(
         result = step(at.state, one)
         if first == start:
             check_result(result)
-            at.rows = _rows(one)
+        if (own := _size_of(one)) != size:
+            size, at.rows = own, _rows(one)
         at.state, at.metrics = result
         at.stacked = one.stacked
         at.step = first + one.steps
         if (after is not None and after(first, at)) or at.step >= stop:
             break
     return at
+
+
+_UNKNOWN = object()
+
+
+def _size_of(call: Call) -> Any:
+    """What tells batches of different sizes apart, of one leaf alone: it is asked at each call."""
+    leaf = call.args[0] if call.args else None
+    if type(leaf) is dict:
+        leaf = next(iter(leaf.values()), None)
+    shape = getattr(leaf, "shape", None)
+    return None if shape is None else shape[call.stacked : call.stacked + 1]
 
 
 def _rows(call: Call) -> int | None:

@@ -38,7 +38,7 @@ def averages_for(state: TrainState, name: str) -> Params:
         averages = averaged_params(state, name)
     except ValueError as error:
         raise ValueError(
-            f"use_averages: the loss is to get the moving averages of the parameters. {error} Create the state and the "
-            "step with that optimizer."
+            "use_averages: the loss is to get the moving averages of the parameters: "
+            f"{str(error).rstrip('.')}. State and step need the same optimizer."
         ) from None
     return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)

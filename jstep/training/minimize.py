@@ -165,7 +165,9 @@ def minimize(
         key = None if rng is None else jax.random.fold_in(rng, step)
         scale = loss_scale_of(roles_of(optimizer, state.params), state.slots)
         kwargs = None if averages is None else {"averages": averages_for(state, averages)}
-        inputs = Inputs(state.params, state.slots.get(MODEL_STATE), args, kwargs, key, rows, scale)
+        # Several losses have no owner for a model_state: it stays as it is.
+        model_state = None if isinstance(differentiate, SeveralLosses) else state.slots.get(MODEL_STATE)
+        inputs = Inputs(state.params, model_state, args, kwargs, key, rows, scale)
         at_radius = differentiate
         if scheduled:
             at_radius = replaced(differentiate, sharpness=value_at("sharpness", radius, step), adaptive=adaptive)

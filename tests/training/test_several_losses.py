@@ -223,3 +223,13 @@ def test_an_error_of_one_loss_names_it():
     with pytest.raises(ValueError, match="the loss has shape") as caught:
         jstep.minimize(losses, SGD)(jstep.TrainState.create(PARAMS, SGD), X)
     assert any("'actor'" in note for note in caught.value.__notes__)
+
+
+def test_a_model_state_stays_as_it_is():
+    """Another stage of the run may have one."""
+    kept = {"mean": jnp.arange(3.0)}
+    params = {"critic": {"w": jnp.ones(2)}, "actor": {"w": jnp.ones(2)}}
+    state = jstep.TrainState.create(params, SGD, model_state=kept)
+    losses = {"critic": (lambda p: jnp.sum(p["critic"]["w"] ** 2), "critic/*")}
+    state, _ = jstep.minimize(losses, SGD)(state)
+    np.testing.assert_array_equal(state.slots["model_state"]["mean"], kept["mean"])
