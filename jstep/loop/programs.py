@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,28 +13,13 @@ from jstep.hooks.dispatched import Dispatched
 from jstep.hooks.skipped import skip_metric_of
 from jstep.loop.ahead import Ahead
 from jstep.loop.cards import Cards
+from jstep.loop.compilations import compilations_here
 from jstep.loop.feed import Call
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.loop.traced import traced
 from jstep.training import TrainStep, scanned_step
 
 _logger = logging.getLogger("jstep")
-
-_local = threading.local()
-
-
-def _count(event: str, duration_secs: float, **_: str | int) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compilations_here()[0] += 1
-
-
-def _compilations_here() -> list[int]:
-    """The number of compilations of this thread so far, in a list that goes on counting."""
-    found: list[int] = _local.__dict__.setdefault("compilations", [0])
-    return found
-
-
-jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def is_compiled(step: Any) -> bool:
@@ -84,7 +68,7 @@ class Programs:
         self._one: Any = None
         self._several: Any = None
         self._name, self._is_compiled = "", False
-        self._compilations = _compilations_here()  # the thread that drives
+        self._compilations = compilations_here()  # the thread that drives
 
     def of_stage(self, stage: int, *, stacked: bool = False) -> Any:
         """The training step of a stage, or that of stacked batches."""

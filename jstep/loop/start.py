@@ -8,39 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from jstep.core.contexts import Thread
 from jstep.hooks.cadence import CadencedHook
+from jstep.loop.compilations import compilations_here, hits_here
 from jstep.loop.feed import Owned
-
-_local = threading.local()
-
-
-def _count(event: str, **_: str | int) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        _hits_here()[0] += 1
-
-
-def _count_secs(event: str, duration_secs: float, **_: str | int) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compilations_here()[0] += 1
-
-
-def _hits_here() -> list[int]:
-    """How many programs of this thread were found in JAX's persistent cache so far, in a list that goes on counting."""
-    found: list[int] = _local.__dict__.setdefault("hits", [0])
-    return found
-
-
-def _compilations_here() -> list[int]:
-    """How many were compiled, or found."""
-    found: list[int] = _local.__dict__.setdefault("compilations", [0])
-    return found
-
-
-jax.monitoring.register_event_listener(_count)
-jax.monitoring.register_event_duration_secs_listener(_count_secs)
 
 _logger = logging.getLogger("jstep")
 
@@ -85,12 +56,12 @@ class StartTimes:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Measures compilation, and whether JAX's persistent cache had what was asked for."""
-        hits, misses = _hits_here()[0], _compilations_here()[0]
+        hits, misses = hits_here()[0], compilations_here()[0]
         with self.part("compile"):
             yield
-        compiled = _compilations_here()[0] - misses
+        compiled = compilations_here()[0] - misses
         if compiled:
-            self.is_cached = compiled <= _hits_here()[0] - hits
+            self.is_cached = compiled <= hits_here()[0] - hits
 
     def log(self) -> None:
         """One line, when the first step was handed to the device."""
@@ -137,7 +108,8 @@ class FirstBatch:
         while not self._made.wait(_POLL_SECS):
             if is_over():
                 return None
-        return None if self._error is not None or self._result is None else self._result[0]
+        result = self._result  # which the loop may take meanwhile
+        return None if self._error is not None or result is None else result[0]
 
     def __iter__(self) -> Owned:
         self._made.wait()
@@ -168,6 +140,4 @@ def first_call_steps(hooks: Sequence[Any], start: int, stop: int, steps_per_call
         if isinstance(hook, CadencedHook):
             due = hook.next_multiple(start)
             dues += [] if due is None else [due]
-        elif not hasattr(hook, "next_due"):
-            continue
     return steps_per_call if min([stop, *dues]) - start >= steps_per_call else 1
