@@ -86,8 +86,7 @@ class StepCounterHook(CadencedHook):
         True
 
     Source: `tf.train.StepCounterHook`, which counts compilation in. MFU and HFU: Chowdhery et al., "PaLM" (2022),
-    appendix B. Among the hooks of `train`, it takes the place of
-    the stock one.
+    appendix B. Among the hooks of `train`, it takes the place of the stock one.
     """
 
     def __init__(

@@ -51,8 +51,6 @@ def ahead_of(
     if not later:
         return None
     shapes = shapes_of(state)
-    place = placement(None if batch_sharding is None else named(batch_sharding))
-    is_placed = batch_sharding is not None
     seen: set[Any] = set()
     jobs = []
     for segment in (first, *later):
@@ -60,7 +58,7 @@ def ahead_of(
         if not is_compiled(step) and steps_per_call == 1:
             continue
         if source.is_own or (source.at is not None and segment.is_edge and segment is not first):
-            args = _shapes_of_batch(source, segment.first, place if is_placed else None)
+            args = _shapes_of_batch(source, segment.first, batch_sharding)
             if args is None:  # the batches end before
                 break
             key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)), segment.stop - segment.first)
@@ -119,10 +117,8 @@ def starting(
         batch = shapes() if shapes is not None and batch_sharding is None else first.peek(closed.is_set)
         if batch is None:
             return False
-        place = None if batch_sharding is None else placement(named(batch_sharding))
-        placed = batch if place is None else place(batch)
-        args = shapes_of(placed if isinstance(batch, tuple) else (placed,))
-        del batch, placed
+        args = _shapes_as_args(batch, batch_sharding)
+        del batch
         with times.compiling(), setting(mesh_of(state)):
             traced(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
         return True
@@ -130,13 +126,18 @@ def starting(
     return Ahead([Job(start, programs.name_of(segment.stage), make)], stopping, is_quiet=True, closed=closed)
 
 
-def _shapes_of_batch(source: Source, step: int, place: Callable[[Any], Any] | None) -> tuple[Any, ...] | None:
+def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:
     assert source.at is not None
     try:
         batch = copied(source.at(step), fresh=True)
     except IndexError:
         return None
-    placed = batch if place is None else place(batch)
+    return _shapes_as_args(batch, batch_sharding)
+
+
+def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
+    """The shapes of the arguments that a batch becomes, where they are placed."""
+    placed = batch if batch_sharding is None else placement(named(batch_sharding))(batch)
     args: tuple[Any, ...] = shapes_of(placed if isinstance(batch, tuple) else (placed,))
     return args
 
