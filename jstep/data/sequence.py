@@ -98,7 +98,8 @@ class BatchSequence(abc.ABC):
         low, high = share.of(self.batch_size_at(step))
 
         def leaf(row: Any) -> Any:
-            return jax.ShapeDtypeStruct((high - low, *row.shape[1:]), jax.dtypes.canonicalize_dtype(row.dtype))
+            dtype = jax.dtypes.canonicalize_dtype(row.dtype, allow_extended_dtype=True)  # keys, too
+            return jax.ShapeDtypeStruct((high - low, *row.shape[1:]), dtype)
 
         return jax.tree.map(leaf, rows.take(slice(0, 1)))
 
