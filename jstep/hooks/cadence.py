@@ -24,28 +24,31 @@ UNSAID = _Unsaid(100)
 class Every:
     """A cadence: every so many steps, or seconds of an injected clock, or whichever comes first.
 
-    Steps are multiples counted from 0, so that a run that goes on keeps its cadence; seconds count from the
+    Steps are multiples counted from 0, so that a resumed run keeps its cadence; seconds count from the
     last time, or from `start`.
+
+    Attributes:
+        deadline: The time of the clock at which the seconds are over; infinite before `start`, and without seconds.
     """
 
     def __init__(self, steps: int | None, secs: float | None, clock: Clock = time.monotonic) -> None:
         self.steps, self.secs, self.clock = positive("steps", steps), _positive_secs("secs", secs), clock
-        self._last = math.inf
+        self.deadline = math.inf
 
     def start(self) -> None:
         """Seconds count from now."""
-        self._last = self.clock()
+        if self.secs is not None:
+            self.deadline = self.clock() + self.secs
 
     def due(self, step: int) -> bool:
         """Whether it is due at this step."""
         if self.steps is not None and step % self.steps == 0:
             return True
-        return self.secs is not None and self.clock() - self._last >= self.secs
+        return self.secs is not None and self.clock() >= self.deadline
 
     def done(self) -> None:
         """It has happened; seconds count from now."""
-        if self.secs is not None:
-            self._last = self.clock()
+        self.start()
 
     def next_due(self, step: int) -> int | None:
         """The next step that is due by itself; None where a clock has to be asked."""
@@ -78,6 +81,14 @@ class CadencedHook(RunHook):
         if self._together and self._every.secs is not None and not agreement.is_alone():
             self._agreed = agreement.AgreedClock(self._every.secs, self._every.clock)
         return None
+
+    @property
+    def timer(self) -> Every | None:
+        """What to look at after every call instead of calling the hook; None if the hook has to be called.
+
+        Nothing is due between two multiples of its steps until the deadline has passed. Valid once it has begun.
+        """
+        return self._every if self.asks_clock and self._agreed is None else None
 
     def is_due(self, step: int) -> bool:
         """Whether it is due; to be asked after every call by all processes."""

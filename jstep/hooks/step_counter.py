@@ -204,6 +204,10 @@ class StepCounterHook(CadencedHook):
             self._held.append(_Held(step, _markers(metrics), self._clock(), self._meter.steps()))
         self.look()
 
+    @property
+    def timer(self) -> None:
+        """None: it looks how far the device is, too."""
+
     def next_due(self, step: int) -> int | None:
         """The next multiple; None as long as it waits for the device."""
         return None if self._held else super().next_due(step)

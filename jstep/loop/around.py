@@ -8,7 +8,7 @@ from jstep.core.checks import kind
 from jstep.core.notes import note
 from jstep.hooks import CheckpointSaverHook, EvaluationHook
 from jstep.hooks.answers import taken_answer
-from jstep.hooks.cadence import CadencedHook
+from jstep.hooks.cadence import CadencedHook, Every
 from jstep.hooks.hook import NEVER, Hook, name_of
 from jstep.hooks.pending import Pending
 from jstep.hooks.run_hook import RunHook
@@ -61,7 +61,8 @@ class Around:
         self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
         acting = [hook for hook in hooks if hasattr(hook, "after_step")]
         self._acting = [hook for hook in acting if _has_own(hook, "after_step") or _has_own(hook, "next_due")]
-        self._due_of = [_due_of(hook) for hook in self._acting]
+        self._due_of: list[Callable[[int], int]] = []
+        self._timers: list[tuple[int, Every]] = []
         self._part_of = [_part_of(hook) for hook in self._acting]
         self._rows: int | None = None
         self._dues: list[int] = []
@@ -81,6 +82,8 @@ class Around:
     def begin(self, state: TrainState) -> bool:
         """Begins the hooks; whether one of them wants no step."""
         done = any(self.each("begin", state))
+        self._timers = [(i, timer) for i, hook in enumerate(self._acting) if (timer := _timer_of(hook)) is not None]
+        self._due_of = [_due_of(hook) for hook in self._acting]
         self._dues = [due_of(self._start) for due_of in self._due_of]
         self._next_due = min(self._dues, default=NEVER)
         return done
@@ -119,6 +122,9 @@ class Around:
             self._on_first()
             for hook in self._run_hooks:
                 self._call(hook, "started", range(first + 1, step + 1), at.metrics, at.rows)
+        for i, timer in self._timers:
+            if timer.clock() >= timer.deadline:
+                self._dues[i] = self._next_due = step
         if step >= self._next_due:
             self._act(at)
         if self._to_stop():
@@ -257,8 +263,14 @@ def _next_due(hook: Any, step: int) -> int:
     return NEVER if due is None else due
 
 
+def _timer_of(hook: Any) -> Every | None:
+    return hook.timer if isinstance(hook, CadencedHook) else None
+
+
 def _due_of(hook: Any) -> Callable[[int], int]:
     """From a step to the next one at which the loop calls a hook: the very next where the hook does not say."""
+    if (timer := _timer_of(hook)) is not None:
+        return timer.next_multiple
     if not hasattr(hook, "next_due") or (isinstance(hook, CadencedHook) and hook.asks_clock):
         return lambda step: step + 1
 

@@ -57,6 +57,8 @@ _active: contextvars.ContextVar[tuple[_Collector, ...]] = contextvars.ContextVar
 
 def register(part: Part, collections: Sequence[str] | None) -> None:
     """Puts a new part in its collections; a traced one only where a `collect` is there to return it."""
+    if type(collections) is tuple and not collections:
+        return
     collectors = _active.get()
     if not collectors:
         names = _checked(collections)
