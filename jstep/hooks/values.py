@@ -77,7 +77,7 @@ def host(value: Any) -> np.ndarray[Any, Any]:
 
 def text(values: Mapping[str, Any]) -> str:
     """`loss 0.1234  learning_rate 0.001`; reads the values."""
-    numbers = values if all([type(value) in (float, int, bool) for value in values.values()]) else read(values)
+    numbers = values if all(type(value) in (float, int, bool) for value in values.values()) else read(values)
     return "  ".join([f"{name} {_short(number)}" for name, number in numbers.items()])
 
 
