@@ -1,0 +1,166 @@
+"""Writing safetensors files: all of them under other names first, then all at once."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.weights.find import INDEX
+from jstep.weights.header import LARGEST, METADATA
+from jstep.weights.package import confirm
+
+_AT_ONCE = 2**26
+
+
+class Entry(NamedTuple):
+    """A tensor to write.
+
+    Attributes:
+        name: Its name.
+        code: Its dtype, as safetensors calls it.
+        shape: Its shape.
+        nbytes: Its size.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def header_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a file: what it holds, in the order of the entries.
+
+    Raises:
+        ValueError: It is larger than readers allow.
+    """
+    found: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for entry in entries:
+        found[entry.name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
+        at += entry.nbytes
+    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    if len(text) > LARGEST:
+        raise ValueError(f"the header would have {len(text)} bytes, and {LARGEST} are allowed; shorten the metadata")
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensor(file: Any, array: np.ndarray[Any, Any]) -> None:
+    """Appends the bytes of an array, in C order, the least significant first."""
+    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+    view = array.reshape(-1).view(np.uint8).data
+    for at in range(0, view.nbytes, _AT_ONCE):
+        file.write(view[at : at + _AT_ONCE])
+
+
+class Files:
+    """The files of one save, on the way to their names.
+
+    Args:
+        path: What the user gave: the file, or that beside which shards and index go.
+        shards: How many.
+
+    Attributes:
+        names: Of the files, in order.
+        path: Of the file, or of the index.
+    """
+
+    def __init__(self, path: str, shards: int) -> None:
+        self._folder, self._base = os.path.split(path)
+        self._stem, self._suffix = os.path.splitext(self._base)
+        self._token = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.names = [self._base]
+        if shards > 1:
+            self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
+        self.path = path + INDEX if shards > 1 else path
+
+    def begin(self) -> None:
+        """Makes the folder if there is none."""
+        os.makedirs(self._folder or ".", exist_ok=True)
+
+    @contextlib.contextmanager
+    def writing(self, number: int) -> Iterator[Any]:
+        """The context in which a file is written, under another name."""
+        with self._new(self.names[number]) as file:
+            yield file
+
+    def index(self, weight_map: Mapping[str, str], total_size: int) -> None:
+        """Writes the index, under another name."""
+        found = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        with self._new(self._base + INDEX) as file:
+            file.write(json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")
+
+    @contextlib.contextmanager
+    def _new(self, name: str) -> Iterator[Any]:
+        with open(self._temporary(name), "xb") as file:  # its mode is that of the umask
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def publish(self) -> None:
+        """Gives the files their names, and removes what an older save has left.
+
+        Whoever reads meanwhile, or after a crash, finds all of the older save, all of this one, or no index.
+        """
+        confirm(self._temporary(name) for name in self.names)
+        index = self._base + INDEX
+        sharded = len(self.names) > 1
+        finals = [*self.names, index] if sharded else self.names
+        older = self._older()
+        # Shards of the same names as those of the older save: its index must not lead to them.
+        clash = sharded and not set(older).isdisjoint(self.names)
+        aside = [name for name in [index, *self.names] if name in older] if clash else []
+        moved: list[tuple[str, str]] = []
+        try:
+            for name in aside:
+                self._move(self._at(name), self._temporary(f"old-{name}"), moved)
+            for name in finals:
+                self._move(self._temporary(name), self._at(name), moved)
+        except BaseException:
+            for source, target in reversed(moved):
+                with contextlib.suppress(OSError):
+                    os.replace(target, source)
+            raise
+        for name in sorted(set(older) - set(finals), key=lambda name: name != index):  # the index first
+            os.remove(self._at(name))
+        for name in aside:
+            os.remove(self._temporary(f"old-{name}"))
+        _sync(self._folder)
+
+    def discard(self) -> None:
+        """Removes what has not got its name."""
+        for name in [*self.names, self._base + INDEX]:
+            with contextlib.suppress(OSError):
+                os.remove(self._temporary(name))
+
+    def _older(self) -> list[str]:
+        """What is there of an older save: the file, the index, and shards, however many there were."""
+        shard = re.compile(rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}{re.escape(self._suffix)}")
+        names = os.listdir(self._folder or ".")
+        return [name for name in names if name in (self._base, self._base + INDEX) or shard.fullmatch(name)]
+
+    def _move(self, source: str, target: str, moved: list[tuple[str, str]]) -> None:
+        os.replace(source, target)
+        moved.append((source, target))
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self._folder, name)
+
+    def _temporary(self, name: str) -> str:
+        # No reader that takes all *.safetensors of a folder may find it.
+        return os.path.join(self._folder, f".{name}.{self._token}.tmp")
+
+
+def _sync(folder: str) -> None:
+    if os.name == "posix":
+        fd = os.open(folder or ".", os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
