@@ -1,5 +1,6 @@
 """Which files hold the weights: a file, a folder, or an index with its shards."""
 
+import ntpath
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -128,7 +129,7 @@ def _files_of(path: str) -> dict[str, str]:
 def _check_inside(file: str, path: str) -> None:
     # The name counts, not what it leads to: snapshots of the Hub are links to files elsewhere.
     parts = file.replace("\\", "/").split("/")
-    if "" in parts or ".." in parts or "\0" in file or os.path.isabs(file) or os.path.splitdrive(file)[0]:
+    if "" in parts or ".." in parts or "\0" in file or ntpath.splitdrive(file)[0]:
         raise ValueError(f"{path}: the index names the file {shown(file)}: must be a name inside the index's folder")
 
 

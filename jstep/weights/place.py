@@ -56,7 +56,8 @@ def _sharded(wanted: Wanted, sharding: Any, parts: dict[Any, np.ndarray[Any, Any
 
     with own_transfers():
         made = jax.make_array_from_callback(wanted.shape, sharding, part, dtype=wanted.dtype)
-        return made.copy() if _is_lent(made, parts) else made
+        # The copy of an array on Explicit axes spells its sharding out.
+        return jax.device_put(made.copy(), sharding) if _is_lent(made, parts) else made
 
 
 def _is_lent(made: jax.Array, parts: dict[Any, np.ndarray[Any, Any]]) -> bool:
