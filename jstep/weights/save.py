@@ -205,6 +205,8 @@ def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
 
 def _call(rule: Rule, array: Any, path: str) -> np.ndarray[Any, Any]:
     assert rule.transform is not None
+    array = array.view()
+    array.flags.writeable = False  # it may be the user's own
     result = transformed(rule.transform, array, path)
     with own_transfers():
         return np.asarray(result)
