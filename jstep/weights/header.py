@@ -6,6 +6,7 @@ A file is 8 bytes with the size of the header, the header in JSON, and the bytes
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
@@ -120,8 +121,7 @@ def _text(file: BinaryIO, path: str, size: int) -> bytes:
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _DuplicateError(shown(next(key for key in keys if keys.count(key) > 1)))
+        raise _DuplicateError(shown(Counter(key for key, _ in pairs).most_common(1)[0][0]))
     return found
 
 
