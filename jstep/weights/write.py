@@ -5,6 +5,8 @@ import json
 import os
 import re
 import secrets
+import socket
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +76,7 @@ class Files:
     def __init__(self, path: str, shards: int) -> None:
         self._folder, self._base = os.path.split(path)
         self._stem, self._suffix = os.path.splitext(self._base)
-        self._token = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._token = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.names = [self._base]
         if shards > 1:
             self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
@@ -131,6 +133,9 @@ class Files:
             os.remove(self._at(name))
         for name in aside:
             os.remove(self._temporary(f"old-{name}"))
+        for name in self._orphans():
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._at(name))
         _sync(self._folder)
 
     def discard(self) -> None:
@@ -141,9 +146,18 @@ class Files:
 
     def _older(self) -> list[str]:
         """What is there of an older save: the file, the index, and shards, however many there were."""
-        shard = re.compile(rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}{re.escape(self._suffix)}")
-        names = os.listdir(self._folder or ".")
-        return [name for name in names if name in (self._base, self._base + INDEX) or shard.fullmatch(name)]
+        return [name for name in os.listdir(self._folder or ".") if self._is_own(name)]
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a save under this path may have made a file."""
+        shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}{re.escape(self._suffix)}"
+        return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
+
+    def _orphans(self) -> list[str]:
+        """What saves of this host left here whose processes were killed."""
+        form = re.compile(rf"\.(?:old-)?(.+)\.{_host()}-(\d+)-[0-9a-f]{{8}}\.tmp", re.DOTALL)
+        found = [(name, form.fullmatch(name)) for name in os.listdir(self._folder or ".")]
+        return [name for name, match in found if match and self._is_own(match[1]) and not _is_running(int(match[2]))]
 
     def _move(self, source: str, target: str, moved: list[tuple[str, str]]) -> None:
         os.replace(source, target)
@@ -155,6 +169,22 @@ class Files:
     def _temporary(self, name: str) -> str:
         # No reader that takes all *.safetensors of a folder may find it.
         return os.path.join(self._folder, f".{name}.{self._token}.tmp")
+
+
+def _host() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
+
+def _is_running(process: int) -> bool:
+    if os.name != "posix":
+        return True  # os.kill would end it
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def _sync(folder: str) -> None:

@@ -3,7 +3,8 @@
 import os
 
 import numpy as np
-from processes import run
+import pytest
+from processes import run, talking
 from safetensors_files import single
 
 import jstep
@@ -71,3 +72,46 @@ def test_two_processes(tmp_path):
         loaded = jstep.load_weights(tmp_path / f"{kind}.safetensors", target)
         for name, expected in {"r": w, "t": (w + 1).T, "whole": w + 2, "host": np.arange(3)}.items():
             np.testing.assert_array_equal(loaded[name], expected)
+
+
+KILLED = """
+import os, sys
+import numpy as np, jstep
+from jstep.weights import write
+directory, at = sys.argv[1:]
+new = {name: np.full((4, 4), 2, np.float32) for name in "abc"}
+wait = lambda *args: (print("here", flush=True), sys.stdin.read())
+if at == "written":
+    write.confirm = wait
+else:
+    replace, left = os.replace, [int(at)]
+    def counting(*args):
+        replace(*args)
+        left[0] -= 1
+        left[0] or wait()
+    os.replace = counting
+jstep.save_weights(directory + "/model.safetensors", new, max_shard_bytes=64)
+"""
+
+
+@pytest.mark.parametrize("at", ["written", "1", "3", "5"])
+def test_a_save_that_is_killed(tmp_path, at):
+    old = {name: np.full((4, 4), 1, np.float32) for name in "abc"}
+    path = tmp_path / "model.safetensors"
+    jstep.save_weights(path, old, max_shard_bytes=64)
+    files = sorted(os.listdir(tmp_path))
+    with talking(KILLED, tmp_path, at) as process:
+        assert process.stdout.readline() == "here\n"
+        assert len(os.listdir(tmp_path)) > len(files)
+        if at == "written":  # somebody else saves meanwhile, and takes nothing from it
+            jstep.save_weights(path, old, max_shard_bytes=64)
+            assert len(os.listdir(tmp_path)) > len(files)
+        process.kill()
+    if at == "written":
+        assert jstep.load_weights(tmp_path, old)["c"].max() == 1
+    else:  # shards of the same names: nothing is trusted until all are there
+        with pytest.raises((FileNotFoundError, ValueError)):
+            jstep.load_weights(tmp_path, old)
+    jstep.save_weights(path, old, max_shard_bytes=64)
+    assert sorted(os.listdir(tmp_path)) == files
+    assert jstep.load_weights(tmp_path, old)["c"].max() == 1
