@@ -108,7 +108,7 @@ def save_weights(
 
 
 def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any], metadata: Mapping[str, str]) -> None:
-    weight_map, total = {}, 0
+    shard_of, total = {}, 0
     try:
         files.begin()
         for number, shard in enumerate(shards):
@@ -116,11 +116,9 @@ def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any
                 file.write(header_of([item.entry for item in shard], metadata))
                 for item in shard:
                     write_tensor(file, _stored(item, next(arrays)))
-                    weight_map[item.entry.name] = files.names[number]
+                    shard_of[item.entry.name] = number
                     total += item.entry.nbytes
-        if len(shards) > 1:
-            files.index(weight_map, total)
-        files.publish()
+        files.publish(shard_of, total)
     finally:
         files.discard()
 

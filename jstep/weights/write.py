@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,11 +93,53 @@ class Files:
         with self._new(self.names[number]) as file:
             yield file
 
-    def index(self, weight_map: Mapping[str, str], total_size: int) -> None:
-        """Writes the index, under another name."""
-        found = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
+        """Gives the files their names, and removes what an older save has left.
+
+        Whoever follows the index, meanwhile or after a crash, finds all of the older save, or all of this one.
+
+        Args:
+            shard_of: For each tensor the number of its file.
+            total_size: Bytes of all tensors.
+        """
+        confirm(self._temporary(name) for name in self.names)
+        older, index = self._older(), self._base + INDEX
+        sharded = len(self.names) > 1
+        # Where the older index leads to shards of the same names, ours are put beside them first.
+        clash = sharded and not set(older).isdisjoint(self.names)
+        first = [self._interim(name) for name in self.names] if clash else self.names
+        moved: list[tuple[str, str]] = []
+        try:
+            for name, under in zip(self.names, first, strict=True):
+                moved.append((self._temporary(name), self._at(under)))
+                os.replace(*moved[-1])
+            if sharded:
+                self._switch_index(first, shard_of, total_size)
+        except BaseException:
+            for temporary, final in moved if sharded else ():
+                with contextlib.suppress(OSError):
+                    os.replace(final, temporary)
+            raise
+        if clash:
+            for name, under in zip(self.names, first, strict=True):
+                _link(self._at(under), self._temporary(name))
+                os.replace(self._temporary(name), self._at(name))
+            self._switch_index(self.names, shard_of, total_size)
+        finals = [*self.names, index] if sharded else self.names
+        stale = {*older, *first} - set(finals)
+        for name in [*sorted(stale, key=lambda name: name != index), *self._orphans()]:  # the index first
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._at(name))
+        _sync(self._folder)
+
+    def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
+        """Replaces the index by one that leads to files of these names."""
+        weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
+        found = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with self._new(self._base + INDEX) as file:
             file.write(json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")
+        _sync(self._folder)
+        os.replace(self._temporary(self._base + INDEX), self._at(self._base + INDEX))
 
     @contextlib.contextmanager
     def _new(self, name: str) -> Iterator[Any]:
@@ -104,39 +147,6 @@ class Files:
             yield file
             file.flush()
             os.fsync(file.fileno())
-
-    def publish(self) -> None:
-        """Gives the files their names, and removes what an older save has left.
-
-        Whoever reads meanwhile, or after a crash, finds all of the older save, all of this one, or no index.
-        """
-        confirm(self._temporary(name) for name in self.names)
-        index = self._base + INDEX
-        sharded = len(self.names) > 1
-        finals = [*self.names, index] if sharded else self.names
-        older = self._older()
-        # Shards of the same names as those of the older save: its index must not lead to them.
-        clash = sharded and not set(older).isdisjoint(self.names)
-        aside = [name for name in [index, *self.names] if name in older] if clash else []
-        moved: list[tuple[str, str]] = []
-        try:
-            for name in aside:
-                self._move(self._at(name), self._temporary(f"old-{name}"), moved)
-            for name in finals:
-                self._move(self._temporary(name), self._at(name), moved)
-        except BaseException:
-            for source, target in reversed(moved):
-                with contextlib.suppress(OSError):
-                    os.replace(target, source)
-            raise
-        for name in sorted(set(older) - set(finals), key=lambda name: name != index):  # the index first
-            os.remove(self._at(name))
-        for name in aside:
-            os.remove(self._temporary(f"old-{name}"))
-        for name in self._orphans():
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self._at(name))
-        _sync(self._folder)
 
     def discard(self) -> None:
         """Removes what has not got its name."""
@@ -150,21 +160,20 @@ class Files:
 
     def _is_own(self, name: str) -> bool:
         """Whether a save under this path may have made a file."""
-        shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}{re.escape(self._suffix)}"
+        shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{re.escape(self._suffix)}"
         return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
 
     def _orphans(self) -> list[str]:
         """What saves of this host left here whose processes were killed."""
-        form = re.compile(rf"\.(?:old-)?(.+)\.{_host()}-(\d+)-[0-9a-f]{{8}}\.tmp", re.DOTALL)
+        form = re.compile(rf"\.(.+)\.{_host()}-(\d+)-[0-9a-f]{{8}}\.tmp", re.DOTALL)
         found = [(name, form.fullmatch(name)) for name in os.listdir(self._folder or ".")]
         return [name for name, match in found if match and self._is_own(match[1]) and not _is_running(int(match[2]))]
 
-    def _move(self, source: str, target: str, moved: list[tuple[str, str]]) -> None:
-        os.replace(source, target)
-        moved.append((source, target))
-
     def _at(self, name: str) -> str:
         return os.path.join(self._folder, name)
+
+    def _interim(self, name: str) -> str:
+        return f"{name.removesuffix(self._suffix)}.{self._token[-8:]}{self._suffix}"
 
     def _temporary(self, name: str) -> str:
         # No reader that takes all *.safetensors of a folder may find it.
@@ -185,6 +194,13 @@ def _is_running(process: int) -> bool:
     except (OSError, OverflowError):
         return True
     return True
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
 
 
 def _sync(folder: str) -> None:

@@ -94,7 +94,7 @@ jstep.save_weights(directory + "/model.safetensors", new, max_shard_bytes=64)
 """
 
 
-@pytest.mark.parametrize("at", ["written", "1", "3", "5"])
+@pytest.mark.parametrize("at", ["written", "1", "3", "4", "5", "7", "8"])
 def test_a_save_that_is_killed(tmp_path, at):
     old = {name: np.full((4, 4), 1, np.float32) for name in "abc"}
     path = tmp_path / "model.safetensors"
@@ -107,11 +107,8 @@ def test_a_save_that_is_killed(tmp_path, at):
             jstep.save_weights(path, old, max_shard_bytes=64)
             assert len(os.listdir(tmp_path)) > len(files)
         process.kill()
-    if at == "written":
-        assert jstep.load_weights(tmp_path, old)["c"].max() == 1
-    else:  # shards of the same names: nothing is trusted until all are there
-        with pytest.raises((FileNotFoundError, ValueError)):
-            jstep.load_weights(tmp_path, old)
+    found = {float(x) for leaf in jstep.load_weights(tmp_path, old).values() for x in leaf.ravel()}
+    assert found == ({1.0} if at in ("written", "1", "3") else {2.0})
     jstep.save_weights(path, old, max_shard_bytes=64)
     assert sorted(os.listdir(tmp_path)) == files
     assert jstep.load_weights(tmp_path, old)["c"].max() == 1
