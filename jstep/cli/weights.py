@@ -37,7 +37,7 @@ def show(path: str, arguments: argparse.Namespace) -> int:
     if arguments.verify:
         raise ValueError("--verify: safetensors files have no checksums; leave it out, and headers are checked anyway")
     weights = find_weights(path)
-    about = {
+    about: dict[str, Any] = {
         "path": weights.path,
         "format": "safetensors",
         "bytes": sum(tensor.nbytes for tensor in weights.tensors.values()),
