@@ -278,5 +278,3 @@ def test_batches_that_do_not_fit(batch, at_least, words):
     step = jstep.minimize(lambda p, *x: jnp.sum(p["a"]), OPTIMIZER, max_rows_per_device=4, num_microbatches=at_least)
     with pytest.raises(ValueError, match=words):
         step(fresh(), *batch)
-
-
