@@ -37,14 +37,16 @@ def known(arguments: Known) -> Known:
     Raises:
         ValueError: A variable is not a number or out of range, or two disagree; names them.
     """
-    found = {**_numbers(_JAX), **arguments}
+    found: dict[str, Said] = {**_numbers(_JAX), **arguments}
     check_range(found)
-    if is_complete(found):
-        return found
-    for other in (_of_skypilot(), _of_slurm()):
+    for launcher, is_read_here in ((_of_skypilot, True), (_of_slurm, False)):
+        if is_complete(found):
+            break
+        other = launcher()
         _refuse_contradictions(found, other)
         check_range({**other, **found})
-    return {**_of_skypilot(), **found}
+        found = {**other, **found} if is_read_here else found
+    return found
 
 
 def is_complete(found: Known) -> bool:

@@ -54,6 +54,7 @@ def with_environment(monkeypatch, variables):
         # What is complete wins over a launcher below it: Ray on SLURM, several processes on a node of SkyPilot's.
         (FULL | SLURM | {"SLURM_NTASKS": "7"}, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
         (FULL | SKY | {"SKYPILOT_NUM_NODES": "7"}, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
+        (SKY | SLURM | {"SLURM_NTASKS": "7", "JAX_COORDINATOR_PORT": "9"}, {}, ("10.0.0.1:9", 2, 0, "deactivate")),
         # SLURM's are JAX's to read.
         (SLURM, {}, (None, None, None, None)),
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "h:1"}, {}, ("h:1", None, None, None)),
