@@ -129,7 +129,8 @@ def _arguments(options: Options) -> dict[str, Any]:
         elif isinstance(value, Saver):
             found[field.name] = surroundings.without_login(value.directory)
         elif field.name in PLACES:
-            found[field.name] = None if value is None else surroundings.without_login(os.fspath(value))
+            is_place = not isinstance(value, bool | None)  # compile_cache=True
+            found[field.name] = surroundings.without_login(os.fspath(value)) if is_place else value
         elif field.name == "batch_sharding":
             found[field.name] = _short([_place_text(one) for one in jax.tree.leaves(value, is_leaf=_is_place)]) or None
         else:
