@@ -112,7 +112,9 @@ def _batches(batches: Any) -> dict[str, Any]:
         found = definition_of(batches)
     else:
         named = batches if isinstance(getattr(batches, "__qualname__", None), str) else type(batches)
-        found = {"kind": f"{named.__module__}.{named.__qualname__}"}
+        # A generator has the name of its function, and no module.
+        module = getattr(named, "__module__", None) or type(batches).__name__
+        found = {"kind": f"{module}.{named.__qualname__}"}
         try:
             found["length"] = len(batches)
         except Exception:  # a loader of the user's: it has no end, or does not know it

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from jax.extend.core import get_opaque_trace_state
 
 from jstep.core.checks import as_function, as_text, shown
+from jstep.core.collecting import is_lost
 from jstep.core.collecting import register as register_with_steps
 from jstep.summary.values import Part, Summary, find_summaries, has_tracers
 
@@ -58,6 +59,8 @@ _active: contextvars.ContextVar[tuple[_Collector, ...]] = contextvars.ContextVar
 def register(part: Part, collections: Sequence[str] | None) -> None:
     """Puts a new part in its collections; a traced one only where a `collect` is there to return it."""
     collectors = _active.get()
+    if not any(collector.key == SUMMARIES for collector in collectors):
+        is_lost()
     if not collectors:
         names = _checked(collections)
         if not has_tracers(part):
