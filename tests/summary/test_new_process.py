@@ -90,7 +90,8 @@ PROGRAM = """
         writer.add_summary(jax.jit(lambda x: jstep.summary.scalar("loss", x))(2.0), 1)
 
     found = {}
-    for test in (a_first_import_inside_a_trace, a_loss_is_traced_once_if_another_thread_imports, making_imports_no_extra, a_missing_extra_is_an_error,
+    for test in (a_first_import_inside_a_trace, a_loss_is_traced_once_if_another_thread_imports,
+                 making_imports_no_extra, a_missing_extra_is_an_error,
                  tensorflow_is_never_imported, nothing_is_lost_without_close):
         try:
             test()
