@@ -173,8 +173,9 @@ class Saving:
     def seal(self, files: Files) -> Manifest:
         """As `Commit.seal`."""
         self._victims, self._kept = self._keeper.decide(self._manifest)
-        sealed = {"retention": self._kept.to_json(), "files": files, "left_out": self._left_out()}
-        return dataclasses.replace(self._manifest, **sealed)
+        return dataclasses.replace(
+            self._manifest, retention=self._kept.to_json(), files=files, left_out=self._left_out()
+        )
 
     def committed(self) -> None:
         """As `Commit.committed`."""

@@ -43,7 +43,9 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     about = _about(one)
     if arguments.json:
         verified = {"verified": True} if arguments.verify else {}
-        print(as_json({**about, "extra": one.manifest.extra, "leaves": rows, **verified}))
+        absent = [leaf.to_json() for leaf in one.manifest.left_out]
+        left_out = {"left_out": absent} if absent else {}
+        print(as_json({**about, "extra": one.manifest.extra, "leaves": rows, **left_out, **verified}))
         return OK
     print(printable(f"{one.path}"))
     print(
@@ -56,6 +58,11 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     heads = ("leaf", "dtype", "shape", "bytes", "min", "max", "mean", "non-finite")
     _table(heads, [[_cell(row.get(key)) for key in ("path", "dtype", "shape", "bytes", "min", "max", "mean")]
                    + [_cell(row["nonfinite"])] for row in rows], left=3)  # fmt: skip
+    if one.manifest.left_out:
+        print("\nleft out by Saver(leave_out=…): a target brings them to restore\n")
+        absent = one.manifest.left_out
+        rest = [[_cell(leaf.path), leaf.dtype, _cell(list(leaf.shape)), leaf.fingerprint] for leaf in absent]
+        _table(("leaf", "dtype", "shape", "fingerprint"), rest, left=4)
     return OK
 
 

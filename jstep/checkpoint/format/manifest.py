@@ -130,6 +130,10 @@ class Manifest:
     data: str | None = None
     left_out: tuple[LeftOut, ...] = ()
 
+    def paths(self) -> list[str]:
+        """The paths of all leaves of the state, saved or left out."""
+        return [leaf.path for leaf in self.leaves] + [leaf.path for leaf in self.left_out]
+
 
 def _version() -> str:
     """Of the jstep that runs: what is installed under its name may be another, or nothing."""

@@ -91,7 +91,7 @@ def match(
     records, absent = by_id(saved), dict(zip(ids(leaf.path for leaf in left_out), left_out, strict=True))
     flat = trees.leaves_with_paths(target)
     paths = [path for path, _ in flat]
-    renamed = _renamed(names, paths, {leaf.path for leaf in (*saved, *left_out)}, where)
+    renamed = _renamed(names, paths, {leaf.path for leaf in saved} | {leaf.path for leaf in left_out}, where)
     found = Match([], [], [], [])
     used: set[tuple[str, int]] = set()
     kinds = [_kind(leaf, path) for path, leaf in flat]

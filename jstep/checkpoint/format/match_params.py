@@ -27,14 +27,13 @@ def match_params(
         TypeError: A leaf of the target has no shape and dtype, or names has something else than paths.
         ValueError: Something does not fit, or the checkpoint has no params; lists it.
     """
-    if not any(leaf.keys[0] == PARAMS for leaf in (*manifest.leaves, *manifest.left_out)):
+    if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
         raise ValueError(
             f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
             "restore(None) shows them"
         )
     paths = trees.paths_of(target)
-    saved = {leaf.path for leaf in (*manifest.leaves, *manifest.left_out)}
-    whole = _whole_names(names, set(paths), saved)
+    whole = _whole_names(names, set(paths), set(manifest.paths()))
     # Anything may stand in for a parameter, by name or as its average; what is asked for is params.
     found = match(target, manifest.leaves, averages, True, whole, where, manifest.left_out)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
