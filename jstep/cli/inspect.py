@@ -60,8 +60,7 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
                    + [_cell(row["nonfinite"])] for row in rows], left=3)  # fmt: skip
     if one.manifest.left_out:
         print("\nleft out by Saver(leave_out=…): a target brings them to restore\n")
-        absent = one.manifest.left_out
-        rest = [[_cell(leaf.path), leaf.dtype, _cell(list(leaf.shape)), leaf.fingerprint] for leaf in absent]
+        rest = [[_cell(x.path), x.dtype, _cell(list(x.shape)), x.fingerprint] for x in one.manifest.left_out]
         _table(("leaf", "dtype", "shape", "fingerprint"), rest, left=4)
     return OK
 
