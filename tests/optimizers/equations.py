@@ -117,15 +117,17 @@ def adafactor(g, p, s, h):
     return p - u - h.lr * h.wd * p
 
 
-def newton_schulz(x, coefficients, steps, epsilon):
-    a, b, c = coefficients
+def polynomials(x, triples):
     turned = x.shape[0] > x.shape[1]
     x = x.T if turned else x
-    x = x / max(np.linalg.norm(x), epsilon)
-    for _ in range(steps):
+    for a, b, c in triples:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if turned else x
+
+
+def newton_schulz(x, coefficients, steps, epsilon):
+    return polynomials(x / max(np.linalg.norm(x), epsilon), [coefficients] * steps)
 
 
 def muon(g, p, s, h):
