@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from optax import contrib
 
 import jstep
 
@@ -64,6 +65,18 @@ def test_presets_are_their_lists(name: str, shape: tuple[int, int], normalizatio
     found = made(x, ns_coefficients=name, normalization=normalization)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(made(1e-4 * x, ns_coefficients=name, normalization=normalization), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
+@pytest.mark.parametrize("name", ["jordan", "dion"])
+def test_presets_are_those_of_optax(name: str, normalization: Any) -> None:
+    x = {"w": jnp.float32(with_spectrum(np.linspace(0.4, 1.0, 12), (12, 20)))}
+    theirs = contrib.scale_by_muon(LISTS[name][0], 5, 0.0, nesterov=False, preconditioning=normalization)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        expected = theirs.update(x, theirs.init(x), x)[0]["w"]
+    np.testing.assert_allclose(
+        made(x["w"], ns_coefficients=name, normalization=normalization), expected, rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
