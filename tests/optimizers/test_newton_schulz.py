@@ -71,7 +71,14 @@ def test_presets_are_their_lists(name: str, shape: tuple[int, int], normalizatio
 @pytest.mark.parametrize("name", ["jordan", "dion"])
 def test_presets_are_those_of_optax(name: str, normalization: Any) -> None:
     x = {"w": jnp.float32(with_spectrum(np.linspace(0.4, 1.0, 12), (12, 20)))}
-    theirs = contrib.scale_by_muon(LISTS[name][0], 5, 0.0, nesterov=False, preconditioning=normalization)
+    theirs = contrib.scale_by_muon(
+        LISTS[name][0],
+        5,
+        0.0,
+        nesterov=False,
+        preconditioning=normalization,
+        weight_dimension_numbers={"w": contrib.MuonDimensionNumbers()},
+    )
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         expected = theirs.update(x, theirs.init(x), x)[0]["w"]
     np.testing.assert_allclose(
