@@ -11,6 +11,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_number
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step
+from jstep.core.when_concrete import when_concrete
 from jstep.optimizers.arguments import rate
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -133,20 +134,28 @@ def _given(radius: Any, path: str) -> float:
 
 
 def _refuse_zeros(params: Params, matrix_axes: Callable[[str, Any], MatrixAxes]) -> None:
-    """Refuses matrices whose norm is 0, as far as their values are known."""
+    """Refuses matrices whose norm is 0, at the latest when their values are known."""
     for path, leaf in own_leaves(params):
-        if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf) and not _is_elsewhere(leaf):
-            axes = tuple(axis for part in matrix_axes(path, leaf) for axis in part)
-            with jax.ensure_compile_time_eval():
-                norms = jax.device_get(_norms(leaf, axes))
-            if not np.all((norms > 0) | np.isnan(norms)):
-                stack = np.argwhere(norms == 0)[0]
-                which = f"the matrix {tuple(stack.tolist())} of the leaf" if stack.size else "the leaf"
-                raise ValueError(
-                    f"params: {which} at {trees.quoted(path)} has norm 0: must not be zero, as on_hyperball keeps the "
-                    "norm and it would stay zero; initialize it with random numbers, or train it by another optimizer "
-                    "beside this one (jstep.partition)"
-                )
+        if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
+            axes = sum(matrix_axes(path, leaf), ())
+            if trees.is_traced(leaf):
+                when_concrete(path, _refuse_zero, axes)
+            else:
+                _refuse_zero(path, leaf, axes)
+
+
+def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
+    if not trees.is_array(leaf) or _is_elsewhere(leaf):
+        return
+    with jax.ensure_compile_time_eval():
+        norms = jax.device_get(_norms(leaf, axes))
+    if np.any(norms == 0):
+        place = tuple(np.argwhere(norms == 0)[0].tolist())
+        raise ValueError(
+            f"params: {f'the matrix {place} of ' if place else ''}the leaf at {trees.quoted(path)} has norm 0: must "
+            "not be zero, as on_hyperball keeps the norm and it would stay zero; initialize it with random numbers, or "
+            "train it by another optimizer beside this one (jstep.partition)"
+        )
 
 
 def _is_elsewhere(leaf: Any) -> bool:
