@@ -33,6 +33,11 @@ def blocks_of_adamw(lr: Any) -> jstep.Optimizer:
     return jstep.chain(jstep.scale_by_adam(), jstep.add_weight_decay(0.0), jstep.scale_by_learning_rate(lr))
 
 
+def on_a_sphere(path: str, leaf: Any) -> str:
+    """Without the matrix of sharding/layouts.py that begins as zeros, and would stay so."""
+    return "other" if path == "deep/y" else by_matrix(path, leaf)
+
+
 def under(label: str, *names: str) -> tuple[str, ...]:
     return tuple(sorted((*(f"{label}/{name}" for name in names), *(f"other/{name}" for name in ADAM))))
 
@@ -176,7 +181,7 @@ MODERN = {
     "adamh": Entry(
         lambda lr: jstep.partition(
             {"muon": jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(lr)), "other": jstep.adam(lr)},
-            by_matrix,
+            on_a_sphere,
         ),
         slots_under("muon", ZEROS),
         under("muon", *ADAM),
@@ -216,7 +221,7 @@ MODERN = {
                 ),
                 "other": jstep.adam(lr),
             },
-            by_matrix,
+            on_a_sphere,
         ),
         slots_under("muon", {"momentum": 0.0, "neuron_v": "other"}),
         under("muon", "epsilon", "learning_rate", "momentum", "neuron_beta2", "neuron_epsilon", "radius"),
