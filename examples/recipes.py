@@ -7,8 +7,8 @@
 Each recipe is what people train with, at a rate that suits it: warm-up, a plateau, a decay to nothing (WSD), but for
 schedule-free, which needs no decay. What decays are matrices; embeddings and heads are left to AdamW where the rest
 goes to Muon. AdamH, MuonH, NorMuon and NorMuonH are chains of blocks: `H` keeps the norm of every matrix (Hyperball),
-`Nor` evens out its neurons. Their heads are on the sphere, too, and nothing decays there. The table says how far each came, what it keeps besides the parameters, and what a step takes. The model
-and its text are those of char_lm.py.
+`Nor` evens out its neurons. With H heads are on the sphere, too, and nothing decays. The table says how far each
+came, what it keeps besides the parameters, and what a step takes. The model and its text are those of char_lm.py.
 """
 
 import argparse

@@ -184,6 +184,7 @@ def test_the_partition_that_an_error_shows_works(label: str) -> None:
         (lambda: jstep.on_hyperball(np.nan), ValueError, "learning_rate=nan"),
         (lambda: jstep.on_hyperball(0.1, 0.0), ValueError, "radius=0"),
         (lambda: jstep.on_hyperball(0.1, np.nan), ValueError, "radius=nan"),
+        (lambda: jstep.on_hyperball(0.1, float), TypeError, "radius=float"),
         (lambda: jstep.on_hyperball(0.1, "2"), TypeError, "radius='2'"),
         (lambda: jstep.on_hyperball(0.1, axes=(0, 1)), TypeError, r"axes=\(0, 1\): must be a function"),
         (lambda: jstep.normalize_neurons(1.0), ValueError, "beta2=1.0"),

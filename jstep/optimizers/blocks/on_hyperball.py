@@ -90,8 +90,9 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
 
     hyper: dict[str, Any] = {"learning_rate": rate(learning_rate)}
     flags = {"axes": by_path(matrix_axes)}
-    if callable(radius):
-        flags["radius"] = by_path(lambda path, leaf: _given(radius(path, leaf), path))
+    if callable(radius) and not isinstance(radius, type):
+        of_leaf: Any = radius
+        flags["radius"] = by_path(lambda path, leaf: _given(of_leaf(path, leaf), path))
     elif radius is not None:
         hyper["radius"] = checked("radius", radius, low=0, above=True)
     optimizer = leafwise(hyperball_rule, hyper=hyper, flags=flags, sparse=False)
