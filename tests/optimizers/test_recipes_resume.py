@@ -50,7 +50,7 @@ def test_resumed_planned_and_with_costs(name: str) -> None:
     assert jstep.verify_resume(lambda: jstep.TrainState.create(params, optimizer), train_step, data, 3, 6).ok
     state = jstep.TrainState.create(params, optimizer)
     assert jstep.cost(train_step, state, *data[0]).flops > 0
-    assert "rate" in str(jstep.plan(optimizer, 6))
+    assert ("rate" in str(jstep.plan(optimizer, 6))) == (name != "AdamH")  # the state holds it
     for one in data:
         state, metrics = train_step(state, *one)
     new = state.slots["master"] if low else state.params
