@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,23 @@ SMALL = 64 * 64
 """Matrices of up to so many elements are faster in one batch on a CPU, too; larger ones one by one."""
 
 
+Normalization: TypeAlias = Literal["frobenius", "schatten"]
+
+
 class Iteration(NamedTuple):
-    """How to orthogonalize, fixed when the optimizer is made."""
+    """How to orthogonalize, fixed when the optimizer is made.
+
+    Attributes:
+        coefficients: (a, b, c) of each step.
+        dtype: The dtype of the products; None for that of the matrices.
+        safety: What the norm is multiplied by: steep polynomials diverge just above 1.
+        schatten: Whether the norm is Schatten's of order 4, and not Frobenius'.
+    """
 
     coefficients: tuple[tuple[float, float, float], ...]
     dtype: Any
+    safety: float = 1.0
+    schatten: bool = False
 
 
 def orthogonalized(matrices: Sequence[Array], iteration: Iteration, epsilon: Any) -> list[Array]:
@@ -62,13 +74,28 @@ def _newton_schulz(x: Array, epsilon: Any, iteration: Iteration) -> Array:
     wide = x.dtype
     turned = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -2, -1) if turned else x
-    length = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-    x = (x / jnp.maximum(length, jnp.asarray(epsilon).astype(wide))).astype(iteration.dtype or wide)
-    for a, b, c in iteration.coefficients:
+    smallest = jnp.asarray(epsilon).astype(wide)
+    length = _length(x)
+    # Schatten's norm is that of the first product, of matrices of norm 1: small ones would be squared to nothing.
+    by = jnp.maximum(length if iteration.schatten else iteration.safety * length, smallest)
+    x = (x / by).astype(iteration.dtype or wide)
+    gram = None
+    if iteration.schatten:
         gram = x @ jnp.swapaxes(x, -2, -1)
+        square = gram.astype(wide)
+        by = jnp.maximum(iteration.safety * jnp.sqrt(_length(square)), smallest / by)
+        x, gram = (x.astype(wide) / by).astype(x.dtype), (square / jnp.square(by)).astype(x.dtype)
+    for a, b, c in iteration.coefficients:
+        gram = x @ jnp.swapaxes(x, -2, -1) if gram is None else gram
         x = a * x + (b * gram + c * (gram @ gram)) @ x
+        gram = None
     x = jnp.swapaxes(x, -2, -1) if turned else x
     return x.astype(wide)
+
+
+def _length(x: Array) -> Array:
+    """The Frobenius norm of each matrix."""
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
 
 
 # Traced and lowered once for all matrices of one shape; XLA inlines it.
