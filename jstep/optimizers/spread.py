@@ -75,9 +75,7 @@ def spread(members: Sequence[Array], layout: Layout, compute: Callable[[Array], 
     for hop in reversed(hops):
         stack = _constrained(stack, layout.mesh, hop)
     ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    return [
-        stack[first:end].reshape(member.shape) for member, first, end in zip(members, ends, ends[1:], strict=False)
-    ]
+    return [stack[first:end].reshape(member.shape) for member, first, end in zip(members, ends, ends[1:], strict=False)]
 
 
 def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:

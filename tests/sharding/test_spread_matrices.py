@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jstep
 
@@ -91,9 +92,7 @@ def test_so_on_explicit_axes(name):
     assert flops < 1.3 * IDEAL
     assert sum(collectives.values()) <= 12
     alone = jstep.muon(1e-2, distribute=False)
-    assert_same(
-        after(several, layout, AxisType.Explicit, optimizer), after(several, layout, AxisType.Explicit, alone)
-    )
+    assert_same(after(several, layout, AxisType.Explicit, optimizer), after(several, layout, AxisType.Explicit, alone))
 
 
 def test_so_under_zero1():
