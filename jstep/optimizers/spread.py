@@ -82,7 +82,8 @@ def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:
     """The ways in which a stack is split, one after the other: from rows and columns alone to matrices alone."""
     sizes, used = layout.mesh.shape, {*layout.rows, *layout.columns}
     free = tuple(name for name in layout.mesh.axis_names if name not in used and sizes[name] > 1)
-    batch, rows, columns = (), layout.rows, layout.columns
+    batch: Names = ()
+    rows, columns = layout.rows, layout.columns
     hops = [(batch, rows, columns)]
     taken = math.prod(sizes[name] for name in used)
     chosen = min(_subsets(free), key=lambda names: (_rounds(count, taken, names, sizes), len(names)))
