@@ -33,6 +33,7 @@ def muon(
     axes: Axes | None = None,
     ns_dtype: Any = jnp.float32,
     normalization: Normalization = "frobenius",
+    distribute: bool = True,
 ) -> Optimizer:
     """Muon: M = μ·M + (1−μ)·g; G = (1−μ)·g + μ·M by Nesterov, or M; p −= lr·(scale·(about UVᵀ) + weight_decay·p).
 
@@ -54,6 +55,7 @@ def muon(
             count matrices. Unless told the last two are, (in, out) as in Flax.
         ns_dtype: The dtype of the iteration's products.
         normalization: The norm that is divided by, "frobenius" or "schatten"; see `orthogonalize`.
+        distribute: Whether matrices of one shape are spread over the devices of their mesh; see `orthogonalize`.
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0).
@@ -83,7 +85,7 @@ def muon(
             hyper={"momentum": checked("momentum", momentum, low=0, high=1)},
             sparse=False,
         ),
-        orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype, normalization),
+        orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype, normalization, distribute),
         leafwise(
             step_rule,
             hyper={"learning_rate": rate(learning_rate)} | decay_hyper(weight_decay),

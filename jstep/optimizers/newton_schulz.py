@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.types import Array
+from jstep.optimizers.spread import Layout, spread
 
 SMALL = 64 * 64
 """Matrices of up to so many elements are faster in one batch on a CPU, too; larger ones one by one."""
@@ -33,24 +34,31 @@ class Iteration(NamedTuple):
     schatten: bool = False
 
 
-def orthogonalized(matrices: Sequence[Array], iteration: Iteration, epsilon: Any) -> list[Array]:
+def orthogonalized(
+    matrices: Sequence[Array], iteration: Iteration, epsilon: Any, layouts: Sequence[Layout | None]
+) -> list[Array]:
     """Each of some matrices [..., rows, columns], made about orthogonal.
 
     Matrices of one shape go through the iteration in one batch where that is faster: on accelerators, which one small
-    matrix leaves idle, and where they are small. A CPU works on large ones one by one.
+    matrix leaves idle, and where they are small. A CPU works on large ones one by one. Those on a mesh are spread over
+    its devices.
 
     Args:
         matrices: Floating arrays; a zero matrix stays zero.
         iteration: How.
         epsilon: The smallest norm that is divided by.
+        layouts: How each is split over the devices of a mesh; None if it is not to be spread over them.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, matrix in enumerate(matrices):
-        groups.setdefault((matrix.shape, matrix.dtype), []).append(i)
+    for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):
+        shape = matrix.shape if layout is None else matrix.shape[-2:]
+        groups.setdefault((shape, matrix.dtype, layout), []).append(i)
     answers: dict[int, Array] = {}
-    for (shape, _), places in groups.items():
+    for (shape, _, layout), places in groups.items():
         members = [matrices[i] for i in places]
-        if len(members) == 1:
+        if layout is not None and sum(math.prod(member.shape[:-2]) for member in members) > 1:
+            together = spread(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
+        elif len(members) == 1:
             together = [newton_schulz(members[0], epsilon, iteration)]
         elif math.prod(shape) <= SMALL:
             together = _batched(iteration)(epsilon, *members)

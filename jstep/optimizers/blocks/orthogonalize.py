@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import one_of
+from jstep.core.checks import as_bool, one_of
 from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.layouts import layout_of
 from jstep.core.types import Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers.arguments import low_dtype
 from jstep.optimizers.held import held_names, held_slots
@@ -21,6 +22,7 @@ from jstep.optimizers.matrix_axes import Axes, axes_of, checked_axes, partition_
 from jstep.optimizers.names import Init, Role, Roles
 from jstep.optimizers.newton_schulz import Iteration, Normalization, as_matrix, orthogonalized
 from jstep.optimizers.ns_presets import COEFFICIENTS, triples_and_safety
+from jstep.optimizers.spread import layout_of_matrix
 
 Scale = Literal["rms", "original"]
 SCALES: dict[str | None, Callable[[int, int], float]] = {
@@ -38,6 +40,7 @@ def orthogonalize(
     axes: Axes | None = None,
     ns_dtype: Any = jnp.float32,
     normalization: Normalization = "frobenius",
+    distribute: bool = True,
 ) -> Optimizer:
     """Orthogonalization: scale · (about UVᵀ, where the update is USVᵀ), a Newton–Schulz iteration for each matrix.
 
@@ -57,6 +60,8 @@ def orthogonalize(
         ns_dtype: The dtype of the products; `jnp.bfloat16` is faster on accelerators, and off by a hundredth.
         normalization: "frobenius" for the Frobenius norm ‖u‖; "schatten" for √‖uuᵀ‖, the Schatten-4 norm, which is
             nearer to the largest singular value (so that fewer iterations do as well) and costs no product.
+        distribute: Whether matrices of one shape are spread over the devices of their mesh, each whole on one device,
+            so that no device repeats the work of another. On one device it changes nothing.
 
     Returns:
         An element of a chain without slots.
@@ -84,6 +89,7 @@ def orthogonalize(
     hyper = {"epsilon": checked("epsilon", epsilon, low=0, above=True)}
     factor = SCALES[one_of(scale, "scale", list(SCALES))]
     chosen = checked_axes(axes)
+    is_spread = as_bool(distribute, "distribute")
     told = "to be made orthogonal", partition_shown("muon", "jstep.muon(1e-3)")
 
     def matrix_axes(params: Params) -> list[Any]:
@@ -103,14 +109,17 @@ def orthogonalize(
                 raise missing_slot(name, given)
         small = value_at("epsilon", hyper["epsilon"], step, given)
         new: list[Any] = [None] * len(gradients)
-        matrices, ways = {}, {}
-        for i, (gradient, leaf, where) in enumerate(
-            zip(gradients, jax.tree.leaves(params), matrix_axes(params), strict=True)
+        matrices, ways, layouts = {}, {}, []
+        for i, (gradient, leaf, where, (path, _)) in enumerate(
+            zip(gradients, jax.tree.leaves(params), matrix_axes(params), own_leaves(params), strict=True)
         ):
             if gradient is not None:
+                sharding = layout_of(path) if is_spread else None
+                layouts.append(layout_of_matrix(sharding, leaf.shape, where))
                 dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
                 matrices[i], ways[i] = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), where)
-        for i, answer in zip(matrices, orthogonalized(list(matrices.values()), iteration, small), strict=True):
+        made = orthogonalized(list(matrices.values()), iteration, small, layouts)
+        for i, answer in zip(matrices, made, strict=True):
             new[i] = factor(*answer.shape[-2:]) * ways[i](answer)
         return treedef.unflatten(new), {name: given[name] for name in held_names(hyper)}
 
