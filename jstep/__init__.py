@@ -19,7 +19,8 @@ Optimizers of tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl
     More: sgd, signum, adabelief, adadelta, adamax, novograd, rprop, yogi; without a rate to tune: prodigy;
     schedule_free_sgd, schedule_free_adamw with schedule_free_params for evaluation.
     Around one: chain, partition, scope, skip_nonfinite, master_weights, stochastic_rounding, lookahead, slow_params,
-    dynamic_loss_scale, cautious, update_every; with_moving_average, ExponentialMovingAverage, averaged_params.
+    dynamic_loss_scale, cautious, update_every; with_moving_average, ExponentialMovingAverage, averaged_params;
+    with_noise_scale.
     In a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio, scale_by_learning_rate,
     scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients, normalize_gradients, orthogonalize,
     trace. Custom: Optimizer, Context, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule, from_optax.
