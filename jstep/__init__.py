@@ -42,6 +42,7 @@ Many devices: shard_state, shard_batch, fsdp_specs; distributed.initialize for m
     devices that only compile.
 Tools: verify_resume (a ResumeReport), replay (a Replay), fingerprint and DivergenceError, find_nonfinite (a NonFinite);
     before a run: plan (a Plan), cost (a Cost with Collective entries); after it: goodput (a Goodput).
+Wider models: mup for rates and initial values (MupFactors), coord_check whether they transfer (a CoordCheck).
 Summaries for TensorBoard: summary.scalar and others, summary.SummaryWriter. `python -m jstep --help`: the command line.
 """
 

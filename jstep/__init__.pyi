@@ -184,6 +184,10 @@ from jstep.training import TrainStep as TrainStep
 from jstep.training import apply_gradients as apply_gradients
 from jstep.training import minimize as minimize
 from jstep.training import scan_steps as scan_steps
+from jstep.transfer import CoordCheck as CoordCheck
+from jstep.transfer import MupFactors as MupFactors
+from jstep.transfer import coord_check as coord_check
+from jstep.transfer import mup as mup
 
 __version__: str
 __all__: list[str]

@@ -2,12 +2,12 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax
 
-from jstep.core import trees
+from jstep.core import paths, trees
 from jstep.core.types import Params
 from jstep.core.var_list import VarList, check_form, flags
 
@@ -47,6 +47,17 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
         return [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
 
     return values
+
+
+def first_match(argument: str, entries: Iterable[str]) -> Flag:
+    """For each leaf the first path or glob that means it, or None; each has to match something."""
+    globs = list(entries)
+
+    def of(params: Params) -> list[Any]:
+        flags(params, globs, argument)
+        return [next((glob for glob in globs if paths.matches(names, glob)), None) for names in paths.names_of(params)]
+
+    return lambda params: on_whole(params, of)
 
 
 def own_leaves(params: Params) -> list[tuple[str, Any]]:
