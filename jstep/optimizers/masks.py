@@ -50,12 +50,21 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
 
 
 def first_match(argument: str, entries: Iterable[str]) -> Flag:
-    """For each leaf the first path or glob that means it, or None; each has to match something."""
+    """For each leaf the first path or glob that means it, or None; each has to match something.
+
+    What is the path of a leaf means that leaf alone, whatever marks of globs it has.
+    """
     globs = list(entries)
 
     def of(params: Params) -> list[Any]:
         flags(params, globs, argument)
-        return [next((glob for glob in globs if paths.matches(names, glob)), None) for names in paths.names_of(params)]
+        everything = paths.names_of(params)
+        exact = {name for names in everything for name in names}
+
+        def means(glob: str, names: tuple[str, ...]) -> bool:
+            return glob in names if glob in exact else paths.matches(names, glob)
+
+        return [next((glob for glob in globs if means(glob, names)), None) for names in everything]
 
     return lambda params: on_whole(params, of)
 

@@ -36,7 +36,7 @@ class Widths:
 
     @property
     def kind(self) -> str:
-        """Which: "hidden" if both ways are wider, "input" if only the outputs are, "output" if only the inputs, or "none"."""
+        """Which: "hidden" (wider both ways), "input" (only the outputs), "output" (only the inputs) or "none"."""
         return {(1, 1): "hidden", (0, 1): "input", (1, 0): "output", (0, 0): "none"}[self.r_in != 1, self.r_out != 1]
 
     @property
@@ -152,8 +152,8 @@ def _widths(
         if axis not in ins and axis not in outs:
             raise ValueError(
                 f"axes: axis {axis} of the leaf at {trees.quoted(path)} grows from {base[axis]} to {target[axis]} "
-                f"(shape {base} to {target}), but is neither an input nor an output axis, which are {ins} and {outs}; compare "
-                "models of one depth, or give axes=lambda path, leaf: (in, out)"
+                f"(shape {base} to {target}), but is neither an input nor an output axis, which are {ins} and {outs}; "
+                "compare models of one depth, or give axes=lambda path, leaf: (in, out)"
             )
 
     def fan(shape: tuple[int, ...], some: tuple[int, ...]) -> int:

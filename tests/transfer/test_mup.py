@@ -102,7 +102,7 @@ def test_axes() -> None:
         "b": "input", "conv": "hidden", "out": "hidden", "stack": "input"
     }  # fmt: skip
     assert factors.widths["out"].r_in == 2
-    assert {path: rate for path, rate in factors.rates.items()} == {"b": 1, "conv": 0.5, "out": 0.5, "stack": 1}
+    assert dict(factors.rates) == {"b": 1, "conv": 0.5, "out": 0.5, "stack": 1}
     with pytest.raises(ValueError, match=r"axes: axis 0 of the leaf at 'out' grows from 2 to 4"):
         jstep.mup({"out": small["out"]}, {"out": wide["out"]})
     by_row = jstep.mup({"w": jnp.zeros((4, 2))}, {"w": jnp.zeros((8, 2))}, axes=lambda path, leaf: (0, None))
@@ -143,7 +143,7 @@ def test_bad_input() -> None:
         jstep.mup(f(8), f(8), optimizer="lion")
     with pytest.raises(ValueError, match="optimizer="):
         jstep.mup(f(8), f(8), optimizer=jstep.adam())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"target: the leaf at 'a/w' is a str"):
+    with pytest.raises(TypeError, match=r"base: the leaf at 'a/w' is a str"):
         jstep.mup({"a": {"w": "x"}}, {"a": {"w": "x"}})
     with pytest.raises(TypeError, match="base=None"):
         jstep.mup(None, None)
@@ -160,7 +160,7 @@ def test_bad_input() -> None:
         (0, 5): ValueError,
         (1, -1): ValueError,
     }.items():
-        with pytest.raises(error, match="axes: .*'a/w'"):
+        with pytest.raises(error, match=r"axes: .*'a/w'"):
             jstep.mup(f(8, 8), f(8, 8), axes=lambda path, leaf, axes=axes: axes)
 
 
@@ -173,7 +173,8 @@ def test_initial_values() -> None:
     for initial in (factors.initial, jax.jit(factors.initial)):
         found = initial(wide)
         np.testing.assert_array_equal(found["w"], np.full((16, 2), 0.5))
-        assert found["n"] == 5 and found["none"] is None
+        assert found["n"] == 5
+        assert found["none"] is None
     half = factors.initial({**wide, "w": wide["w"].astype(jnp.bfloat16)})
     assert half["w"].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match=r"params: the leaf at 'w' has shape \(4, 2\), in target \(16, 2\)"):
@@ -197,7 +198,7 @@ def step_with(optimizer: jstep.Optimizer, params: Any) -> Any:
 
 
 def test_rates_and_decays_in_a_chain() -> None:
-    """lr·wd stays what it is in the base, while the rate is scaled; also with paths that begin alike, or look like globs."""
+    """lr·wd stays what it is in the base, while the rate is scaled; paths begin alike, or look like globs."""
     names = ["w", "ww", "w*", "w[x]"]
     small = {name: jnp.ones((2 + i, 2)) for i, name in enumerate(names)}
     wide = {name: jnp.ones(((2 + i) * (i + 2), 2)) for i, name in enumerate(names)}
