@@ -29,7 +29,7 @@ class Role(enum.Enum):
 
 
 AGES = (Role.AGE, Role.OWN_AGE)
-_HIDDEN = dict.fromkeys((Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT), Role.HIDDEN_NOISE)
+_HIDDEN: dict[Role | None, Role] = dict.fromkeys((Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT), Role.HIDDEN_NOISE)
 
 
 class Roles(dict[str, Role | None]):
