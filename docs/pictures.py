@@ -240,7 +240,7 @@ def width_transfer(path: pathlib.Path) -> None:
         axes[column].set_ylim(2.0**-4.5, 2.0**1.5)
         axes[column].set_xlabel("learning rate")
         axes[2].loglog(WIDTHS, best, marker="o", base=2, color=BLUE if with_factors else GREY, label=name)
-    axes[0].legend(frameon=False, title="width", fontsize=8)
+    axes[1].legend(frameon=False, title="width", fontsize=8, loc="lower left")
     axes[2].set_xlabel("width")
     axes[2].set_ylim(2.0**-10, 2.0**-3)
     axes[2].set_title("best learning rate", fontsize=9, loc="left")
