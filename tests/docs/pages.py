@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
@@ -43,7 +44,15 @@ def run_page(page: pathlib.Path, change: Callable[[str], str] = str) -> dict[str
     """Run the blocks of a page in order, each after a change of its text; return the names they define."""
     names: dict[str, object] = {"__name__": "__main__"}
     # A page is read with JAX's own settings, not with those of our tests; what it does to the environment is undone.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), mock.patch.dict(os.environ):
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.legacy_prng_key("allow"),
+        mock.patch.dict(os.environ),
+        warnings.catch_warnings(),
+    ):
+        # Keras 3.15 meets a newer NumPy than it knew.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"keras\.")
         for line, code, needs in blocks_of(page):
             if all(importlib.util.find_spec(module) for module in needs):
                 exec(compile("\n" * line + change(code), str(page), "exec"), names)
