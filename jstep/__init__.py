@@ -37,6 +37,7 @@ Running: train; it ends by Preempted at a SIGTERM. Hooks: Hook and every for you
 Evaluating: evaluator, with metrics.auc and others; EarlyStopping, KeepBest, ReduceOnPlateau act on what an
     EvaluationHook finds.
 Checkpoints: Saver, latest_checkpoint, checkpoint_name, CheckpointError.
+Weights in safetensors files, as on the Hugging Face Hub: load_weights, save_weights.
 Many devices: shard_state, shard_batch, fsdp_specs; distributed.initialize for many processes; topology for a mesh of
     devices that only compile.
 Tools: verify_resume (a ResumeReport), replay (a Replay), fingerprint and DivergenceError, find_nonfinite (a NonFinite);

@@ -183,6 +183,8 @@ from jstep.training import TrainStep as TrainStep
 from jstep.training import apply_gradients as apply_gradients
 from jstep.training import minimize as minimize
 from jstep.training import scan_steps as scan_steps
+from jstep.weights import load_weights as load_weights
+from jstep.weights import save_weights as save_weights
 
 __version__: str
 __all__: list[str]

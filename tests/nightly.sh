@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that takes too long for each change: the newest versions, the lowest, XLA's own optimization level, 20 000
-# steps with everything on, XLA's compilers for TPUs and GPUs.
+# steps with everything on, XLA's compilers for TPUs and GPUs, SLURM where it is
+# installed.
 #
 #   tests/nightly.sh [pytest arguments]
 #
@@ -34,6 +35,9 @@ step lowest env PYTHON="$python" tests/versions.sh lowest "$@"
 step optimized env XLA_FLAGS= JSTEP_WHOLE_MATRIX=1 "$python" -m pytest -n 2 "$@"
 step soak env PYTHONPATH=. "$python" tests/soak.py
 step compilers tests/compilers.sh "$@"
+if [ -x tests/slurm.sh ] && command -v sbatch > /dev/null; then
+    step slurm env PYTHON="$python" tests/slurm.sh
+fi
 
 printf '\n'
 printf '%s\n' "${results[@]}"

@@ -28,7 +28,7 @@ STOREYS = [
     {"training"},
     {"distributed", "stores", "topologies"},
     {"data", "queues", "checkpoint", "summary"},
-    {"fingerprints", "timeline"},
+    {"fingerprints", "timeline", "weights"},
     {"hooks"},
     {"evaluating"},
     {"loop"},
@@ -191,7 +191,7 @@ def test_the_package_only_reexports() -> None:
 
 
 FORBIDDEN = {"optax", "flax", "tensorflow", "haiku", "equinox", "chex", "torch", "keras"}
-LAZY = {"orbax", "tensorstore", "tensorboard", "matplotlib", "sklearn", "google"}
+LAZY = {"orbax", "tensorstore", "tensorboard", "matplotlib", "sklearn", "google", "safetensors"}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -259,7 +259,17 @@ def test_a_bare_import_loads_nothing_heavy() -> None:
         for use in ("jstep.__all__", every)
     )
     assert "jax" not in bare.stdout.split(), "a name is loaded when it is asked for"
-    heavy = {"orbax", "tensorboard", "tensorboardX", "matplotlib", "tensorflow", "sklearn", "tensorstore", "pandas"}
+    heavy = {
+        "orbax",
+        "tensorboard",
+        "tensorboardX",
+        "matplotlib",
+        "tensorflow",
+        "sklearn",
+        "tensorstore",
+        "pandas",
+        "safetensors",
+    }
     assert not set(done.stdout.split()) & (heavy | FORBIDDEN)
 
 

@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint holds, or which checkpoints a directory has."""
+"""`inspect`: what a checkpoint or a safetensors file holds, or which checkpoints a directory has."""
 
 import argparse
 from typing import Any
@@ -6,27 +6,30 @@ from typing import Any
 import numpy as np
 
 from jstep.checkpoint import CheckpointError
+from jstep.cli import weights
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of, time_of
 from jstep.cli.command import OK, TROUBLE, Command
-from jstep.cli.output import as_json, complain, printable
+from jstep.cli.output import as_json, cell, complain, printable, table
 from jstep.stores import is_directory, location
 from jstep.tools.nonfinite.numbers import is_inexact, range_of
 from jstep.tools.table import size
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint (run/model-1000), or a directory of them")
+    parser.add_argument("path", help="a checkpoint (run/model-1000), a directory of them, or safetensors")
     parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums")
     parser.add_argument("--json", action="store_true", help="one JSON object, in one line")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     path = location(arguments.path, "path")
+    if weights.are_at(path):
+        return weights.show(path, arguments)
     one = at(path)
     if one is not None:
         return _checkpoint(one, arguments)
     if not is_directory(path):
-        raise FileNotFoundError(f"no checkpoint and no directory of checkpoints: {path}")
+        raise FileNotFoundError(f"no checkpoint, directory of checkpoints or safetensors file: {path}")
     return _directory(path, arguments)
 
 
@@ -54,8 +57,8 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
         print(f"extra {printable(as_json(one.manifest.extra))}")
     print()
     heads = ("leaf", "dtype", "shape", "bytes", "min", "max", "mean", "non-finite")
-    _table(heads, [[_cell(row.get(key)) for key in ("path", "dtype", "shape", "bytes", "min", "max", "mean")]
-                   + [_cell(row["nonfinite"])] for row in rows], left=3)  # fmt: skip
+    table(heads, [[cell(row.get(key)) for key in ("path", "dtype", "shape", "bytes", "min", "max", "mean")]
+                   + [cell(row["nonfinite"])] for row in rows], left=3)  # fmt: skip
     return OK
 
 
@@ -103,7 +106,7 @@ def _directory(path: str, arguments: argparse.Namespace) -> int:
     elif rows:
         heads = ["checkpoint", "saved", "step", "leaves", "size"] + ["every byte"] * arguments.verify
         verdict = {True: "as written", False: "DAMAGED", None: ""}
-        _table(heads, [[printable(row["name"]), row["time"], str(row["step"]), str(row["leaves"]), size(row["bytes"])]
+        table(heads, [[printable(row["name"]), row["time"], str(row["step"]), str(row["leaves"]), size(row["bytes"])]
                        + [verdict[row.get("verified")]] * arguments.verify for row in rows], left=2)  # fmt: skip
     for problem in problems:
         complain("inspect", problem)
@@ -121,25 +124,9 @@ def _about(one: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return printable(value)
-
-
-def _table(heads: Any, rows: list[list[str]], left: int) -> None:
-    """Prints columns, the first ones flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in [list(heads), *rows]:
-        cells = [
-            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
-
-
-COMMAND = Command("inspect", "show what a checkpoint holds, or the checkpoints of a directory", _add_arguments, _run)
+COMMAND = Command(
+    "inspect",
+    "show what a checkpoint, a directory of them, or safetensors hold",
+    _add_arguments,
+    _run,
+)

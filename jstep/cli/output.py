@@ -21,6 +21,28 @@ def complain(command: str, what: object) -> None:
     print(f"jstep {command}: {printable(what)}", file=sys.stderr)
 
 
+def cell(value: Any) -> str:
+    """A value as a table shows it."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return printable(value)
+
+
+def table(heads: Any, rows: list[list[str]], left: int) -> None:
+    """Prints columns, the first ones flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in [list(heads), *rows]:
+        cells = [
+            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
 def _plain(x: Any) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
         return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"

@@ -1,5 +1,6 @@
 """How a training step gathers the summaries made inside a loss, without knowing the package that makes them."""
 
+import contextvars
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ Collect = Callable[[Callable[[], Any]], Callable[[], tuple[Any, Any]]]
 
 _known: list[Collect] = []
 _merges: list[Callable[[Any, Any], Any]] = []
+_lost: contextvars.ContextVar[list[None] | None] = contextvars.ContextVar("jstep_lost", default=None)
 
 
 def register(collect: Collect, merge: Callable[[Any, Any], Any]) -> None:
@@ -39,8 +41,20 @@ def together(made: Iterable[Any]) -> Any:
 def collecting(fn: Callable[[], Any]) -> tuple[Any, Any]:
     """The result of fn, and the summaries that were made in it and are not returned; None where there are none."""
     if not _known:
-        result = fn()
-        if not _known:
+        lost: list[None] = []
+        token = _lost.set(lost)
+        try:
+            result = fn()
+        finally:
+            _lost.reset(token)
+        if not lost:  # also if another thread has loaded summaries meanwhile: it is traced once, as ever
             return result, None
         # The loss itself was the first to load summaries: what it made then was gathered by nobody.
     return _known[0](fn)()
+
+
+def is_lost() -> None:
+    """Notes that a summary was made that nobody gathers."""
+    lost = _lost.get()
+    if lost is not None:
+        lost.append(None)

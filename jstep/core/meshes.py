@@ -44,7 +44,7 @@ def require_mesh(mesh: Any) -> Mesh:
 def mesh_of(tree: Any) -> Mesh | None:
     """The mesh that arrays (or shapes with shardings) are on; None on a single device, and of traced arrays."""
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not _is_traced(leaf):
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not is_traced(leaf):
             sharding = leaf.sharding
             if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
                 return sharding.mesh
@@ -53,7 +53,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 def on_host(value: Any) -> np.ndarray[Any, Any] | None:
     """The values of an array that is on a mesh, where this process has them; None for any other."""
-    if not isinstance(value, jax.Array) or _is_traced(value):
+    if not isinstance(value, jax.Array) or is_traced(value):
         return None
     if not isinstance(value.sharding, NamedSharding) or not (value.is_fully_replicated or value.is_fully_addressable):
         return None
@@ -113,7 +113,7 @@ def like(*trees: Any) -> Callable[[Any], Any]:
         for tree in trees:
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if isinstance(leaf, jax.Array):
-                    sharding = None if _is_traced(leaf) else leaf.sharding
+                    sharding = None if is_traced(leaf) else leaf.sharding
                     as_written = sharding.spec if isinstance(sharding, NamedSharding) else None
                     known[path, leaf.shape] = spec_of(leaf) if as_written is None else as_written
         return jax.tree_util.tree_map_with_path(
@@ -177,7 +177,7 @@ def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
         return leaf
     leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, _of_types(mesh, spec)))
     # JAX writes a spec in full; as written by the user it is the one that compiled programs know.
-    return leaf if _is_traced(leaf) else jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, spec))
+    return leaf if is_traced(leaf) else jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, spec))
 
 
 def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
@@ -193,7 +193,8 @@ def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*map(part, spec.partitions))
 
 
-def _is_traced(leaf: Any) -> bool:
+def is_traced(leaf: Any) -> bool:
+    """Whether JAX traces it, which then has no values, and on Auto axes no sharding."""
     return isinstance(leaf, jax.core.Tracer)
 
 
@@ -291,7 +292,7 @@ def atomic(fn: Callable[..., _R], *args: Any) -> _R:
         return fn(*treedef.unflatten(filled))
 
     arrays = [leaves[i] for i in places]
-    if any(map(_is_traced, arrays)):
+    if any(map(is_traced, arrays)):
         result: _R = jax.jit(whole)(arrays)
         return result
     jax.eval_shape(whole, arrays)

@@ -18,7 +18,7 @@ from jstep.core.var_list import VarList, check_form, selected
 from jstep.differentiate.connected import watched
 from jstep.differentiate.gating import GATE_OP, GATES, gated
 from jstep.differentiate.lookup import tables
-from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, specs_of_rows, split
+from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, number_of_parts, specs_of_rows, split
 from jstep.differentiate.returned import checked_aux, checked_loss, same_kind, taken_apart
 from jstep.differentiate.sharpness import checked_sharpness, perturbed
 from jstep.differentiate.unreduced import reduced_once, zeros_of_gradient
@@ -55,6 +55,7 @@ class Differentiation:
     has_aux: bool = False
     has_model_state: bool = False
     num_microbatches: int = 1
+    max_rows_per_device: int | None = None
     weight_fn: Callable[..., Any] | None = None
     gate_gradients: int = GATE_OP
     aggregation_method: AggregationMethod = AggregationMethod.DEFAULT
@@ -77,6 +78,8 @@ class Differentiation:
         n = as_int(self.num_microbatches, "num_microbatches")
         if n < 1:
             raise ValueError(f"num_microbatches={n}: must be ≥ 1")
+        if self.max_rows_per_device is not None:
+            as_int(self.max_rows_per_device, "max_rows_per_device", 1)
         as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
         if isinstance(self.gate_gradients, bool) or self.gate_gradients not in GATES:
             raise ValueError(f"gate_gradients={shown(self.gate_gradients)}: must be GATE_NONE, GATE_OP or GATE_GRAPH")
@@ -98,10 +101,15 @@ class Differentiation:
                     f"params: the leaf at {trees.quoted(path)} is {type(leaf).__name__}, which is no array or number; "
                     "keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
                 )
-        given = given._replace(rows=specs_of_rows(given.args, given.rows) if self.num_microbatches > 1 else None)
+        given = given._replace(rows=specs_of_rows(given.args, given.rows) if self.looks_at_rows else None)
         there = like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
         assert self.attempts is not None  # since it was made
         return self.attempts(self._of_batch, given, place=there)
+
+    @property
+    def looks_at_rows(self) -> bool:
+        """Whether it follows how the rows of the batch are sharded."""
+        return self.num_microbatches > 1 or self.max_rows_per_device is not None
 
     def _of_batch(self, given: Inputs) -> Part:
         params = given.params
@@ -120,7 +128,8 @@ class Differentiation:
 
     def _whole(self, given: Inputs, places: list[int]) -> Part:
         """The whole batch, at once or in microbatches; gradients are a list, of the leaves at `places`."""
-        n, key = self.num_microbatches, given.key
+        key = given.key
+        n = number_of_parts(given.args, given.rows, self.num_microbatches, self.max_rows_per_device)
         if n == 1:
             return self._one(
                 given if key is None else given._replace(kwargs={**(given.kwargs or {}), "rng": key}), places

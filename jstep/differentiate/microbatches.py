@@ -51,6 +51,40 @@ def specs_of_rows(args: tuple[Any, ...], rows: Any = None) -> list[PartitionSpec
     ]
 
 
+def number_of_parts(
+    args: tuple[Any, ...], specs: list[PartitionSpec | None], at_least: int, max_rows: int | None
+) -> int:
+    """In how many parts a batch is split, so that no device has more than `max_rows` rows of a part.
+
+    Args:
+        args: The batch.
+        specs: How its leaves are sharded, where that is known.
+        at_least: The least number of parts; the number itself without `max_rows`.
+        max_rows: The most rows of a part on each device.
+
+    Raises:
+        ValueError: The batch has no rows, or fewer than `at_least`.
+    """
+    if max_rows is None:
+        return at_least
+    what = f"max_rows_per_device={max_rows}"
+    first, size = _rows(args, what)
+    leaves = jax.tree.leaves(args, is_leaf=trees.is_none)
+    devices = max(_devices_of_rows(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True))
+
+    def on_each(n: int) -> int:
+        rows = size // n
+        return rows // devices if rows % devices == 0 else rows  # which may then be on every device
+
+    for n in range(at_least, size + 1):
+        if size % n == 0 and on_each(n) <= max_rows:
+            return n
+    raise ValueError(
+        f"{what}, num_microbatches={at_least}: no such number of microbatches divides the batch: {first} has {size} "
+        "rows; use a larger batch"
+    )
+
+
 def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
     """Each leaf (B, …) as (n, B/n, …): contiguous blocks of rows, or every n-th row where rows are sharded.
 
@@ -67,22 +101,7 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
     Raises:
         ValueError: A leaf has no leading axis, the leading axes differ, or n does not divide them.
     """
-    leaves = trees.leaves_with_paths(args)
-    if not leaves:
-        raise ValueError(f"num_microbatches={n}: there is no batch to split; pass it as an argument after params")
-    sizes = {}
-    for path, leaf in leaves:
-        place = f"batch argument {path}"
-        if np.ndim(leaf) == 0:
-            raise ValueError(
-                f"num_microbatches={n}: {place} is a scalar and has no rows to split; close over it in loss_fn, or "
-                "give it one value for each row"
-            )
-        sizes[place] = np.shape(leaf)[0]
-    first, size = next(iter(sizes.items()))
-    for place, other in sizes.items():
-        if other != size:
-            raise ValueError(f"num_microbatches={n}: {first} has {size} rows and {place} has {other}; they must agree")
+    first, size = _rows(args, f"num_microbatches={n}")
     if size % n or size == 0:
         raise ValueError(
             f"num_microbatches={n} does not divide the batch: {first} has {size} rows; use a batch of a multiple of {n}"
@@ -91,9 +110,7 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
     all_leaves: list[Any]
     treedef: Any
     all_leaves, treedef = jax.tree.flatten(args, is_leaf=trees.is_none)
-    strided = any(
-        leaf is not None and _has_sharded_rows(leaf, spec) for leaf, spec in zip(all_leaves, specs, strict=True)
-    )
+    strided = any(_devices_of_rows(leaf, spec) > 1 for leaf, spec in zip(all_leaves, specs, strict=True))
 
     def in_parts(leaf: Any) -> Any:
         rest = np.shape(leaf)[1:]
@@ -123,12 +140,34 @@ def _mesh_of(leaf: Any) -> Any:
     return explicit_mesh(leaf) or jax.sharding.get_abstract_mesh()
 
 
-def _has_sharded_rows(leaf: Any, spec: PartitionSpec | None) -> bool:
+def _rows(args: tuple[Any, ...], what: str) -> tuple[str, int]:
+    """A leaf of a batch that has rows, for errors, and their number, which all leaves agree on; `what` asks for it."""
+    leaves = trees.leaves_with_paths(args)
+    if not leaves:
+        raise ValueError(f"{what}: there is no batch to split; pass it as an argument after params")
+    sizes = {}
+    for path, leaf in leaves:
+        place = f"batch argument {path}"
+        if np.ndim(leaf) == 0:
+            raise ValueError(
+                f"{what}: {place} is a scalar and has no rows to split; close over it in loss_fn, or "
+                "give it one value for each row"
+            )
+        sizes[place] = np.shape(leaf)[0]
+    first, size = next(iter(sizes.items()))
+    for place, other in sizes.items():
+        if other != size:
+            raise ValueError(f"{what}: {first} has {size} rows and {place} has {other}; they must agree")
+    return first, size
+
+
+def _devices_of_rows(leaf: Any, spec: PartitionSpec | None) -> int:
+    """The number of devices that the rows of a leaf are sharded over; 1 where that is not known."""
+    if leaf is None or spec is None or not spec.partitions or spec.partitions[0] is None:
+        return 1
     mesh = _mesh_of(leaf)
-    if spec is None or mesh.empty or not spec.partitions or spec.partitions[0] is None:
-        return False
     names = spec.partitions[0] if isinstance(spec.partitions[0], tuple) else (spec.partitions[0],)
-    return math.prod(mesh.shape[name] for name in names) > 1
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in names)
 
 
 def accumulate(

@@ -6,8 +6,9 @@ import time
 
 import jax
 
-_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES")
-_TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
+from jstep.distributed import environment
+from jstep.distributed.environment import ADDRESS, COUNT, INDEX, Said
+
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", "[::1]"}
 
 
@@ -22,9 +23,12 @@ def initialize(
 ) -> None:
     """Joins the processes of a run; to be called before anything asks JAX for a device. A no-op on one process.
 
+    Without arguments it follows the launcher: the variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
+    `JAX_PROCESS_ID`; SkyPilot's (one process for each node); else what JAX finds by itself, under SLURM, Open MPI, on
+    Cloud TPU and GKE. It does nothing if JAX is initialized already, as Ray Train does it on GPUs and TPUs.
+
     Args:
-        coordinator_address: `"host:port"` of process 0. Under SLURM, Open MPI, on Cloud TPU and GKE it is found, as
-            are the others; `JAX_COORDINATOR_ADDRESS` sets it as well.
+        coordinator_address: `"host:port"` of process 0.
         num_processes: How many there are.
         process_id: Which one this is, 0 ≤ process_id < num_processes.
         initialization_timeout_secs: How long to wait for the others.
@@ -35,51 +39,61 @@ def initialize(
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: An argument is out of range or missing.
+        ValueError: An argument or a variable is out of range or missing, or two disagree; names them.
         TimeoutError: The coordinator cannot be reached; names its address.
-        RuntimeError: JAX has been used already.
+        RuntimeError: JAX has been used already, or is initialized with other processes than the arguments say.
 
     Example:
         >>> import jstep
         >>> jstep.distributed.initialize(num_processes=1)
 
     Source: `jax.distributed.initialize`. On the CPU collectives go through gloo. A coordinator on a loopback address
-    listens there alone; JAX's own default is every interface.
+    listens there alone; JAX's own default is every interface. Under SLURM JAX gives each task the GPU of its
+    `SLURM_LOCALID`; `JAX_LOCAL_DEVICE_IDS` gives it others, as does setting all three `JAX_*` variables.
     """
-    for name, value, low in (
-        ("num_processes", num_processes, 1),
-        ("process_id", process_id, 0),
-        ("initialization_timeout_secs", initialization_timeout_secs, 1),
-        ("heartbeat_timeout_secs", heartbeat_timeout_secs, 1),
-        ("shutdown_timeout_secs", shutdown_timeout_secs, 1),
+    for name, value in (
+        ("num_processes", num_processes),
+        ("process_id", process_id),
+        ("initialization_timeout_secs", initialization_timeout_secs),
+        ("heartbeat_timeout_secs", heartbeat_timeout_secs),
+        ("shutdown_timeout_secs", shutdown_timeout_secs),
     ):
-        if value is None:
+        if value is None and name in (COUNT, INDEX):
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}={value!r}: must be an integer, got {type(value).__name__}")
-        if value < low:
-            raise ValueError(f"{name}={value}: must be ≥ {low}")
-    if num_processes is not None and process_id is not None and process_id >= num_processes:
-        raise ValueError(f"process_id={process_id}: must be < num_processes={num_processes}")
+        if name not in (COUNT, INDEX) and value < 1:
+            raise ValueError(f"{name}={value}: must be ≥ 1")
     if coordinator_address is not None and not isinstance(coordinator_address, str):
         raise TypeError(f"coordinator_address={coordinator_address!r}: must be 'host:port'")
+    given = {ADDRESS: coordinator_address, COUNT: num_processes, INDEX: process_id}
+    arguments = {name: Said(value, name) for name, value in given.items() if value is not None}
+    environment.check_range(arguments)
+    if jax.distributed.is_initialized():
+        _check_joined(num_processes, process_id)
+        return
     if num_processes == 1:
         return
-    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    given = address is not None or num_processes is not None or process_id is not None
+    found = environment.known(arguments)
+    if environment.is_alone(found):
+        return
+    address, count, index = (found[name].value if name in found else None for name in (ADDRESS, COUNT, INDEX))
+    is_complete = environment.is_complete(found)
     bind = None
     if address is not None:
-        host, port = _host_and_port(address)
+        host, port = _host_and_port(found[ADDRESS])
         bind = f"{host}:{port}" if host in _LOOPBACK and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ else None
-        if process_id:
+        if is_complete and index:
             # JAX's own client ends the process when it gives up, without an exception.
-            _wait_for(host, port, address, initialization_timeout_secs)
+            _wait_for(host, port, found[ADDRESS], initialization_timeout_secs)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
             address,
-            num_processes,
-            process_id,
+            count,
+            index,
+            # JAX asks metadata servers and Kubernetes even for what it was given.
+            cluster_detection_method="deactivate" if is_complete else None,
             initialization_timeout=initialization_timeout_secs,
             heartbeat_timeout_seconds=heartbeat_timeout_secs,
             shutdown_timeout_seconds=shutdown_timeout_secs,
@@ -87,29 +101,39 @@ def initialize(
         )
     except RuntimeError:
         # JAX was used already. Alone that does no harm; with others each process would train by itself.
-        if (
-            given
-            or any(int(os.environ.get(name, "1") or 1) > 1 for name in _SIZES)
-            or "," in os.environ.get(_TPU_HOSTS, "")
-        ):
+        if found or environment.several():
             raise
     except ValueError as error:
-        if not given and "should be defined" in str(error):
+        several = environment.several()
+        if not found and not several and "should be defined" in str(error):
             return  # no cluster is found: one process
+        said = ", ".join(str(found.get(name, Said(None, name))) for name in (ADDRESS, COUNT, INDEX))
         raise ValueError(
-            f"coordinator_address={address!r}, num_processes={num_processes}, process_id={process_id}: {error} Give "
-            "all three, or start the processes under SLURM, Open MPI or on a TPU slice, where they are found."
+            f"{said if found or not several else several}: {error} Missing: {environment.missing(found)}. Give all "
+            "three as arguments or variables, or start the processes under SLURM (srun), Open MPI or on a TPU slice, "
+            "where they are found; num_processes=1 trains alone."
         ) from error
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
+def _check_joined(num_processes: int | None, process_id: int | None) -> None:
+    """JAX was initialized before, by this function or a launcher.
+
+    Raises:
+        RuntimeError: With other processes than the arguments say.
+    """
+    for name, wanted, ask in ((COUNT, num_processes, jax.process_count), (INDEX, process_id, jax.process_index)):
+        if wanted is not None and wanted != (found := ask()):
+            raise RuntimeError(f"{name}={wanted}: JAX is initialized already, with {name}={found}; call it only once")
+
+
+def _host_and_port(address: Said) -> tuple[str, int]:
+    host, colon, port = address.value.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(f"coordinator_address={address!r}: must be 'host:port', such as '10.0.0.1:1234'")
+        raise ValueError(f"{address}: must be 'host:port', such as '10.0.0.1:1234'")
     return host, int(port)
 
 
-def _wait_for(host: str, port: int, address: str, timeout: float) -> None:
+def _wait_for(host: str, port: int, address: Said, timeout: float) -> None:
     end = time.monotonic() + timeout
     while True:
         try:
@@ -119,7 +143,7 @@ def _wait_for(host: str, port: int, address: str, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() >= end:
                 raise TimeoutError(
-                    f"coordinator_address={address!r} could not be reached within {timeout} s ({error}). Is process 0 "
+                    f"{address} could not be reached within {timeout} s ({error}). Is process 0 "
                     "running there, and is the port open?"
                 ) from error
             time.sleep(0.1)

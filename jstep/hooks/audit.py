@@ -1,5 +1,6 @@
 """Compute some updates twice, and compare every bit."""
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable
@@ -34,6 +35,8 @@ Take = Callable[[Any, Any], Any]
 """Takes the steps of a call: `take(state, call) -> (state, metrics)`."""
 StepOf = Callable[[Any], Callable[..., Any]]
 """From a call to the training step that takes it."""
+Apart = Callable[[], contextlib.AbstractContextManager[Any]]
+"""What the time of an audit is accounted in: `with apart(): …`."""
 
 
 class AuditHook(RunHook):
@@ -87,8 +90,8 @@ class AuditHook(RunHook):
         """The steps N whose update N → N + 1 is audited, in a run from `start` to `last_step`."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def take(self, take: Take, step_of: StepOf, state: Any, call: _Call) -> Any:
-        """Takes the steps of a call by `take`, and once more if they are to be audited.
+    def take(self, take: Take, step_of: StepOf, apart: Apart, state: Any, call: _Call) -> Any:
+        """Takes the steps of a call by `take`, and once more, apart, if they are to be audited.
 
         Raises:
             AuditError: The results differ.
@@ -96,19 +99,22 @@ class AuditHook(RunHook):
         if -call.first % self._n >= call.steps:
             return take(state, call)
         step = step_of(call)
-        again, args = _kept(step, state, call.args)
+        with apart():
+            again, args = _kept(step, state, call.args)
         result = take(state, call)
         if not isinstance(result, tuple | list) or len(result) != 2:
             return result  # the loop refuses it
-        first = by_device(result[0])
         del state  # donated, as a rule
-        try:
-            second = by_device(step(again, *args)[0])
-        except Exception as error:
-            note(error, f"jstep: raised while AuditHook computed step {call.first} a second time")
-            raise
-        del again
-        found = mismatch(first, second)
+        jax.block_until_ready(result[0])  # up to here the time is that of the step
+        with apart():
+            first = by_device(result[0])
+            try:
+                second = by_device(step(again, *args)[0])
+            except Exception as error:
+                note(error, f"jstep: raised while AuditHook computed step {call.first} a second time")
+                raise
+            del again
+            found = mismatch(first, second)
         if found is not None:
             finding = found.error(call.first, call.steps)
             if self._raises:
@@ -118,11 +124,11 @@ class AuditHook(RunHook):
         return result
 
 
-def audited(take: Take, step_of: StepOf, hooks: Iterable[Any]) -> Take:
+def audited(take: Take, step_of: StepOf, hooks: Iterable[Any], apart: Apart = contextlib.nullcontext) -> Take:
     """What takes the steps of a call, with the audits of the hooks; `take` itself if there is none among them."""
     for hook in hooks:
         if isinstance(hook, AuditHook):
-            take = functools.partial(hook.take, take, step_of)
+            take = functools.partial(hook.take, take, step_of, apart)
     return take
 
 

@@ -123,7 +123,7 @@ class Accounts:
 
     def before_save(self) -> None:
         """Writes the line that precedes each checkpoint."""
-        self.times(to_disk=True)
+        self.times(to_disk=True, checkpoint=self._at.step)
 
     def _tick(self) -> None:
         while not self._over.wait(_EVERY_SECS):

@@ -1,5 +1,6 @@
 """Compile what a run is going to need before it is due, in the background."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -65,8 +66,10 @@ class Ahead:
         self._args: tuple[Any, ...] = ()
         self._thread: Thread | None = None
 
-    def before(self, step: int) -> None:
-        """Waits for the programs that are due at this step.
+    def before(
+        self, step: int, waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
+        """Waits, in `waiting()`, for the programs that are due at this step.
 
         Raises:
             StopWaiting: The run is to stop.
@@ -76,9 +79,10 @@ class Ahead:
                 if self._begun == self._passed:  # nobody began it: the step compiles it
                     self._begun += 1
                     self._done[self._passed].set()
-            while not self._done[self._passed].wait(_POLL_SECS):
-                if self._stopping():
-                    raise StopWaiting
+            with waiting():
+                while not self._done[self._passed].wait(_POLL_SECS):
+                    if self._stopping():
+                        raise StopWaiting
             self._passed += 1
 
     def after(self, state: Any, args: tuple[Any, ...], *, stacked: bool) -> None:

@@ -112,7 +112,9 @@ def _batches(batches: Any) -> dict[str, Any]:
         found = definition_of(batches)
     else:
         named = batches if isinstance(getattr(batches, "__qualname__", None), str) else type(batches)
-        found = {"kind": f"{named.__module__}.{named.__qualname__}"}
+        # A generator has the name of its function, and no module.
+        module = getattr(named, "__module__", None) or type(batches).__name__
+        found = {"kind": f"{module}.{named.__qualname__}"}
         try:
             found["length"] = len(batches)
         except Exception:  # a loader of the user's: it has no end, or does not know it
@@ -129,7 +131,8 @@ def _arguments(options: Options) -> dict[str, Any]:
         elif isinstance(value, Saver):
             found[field.name] = surroundings.without_login(value.directory)
         elif field.name in PLACES:
-            found[field.name] = None if value is None else surroundings.without_login(os.fspath(value))
+            is_place = not isinstance(value, bool | None)  # compile_cache=True
+            found[field.name] = surroundings.without_login(os.fspath(value)) if is_place else value
         elif field.name == "batch_sharding":
             found[field.name] = _short([_place_text(one) for one in jax.tree.leaves(value, is_leaf=_is_place)]) or None
         else:

@@ -112,7 +112,7 @@ def _shown(value: Any) -> str:
 
 def _variables(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The variables, the flags of XLA one by one, without those that hold a path or an address."""
-    one, other = ({**of, **_flags(of.pop("XLA_FLAGS", ""))} for of in (dict(a), dict(b)))
+    one, other = ({**_flags(of.pop("XLA_FLAGS", "")), **of} for of in (dict(a), dict(b)))
     places = {
         name
         for name in {*one, *other}

@@ -1,6 +1,8 @@
-"""How many programs each thread has compiled, and how many of them JAX's persistent cache had."""
+"""How many programs each thread has compiled, for how long, and how many JAX's persistent cache had."""
 
 import threading
+import time
+from collections import deque
 
 import jax
 
@@ -19,7 +21,27 @@ def hits_here() -> list[int]:
     return found
 
 
+def seconds_here() -> list[float]:
+    """For how long this thread has traced, lowered and compiled so far, likewise."""
+    found: list[float] = _local.__dict__.setdefault("seconds", [0.0])
+    return found
+
+
+def _add_span(begin: float, end: float) -> None:
+    """Adds a span of time; JAX reports those inside of it before, which are part of it."""
+    spans: deque[tuple[float, float]] = _local.__dict__.setdefault("spans", deque(maxlen=1000))
+    total = seconds_here()
+    while spans and spans[-1][0] >= begin:
+        inner = spans.pop()
+        total[0] -= inner[1] - inner[0]
+    spans.append((begin, end))
+    total[0] += end - begin
+
+
 def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
+    if event.startswith("/jax/core/compile/"):
+        now = time.perf_counter()
+        _add_span(now - duration_secs, now)
     if event == "/jax/core/compile/backend_compile_duration":
         compilations_here()[0] += 1
 

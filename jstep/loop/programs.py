@@ -13,10 +13,12 @@ from jstep.hooks.dispatched import Dispatched
 from jstep.hooks.skipped import skip_metric_of
 from jstep.loop.ahead import Ahead
 from jstep.loop.cards import Cards
-from jstep.loop.compilations import compilations_here
+from jstep.loop.compilations import compilations_here, seconds_here
 from jstep.loop.feed import Call
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.loop.traced import traced
+from jstep.timeline import Stopwatch
+from jstep.timeline.stopwatch import STARTING
 from jstep.training import TrainStep, scanned_step
 
 _logger = logging.getLogger("jstep")
@@ -35,6 +37,7 @@ class Programs:
         unroll: As in `scan_steps`.
         several: Whether there are calls of several steps.
         first_call: What the first call of all is made in.
+        watch: Where the time goes: that of compilations is none of the steps.
 
     Attributes:
         on_device: Whether batches have to be put on the device, for a step that is not compiled.
@@ -52,6 +55,7 @@ class Programs:
         *,
         several: bool = True,
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        watch: Stopwatch | None = None,
     ) -> None:
         self._stages, self._unroll, self._has_several = stages, unroll, several
         are_compiled = all(map(is_compiled, stages.values))
@@ -68,7 +72,8 @@ class Programs:
         self._one: Any = None
         self._several: Any = None
         self._name, self._is_compiled = "", False
-        self._compilations = compilations_here()  # the thread that drives
+        self._compilations, self._seconds = compilations_here(), seconds_here()  # the thread that drives
+        self._watch = watch
 
     def of_stage(self, stage: int, *, stacked: bool = False) -> Any:
         """The training step of a stage, or that of stacked batches."""
@@ -108,13 +113,13 @@ class Programs:
             self.starting.before(call.first)
             self.starting = None
         if self.ahead is not None:
-            self.ahead.before(call.first)
+            self.ahead.before(call.first, self._as_starting)
         self._latest = step
         is_first = (self._stage, call.steps) not in self._begun
         if is_first:
             self._begun.add((self._stage, call.steps))
             self._announce(step, call)
-        before = self._compilations[0]
+        before, seconds = self._compilations[0], self._seconds[0]
         try:
             if self._first_call is None:
                 result = step(state, *call.args)
@@ -126,8 +131,11 @@ class Programs:
             if len(call.args) == 1 and isinstance(call.args[0], list):
                 note(error, "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y)")
             raise
-        if self._compilations[0] != before and not is_first and self._is_compiled:
-            self._say_again(call)
+        if self._compilations[0] != before:
+            if self._watch is not None:
+                self._watch.was(STARTING, self._seconds[0] - seconds)
+            if not is_first and self._is_compiled:
+                self._say_again(call)
         if self.dispatched.is_wanted and isinstance(result, tuple):
             program, new = (self._stage, call.steps), result[0]
             self.dispatched.add(program, call.steps, new, call.args, lambda: traced(step, new, call.args))
@@ -136,6 +144,10 @@ class Programs:
         if is_first and self.cards is not None and isinstance(result, tuple) and len(result) == 2:
             self.cards.ran(step, self._first, call.steps, *result, call.args)
         return result
+
+    def _as_starting(self) -> contextlib.AbstractContextManager[None]:
+        """What the time of a compilation is accounted to, whenever it is."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.part(STARTING)
 
     def step_of(self, call: Call) -> Any:
         """The training step that takes the steps of a call: `step_of(call)(state, *call.args)` repeats it."""

@@ -1,6 +1,7 @@
 """One run of `train`: restore, run the steps between the hooks, save, whatever ends it."""
 
 import contextlib
+import functools
 import logging
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import Edges, TrainSteps
 from jstep.loop.start import StartTimes
 from jstep.state import TrainState
-from jstep.timeline.stopwatch import SAVING
+from jstep.timeline import stopwatch
 
 _logger = logging.getLogger("jstep")
 
@@ -44,10 +45,11 @@ class Run:
     def __init__(self, options: Options, stages: TrainSteps, state: TrainState, times: StartTimes) -> None:
         self._options, self._stages, self._times = options, stages, times
         several = options.steps_per_call > 1
-        self._programs = Programs(stages, options.unroll, several=several, first_call=times.compiling)
         self._signals = StopSignals(self._before_the_first_step)
         self._at = At(0, state)
         self._accounts = Accounts(options, self._at)
+        watch = self._accounts.watch
+        self._programs = Programs(stages, options.unroll, several=several, first_call=times.compiling, watch=watch)
         self._begun: Beginning | None = None
         self._equipped: Equipment | None = None
         self._around: Around | None = None
@@ -106,7 +108,7 @@ class Run:
                     raise again.with_traceback(None) from None
                 raise
             finally:
-                self._accounts.watch.switch(SAVING)  # what is left is to wait for what is being written
+                self._accounts.watch.switch(stopwatch.SAVING)  # what is left is to wait for what is being written
                 # What refers to the run from its hooks and signals is not to keep its state alive.
                 self._equipped = self._around = self._feed = None
                 self._programs.starting = self._programs.ahead = self._programs.cards = None
@@ -175,7 +177,8 @@ class Run:
         called_off = False
         if self._feed is not None:
             try:
-                take = audited(self._programs, self._programs.step_of, around.hooks)
+                apart = functools.partial(self._accounts.watch.part, stopwatch.HOOKS)
+                take = audited(self._programs, self._programs.step_of, around.hooks, apart)
                 drive(take, at.state, self._feed, begun.step, last_step, around.after, at, around.before)
             except StopWaiting:
                 called_off = True

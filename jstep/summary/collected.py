@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from jax.extend.core import get_opaque_trace_state
 
 from jstep.core.checks import as_function, as_text, shown
+from jstep.core.collecting import is_lost
 from jstep.core.collecting import register as register_with_steps
 from jstep.summary.values import Part, Summary, find_summaries, has_tracers
 
@@ -60,6 +61,8 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
     if type(collections) is tuple and not collections:
         return
     collectors = _active.get()
+    if not any(collector.key == SUMMARIES for collector in collectors):
+        is_lost()
     if not collectors:
         names = _checked(collections)
         if not has_tracers(part):

@@ -60,6 +60,11 @@ class Stopwatch:
         finally:
             self.switch(before)
 
+    def was(self, part: str, seconds: float) -> None:
+        """The last so many seconds belonged to this part, as is known only now."""
+        now = self._clock()
+        self._marks.extend(((part, now - seconds), (self.current, now)))
+
     def started(self) -> None:
         """Ends `starting`: the first step has returned."""
         self.waiting = WAITING

@@ -23,11 +23,12 @@ class Goodput:
         rewound: Steps that were lost: a later start resumed from before them. Step time alone; what hooks, evaluations
             and saves did again stays in their parts.
         starting: From the start of the process (for its first `train`; else from the call) until the first step
-            returned: imports, devices, restore, compilation, first batch.
+            returned: imports, devices, restore, compilation, first batch. Then the compilations that the loop waited
+            for: of a stage, of another batch size.
         waiting: The loop waited for batches.
         saving: Checkpoints, as long as the loop waited for them.
         evaluating: `EvaluationHook`s, with their callbacks.
-        hooks: All other hooks, with the device time that they waited for.
+        hooks: All other hooks, with the device time that they waited for, and what `AuditHook` computed twice.
         down: From the last line of one start to the next start.
         starts: How often the run was started.
         steps: How many steps the final state has behind it.
@@ -174,6 +175,10 @@ def _kept(lines: Sequence[Line], limit: float) -> tuple[float, int]:
         return all_of_it, last - first
     if limit <= first:
         return 0.0, 0
+    # The line of a checkpoint was written when the device had taken its steps; one before may have been earlier.
+    saved = [_seconds(one.fields)[STEPPING] for one in lines if one.fields.get("checkpoint") == limit]
+    if saved:
+        return saved[-1], int(limit) - first
     below = (first, 0.0)
     for (_, step), seconds in known:
         if step >= limit:  # the first line that says so: later ones hold time of the next step

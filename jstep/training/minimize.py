@@ -43,6 +43,7 @@ def minimize(
     var_list: VarList = None,
     has_aux: bool = False,
     num_microbatches: int = 1,
+    max_rows_per_device: int | None = None,
     weight_fn: Callable[..., Any] | None = None,
     gate_gradients: int = GATE_OP,
     aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
@@ -70,6 +71,11 @@ def minimize(
         var_list: What to train, as in `compute_gradients`; the rest stays as it is.
         has_aux: Whether loss_fn returns auxiliary values, which join the metrics.
         num_microbatches: In how many parts the batch is gone through, as in `compute_gradients`: one update.
+        max_rows_per_device: The most rows of a microbatch that each device gets. The number of microbatches follows
+            from the batch and the devices that its rows are sharded over: the least that divides the batch and is at
+            least num_microbatches. So the same batch makes the same update on 8 devices, 4 or 1, up to rounding (with
+            rng, the keys follow the microbatches). Rows whose sharding is not known count as being on one device: those
+            of a step with jit=False on Auto axes, inside a `jax.jit` of your own.
         weight_fn: The weight of a microbatch, as in `compute_gradients`.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH.
         aggregation_method: How the gradients of microbatches are added up.
@@ -102,8 +108,8 @@ def minimize(
     Raises:
         TypeError: An argument, the loss or a gradient is of the wrong type, or a key of aux is not a string.
         ValueError: An argument is out of range, or something does not fit: var_list, the batch and
-            num_microbatches, the state and the optimizer, names of metrics that collide, two losses that train one
-            parameter; or the optimizer keeps no averages.
+            num_microbatches or max_rows_per_device, the state and the optimizer, names of metrics that collide, two
+            losses that train one parameter; or the optimizer keeps no averages.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -142,6 +148,7 @@ def minimize(
             has_aux=has_aux,
             has_model_state=has_model_state,
             num_microbatches=num_microbatches,
+            max_rows_per_device=max_rows_per_device,
             weight_fn=weight_fn,
             gate_gradients=gate_gradients,
             aggregation_method=aggregation_method,
@@ -197,7 +204,7 @@ def minimize(
         }
         return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
 
-    pure_step = PureStep(parts, title=name_of(loss_fn), looks_at_rows=num_microbatches > 1)
+    pure_step = PureStep(parts, title=name_of(loss_fn), looks_at_rows=differentiate.looks_at_rows)
     return TrainStep(pure_step, donate=donate) if jit else pure_step
 
 

@@ -34,6 +34,11 @@ class SeveralLosses:
     each: Mapping[str, Differentiation]
     gate_gradients: int
 
+    @property
+    def looks_at_rows(self) -> bool:
+        """Whether one of them follows how the rows of the batch are sharded."""
+        return any(one.looks_at_rows for one in self.each.values())
+
     def __call__(self, given: Inputs) -> Part:
         """The sum of the losses, all gradients in one tree, and as aux the loss and aux of each by its name."""
         chosen = _without_overlap(given.params, {name: one.var_list for name, one in self.each.items()})

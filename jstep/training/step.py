@@ -13,7 +13,7 @@ from jstep.core.checks import as_bool, as_function
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.core.memory import sharded
-from jstep.core.meshes import Attempts, like, mesh_of, setting
+from jstep.core.meshes import Attempts, is_traced, like, mesh_of, setting
 from jstep.optimizers.metrics import SKIPPED
 from jstep.state import TrainState, require_alive
 from jstep.training.constants import Constants, split_constants
@@ -56,8 +56,13 @@ class PureStep:
         """One step."""
         refuse_shapes((state, args), "state and batch")
         with setting(mesh_of((state, args))):
-            state, computed, constants = self.parts(state, args, None)
-            return state, _joined(computed, constants)
+            return whole(self.parts, state, args, self.rows(args))
+
+    def rows(self, args: tuple[Any, ...]) -> Any:
+        """The shardings of a batch, where they count and are known; None of a batch that is on no mesh, or traced."""
+        if not self.looks_at_rows or mesh_of(args) is None:
+            return None
+        return jax.tree.map(lambda leaf: None if is_traced(leaf) else getattr(leaf, "sharding", None), args)
 
     def __repr__(self) -> str:
         return f"<jstep.PureStep {self.__name__}>"
@@ -93,8 +98,10 @@ def pure(step: Callable[..., Any]) -> PureStep:
     return PureStep(parts, name=name)
 
 
-def _joined(computed: Any, constants: Constants) -> Any:
-    return {**computed, **constants.arrays()} if constants.values else computed
+def whole(parts: Parts, state: Any, args: tuple[Any, ...], rows: Any) -> tuple[Any, Any]:
+    """A step of its parts: the new state and all metrics."""
+    state, computed, constants = parts(state, args, rows)
+    return state, {**computed, **constants.arrays()} if constants.values else computed
 
 
 class TrainStep:
@@ -134,15 +141,10 @@ class TrainStep:
     def _jit(self, kind: str, rows: Any, shardings: Any, *, donate: bool) -> Any:
         parts = self._pure.parts
 
-        def call(state: TrainState, *args: Any) -> Any:
+        def function(state: TrainState, *args: Any) -> Any:
             with sharded(shardings):
-                return parts(state, args, rows)
+                return parts(state, args, rows) if kind == "call" else whole(parts, state, args, rows)
 
-        def whole(state: TrainState, *args: Any) -> Any:
-            state, computed, constants = call(state, *args)
-            return state, _joined(computed, constants)
-
-        function = call if kind == "call" else whole
         function.__name__ = function.__qualname__ = self.__name__
         # Left to XLA, an output may lie otherwise than its input: donation would be lost, and the step compiled again
         # for its own result.
@@ -152,11 +154,9 @@ class TrainStep:
 
     def _for(self, state: Any, args: Any, kind: str = "call") -> Any:
         """The program for where state and rows lie: its call gives the parts, or `kind="whole"` state and metrics."""
-        shardings, rows = _mesh_shardings(state), None
+        shardings, rows = _mesh_shardings(state), self._pure.rows(args)
         if shardings is not None:
             require_alive(state)  # of a state on a mesh JAX would not say it, but crash
-            if self._pure.looks_at_rows:
-                rows = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), args)
         donate = self.donate and not _debugs()
         key = (kind, donate, *((trees.structure(tree), tuple(jax.tree.leaves(tree))) for tree in (shardings, rows)))
         if key not in self._programs:
@@ -222,7 +222,8 @@ class TrainStep:
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """The shapes of the new state and of all metrics; the state is sharded as the one given."""
         with setting(mesh_of((state, args))):
-            new, metrics = jax.eval_shape(self._pure, state, *args)
+            rows = self._pure.rows(args)
+            new, metrics = jax.eval_shape(lambda state, *args: whole(self._pure.parts, state, args, rows), state, *args)
         shardings = _mesh_shardings(state)
         if shardings is not None and trees.structure(new) == trees.structure(shardings):
             new = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), new, shardings)

@@ -12,7 +12,7 @@ import pytest
 from jstep import summary
 
 PROGRAM = """
-    import importlib.util, json, os, sys, traceback
+    import importlib.util, json, os, sys, threading, traceback
     import jax, jax.numpy as jnp
     import jstep
 
@@ -35,6 +35,24 @@ PROGRAM = """
         return s.merge([
             s.scalar("loss", 1.0), s.histogram("h", jnp.ones(3)), s.text("t", "x"), s.image("i", jnp.ones((1, 2, 2, 3)))
         ])
+
+    def a_loss_is_traced_once_if_another_thread_imports():
+        for name in loaded("jstep.summary"):
+            del sys.modules[name]
+        from jstep.core import collecting
+        collecting._known.clear()
+        traced = []
+
+        def loss(params, x):
+            traced.append(None)
+            thread = threading.Thread(target=lambda: importlib.import_module("jstep.summary"))
+            thread.start()
+            thread.join()
+            return params["w"] * x
+
+        state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
+        jstep.minimize(loss, jstep.gradient_descent(0.1)).trace(state, 1.0)
+        assert collecting._known and len(traced) == 1
 
     def making_imports_no_extra():
         everything()
@@ -72,7 +90,8 @@ PROGRAM = """
         writer.add_summary(jax.jit(lambda x: jstep.summary.scalar("loss", x))(2.0), 1)
 
     found = {}
-    for test in (a_first_import_inside_a_trace, making_imports_no_extra, a_missing_extra_is_an_error,
+    for test in (a_first_import_inside_a_trace, a_loss_is_traced_once_if_another_thread_imports,
+                 making_imports_no_extra, a_missing_extra_is_an_error,
                  tensorflow_is_never_imported, nothing_is_lost_without_close):
         try:
             test()
@@ -107,6 +126,7 @@ def ended(tmp_path_factory):
     "part",
     [
         "a_first_import_inside_a_trace",
+        "a_loss_is_traced_once_if_another_thread_imports",
         "making_imports_no_extra",
         "a_missing_extra_is_an_error",
         "tensorflow_is_never_imported",

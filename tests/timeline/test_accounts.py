@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 
 import forked
 import jax.numpy as jnp
@@ -71,6 +72,29 @@ def test_each_part_and_their_sum(clock, tmp_path):
     }
     assert found.total == clock.now - 1000.0 + 3.0
     assert (found.starts, found.steps) == (1, 10)
+
+
+def test_what_an_audit_computes_is_not_productive(clock, tmp_path):
+    train(clock, 10, [jstep.AuditHook(every_n_steps=3)], logdir=tmp_path)
+    found = jstep.goodput(tmp_path)
+    assert (found.productive, found.hooks, found.steps) == (9.0, 4.0, 10)
+    assert found.total == clock.now - 1000.0 + 3.0
+
+
+def test_a_compilation_in_the_middle_is_not_productive(tmp_path, monkeypatch):
+    monkeypatch.setattr(accounts, "CLOCKS", accounts.Clocks(before=lambda: 0.0))
+
+    def loss(params, x):
+        time.sleep(len(x) - 1.0)  # while it is traced
+        return jnp.sum((params["w"] - x) ** 2)
+
+    state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
+    step = jstep.minimize(loss, OPTIMIZER)
+    batches = [jnp.ones(1 if n < 6 else 2) for n in range(9)]
+    jstep.train(step, state, batches, 9, logdir=tmp_path, progress=False, save_summaries_steps=None)
+    found = jstep.goodput(tmp_path)
+    assert found.starting >= 1.0
+    assert found.parts == {**found.parts, "rewound": 0.0, "down": 0.0}
 
 
 def test_what_a_failed_run_lost_is_rewound_and_the_pause_is_down(clock, tmp_path):

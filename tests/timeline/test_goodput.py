@@ -66,6 +66,17 @@ def test_a_step_between_two_lines_is_found_by_its_share(tmp_path):
     assert (found.productive, found.rewound, found.steps) == (20.0, 30.0, 15)
 
 
+def test_the_line_of_a_checkpoint_counts_where_one_before_was_early(tmp_path):
+    """The host was at step 10 when the device was at 4; the line of the checkpoint was written when it had them all."""
+    write(tmp_path, ("a", 50.0, [0, 10], {"stepping": 10.0}), ("a", 90.0, [0, 10], {"stepping": 30.0}))
+    path = tmp_path / "timeline.jsonl"
+    path.write_text(path.read_text().rstrip()[:-1] + ', "checkpoint": 10}\n')
+    write(tmp_path, ("a", 95.0, [0, 10], {"stepping": 33.0}), ("a", 99.0, [0, 12], {"stepping": 35.0}))
+    write(tmp_path, ("b", 100.0, [10, 11], {"stepping": 1.0}))
+    found = jstep.goodput(tmp_path)
+    assert (found.productive, found.rewound, found.steps) == (31.0, 5.0, 11)
+
+
 def test_a_run_that_goes_on_loses_nothing(tmp_path):
     write(tmp_path, ("a", 10.0, [0, 10], {"stepping": 9.0}), ("a", 11.0, [0, 10], {"stepping": 9.5, "saving": 0.5}))
     write(tmp_path, ("b", 30.0, [10, 20], {"stepping": 9.0}))

@@ -50,6 +50,18 @@ def test_waiting_begins_with_the_first_step():
     assert watch.seconds()["starting"] == watch.seconds()["waiting"] == 5.0
 
 
+def test_what_a_time_belonged_to_may_be_known_late():
+    clock = Clock()
+    watch = Stopwatch(clock=clock)
+    watch.started()
+    clock.now += 4
+    assert watch.seconds()["stepping"] == 4.0  # in between somebody reads
+    clock.now += 6
+    watch.was("starting", 7.0)
+    clock.now += 1
+    assert (watch.seconds()["starting"], watch.seconds()["stepping"], watch.current) == (7.0, 4.0, "stepping")
+
+
 def test_a_stopped_watch_keeps_nothing():
     watch = Stopwatch(clock=Clock())
     watch.stop()

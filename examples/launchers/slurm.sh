@@ -1,0 +1,22 @@
+#!/bin/bash
+# SLURM: one task for each GPU. A job that reaches its time limit saves, is queued again, and resumes.
+#
+#   cd examples/launchers && sbatch slurm.sh [arguments of train.py]
+#
+# 120 s before the limit SLURM sends SIGTERM to the tasks that srun started; train saves, and exits with 143. Any other
+# exit code ends the job: an error would come again.
+#SBATCH --job-name=jstep
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+srun --kill-on-bad-exit=0 python train.py "$@"
+code=$?
+if [ "$code" -eq 143 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

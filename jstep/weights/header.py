@@ -1,0 +1,171 @@
+"""The header of a safetensors file, which may come from anybody: nothing in it is believed before it is checked.
+
+A file is 8 bytes with the size of the header, the header in JSON, and the bytes of the tensors without gaps.
+"""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+from jstep.core.checks import shown
+from jstep.weights.dtypes import bits_of, known
+
+METADATA = "__metadata__"
+LARGEST = 100_000_000
+"""Bytes of a header; the `safetensors` package refuses larger ones, too."""
+_LONGEST_AXIS = 2**63 - 1
+
+
+class Tensor(NamedTuple):
+    """Where a tensor is.
+
+    Attributes:
+        name: Its name.
+        code: Its dtype, as safetensors calls it.
+        shape: Its shape.
+        file: The path of its file.
+        start: The offset of its first byte in the file.
+        nbytes: How many there are.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    nbytes: int
+
+
+class Header(NamedTuple):
+    """What a file says it holds.
+
+    Attributes:
+        file: Its path.
+        tensors: By name, in the order of their bytes.
+        metadata: Strings beside them.
+    """
+
+    file: str
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+class _DuplicateError(ValueError):
+    """A key occurs twice in an object of JSON."""
+
+
+def read_header(path: str) -> Header:
+    """Reads and checks the header of a file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It cannot be read.
+        ValueError: It is not a safetensors file, is truncated, or its header contradicts itself; names the file.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        text = _text(file, path, size)
+    entries = parsed(text, path)
+    metadata = entries.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path}: {METADATA} in the header must map strings to strings, got {shown(metadata)}")
+    data = 8 + len(text)
+    tensors = sorted((_tensor(name, entry, path, data) for name, entry in entries.items()), key=_place)
+    _check_gaps(tensors, path, data, size)
+    return Header(path, {tensor.name: tensor for tensor in tensors}, metadata)
+
+
+def parsed(text: bytes, path: str) -> dict[str, Any]:
+    """A JSON object in which no key occurs twice, at any depth.
+
+    Raises:
+        ValueError: It is not one; names the file.
+    """
+    try:
+        found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        json.dumps(found, ensure_ascii=False).encode()
+    except _DuplicateError as error:
+        raise ValueError(f"{path}: corrupted: {error} occurs twice, and readers may take either") from None
+    except UnicodeError:
+        raise ValueError(f"{path}: corrupted: is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: corrupted: is not JSON ({type(error).__name__}: {error})"[:500]) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: corrupted: must be a JSON object, got {shown(found)}")
+    return found
+
+
+def _text(file: BinaryIO, path: str, size: int) -> bytes:
+    first = file.read(8)
+    if len(first) < 8:
+        raise ValueError(f"{path}: is truncated or not a safetensors file: it has {size} bytes")
+    length = int.from_bytes(first, "little")
+    if length > LARGEST:
+        raise ValueError(
+            f"{path}: is not a safetensors file, or its header is forged: it says that it has {length} bytes, and "
+            f"{LARGEST} are allowed"
+        )
+    if length > size - 8:
+        raise ValueError(f"{path}: is truncated: its header has {length} bytes, and the file {size}")
+    text = file.read(length)
+    if len(text) < length:
+        raise ValueError(f"{path}: is truncated: its header has {length} bytes, and {len(text)} could be read")
+    if not text.startswith(b"{"):
+        raise ValueError(f"{path}: is not a safetensors file: its header begins with {shown(text[:20])}")
+    return text
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _DuplicateError(shown(Counter(key for key, _ in pairs).most_common(1)[0][0]))
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a number of JSON")
+
+
+def _tensor(name: str, entry: Any, path: str, data: int) -> Tensor:
+    where = f"{path}: corrupted: the tensor {shown(name)}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{where} must have dtype, shape and data_offsets, got {shown(entry)}")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    bits = bits_of(code) if isinstance(code, str) else None
+    if bits is None:
+        raise ValueError(f"{where} has dtype {shown(code)}, which safetensors does not have: it has {known()}")
+    if not _are_counts(shape):
+        raise ValueError(f"{where} has shape {shown(shape)}: must be a list of integers ≥ 0")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{where} has data_offsets {shown(offsets)}: must be [begin, end] with 0 ≤ begin ≤ end")
+    nbytes, needed = offsets[1] - offsets[0], math.prod(shape) * bits
+    if nbytes * 8 != needed:
+        raise ValueError(
+            f"{where} has {nbytes} bytes by its data_offsets, and {shown(needed / 8 if needed % 8 else needed // 8)} "
+            f"by its dtype {code} and shape {shown(shape)}"
+        )
+    return Tensor(name, code, tuple(shape), path, data + offsets[0], nbytes)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and 0 <= x <= _LONGEST_AXIS for x in value)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.start, tensor.nbytes
+
+
+def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> None:
+    at, before = data, "the header"
+    for tensor in tensors:
+        if tensor.start != at:
+            what = "overlaps with" if tensor.start < at else f"lies {tensor.start - at} bytes behind"
+            raise ValueError(f"{path}: corrupted: the tensor {shown(tensor.name)} {what} {before}")
+        at, before = tensor.start + tensor.nbytes, f"the tensor {shown(tensor.name)}"
+    if at > size:
+        raise ValueError(f"{path}: is truncated: it has {size} bytes, and its tensors need {at}")
+    if at < size:
+        raise ValueError(f"{path}: corrupted: {size - at} bytes at its end belong to no tensor")

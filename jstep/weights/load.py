@@ -1,0 +1,148 @@
+"""Loading weights: `load_weights`."""
+
+import contextlib
+import dataclasses
+import io
+import logging
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_bool, kind, shown
+from jstep.core.compile_only import refuse_compile_only
+from jstep.core.contexts import own_transfers
+from jstep.weights.find import find_weights
+from jstep.weights.fit import Fit, Wanted, fit, with_transforms_tried
+from jstep.weights.names import Names, transformed
+from jstep.weights.package import confirm
+from jstep.weights.place import from_host, placed
+from jstep.weights.read import read_whole
+
+_logger = logging.getLogger("jstep")
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    target: Any,
+    names: Names | None = None,
+    dtype: Any = None,
+    partial: bool = False,
+) -> Any:
+    """Load weights from safetensors files, as the Hugging Face Hub has them.
+
+    Nothing is loaded that is not asked for: each device reads its own part of a file, and what several devices of a
+    process hold is read once. A leaf with a transform is the exception, for which each process reads the whole tensor.
+    The tensor of a leaf is `transform(tensors[names(path)])`.
+
+    Args:
+        path: A file, a folder, or an index (`model.safetensors.index.json`) beside its shards, on this machine.
+        target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
+            shardings. A leaf without a sharding goes where JAX puts new arrays; a NumPy array is loaded as one.
+        names: What has another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a function of the
+            path, to the name of a tensor, to None for a leaf that stays as it is, or to a pair `(name, transform)`,
+            where `transform` makes the leaf of the stored tensor, a NumPy array (`numpy.transpose`). Paths that a
+            mapping does not mention are the names of their tensors. Two leaves may have one tensor (tied weights).
+        dtype: What to cast floating tensors to, whatever dtype their leaves of target have; None to require these.
+            Integers and booleans are never cast.
+        partial: Whether to load what fits: the rest of target, which then must have values, stays, and what is missing,
+            unused or mismatched is logged as a warning.
+
+    Returns:
+        A tree like target. Its new arrays share no memory with anything and may be donated.
+
+    Raises:
+        FileNotFoundError: There are no weights at path, or an index names a missing file.
+        ImportError: The `safetensors` package is not installed: `pip install 'jstep[weights]'`.
+        TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
+        ValueError: A file is corrupted or malicious; names has a path that is not in target; target does not fit: lists
+            all tensors that are missing, unused or mismatched (shapes, dtypes); or a leaf that is to stay has no value.
+
+    Example:
+        >>> import tempfile, jax, jax.numpy as jnp, jstep
+        >>> params = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
+        >>> names = {"dense/kernel": ("dense.weight", jnp.transpose), "dense/bias": "dense.bias"}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = jstep.save_weights(f"{directory}/model.safetensors", params, names)
+        ...     loaded = jstep.load_weights(path, jax.eval_shape(lambda: params), names, dtype=jnp.bfloat16)
+        >>> jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", loaded)
+        {'dense': {'bias': 'bfloat16(3,)', 'kernel': 'bfloat16(2, 3)'}}
+
+    Source: https://huggingface.co/docs/safetensors
+    """
+    partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
+    refuse_compile_only(target, "target")
+    weights = find_weights(path)
+    confirm(header.file for header in weights.files)
+    found = fit(target, weights.tensors, names, float_dtype)
+    if found.problems() and not partial:
+        raise _misfit(with_transforms_tried(found), weights.path)
+    for wanted in found.wanted:
+        if wanted.tensor is None:
+            _check_kept(wanted)
+    leaves = [wanted.leaf for wanted in found.wanted]
+    with contextlib.ExitStack() as stack:
+        files = {
+            name: stack.enter_context(open(name, "rb", buffering=0))
+            for name in dict.fromkeys(wanted.tensor.file for wanted in found.wanted if wanted.tensor)
+        }
+        # First, since what they make of their tensors may not fit.
+        for i, wanted in enumerate(found.wanted):
+            if wanted.tensor is not None and wanted.rule.transform is not None:
+                array = _transformed(wanted, files[wanted.tensor.file])
+                problem = wanted.difference(array.shape, array.dtype)
+                if problem and not partial:
+                    rest = with_transforms_tried(dataclasses.replace(found, wanted=found.wanted[i + 1 :]))
+                    raise _misfit(dataclasses.replace(rest, mismatched=[problem, *rest.mismatched]), weights.path)
+                if problem:
+                    found.mismatched.append(problem)
+                    _check_kept(wanted)
+                else:
+                    leaves[i] = from_host(wanted, array)
+        if found.problems():
+            _logger.warning("load_weights: %s does not fit target%s", weights.path, found.problems())
+        for i, wanted in enumerate(found.wanted):
+            if wanted.tensor is not None and wanted.rule.transform is None:
+                leaves[i] = placed(wanted, files[wanted.tensor.file])
+    return jax.tree.unflatten(trees.structure(target), leaves)
+
+
+def _transformed(wanted: Wanted, file: io.RawIOBase) -> np.ndarray[Any, Any]:
+    assert wanted.tensor is not None
+    assert wanted.rule.transform is not None
+    result = transformed(wanted.rule.transform, read_whole(file, wanted.tensor), wanted.path)
+    with own_transfers():
+        return np.asarray(result)
+
+
+def _misfit(found: Fit, path: str) -> ValueError:
+    return ValueError(
+        f"target does not fit {path}{found.problems()}. Nothing was loaded; names= says which tensor a leaf has (None: "
+        "none), dtype= casts floating tensors, and partial=True loads what fits"
+    )
+
+
+def _check_kept(wanted: Wanted) -> None:
+    """Makes sure that a leaf that stays as it is has a value."""
+    leaf = wanted.leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+        raise ValueError(
+            f"target: {trees.quoted(wanted.path)} stays as it is, since names gives it no tensor or there is none that "
+            f"fits, and must have a value, got {'a deleted array' if isinstance(leaf, jax.Array) else 'a shape'}; give "
+            "an array there"
+        )
+
+
+def _float_dtype(dtype: Any) -> Any:
+    if dtype is None:
+        return None
+    try:
+        found = np.dtype(getattr(jnp, dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        raise TypeError(f"dtype={shown(dtype)}: must be a floating dtype, got {kind(dtype)}") from None
+    if not trees.is_floating(found):
+        raise ValueError(f"dtype={shown(dtype)}: must be a floating dtype; integers and booleans are never cast")
+    return found

@@ -1,0 +1,97 @@
+"""Which leaf has which tensor: what users give as `names`."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jstep.core import paths, trees
+from jstep.core.checks import kind, shown
+
+Transform = Callable[[Any], Any]
+Entry = str | tuple[str, Transform] | None
+Names = Mapping[str, Entry] | Callable[[str], Entry]
+"""Path of a leaf → the name of its tensor, a pair of that and a function of the tensor, or None for no tensor."""
+
+_FORM = "must be the name of a tensor, a pair (name, transform), or None"
+
+
+class Rule(NamedTuple):
+    """What a leaf has.
+
+    Attributes:
+        name: Its tensor; None where it has none.
+        transform: From the stored tensor to the leaf, or from the leaf to the tensor to store; None where both are one.
+    """
+
+    name: str | None
+    transform: Transform | None = None
+
+
+def rules(names: Any, tree: Any, what: str) -> list[Rule]:
+    """For each leaf of a tree its tensor, in JAX's order.
+
+    Args:
+        names: What the user gave.
+        tree: The tree.
+        what: The argument that it is, for errors.
+
+    Raises:
+        TypeError: `names` has something else than names.
+        ValueError: It has a path that is not in the tree, or two leaves share a path.
+    """
+    known = paths.names_of(tree)
+    for path, count in Counter(found[0] for found in known).items():
+        if count > 1:
+            raise ValueError(paths.ambiguous(what, path, count))
+    if names is None:
+        return [Rule(found[0]) for found in known]
+    if isinstance(names, Mapping):
+        return _mapped(names, known, what)
+    if callable(names):
+        return [_rule(found[0], names(found[0])) for found in known]
+    raise TypeError(
+        f"names={shown(names)}: must be a mapping from paths of {what} to names of tensors, or a function "
+        f"(path) -> name, got {kind(names)}"
+    )
+
+
+def _mapped(names: Mapping[Any, Any], known: list[tuple[str, ...]], what: str) -> list[Rule]:
+    # The whole path of a leaf comes before that of the box around another one.
+    places = {found[1]: i for i, found in enumerate(known) if len(found) > 1}
+    places |= {found[0]: i for i, found in enumerate(known)}
+    found_at: dict[int, str] = {}
+    chosen = [Rule(found[0]) for found in known]
+    for path, entry in names.items():
+        place = places.get(path)
+        if place is None:
+            near = trees.nearest(str(path), [found[0] for found in known])
+            raise ValueError(f"names: {what} has no leaf at {shown(path)}{near}")
+        if place in found_at:
+            raise ValueError(f"names: {found_at[place]!r} and {path!r} are the same leaf of {what}; keep one of them")
+        found_at[place] = path
+        chosen[place] = _rule(path, entry)
+    return chosen
+
+
+def _rule(path: str, entry: Any) -> Rule:
+    if entry is None or isinstance(entry, str):
+        return Rule(entry)
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and callable(entry[1]):
+        return Rule(*entry)
+    raise TypeError(f"names: for {path!r} it has {shown(entry)}: {_FORM}, got {kind(entry)}")
+
+
+def transformed(transform: Transform, array: Any, path: str) -> Any:
+    """The array that a user's function makes of one.
+
+    Raises:
+        TypeError: It returned something else.
+    """
+    try:
+        result = transform(array)
+    except Exception as error:
+        error.add_note(f"(in the transform of names for {path!r})")
+        raise
+    if not trees.is_array(result):
+        raise TypeError(f"names: the transform for {path!r} returned {kind(result)}: must return an array")
+    return result

@@ -1,0 +1,93 @@
+"""Reading tensors, or the parts of them that some devices hold, and nothing else of a file."""
+
+import io
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jstep.weights.dtypes import dtype_of
+from jstep.weights.header import Tensor
+
+Index = tuple[slice, ...]
+_SHORT = 4096
+"""Bytes of a run below which reading each run by itself costs more than reading what lies between."""
+
+
+def bounds(index: Index, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """A part as pairs (begin, end), one an axis: slices cannot be hashed, and may leave out their ends."""
+    found = (one.indices(size) for one, size in zip(index, shape, strict=True))
+    return tuple((begin, max(begin, end)) for begin, end, _ in found)
+
+
+def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A tensor, in memory of its own."""
+    (array,) = read_parts(file, tensor, [tuple((0, size) for size in tensor.shape)])
+    return array
+
+
+def read_parts(
+    file: io.RawIOBase, tensor: Tensor, parts: Sequence[tuple[tuple[int, int], ...]]
+) -> list[np.ndarray[Any, Any]]:
+    """Parts of a tensor, each in memory of its own; each byte is read once.
+
+    Args:
+        file: The tensor's file, unbuffered.
+        tensor: Where it is.
+        parts: By their bounds; no two of them share an element.
+
+    Raises:
+        ValueError: The file ends early, or holds bools that are neither 0 nor 1.
+    """
+    dtype = dtype_of(tensor.code)
+    assert dtype is not None
+    sizes = [math.prod(end - begin for begin, end in part) for part in parts]
+    if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
+        whole = read_whole(file, tensor)
+        return [whole[tuple(slice(*one) for one in part)].copy() for part in parts]
+    return [_part(file, tensor, dtype, part) for part in parts]
+
+
+def _part(
+    file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: tuple[tuple[int, int], ...]
+) -> np.ndarray[Any, Any]:
+    shape = tuple(end - begin for begin, end in part)
+    array = np.empty(shape, dtype)
+    view = array.reshape(-1).view(np.uint8).data
+    length = _run(tensor.shape, part)[1] * dtype.itemsize
+    for number, start in enumerate(_starts(tensor.shape, part) if view.nbytes else ()):
+        at = number * length
+        _fill(file, view[at : at + length], tensor.start + start * dtype.itemsize, tensor)
+    if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+        raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
+    return array
+
+
+def _run(shape: Sequence[int], part: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """How many axes lie before the elements of a part that follow each other in the file, and how many these are."""
+    axes = len(shape)
+    while axes and part[axes - 1] == (0, shape[axes - 1]):
+        axes -= 1
+    axes = max(axes - 1, 0)
+    return axes, math.prod(end - begin for begin, end in part[axes:])
+
+
+def _starts(shape: Sequence[int], part: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """The first element of each run, in order."""
+    axes, _ = _run(shape, part)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    first = sum(begin * stride for (begin, _), stride in zip(part[axes:], strides[axes:], strict=True))
+    for place in itertools.product(*(range(*one) for one in part[:axes])):
+        yield first + sum(i * stride for i, stride in zip(place, strides, strict=False))
+
+
+def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> None:
+    file.seek(start)
+    done = 0
+    while done < view.nbytes:
+        count = file.readinto(view[done:])
+        if not count:
+            raise ValueError(f"{tensor.file}: is truncated: it ends in the tensor {tensor.name!r}; did it change?")
+        done += count

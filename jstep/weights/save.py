@@ -1,0 +1,287 @@
+"""Saving weights: `save_weights`."""
+
+import collections
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_int, kind, shown
+from jstep.core.compile_only import refuse_shapes
+from jstep.core.contexts import own_transfers
+from jstep.distributed.agreement import largest_of_all
+from jstep.weights.dtypes import bits_of, code_of
+from jstep.weights.find import INDEX, local
+from jstep.weights.fit import made_of_ones
+from jstep.weights.header import METADATA
+from jstep.weights.names import Names, Rule, rules, transformed
+from jstep.weights.package import package
+from jstep.weights.write import Entry, Files, header_of, write_tensor
+
+_FORMAT = {"format": "pt"}
+"""Without it, `transformers` refuses a file."""
+
+
+class _Item(NamedTuple):
+    """A leaf to save, as the tensor that it becomes."""
+
+    path: str
+    leaf: Any
+    rule: Rule
+    entry: Entry
+    ready: np.ndarray[Any, Any] | None
+
+
+def save_weights(
+    path: str | os.PathLike[str],
+    params: Any,
+    names: Names | None = None,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+) -> str:
+    """Save weights as safetensors files, for `transformers`, vLLM and everything else that reads these.
+
+    Saving is atomic: readers find the older weights until all files are written; an older index, shards or file of the
+    same name are removed with them. On several processes all of them call it and the first one writes, to a path that
+    only it needs to have.
+
+    Args:
+        path: A file, such as `model.safetensors`. Its folder is made if there is none. Larger weights become
+            `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`.
+        params: A tree of arrays, on any devices, of any sharding.
+        names: What has another name in the file: a mapping from paths of params (`"layers/0/wq"`), or a function of the
+            path, to the name of a tensor, to None for a leaf to leave out, or to a pair `(name, transform)`, where
+            `transform` makes the tensor to store of the leaf, as a NumPy array (`numpy.transpose`). Paths that a
+            mapping does not mention are the names of their tensors.
+        metadata: Strings to keep with the tensors; `{"format": "pt"}` if None, which `transformers` needs.
+        max_shard_bytes: The largest size of the tensors in one file. A tensor that is larger has a file of its own.
+
+    Returns:
+        The path of the file, or of the index.
+
+    Raises:
+        ImportError: The `safetensors` package is not installed: `pip install 'jstep[weights]'`.
+        OSError: The files cannot be written. The older ones are as they were.
+        TypeError: A leaf is not an array, or an argument is of the wrong type.
+        ValueError: Two leaves have one name; a dtype that safetensors does not have (PRNG keys, int4); a deleted array;
+            names has a path that is not in params.
+
+    Example:
+        >>> import os, tempfile, jax.numpy as jnp, jstep
+        >>> params = {"up": jnp.ones((64, 64)), "down": jnp.ones((64, 64), jnp.bfloat16)}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = jstep.save_weights(f"{directory}/model.safetensors", params, max_shard_bytes=20_000)
+        ...     for name in sorted(os.listdir(directory)):
+        ...         print(name)
+        model-00001-of-00002.safetensors
+        model-00002-of-00002.safetensors
+        model.safetensors.index.json
+
+    Source: https://huggingface.co/docs/safetensors
+    """
+    package()
+    path, metadata = _file(path), _metadata(metadata)
+    limit = as_int(max_shard_bytes, "max_shard_bytes", 1)
+    refuse_shapes(params, "params")
+    shards = _shards(_items(params, names), limit)
+    files = Files(path, len(shards))
+    # Gathering is a collective: the other processes take part to the end, whatever happens to the first one.
+    arrays = (_array(item) for shard in shards for item in shard)
+    failure: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            _write(files, shards, arrays, metadata)
+        except Exception as error:
+            failure = error
+    if jax.process_count() > 1:
+        collections.deque(arrays, maxlen=0)
+        if largest_of_all(np.array([failure is not None])).any() and failure is None:
+            raise RuntimeError(f"path={path!r}: process 0 could not save the weights; its error says why")
+    if failure is not None:
+        raise failure
+    return files.path
+
+
+def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any], metadata: Mapping[str, str]) -> None:
+    shard_of, total = {}, 0
+    try:
+        files.begin()
+        for number, shard in enumerate(shards):
+            with files.writing(number) as file:
+                file.write(header_of([item.entry for item in shard], metadata))
+                for item in shard:
+                    write_tensor(file, _stored(item, next(arrays)))
+                    shard_of[item.entry.name] = number
+                    total += item.entry.nbytes
+        files.publish(shard_of, total)
+    finally:
+        files.discard()
+
+
+def _items(params: Any, names: Any) -> list[_Item]:
+    """All leaves to save.
+
+    Raises:
+        TypeError: A leaf is not an array.
+        ValueError: Some cannot be saved, or two have one name; lists them.
+    """
+    items, problems, owners = [], [], dict[str, str]()
+    for (path, leaf), rule in zip(trees.leaves_with_paths(params), rules(names, params, "params"), strict=True):
+        _check_leaf(leaf, path)
+        if rule.name is None:
+            continue
+        if rule.name in owners:
+            problems.append(f"{owners[rule.name]!r} and {path!r} have one name, {rule.name!r}")
+        elif problem := _bad_name(rule.name):
+            problems.append(f"{path!r} {problem}")
+        owners.setdefault(rule.name, path)
+        item = _item(path, leaf, rule)
+        if item.entry.code:
+            items.append(item)
+        else:
+            problems.append(f"{path!r} is {_kind(leaf)[1] if item.ready is None else item.ready.dtype}")
+    if problems:
+        raise ValueError(
+            f"params: cannot be saved: {'; '.join(problems)}. Safetensors holds floats, integers, booleans and "
+            "complex64, each under a name of its own; give names= another name, a (name, transform) pair, or None to "
+            "leave a leaf out"
+        )
+    if not items:
+        raise ValueError("params: has no leaf to save")
+    return items
+
+
+def _item(path: str, leaf: Any, rule: Rule) -> _Item:
+    shape, dtype = _kind(leaf)
+    ready = None
+    if rule.transform is not None and not _is_key(dtype):
+        found = made_of_ones(rule.transform, shape, dtype, path)
+        if found is None:  # it looks at values
+            found = ready = _call(rule, _host(leaf), path)
+        shape, dtype = tuple(found.shape), found.dtype
+    code = code_of(dtype) or ""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize if code else 0
+    return _Item(path, leaf, rule, Entry(str(rule.name), code, shape, nbytes), ready)
+
+
+def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
+    """Files: each is filled in the order of the tree, and sorted so that large elements are aligned."""
+    shards: list[list[_Item]] = []
+    size = limit + 1
+    for item in items:
+        if size + item.entry.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(item)
+        size += item.entry.nbytes
+    return [sorted(shard, key=lambda item: bits_of(item.entry.code) or 0, reverse=True) for shard in shards]
+
+
+def _array(item: _Item) -> Any:
+    """The leaf on the host; None on processes that do not write it."""
+    return None if item.ready is not None else _host(item.leaf)
+
+
+def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
+    """The tensor to store, of the leaf on the host."""
+    if item.ready is not None:
+        return item.ready
+    if item.rule.transform is not None:
+        array = _call(item.rule, array, item.path)
+    if (array.shape, code_of(array.dtype)) != (item.entry.shape, item.entry.code):
+        raise ValueError(
+            f"names: the transform for {item.path!r} made {array.dtype}{list(array.shape)} of the leaf, and "
+            f"{item.entry.code}{list(item.entry.shape)} of ones of its shape; it must depend on shape and dtype alone"
+        )
+    return array
+
+
+def _call(rule: Rule, array: Any, path: str) -> np.ndarray[Any, Any]:
+    assert rule.transform is not None
+    array = array.view()
+    array.flags.writeable = False  # it may be the user's own
+    result = transformed(rule.transform, array, path)
+    with own_transfers():
+        return np.asarray(result)
+
+
+def _host(leaf: Any) -> np.ndarray[Any, Any]:
+    """A leaf on the host, whichever processes have its parts: on several processes a collective."""
+    with own_transfers():
+        if not isinstance(leaf, jax.Array):
+            return np.asarray(leaf, _kind(leaf)[1])
+        if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return np.asarray(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+
+
+def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    if trees.is_array(leaf):
+        return tuple(leaf.shape), leaf.dtype
+    return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
+
+
+def _is_key(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
+
+
+def _check_leaf(leaf: Any, path: str) -> None:
+    if trees.is_traced(leaf):
+        raise TypeError(f"params: {trees.quoted(path)} is traced; save weights outside of jit")
+    if not trees.is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
+        raise TypeError(
+            f"params: {trees.quoted(path)} is {kind(leaf)}, and must be an array; keep other things out of it, for "
+            "instance by equinox.filter(model, equinox.is_array) or flax.nnx.state(model)"
+        )
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(f"params: {trees.quoted(path)} was deleted: a step that it was given to has donated it")
+
+
+def _bad_name(name: str) -> str:
+    """What is wrong with the name of a tensor; the empty string if nothing is."""
+    if not name:
+        return "has the empty name"
+    if name == METADATA:
+        return f"has the name {name!r}, which is that of the metadata"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return f"has the name {name!r}, which UTF-8 cannot hold"
+    return ""
+
+
+def _file(path: Any) -> str:
+    found = local(path)
+    if os.path.isdir(found) or not os.path.basename(found):
+        raise IsADirectoryError(
+            f"path={found!r}: must be a file, got a folder; give {os.path.join(found, 'model.safetensors')!r}"
+        )
+    if found.endswith(INDEX):
+        raise ValueError(
+            f"path={found!r}: must be a file for tensors, got an index; give {found.removesuffix(INDEX)!r}, and shards "
+            "and index are put beside it where the weights need several files"
+        )
+    return found
+
+
+def _metadata(metadata: Any) -> dict[str, str]:
+    if metadata is None:
+        return dict(_FORMAT)
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata={shown(metadata)}: must be a mapping from strings to strings, got {kind(metadata)}")
+    for key, value in metadata.items():
+        for text in (key, value):
+            if not isinstance(text, str):
+                raise TypeError(f"metadata: {shown(key)}: {shown(value)} must be strings; use str() or json.dumps()")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"metadata: {text!r} must be a string that UTF-8 can hold") from None
+    return dict(metadata)

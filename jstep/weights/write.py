@@ -1,0 +1,212 @@
+"""Writing safetensors files: all of them under other names first, then all at once."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.weights.find import INDEX
+from jstep.weights.header import LARGEST, METADATA
+from jstep.weights.package import confirm
+
+_AT_ONCE = 2**26
+
+
+class Entry(NamedTuple):
+    """A tensor to write.
+
+    Attributes:
+        name: Its name.
+        code: Its dtype, as safetensors calls it.
+        shape: Its shape.
+        nbytes: Its size.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def header_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a file: what it holds, in the order of the entries.
+
+    Raises:
+        ValueError: It is larger than readers allow.
+    """
+    found: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for entry in entries:
+        found[entry.name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
+        at += entry.nbytes
+    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    if len(text) > LARGEST:
+        raise ValueError(f"the header would have {len(text)} bytes, and {LARGEST} are allowed; shorten the metadata")
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensor(file: Any, array: np.ndarray[Any, Any]) -> None:
+    """Appends the bytes of an array, in C order, the least significant first."""
+    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+    view = array.reshape(-1).view(np.uint8).data
+    for at in range(0, view.nbytes, _AT_ONCE):
+        file.write(view[at : at + _AT_ONCE])
+
+
+class Files:
+    """The files of one save, on the way to their names.
+
+    Args:
+        path: What the user gave: the file, or that beside which shards and index go.
+        shards: How many.
+
+    Attributes:
+        names: Of the files, in order.
+        path: Of the file, or of the index.
+    """
+
+    def __init__(self, path: str, shards: int) -> None:
+        self._folder, self._base = os.path.split(path)
+        self._stem, self._suffix = os.path.splitext(self._base)
+        self._token = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.names = [self._base]
+        if shards > 1:
+            self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
+        self.path = path + INDEX if shards > 1 else path
+
+    def begin(self) -> None:
+        """Makes the folder if there is none."""
+        os.makedirs(self._folder or ".", exist_ok=True)
+
+    @contextlib.contextmanager
+    def writing(self, number: int) -> Iterator[Any]:
+        """The context in which a file is written, under another name."""
+        with self._new(self.names[number]) as file:
+            yield file
+
+    def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
+        """Gives the files their names, and removes what an older save has left.
+
+        Whoever follows the index, meanwhile or after a crash, finds all of the older save, or all of this one.
+
+        Args:
+            shard_of: For each tensor the number of its file.
+            total_size: Bytes of all tensors.
+        """
+        confirm(self._temporary(name) for name in self.names)
+        older, index = self._older(), self._base + INDEX
+        sharded = len(self.names) > 1
+        # Where the older index leads to shards of the same names, ours are put beside them first.
+        clash = sharded and not set(older).isdisjoint(self.names)
+        first = [self._interim(name) for name in self.names] if clash else self.names
+        moved: list[tuple[str, str]] = []
+        try:
+            for name, under in zip(self.names, first, strict=True):
+                moved.append((self._temporary(name), self._at(under)))
+                os.replace(*moved[-1])
+            if sharded:
+                self._switch_index(first, shard_of, total_size)
+        except BaseException:
+            for temporary, final in moved if sharded else ():
+                with contextlib.suppress(OSError):
+                    os.replace(final, temporary)
+            raise
+        if clash:
+            for name, under in zip(self.names, first, strict=True):
+                _link(self._at(under), self._temporary(name))
+                os.replace(self._temporary(name), self._at(name))
+            self._switch_index(self.names, shard_of, total_size)
+        finals = [*self.names, index] if sharded else self.names
+        stale = {*older, *first} - set(finals)
+        for name in [*sorted(stale, key=lambda name: name != index), *self._orphans()]:  # the index first
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._at(name))
+        _sync(self._folder)
+
+    def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
+        """Replaces the index by one that leads to files of these names."""
+        weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
+        found = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        with self._new(self._base + INDEX) as file:
+            file.write(json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")
+        _sync(self._folder)
+        os.replace(self._temporary(self._base + INDEX), self._at(self._base + INDEX))
+
+    @contextlib.contextmanager
+    def _new(self, name: str) -> Iterator[Any]:
+        with open(self._temporary(name), "xb") as file:  # its mode is that of the umask
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def discard(self) -> None:
+        """Removes what has not got its name."""
+        for name in [*self.names, self._base + INDEX]:
+            with contextlib.suppress(OSError):
+                os.remove(self._temporary(name))
+
+    def _older(self) -> list[str]:
+        """What is there of an older save: the file, the index, and shards, however many there were."""
+        return [name for name in os.listdir(self._folder or ".") if self._is_own(name)]
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a save under this path may have made a file."""
+        shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{re.escape(self._suffix)}"
+        return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
+
+    def _orphans(self) -> list[str]:
+        """What saves of this host left here whose processes were killed."""
+        form = re.compile(rf"\.(.+)\.{_host()}-(\d+)-[0-9a-f]{{8}}\.tmp", re.DOTALL)
+        found = [(name, form.fullmatch(name)) for name in os.listdir(self._folder or ".")]
+        return [name for name, match in found if match and self._is_own(match[1]) and not _is_running(int(match[2]))]
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self._folder, name)
+
+    def _interim(self, name: str) -> str:
+        return f"{name.removesuffix(self._suffix)}.{self._token[-8:]}{self._suffix}"
+
+    def _temporary(self, name: str) -> str:
+        # No reader that takes all *.safetensors of a folder may find it.
+        return os.path.join(self._folder, f".{name}.{self._token}.tmp")
+
+
+def _host() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
+
+def _is_running(process: int) -> bool:
+    if os.name != "posix":
+        return True  # os.kill would end it
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
+
+
+def _sync(folder: str) -> None:
+    if os.name == "posix":
+        fd = os.open(folder or ".", os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

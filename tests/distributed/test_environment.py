@@ -1,0 +1,244 @@
+"""`initialize()` without arguments: what launchers put into the environment of their processes."""
+
+import os
+import textwrap
+
+import forked
+import jax
+import pytest
+from processes import end, free_address
+
+import jstep
+
+KINDS = ("JAX_", "SLURM_", "SKYPILOT_", "OMPI_", "PMI_", "TPU_", "KUBERNETES_")
+FULL = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_NODELIST": "gpu[001-002]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+SKY = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What jstep asks JAX for, in an environment of its own."""
+    for name in list(os.environ):
+        if name.startswith(KINDS) and name != "JAX_PLATFORMS":
+            monkeypatch.delenv(name)
+    calls = []
+
+    def initialize(address, count, index, **kwargs):
+        calls.append((address, count, index, kwargs["cluster_detection_method"]))
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    return calls
+
+
+def with_environment(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "want"),
+    [
+        (FULL, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
+        (FULL | {"JAX_NUM_PROCESSES": " 2 "}, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
+        (FULL, {"num_processes": 3}, ("10.0.0.1:1234", 3, 0, "deactivate")),
+        (FULL, {"coordinator_address": "h:1"}, ("h:1", 2, 0, "deactivate")),
+        ({}, {"coordinator_address": "h:1", "num_processes": 2, "process_id": 0}, ("h:1", 2, 0, "deactivate")),
+        # What is complete wins over a launcher below it: Ray on SLURM, several processes on a node of SkyPilot's.
+        (FULL | SLURM | {"SLURM_NTASKS": "7"}, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
+        (FULL | SKY | {"SKYPILOT_NUM_NODES": "7"}, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
+        (SKY | SLURM | {"SLURM_NTASKS": "7", "JAX_COORDINATOR_PORT": "9"}, {}, ("10.0.0.1:9", 2, 0, "deactivate")),
+        # SLURM's are JAX's to read.
+        (SLURM, {}, (None, None, None, None)),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "h:1"}, {}, ("h:1", None, None, None)),
+        (SLURM | {"JAX_NUM_PROCESSES": "2"}, {}, (None, 2, None, None)),
+        (SKY | {"JAX_COORDINATOR_PORT": "99"}, {}, ("10.0.0.1:99", 2, 0, "deactivate")),
+        (SKY | {"JAX_COORDINATOR_ADDRESS": "h:1"}, {}, ("h:1", 2, 0, "deactivate")),
+        (SKY | {"SKYPILOT_NODE_IPS": "::1 ::2", "JAX_COORDINATOR_PORT": "9"}, {}, ("[::1]:9", 2, 0, "deactivate")),
+        ({}, {}, (None, None, None, None)),
+        ({"JAX_COORDINATOR_ADDRESS": "", "JAX_NUM_PROCESSES": ""}, {}, (None, None, None, None)),
+    ],
+)  # fmt: skip
+def test_what_is_asked_of_jax(asked, monkeypatch, variables, arguments, want):
+    with_environment(monkeypatch, variables)
+    jstep.distributed.initialize(**arguments)
+    assert asked == [want]
+
+
+def test_each_task_of_skypilot_has_a_port_of_its_own(asked, monkeypatch):
+    for task in ("sky-1", "sky-2", "sky-1"):
+        with_environment(monkeypatch, SKY | {"SKYPILOT_TASK_ID": task})
+        jstep.distributed.initialize()
+    first, second, third = (int(address.removeprefix("10.0.0.1:")) for address, *_ in asked)
+    assert first == third != second
+    assert all(61440 <= port < 65536 for port in (first, second))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"JAX_NUM_PROCESSES": "1"},
+        {**FULL, "JAX_NUM_PROCESSES": "1"},
+        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {"SKYPILOT_NUM_NODES": "1"},
+        {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"},
+    ],
+)
+def test_one_process_joins_nobody(asked, monkeypatch, variables):
+    with_environment(monkeypatch, variables)
+    jstep.distributed.initialize()
+    assert asked == []
+
+
+def test_whoever_says_one_process_trains_alone(asked, monkeypatch):
+    with_environment(monkeypatch, {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"} | FULL)
+    jstep.distributed.initialize(num_processes=1)
+    assert asked == []
+
+
+def without(variables, *names):
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+def jax_itself(monkeypatch):
+    """JAX looks for what it does not know, and finds no cluster."""
+
+    def initialize(address, count, index, **kwargs):
+        for value, words in ((address, "coordinator_address should be"), (count, "Number of processes must be")):
+            if value is None:
+                raise ValueError(f"{words} defined.")
+        raise ValueError("The process id of the current process must be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (without(FULL, "JAX_PROCESS_ID"), ["JAX_COORDINATOR_ADDRESS='10", "JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID"]),
+        (without(FULL, "JAX_NUM_PROCESSES"), ["JAX_COORDINATOR_ADDRESS=", "JAX_PROCESS_ID=0", "JAX_NUM_PROCESSES"]),
+        (without(FULL, "JAX_COORDINATOR_ADDRESS"), ["JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID=0", "JAX_COORD"]),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, ["JAX_COORDINATOR_ADDRESS='h:1'", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"]),
+        ({"JAX_NUM_PROCESSES": "2"}, ["JAX_NUM_PROCESSES=2", "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"]),
+        ({"JAX_PROCESS_ID": "0"}, ["JAX_PROCESS_ID=0", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"]),
+        (FULL | {"JAX_PROCESS_ID": "2"}, ["JAX_PROCESS_ID=2: must be < JAX_NUM_PROCESSES=2"]),
+        (FULL | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "1"}, ["JAX_PROCESS_ID=1: must be < JAX_NUM_PROCESSES=1"]),
+        (FULL | {"JAX_PROCESS_ID": "-1"}, ["JAX_PROCESS_ID=-1: must be ≥ 0"]),
+        (FULL | {"JAX_NUM_PROCESSES": "0"}, ["JAX_NUM_PROCESSES=0: must be ≥ 1"]),
+        (FULL | {"JAX_NUM_PROCESSES": "two"}, ["JAX_NUM_PROCESSES='two': must be an integer"]),
+        (FULL | {"JAX_PROCESS_ID": "0.0"}, ["JAX_PROCESS_ID='0.0': must be an integer"]),
+        (FULL | {"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, ["JAX_COORDINATOR_ADDRESS='10.0.0.1': must be 'host:port'"]),
+        (FULL | {"JAX_COORDINATOR_ADDRESS": "h:0"}, ["JAX_COORDINATOR_ADDRESS='h:0': must be 'host:port'"]),
+        (SLURM | {"JAX_NUM_PROCESSES": "4"}, ["JAX_NUM_PROCESSES=4", "SLURM_NTASKS=2"]),
+        (SLURM | {"JAX_PROCESS_ID": "0"}, ["JAX_PROCESS_ID=0", "SLURM_PROCID=1"]),
+        (SLURM | {"SLURM_PROCID": "2"}, ["SLURM_PROCID=2: must be < SLURM_NTASKS=2"]),
+        (SLURM | {"SLURM_NTASKS": "many"}, ["SLURM_NTASKS='many': must be an integer"]),
+        (without(SLURM, "SLURM_STEP_NODELIST"), ["SLURM_NTASKS=2", "SLURM_STEP_NODELIST", "srun"]),
+        (without(SLURM, "SLURM_PROCID", "SLURM_LOCALID"), ["SLURM_NTASKS=2", "SLURM_PROCID, SLURM_LOCALID"]),
+        (without(SKY, "SKYPILOT_NODE_RANK"), ["SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES=2"]),
+        (without(SKY, "SKYPILOT_NODE_IPS"), ["SKYPILOT_NODE_IPS must be set", "SKYPILOT_NODE_RANK=0"]),
+        (without(SKY, "SKYPILOT_NUM_NODES"), ["SKYPILOT_NUM_NODES must be set"]),
+        (SKY | {"SKYPILOT_NODE_RANK": "2"}, ["SKYPILOT_NODE_RANK=2: must be < SKYPILOT_NUM_NODES=2"]),
+        (SKY | {"SKYPILOT_NUM_NODES": "3"}, ["SKYPILOT_NUM_NODES=3", "SKYPILOT_NODE_IPS", "2"]),
+        (SKY | {"SKYPILOT_NODE_RANK": "first"}, ["SKYPILOT_NODE_RANK='first': must be an integer"]),
+        (SKY | {"JAX_NUM_PROCESSES": "4"}, ["JAX_NUM_PROCESSES=4", "SKYPILOT_NUM_NODES=2"]),
+        (SKY | {"JAX_PROCESS_ID": "1"}, ["JAX_PROCESS_ID=1", "SKYPILOT_NODE_RANK=0"]),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "JAX_NUM_PROCESSES"]),
+        ({"PMI_SIZE": "2"}, ["PMI_SIZE=2"]),
+    ],
+)  # fmt: skip
+def test_incomplete_or_contradictory(asked, monkeypatch, variables, words):
+    """All the names are in the error: nobody trains alone by mistake, and nobody waits for a time-out."""
+    jax_itself(monkeypatch)
+    with_environment(monkeypatch, variables)
+    with pytest.raises(ValueError) as raised:
+        jstep.distributed.initialize()
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_an_index_that_arguments_and_variables_make(asked, monkeypatch):
+    with_environment(monkeypatch, FULL)
+    with pytest.raises(ValueError, match="process_id=2: must be < JAX_NUM_PROCESSES=2"):
+        jstep.distributed.initialize(process_id=2)
+
+
+# --- real processes ------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+import jstep
+jstep.distributed.initialize(initialization_timeout_secs=60)
+jstep.distributed.initialize()  # JAX is initialized: nothing
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+total = multihost_utils.process_allgather(jnp.float32(1 + jax.process_index())).sum()
+print("process", jax.process_index(), jax.process_count(), float(total))
+for bad in ({"num_processes": 3}, {"process_id": 1 - jax.process_index()}):
+    try:
+        jstep.distributed.initialize(**bad)
+    except RuntimeError as error:
+        print(error)
+jstep.distributed.initialize(num_processes=2, process_id=jax.process_index())
+"""
+
+
+def of_jobset(i, address):
+    """What `jobset.yaml` gives, and Kubernetes beside it: JAX is not to ask for it."""
+    host, port = address.split(":")
+    given = {"JAX_COORDINATOR_ADDRESS": f"{host}:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": f"{i}"}
+    return given | {
+        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": "1",
+        "JOB_COMPLETION_INDEX": f"{i}",
+    }
+
+
+LAUNCHERS = {
+    "SLURM": lambda i, address: {
+        "SLURM_JOB_ID": "12345",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": f"{i}",
+        "SLURM_LOCALID": f"{i}",
+        "JAX_COORDINATOR_PORT": address.split(":")[1],
+    },
+    "JobSet": of_jobset,
+    "SkyPilot": lambda i, address: {
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        "SKYPILOT_NODE_RANK": f"{i}",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_TASK_ID": "sky-2026-11-21-08-00-00-000000_test_1",
+        "JAX_COORDINATOR_PORT": address.split(":")[1],
+    },
+    "Ray, on SLURM": lambda i, address: {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": f"{i}",
+        "SLURM_JOB_ID": "12345",
+        "SLURM_STEP_NODELIST": "nowhere",
+        "SLURM_NTASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes_find_each_other(launcher):
+    address = free_address()
+    environments = [LAUNCHERS[launcher](i, address) for i in range(2)]
+    ended = end([forked.start(textwrap.dedent(PROGRAM), env=one) for one in environments])
+    for i, one in enumerate(ended):
+        assert one.code == 0, one.err[-3000:]
+        first, *refused = [line for line in one.out.splitlines() if not line.startswith("[Gloo]")]
+        assert first == f"process {i} 2 3.0"
+        assert [line.split(":")[0] for line in refused] == ["num_processes=3", f"process_id={1 - i}"]
+        assert "kubernetes" not in one.err  # JAX warns of the package that it would ask with

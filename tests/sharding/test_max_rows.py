@@ -1,0 +1,280 @@
+"""`max_rows_per_device`: the number of microbatches follows from the batch and the devices it is sharded over."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+OPTIMIZER = jstep.adam(0.05)
+RANDOM = np.random.default_rng(0)
+DATA = RANDOM.normal(size=(256, 4)).astype(np.float32)
+TYPES = [AxisType.Auto, AxisType.Explicit]
+
+
+def init():
+    return {"a": jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), "b": jnp.linspace(1.0, -1.0, 32).reshape(8, 4)}
+
+
+class Loss:
+    """A loss that says how many rows it was traced with."""
+
+    def __init__(self, spec=None):
+        self.rows = []
+        self.spec = spec
+
+    def __call__(self, params, x, **kwargs):
+        self.rows.append(x.shape[0])
+        out = {} if self.spec is None else {"out_sharding": self.spec}
+        hidden = jnp.tanh(jnp.einsum("bi,ij->bj", x, params["a"], **out))
+        return jnp.mean((jnp.einsum("bi,ij->bj", hidden, params["b"], **out) - x) ** 2)
+
+    @property
+    def seen(self):
+        """The one number of rows of all its traces."""
+        (rows,) = set(self.rows)
+        return rows
+
+
+def mesh_over(devices, types=AxisType.Auto):
+    return jax.make_mesh((devices,), ("data",), axis_types=(types,), devices=jax.devices()[:devices])
+
+
+def fresh(mesh=None, **kwargs):
+    return jstep.TrainState.create(init(), OPTIMIZER, mesh=mesh, **kwargs)
+
+
+def on(mesh, x, spec=None):
+    return jax.device_put(x, NamedSharding(mesh, P("data") if spec is None else spec))
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("annotated", [True, False])
+@pytest.mark.parametrize(
+    ("devices", "size", "max_rows", "at_least", "want"),
+    [
+        (8, 64, 8, 1, 64),
+        (4, 64, 8, 1, 32),
+        (2, 64, 8, 1, 16),
+        (1, 64, 8, 1, 8),
+        (8, 64, 100, 1, 64),
+        (8, 64, 4, 1, 32),
+        (8, 64, 8, 4, 16),  # no fewer than num_microbatches
+        (8, 64, 3, 1, 16),  # 3 parts do not divide 64 rows
+        (4, 24, 5, 1, 12),
+        (4, 24, 6, 5, 4),  # nor do 5
+        (8, 24, 2, 1, 8),  # two parts of 12 rows could not be sharded over 8 devices
+        (8, 8, 8, 2, 4),  # fewer rows than devices, as with num_microbatches
+        (1, 7, 2, 1, 1),
+    ],
+)
+def test_rows_of_a_microbatch(types, annotated, devices, size, max_rows, at_least, want):
+    mesh = mesh_over(devices, types)
+    loss = Loss(P("data") if annotated and types is AxisType.Explicit and want % devices == 0 else None)
+    step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=max_rows, num_microbatches=at_least)
+    for _ in range(2):
+        step(fresh(mesh), on(mesh, DATA[:size]))
+    assert loss.seen == want
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_meshes_of_two_axes(types):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(types,) * 2)
+    for spec, want in ((P("data"), 16), (P(("data", "model")), 32), (P(None, "model"), 4), (P("model"), 8), (P(), 4)):
+        loss = Loss()
+        step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=4)
+        step(fresh(mesh), on(mesh, DATA[:64], spec))
+        assert loss.seen == want, spec
+
+
+def test_the_same_step_on_several_meshes():
+    """One step, called with batches on other devices: each has its own program."""
+    loss = Loss()
+    step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=4)
+    for devices in (8, 2, 8, 1):
+        mesh = mesh_over(devices)
+        step(fresh(mesh), on(mesh, DATA[:32]))
+    assert sorted(set(loss.rows)) == [4, 8, 32]
+    loss.rows.clear()
+    step(fresh(), DATA[:32])  # on no mesh at all
+    mesh = mesh_over(8)
+    step(fresh(mesh), DATA[:32])  # NumPy arrays: each device has all rows
+    assert loss.seen == 4
+    loss.rows.clear()
+    step(fresh(), on(mesh, DATA[:32]))  # a state that follows its batch
+    assert loss.seen == 32
+    loss.rows.clear()
+    state, _ = step(fresh(mesh), on(mesh, DATA[:16]))
+    step(state, on(mesh, DATA[:64]))  # a larger batch
+    assert loss.rows[0] == 16
+    assert loss.rows[-1] == 32
+
+
+def test_leaves_that_are_not_sharded():
+    """One leaf is sharded, another is on every device: the loss goes through a share of the rows on each."""
+    mesh, rows = mesh_over(8), []
+
+    def loss(params, x, y, none):
+        rows.append((x.shape[0], y.shape[0]))
+        return jnp.mean((x @ params["a"] @ params["b"] - y) ** 2)
+
+    step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2)
+    step(fresh(mesh), on(mesh, DATA[:32], P()), on(mesh, DATA[:32]), None)
+    step(fresh(mesh), on(mesh, DATA[:32]), DATA[:32], None)
+    assert set(rows) == {(16, 16)}
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_scans_shapes_and_costs(types):
+    mesh = mesh_over(8, types)
+    loss = Loss()
+    step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2)
+    stacked = on(mesh, DATA[:192].reshape(3, 64, 4), P(None, "data"))
+    scanned = jstep.scan_steps(step)
+    state, metrics = scanned(fresh(mesh), stacked)
+    one = fresh(mesh)
+    for x in DATA[:192].reshape(3, 64, 4):
+        one, last = step(one, on(mesh, x))
+    np.testing.assert_allclose(state.params["a"], one.params["a"], rtol=1e-5)
+    assert float(last["loss"]) == pytest.approx(float(metrics["loss"][-1]), rel=1e-5)
+    batch = on(mesh, DATA[:64])
+    shape = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=batch.sharding)
+    for x in (batch, shape):
+        step.eval_shape(fresh(mesh), x)
+        step.lower(fresh(mesh), x)
+        step.trace(fresh(mesh), x)
+    jstep.cost(step, fresh(mesh), batch)
+    jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2, jit=False)(fresh(mesh), batch)
+    assert loss.seen == 16
+
+
+def test_what_is_not_compiled_by_jstep():
+    """In a `jax.jit` of the user's, traced arrays say on Explicit axes alone how they are sharded."""
+    for types, want in ((AxisType.Explicit, 16), (AxisType.Auto, 2)):
+        mesh, loss = mesh_over(8, types), Loss()
+        step = jax.jit(jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2, jit=False))
+        step(fresh(mesh), on(mesh, DATA[:64]))
+        assert loss.seen == want
+
+
+def curve(devices, types=AxisType.Auto, steps=6, per_call=1, how=None, **kwargs):
+    """The losses of a run, and its last state."""
+    mesh = mesh_over(devices, types)
+    losses = []
+    hook = jstep.every(1, lambda step, state, metrics: losses.append(float(metrics["loss"])))
+    step = jstep.minimize(how or Loss(), OPTIMIZER, max_rows_per_device=2, **kwargs)
+    state = jstep.train(
+        step,
+        fresh(mesh),
+        jstep.batches(DATA, 32, seed=3),
+        steps,
+        hooks=[hook],
+        steps_per_call=per_call,
+        batch_sharding=NamedSharding(mesh, P("data")),
+        progress=False,
+    )
+    return losses, state
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("per_call", [1, 3])
+def test_the_same_curve_on_any_number_of_devices(types, per_call):
+    want, last = curve(8, types, per_call=per_call)
+    for devices in (4, 1):
+        losses, state = curve(devices, types, per_call=per_call)
+        np.testing.assert_allclose(losses, want, rtol=1e-5)
+        np.testing.assert_allclose(state.params["a"], last.params["a"], rtol=1e-4, atol=1e-6)
+        assert int(state.global_step) == int(last.global_step) == 6
+
+
+def with_aux(params, x):
+    loss = Loss()(params, x)
+    return loss, {"count": jnp.int32(x.shape[0]), "mean": jnp.mean(x)}
+
+
+def weighted(params, x):
+    use = (x[:, 0] > 0).astype(np.float32)
+    return jnp.sum(use * jnp.mean((x @ params["a"] @ params["b"] - x) ** 2, axis=1)) / jnp.maximum(jnp.sum(use), 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "kwargs"),
+    [
+        (with_aux, {"has_aux": True, "metrics": ("grad_norm",)}),
+        (weighted, {"weight_fn": lambda x: jnp.sum(x[:, 0] > 0)}),
+        (Loss(), {"aggregation_method": jstep.AggregationMethod.ADD_N, "unroll": True}),
+        (Loss(), {"sharpness": 0.05}),
+        ({"one": (Loss(), "a"), "two": (Loss(), "b")}, {}),
+    ],
+    ids=["aux", "weights", "add_n", "sharpness", "losses"],
+)
+def test_with_what_minimize_offers(how, kwargs):
+    want, _ = curve(8, how=how, **kwargs)
+    for devices in (4, 1):
+        np.testing.assert_allclose(curve(devices, how=how, **kwargs)[0], want, rtol=1e-5)
+
+
+def test_counts_keys_and_model_states_are_those_of_as_many_microbatches():
+    def loss(params, model_state, x, rng):
+        noise = jax.random.normal(rng, x.shape)
+        after = {"parts": model_state["parts"] + 1, "mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(x)}
+        return jnp.mean(((x + noise) @ params["a"]) ** 2), (after, {"count": jnp.int32(x.shape[0])})
+
+    mesh, key = mesh_over(4), jax.random.key(1)
+    results = []
+    for how in ({"max_rows_per_device": 2}, {"num_microbatches": 4}):
+        step = jstep.minimize(loss, OPTIMIZER, has_aux=True, has_model_state=True, rng=key, **how)
+        state = fresh(mesh, model_state={"parts": jnp.int32(0), "mean": jnp.float32(0)})
+        results.append(step(state, on(mesh, DATA[:32])))
+    (one, said), (other, also) = results
+    assert int(one.slots["model_state"]["parts"]) == 4
+    assert int(said["count"]) == 32
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    jax.tree.map(np.testing.assert_array_equal, (said, one.slots), (also, other.slots))
+
+
+def test_stages_with_batches_of_other_sizes():
+    mesh = mesh_over(8)
+    first, second = Loss(), Loss()
+    steps = {n: jstep.minimize(f, OPTIMIZER, max_rows_per_device=2) for n, f in ((0, first), (3, second))}
+    batches = jstep.batches(DATA, {0: 16, 3: 64}, seed=0)
+    jstep.train(steps, fresh(mesh), batches, 6, batch_sharding=NamedSharding(mesh, P("data")), progress=False)
+    assert (first.seen, second.seen) == (16, 16)
+
+
+BAD = {
+    "a bool": ({"max_rows_per_device": True}, TypeError, "max_rows_per_device=True: must be an integer"),
+    "a float": ({"max_rows_per_device": 8.0}, TypeError, "max_rows_per_device=8.0: must be an integer, got float"),
+    "text": ({"max_rows_per_device": "8"}, TypeError, "max_rows_per_device='8'"),
+    "zero": ({"max_rows_per_device": 0}, ValueError, "max_rows_per_device=0: must be at least 1"),
+    "negative": ({"max_rows_per_device": -8}, ValueError, "max_rows_per_device=-8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("loss", [Loss(), {"one": (Loss(), "a"), "two": (Loss(), "b")}], ids=["one", "several"])
+def test_bad_values(case, loss):
+    kwargs, kind, words = BAD[case]
+    with pytest.raises(kind, match=re.escape(words)):
+        jstep.minimize(loss, OPTIMIZER, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("batch", "at_least", "words"),
+    [
+        ((), 1, "max_rows_per_device=4: there is no batch to split"),
+        ((np.float32(1),), 1, "max_rows_per_device=4: batch argument 0 is a scalar"),
+        ((DATA[:8], DATA[:6]), 1, "max_rows_per_device=4: batch argument 0 has 8 rows and batch argument 1 has 6"),
+        ((DATA[:0],), 1, "max_rows_per_device=4, num_microbatches=1: .* batch argument 0 has 0 rows"),
+        ((DATA[:6],), 7, "max_rows_per_device=4, num_microbatches=7: .* batch argument 0 has 6 rows"),
+    ],
+)
+def test_batches_that_do_not_fit(batch, at_least, words):
+    step = jstep.minimize(lambda p, *x: jnp.sum(p["a"]), OPTIMIZER, max_rows_per_device=4, num_microbatches=at_least)
+    with pytest.raises(ValueError, match=words):
+        step(fresh(), *batch)

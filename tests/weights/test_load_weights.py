@@ -1,0 +1,276 @@
+"""load_weights: which tensor a leaf gets, in which dtype, and what is said where something does not fit."""
+
+import logging
+
+import equinox
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors_files import entry, made, same, single
+
+import jstep
+
+W = np.arange(12, dtype=np.float32).reshape(3, 4)
+B = np.arange(4, dtype=np.float32)
+SHAPES = {"dense": {"kernel": jax.ShapeDtypeStruct((4, 3), np.float32), "bias": jax.ShapeDtypeStruct((4,), np.float32)}}
+NAMES = {"dense/kernel": ("dense.weight", np.transpose), "dense/bias": "dense.bias"}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return single(tmp_path / "model.safetensors", **{"dense.weight": W, "dense.bias": B})
+
+
+@pytest.mark.parametrize("names", [NAMES, NAMES.get, lambda path: NAMES[path]], ids=["mapping", "get", "function"])
+def test_names(path, names):
+    for _ in range(2):
+        loaded = jstep.load_weights(path, SHAPES, names)
+        assert same(loaded["dense"]["kernel"], W.T)
+        assert same(loaded["dense"]["bias"], B)
+        assert isinstance(loaded["dense"]["kernel"], jax.Array)
+
+
+def test_what_a_mapping_does_not_mention_keeps_its_path(tmp_path):
+    path = single(tmp_path / "x", **{"a/b": B, "a/bc": W, "z": B + 1})
+    target = {"a": {"b": np.zeros(4, np.float32), "bc": np.zeros((3, 4), np.float32)}, "c": np.zeros(4, np.float32)}
+    loaded = jstep.load_weights(path, target, {"c": "z"})
+    assert same(loaded["a"]["b"], B)
+    assert same(loaded["a"]["bc"], W)
+    assert same(loaded["c"], B + 1)
+
+
+def test_a_function_that_returns_none_leaves_the_leaf_as_it_is(path):
+    target = {"w": jnp.zeros((3, 4)), "new": jnp.ones(2), "b": np.zeros(4, np.float32)}
+    loaded = jstep.load_weights(path, target, {"w": "dense.weight", "b": "dense.bias", "new": None}.get)
+    assert loaded["new"] is target["new"]
+    assert same(loaded["w"], W)
+    with pytest.raises(ValueError, match=r"'new' stays as it is.*a shape"):
+        jstep.load_weights(path, {**target, "new": jax.ShapeDtypeStruct((2,), np.float32)}, {"new": None}, partial=True)
+    target["new"].delete()
+    with pytest.raises(ValueError, match=r"'new' stays as it is.*a deleted array"):
+        jstep.load_weights(path, target, {"w": "dense.weight", "b": "dense.bias", "new": None})
+
+
+@pytest.mark.parametrize("entry", [3, ("a",), ("a", 3), ("a", np.transpose, 1), ["a", np.transpose], (1, np.transpose)])
+def test_names_that_are_none(path, entry):
+    for names in ({"dense/bias": entry}, lambda _: entry):
+        with pytest.raises(TypeError, match=r"names: for 'dense/.*must be the name of a tensor"):
+            jstep.load_weights(path, SHAPES, names)
+    with pytest.raises(TypeError, match="names="):
+        jstep.load_weights(path, SHAPES, entry)
+
+
+@pytest.mark.parametrize("unknown", ["dense", "dense/bia", "dense/biass", "/dense/bias", "", 3])
+def test_unknown_paths_are_errors(path, unknown):
+    with pytest.raises(ValueError, match="target has no leaf at"):
+        jstep.load_weights(path, SHAPES, {**NAMES, unknown: None}, partial=True)
+
+
+def test_two_leaves_may_load_one_tensor(path):
+    target = {"embed": jnp.zeros((3, 4)), "head": jnp.zeros((4, 3)), "bias": jnp.zeros(4)}
+    names = {"embed": "dense.weight", "head": ("dense.weight", np.transpose), "bias": "dense.bias"}
+    loaded = jstep.load_weights(path, target, names)
+    assert same(loaded["embed"], W)
+    assert same(loaded["head"], W.T)
+
+
+def test_everything_that_does_not_fit_is_in_one_error(path, caplog):
+    target = {
+        "dense.weight": np.zeros((4, 3), np.float32),
+        "dense.bias": jax.ShapeDtypeStruct((4,), np.int32),
+        "x": [np.zeros(1), np.zeros(2)],
+        "t": jnp.zeros((5, 4)),
+    }
+    names = {"x/1": "x.1", "t": ("dense.weight", lambda x: np.concatenate([x, x]))}
+    with pytest.raises(ValueError, match="target does not fit") as caught:
+        jstep.load_weights(path, target, names)
+    for words in (
+        "missing (2): 'x/0', 'x.1' (for 'x/1')",
+        "mismatched (3): ",
+        "'dense.weight' is float32[3,4], and float32[4,3] in target",
+        "'dense.bias' is float32[4], and int32[4] in target",
+        "'t' (tensor 'dense.weight') is float32[6,4], and float32[5,4] in target",
+    ):
+        assert words in str(caught.value)
+    with pytest.raises(ValueError, match=r"unused \(2\): 'dense.weight', 'dense.bias'"):
+        jstep.load_weights(path, {"dense": np.zeros(4)})
+
+
+def test_transforms_that_look_at_values_are_in_the_error_too(path):
+    def looks(x):
+        return x[: int(x[2, 3])]  # 11, or 1 of ones
+
+    target = {"a": jnp.zeros((3, 4)), "w": jnp.zeros((5, 4)), "z": jnp.zeros(5)}
+    names = {"a": "dense.weight", "w": ("dense.weight", looks), "z": ("dense.bias", lambda x: x)}
+    with pytest.raises(ValueError, match=r"mismatched \(2\): 'w' \(tensor 'dense.weight'\) is float32\[3,4\].*'z' \("):
+        jstep.load_weights(path, target, names)
+    loaded = jstep.load_weights(path, {**target, "w": target["a"], "z": jnp.zeros(4)}, names)
+    assert same(loaded["w"], W)
+
+
+def test_a_transform_that_fails_says_where(path):
+    def fails(x):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no") as caught:
+        jstep.load_weights(path, SHAPES, {**NAMES, "dense/kernel": ("dense.weight", fails)})
+    assert "'dense/kernel'" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="'dense/kernel' returned None"):
+        jstep.load_weights(path, SHAPES, {**NAMES, "dense/kernel": ("dense.weight", lambda x: None)})
+
+
+@pytest.mark.parametrize("transform", [np.transpose, jnp.transpose, lambda x: x.T, jax.jit(lambda x: x.T)])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_transforms_on_a_mesh(path, transform, kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    kernel = jax.ShapeDtypeStruct((4, 3), np.float32, sharding=NamedSharding(mesh, P("data")))
+    bias = jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(mesh, P("model")))
+    target = {"dense": {"kernel": kernel, "bias": bias}}
+    names = {**NAMES, "dense/kernel": ("dense.weight", transform)}
+    inside = jstep.load_weights(path, target, names)
+    with jax.set_mesh(mesh):
+        again = jstep.load_weights(path, target, names)
+    for loaded in (inside, again):
+        assert same(loaded["dense"]["kernel"], W.T)
+        assert loaded["dense"]["kernel"].sharding == kernel.sharding
+        assert loaded["dense"]["bias"].sharding == bias.sharding
+
+
+# dtype.
+
+
+def test_dtype_casts_floats_alone_and_wins_over_the_targets(tmp_path):
+    data = W.tobytes() + np.arange(2, dtype=np.int32).tobytes() + b"\1\0"
+    header = {"w": entry("F32", (3, 4), (0, 48)), "n": entry("I32", (2,), (48, 56)), "m": entry("BOOL", (2,), (56, 58))}
+    path = made(tmp_path / "x", header, data)
+    target = {"w": jnp.zeros((3, 4), jnp.float16), "n": jnp.zeros(2, jnp.int32), "m": jnp.zeros(2, bool)}
+    with pytest.raises(ValueError, match=r"'w' is float32\[3,4\], and float16\[3,4\] in target"):
+        jstep.load_weights(path, target)
+    for dtype in (jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16)):
+        loaded = jstep.load_weights(path, target, dtype=dtype)
+        assert same(loaded["w"], W.astype(jnp.bfloat16))
+        assert same(loaded["n"], np.arange(2, dtype=np.int32))
+        assert same(loaded["m"], np.array([True, False]))
+    with pytest.raises(ValueError, match=r"'n' is int32\[2\], and float32\[2\] in target"):
+        jstep.load_weights(path, {**target, "n": jnp.zeros(2)}, dtype=np.float32)
+    with pytest.raises(ValueError, match=r"'w' is float32\[3,4\], and int32\[3,4\] in target"):
+        jstep.load_weights(path, {**target, "w": jnp.zeros((3, 4), jnp.int32)}, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(np.int32, ValueError), (bool, ValueError), ("x", TypeError), (3, TypeError)]
+)
+def test_dtypes_that_are_none(path, dtype, error):
+    with pytest.raises(error, match="dtype="):
+        jstep.load_weights(path, SHAPES, NAMES, dtype=dtype)
+
+
+def test_casting_to_a_smaller_range_says_what_is_lost(tmp_path, caplog):
+    path = single(tmp_path / "x", w=[1e5, -1e6, np.inf, 1.0, np.nan])
+    with caplog.at_level(logging.WARNING, "jstep"):
+        loaded = jstep.load_weights(path, {"w": np.zeros(5, np.float16)}, dtype=np.float16)
+    assert loaded["w"].tolist()[:4] == [np.inf, -np.inf, np.inf, 1.0]
+    assert "2 finite numbers of 'w'" in caplog.text
+
+
+def test_64_bits_are_for_numpy_or_x64(tmp_path):
+    path = made(tmp_path / "x", {"n": entry("I64", (1,), (0, 8))}, (2**40).to_bytes(8, "little"))
+    assert jstep.load_weights(path, {"n": np.zeros(1, np.int64)})["n"].tolist() == [2**40]
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        jstep.load_weights(path, {"n": jax.ShapeDtypeStruct((1,), np.int64)})
+    with jax.enable_x64(True):
+        loaded = jstep.load_weights(path, {"n": jnp.zeros(1, jnp.int64)})["n"]
+        assert isinstance(loaded, jax.Array)
+        assert loaded.tolist() == [2**40]
+
+
+# partial.
+
+
+def test_partial_loads_what_fits_and_logs_the_rest(path, caplog):
+    mesh = jax.make_mesh((8,), ("data",))
+    target = {
+        "dense.weight": jnp.zeros((3, 4)),
+        "dense.bias": jnp.full(5, 7.0),
+        "new": jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data"))),
+        "t": np.ones(3, np.float32),
+    }
+    with caplog.at_level(logging.WARNING, "jstep"):
+        loaded = jstep.load_weights(path, target, {"t": ("dense.bias", lambda x: x[:2])}, partial=True)
+    assert same(loaded["dense.weight"], W)
+    assert all(loaded[name] is target[name] for name in ("dense.bias", "new", "t"))
+    (record,) = caplog.records
+    for words in ("missing (1): 'new'", "'dense.bias' is float32[4], and float32[5]", "'t' (tensor 'dense.bias') is"):
+        assert words in record.getMessage()
+    with pytest.raises(ValueError, match=r"'x' stays as it is.*a shape"):
+        jstep.load_weights(path, {"x": jax.ShapeDtypeStruct((2,), np.float32)}, partial=True)
+    with pytest.raises(TypeError, match="partial="):
+        jstep.load_weights(path, target, partial="yes")
+
+
+# Trees.
+
+
+def test_a_model_of_equinox(tmp_path):
+    model = equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="equinox"):
+        jstep.save_weights(tmp_path / "x", model)
+    arrays, static = equinox.partition(model, equinox.is_array)
+    jstep.save_weights(tmp_path / "x", arrays, lambda path: path.replace("/", "."))
+    zeros = jax.tree.map(jnp.zeros_like, arrays)
+    with pytest.raises(TypeError, match="target: 'activation'"):
+        jstep.load_weights(tmp_path / "x", model)
+    loaded = jstep.load_weights(tmp_path / "x", zeros, lambda path: path.replace("/", "."))
+    x = jnp.ones(2)
+    assert same(equinox.combine(loaded, static)(x), model(x))
+
+
+def test_a_model_of_flax_nnx(tmp_path):
+    model = flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))
+    state = flax.nnx.state(model)
+    jstep.save_weights(tmp_path / "x", state, {"kernel": ("weight", np.transpose)})
+    zeros = jax.tree.map(jnp.zeros_like, state)
+    for path in ("kernel", "kernel/value"):
+        loaded = jstep.load_weights(tmp_path / "x", zeros, {path: ("weight", np.transpose)})
+        assert jax.tree.structure(loaded) == jax.tree.structure(state)
+        flax.nnx.update(other := flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(1)), loaded)
+        assert same(other(jnp.ones((1, 2))), model(jnp.ones((1, 2))))
+    with pytest.raises(ValueError, match="the same leaf"):
+        jstep.load_weights(tmp_path / "x", zeros, {"kernel": "weight", "kernel/value": "weight"})
+
+
+def test_leaves_without_shapes_and_paths_that_two_share(path):
+    for leaf in ("text", object(), np.sin):
+        with pytest.raises(TypeError, match="target: 'x'"):
+            jstep.load_weights(path, {"x": leaf})
+    with pytest.raises(ValueError, match="2 leaves share the path 'a/b'"):
+        jstep.load_weights(path, {"a": {"b": W}, "a/b": W})
+    with pytest.raises(TypeError, match="outside of jit"):
+        jax.jit(lambda w: jstep.load_weights(path, {"w": w}))(W)
+    with pytest.raises(ValueError, match="key<fry>"):
+        jstep.load_weights(path, {"dense.weight": jax.random.key(0), "dense.bias": B})
+
+
+def test_numbers_and_lists_and_a_bare_leaf(tmp_path):
+    path = jstep.save_weights(tmp_path / "x", [1, 2.5, (True, None)])
+    loaded = jstep.load_weights(path, [0, 0.0, (False, None)])
+    assert loaded == [1, 2.5, (True, None)]
+    with pytest.raises(ValueError, match="empty name"):
+        jstep.save_weights(tmp_path / "y", W)
+    jstep.save_weights(tmp_path / "y", W, {"": "w"})
+    assert same(jstep.load_weights(tmp_path / "y", np.zeros_like(W), {"": "w"}), W)
+
+
+def test_under_a_transfer_guard_and_in_a_thread(path):
+    import concurrent.futures
+
+    with jax.transfer_guard("disallow"):
+        loaded = jstep.load_weights(path, SHAPES, NAMES)
+        jstep.save_weights(path + "2", loaded)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for again in pool.map(lambda _: jstep.load_weights(path, SHAPES, NAMES), range(8)):
+            assert same(again["dense"]["kernel"], W.T)

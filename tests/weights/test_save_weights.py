@@ -1,0 +1,264 @@
+"""save_weights: names, shards, and what is in the folder whenever it is looked at."""
+
+import json
+import os
+import stat
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors_files import same
+
+import jstep
+from jstep.weights.header import read_header
+
+OLD = {name: np.full((4, 4), 1, np.float32) for name in "abc"}
+NEW = {name: np.full((4, 4), 2, np.float32) for name in "abc"}
+
+
+def listed(folder):
+    return sorted(os.listdir(folder))
+
+
+def shards(count, stem="model"):
+    return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def all_of(folder):
+    """The numbers that a reader finds; an error where there is nothing to trust."""
+    loaded = jstep.load_weights(folder, OLD)
+    return {float(x) for leaf in loaded.values() for x in leaf.ravel()}
+
+
+def test_names_and_metadata(tmp_path):
+    params = {"w": np.arange(6.0).reshape(2, 3), "b": jnp.ones(2, jnp.bfloat16), "cache": jnp.zeros(3)}
+    names = {"w": ("layer.weight", np.transpose), "cache": None}
+    path = jstep.save_weights(tmp_path / "m.safetensors", params, names)
+    header = read_header(path)
+    assert header.metadata == {"format": "pt"}
+    assert {name: (t.code, t.shape) for name, t in header.tensors.items()} == {
+        "layer.weight": ("F64", (3, 2)),
+        "b": ("BF16", (2,)),
+    }
+    assert path == str(tmp_path / "m.safetensors")
+    assert os.path.getsize(path) % 8 == (-2 * 2) % 8
+    jstep.save_weights(path, params, names, {"format": "np", "übung": "✓"})
+    assert read_header(path).metadata == {"format": "np", "übung": "✓"}
+    jstep.save_weights(path, params, names, {})
+    assert read_header(path).metadata == {}
+
+
+@pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, "pt", [("a", "b")], {"a": None}, 3])
+def test_metadata_is_strings(tmp_path, metadata):
+    with pytest.raises(TypeError, match="metadata"):
+        jstep.save_weights(tmp_path / "x", OLD, metadata=metadata)
+    assert listed(tmp_path) == []
+
+
+def test_one_name_for_two_leaves(tmp_path):
+    for names in ({"b": "a"}, {"a": "x", "c": ("x", np.transpose)}, lambda path: "x"):
+        with pytest.raises(ValueError, match=r"'.' and '.' have one name, '.'"):
+            jstep.save_weights(tmp_path / "x", OLD, names)
+    with pytest.raises(ValueError, match="'a' has the name '__metadata__'"):
+        jstep.save_weights(tmp_path / "x", OLD, {"a": "__metadata__"})
+    with pytest.raises(ValueError, match=r"'a' has the name .* UTF-8"):
+        jstep.save_weights(tmp_path / "x", OLD, {"a": "\ud800"})
+    with pytest.raises(ValueError, match="params has no leaf at 'd'"):
+        jstep.save_weights(tmp_path / "x", OLD, {"d": "a"})
+    with pytest.raises(ValueError, match="no leaf to save"):
+        jstep.save_weights(tmp_path / "x", OLD, lambda path: None)
+    assert listed(tmp_path) == []
+
+
+def test_what_safetensors_does_not_have_is_named(tmp_path):
+    deleted = jnp.ones(3)
+    deleted.delete()
+    for leaf, words in (
+        (jax.random.key(0), "key<fry>"),
+        (jnp.ones(3, jnp.int4), "int4"),
+        (np.ones(3, np.complex128), "complex128"),
+        (np.array(["a"]), "<U1"),
+        (deleted, "deleted"),
+        (jax.ShapeDtypeStruct((3,), np.float32), "shapes"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            jstep.save_weights(tmp_path / "x", {"a": leaf, "b": np.ones(2)})
+    with pytest.raises(ValueError, match="'a' is int4; 'b' is key<fry>"):
+        jstep.save_weights(tmp_path / "x", {"a": jnp.ones(3, jnp.int4), "b": jax.random.key(0)})
+    for leaf in ("text", np.sin, object()):
+        with pytest.raises(TypeError, match="params: 'a'"):
+            jstep.save_weights(tmp_path / "x", {"a": leaf})
+    jstep.save_weights(tmp_path / "x", {"a": jnp.ones(3, jnp.int4)}, {"a": ("a", lambda x: x.astype(np.int8))})
+    assert jstep.load_weights(tmp_path / "x", {"a": np.zeros(3, np.int8)})["a"].tolist() == [1, 1, 1]
+
+
+def test_transforms(tmp_path):
+    w = jnp.arange(12.0).reshape(3, 4)
+
+    def looks_at_values(x):
+        return x[: int(x[2, 3])]  # ones have no such place in the file
+
+    fused = {"w": ("w", lambda x: x.reshape(2, 6))}
+    jstep.save_weights(tmp_path / "x", {"w": w}, fused)
+    assert same(jstep.load_weights(tmp_path / "x", {"w": np.zeros((2, 6), np.float32)})["w"], w.reshape(2, 6))
+    with pytest.raises(ValueError, match="it must depend on shape and dtype alone"):
+        jstep.save_weights(tmp_path / "x", {"w": w}, {"w": ("w", looks_at_values)})
+    assert same(jstep.load_weights(tmp_path / "x", {"w": np.zeros((2, 6), np.float32)})["w"], w.reshape(2, 6))
+
+    def refuses_ones(x):
+        assert x[0, 0] == 0
+        return x.T
+
+    jstep.save_weights(tmp_path / "x", {"w": w}, {"w": ("w", refuses_ones)})
+    assert same(jstep.load_weights(tmp_path / "x", {"w": np.zeros((4, 3), np.float32)})["w"], w.T)
+    with pytest.raises(TypeError, match="'w' returned None"):
+        jstep.save_weights(tmp_path / "x", {"w": w}, {"w": ("w", lambda x: None)})
+    # A function that changes its argument must not change the parameters.
+    kept = np.arange(3.0)
+    with pytest.raises(ValueError, match="read-only"):
+        jstep.save_weights(tmp_path / "x", {"w": kept}, {"w": ("w", lambda x: x.__setitem__(0, 9.0) or x)})
+    assert kept.tolist() == [0, 1, 2]
+
+
+def test_arrays_that_do_not_lie_as_files_do(tmp_path):
+    params = {"t": np.arange(12.0).reshape(3, 4).T, "big": np.arange(3, dtype=">i4"), "s": np.arange(10)[::3]}
+    jstep.save_weights(tmp_path / "x", params)
+    loaded = jstep.load_weights(tmp_path / "x", params)
+    assert all((loaded[name] == params[name]).all() for name in params)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_params(tmp_path, kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    w = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    specs = {"a": P("data"), "b": P(None, "model"), "c": P(("data", "model")), "d": P()}
+    params = {name: jax.device_put(w + i, NamedSharding(mesh, spec)) for i, (name, spec) in enumerate(specs.items())}
+    for context in (jax.set_mesh(mesh), jax.numpy_dtype_promotion("strict")):
+        with context:
+            jstep.save_weights(tmp_path / "x", params, {"a": ("t", np.transpose)})
+            loaded = jstep.load_weights(tmp_path / "x", params, {"a": ("t", np.transpose)})
+        for i, name in enumerate(specs):
+            assert same(loaded[name], w + i)
+            assert loaded[name].sharding == params[name].sharding
+
+
+# Shards.
+
+
+def test_shards_are_named_as_hugging_face_does(tmp_path):
+    params = {"a": np.zeros(10, np.float32), "b": np.zeros(100, np.float32), "c": np.zeros(5, np.float32), "d": 1}
+    path = jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=64)
+    assert listed(tmp_path) == [*shards(3), "model.safetensors.index.json"]
+    found = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert found["metadata"] == {"total_size": 464}
+    one, two, three = shards(3)
+    assert found["weight_map"] == {"a": one, "b": two, "c": three, "d": three}
+    assert path == str(tmp_path / "model.safetensors.index.json")
+    for where in (path, tmp_path, tmp_path / "model.safetensors"):
+        loaded = jstep.load_weights(where, params)
+        assert all(same(loaded[name], params[name]) for name in "abc")
+    for wrong in (0, -1, "5GB", 2.5, None, True):
+        with pytest.raises((TypeError, ValueError), match="max_shard_bytes="):
+            jstep.save_weights(tmp_path / "x", params, max_shard_bytes=wrong)
+
+
+KINDS = {"one": 10**9, "two": 128, "three": 64}
+
+
+@pytest.mark.parametrize("before", KINDS)
+@pytest.mark.parametrize("after", KINDS)
+def test_nothing_is_left_of_an_older_save(tmp_path, before, after):
+    beside = ["model-a-00001-of-00002.safetensors", "model.safetensors.bak", "other.safetensors", "model-1-of-2"]
+    for name in beside:
+        (tmp_path / name).write_bytes(b"another one's")
+    path = tmp_path / "model.safetensors"
+    jstep.save_weights(path, OLD, max_shard_bytes=KINDS[before])
+    jstep.save_weights(path, NEW, max_shard_bytes=KINDS[after])
+    assert all_of(tmp_path) == {2.0}
+    own = ["model.safetensors"] if after == "one" else [*shards({"two": 2, "three": 3}[after])]
+    own += [] if after == "one" else ["model.safetensors.index.json"]
+    assert listed(tmp_path) == sorted(own + beside)
+
+
+@pytest.mark.parametrize("before", KINDS)
+@pytest.mark.parametrize("after", KINDS)
+def test_a_save_that_fails_leaves_the_older_one(tmp_path, before, after, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    jstep.save_weights(path, OLD, max_shard_bytes=KINDS[before])
+    files = listed(tmp_path)
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        for fails_at in range(1, 12):
+            calls = []
+
+            def failing(*args, real=real, calls=calls, fails_at=fails_at):
+                calls.append(args)
+                if len(calls) == fails_at:
+                    raise OSError(28, "No space left on device")
+                return real(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, failing)
+                try:
+                    jstep.save_weights(path, NEW, max_shard_bytes=KINDS[after])
+                except OSError:
+                    if all_of(tmp_path) == {1.0}:
+                        assert listed(tmp_path) == files
+                        continue
+            # Once the index leads to the new files they are the weights, under whatever names.
+            assert all_of(tmp_path) == {2.0}
+            jstep.save_weights(path, OLD, max_shard_bytes=KINDS[before])
+            assert listed(tmp_path) == files
+
+
+def test_a_reader_never_finds_two_saves_in_one(tmp_path, monkeypatch):
+    """Whatever the process is killed between."""
+    seen = []
+
+    def look():
+        # Where both are whole, a folder does not say which one is meant; an index and a file say it.
+        for where in ("model.safetensors.index.json", "model.safetensors"):
+            if (tmp_path / where).exists():
+                seen.append(all_of(tmp_path / where))
+        assert seen or not any(name.endswith(".json") for name in listed(tmp_path))
+
+    for name in ("replace", "remove"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, real=real: (look(), real(*args), look()))
+    for before in KINDS:
+        for after in KINDS:
+            for params, size in ((OLD, before), (NEW, after)):
+                jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=KINDS[size])
+    assert len(seen) > 50
+    assert {1.0} in seen
+    assert {2.0} in seen
+    assert {1.0, 2.0} not in seen
+
+
+def test_modes_follow_the_umask(tmp_path):
+    for mask, mode in ((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)):
+        before = os.umask(mask)
+        try:
+            jstep.save_weights(tmp_path / "model.safetensors", OLD, max_shard_bytes=64)
+        finally:
+            os.umask(before)
+        assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in listed(tmp_path)} == {mode}
+
+
+def test_paths(tmp_path, monkeypatch):
+    jstep.save_weights(tmp_path / "new" / "folder" / "x.safetensors", OLD)
+    assert listed(tmp_path / "new" / "folder") == ["x.safetensors"]
+    with pytest.raises(IsADirectoryError, match="must be a file"):
+        jstep.save_weights(tmp_path, OLD)
+    with pytest.raises(ValueError, match="must be a file for tensors"):
+        jstep.save_weights(tmp_path / "model.safetensors.index.json", OLD)
+    monkeypatch.chdir(tmp_path)
+    assert jstep.save_weights("here.safetensors", OLD) == "here.safetensors"
+    assert all_of("here.safetensors") == {1.0}
+    os.symlink("here.safetensors", "link.safetensors")
+    jstep.save_weights("link.safetensors", NEW)
+    assert all_of("here.safetensors") == {1.0}
+    assert all_of("link.safetensors") == {2.0}

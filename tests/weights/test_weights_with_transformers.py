@@ -1,0 +1,207 @@
+"""A tiny GPT-2 and a tiny Llama of `transformers`, loaded into plain JAX, and exported again: the same logits."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+torch = pytest.importorskip("torch")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers")
+
+TOKENS = np.random.default_rng(0).integers(0, 50, (2, 7))
+HEADS, WIDTH, LAYERS = 4, 32, 2
+
+
+@pytest.fixture(autouse=True)
+def other_peoples_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits.float().numpy()
+
+
+# GPT-2.
+
+
+def norm(x, weight, bias):
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight + bias
+
+
+def attention(q, k, v, mask):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1), v)
+
+
+def gpt2_init():
+    f = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    layer = {
+        "norm1": {"weight": f((WIDTH,)), "bias": f((WIDTH,))},
+        "qkv": {"kernel": f((WIDTH, 3 * WIDTH)), "bias": f((3 * WIDTH,))},
+        "out": {"kernel": f((WIDTH, WIDTH)), "bias": f((WIDTH,))},
+        "norm2": {"weight": f((WIDTH,)), "bias": f((WIDTH,))},
+        "up": {"kernel": f((WIDTH, 4 * WIDTH)), "bias": f((4 * WIDTH,))},
+        "down": {"kernel": f((4 * WIDTH, WIDTH)), "bias": f((WIDTH,))},
+    }
+    final = {"weight": f((WIDTH,)), "bias": f((WIDTH,))}
+    return {"embed": f((50, WIDTH)), "positions": f((16, WIDTH)), "layers": [layer] * LAYERS, "norm": final}
+
+
+def gpt2_name(path):
+    """The names of `transformers`; its kernels are stored as (in, out), as ours."""
+    outer = {"embed": "transformer.wte.weight", "positions": "transformer.wpe.weight"}
+    if path in outer:
+        return outer[path]
+    inner = {"norm1": "ln_1", "qkv": "attn.c_attn", "out": "attn.c_proj", "norm2": "ln_2"}
+    inner |= {"up": "mlp.c_fc", "down": "mlp.c_proj"}
+    *at, kind, leaf = path.split("/")
+    leaf = "bias" if leaf == "bias" else "weight"
+    return f"transformer.h.{at[1]}.{inner[kind]}.{leaf}" if at else f"transformer.ln_f.{leaf}"
+
+
+def gpt2(params, tokens):
+    time = tokens.shape[1]
+    x = params["embed"][tokens] + params["positions"][None, :time]
+    for layer in params["layers"]:
+        h = norm(x, **layer["norm1"])
+        q, k, v = jnp.split(h @ layer["qkv"]["kernel"] + layer["qkv"]["bias"], 3, axis=-1)
+        heads = [y.reshape(*y.shape[:2], HEADS, -1) for y in (q, k, v)]
+        h = attention(*heads, jnp.tril(jnp.ones((time, time), bool))[None, None])
+        x = x + h.reshape(x.shape) @ layer["out"]["kernel"] + layer["out"]["bias"]
+        h = norm(x, **layer["norm2"])
+        h = jax.nn.gelu(h @ layer["up"]["kernel"] + layer["up"]["bias"], approximate=True)
+        x = x + h @ layer["down"]["kernel"] + layer["down"]["bias"]
+    return norm(x, **params["norm"]) @ params["embed"].T
+
+
+@pytest.fixture(scope="module")
+def a_gpt2(tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=16, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    folder = tmp_path_factory.mktemp("gpt2")
+    model.save_pretrained(folder)
+    return folder, logits_of(model)
+
+
+def test_gpt2_there_and_back(a_gpt2, tmp_path):
+    folder, expected = a_gpt2
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*[None] * (len(leaf.shape) - 1), "data"))
+        ),
+        gpt2_init(),
+    )
+    params = jstep.load_weights(folder, shapes, gpt2_name)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        logits = jax.jit(gpt2)(params, TOKENS)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+    transformers.AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
+    for limit in (5 * 2**30, 50_000):
+        jstep.save_weights(tmp_path / "model.safetensors", params, gpt2_name, max_shard_bytes=limit)
+        again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["mismatched_keys"]
+        assert set(info["missing_keys"]) <= {"lm_head.weight"}  # tied
+        assert not info["unexpected_keys"]
+        np.testing.assert_array_equal(logits_of(again), expected)
+
+
+def test_a_sharded_export_of_transformers_loads(a_gpt2, tmp_path):
+    folder, _ = a_gpt2
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    whole, parts = (jstep.load_weights(where, gpt2_init(), gpt2_name) for where in (folder, tmp_path))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), whole, parts)))
+
+
+# Llama: kernels are stored as (out, in), rotary positions, fewer heads of keys than of queries, a head of its own.
+
+
+def llama_init():
+    f = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    kernels = {"q": (32, 32), "k": (32, 16), "v": (32, 16), "o": (32, 32), "gate": (32, 64), "up": (32, 64)}
+    layer = {name: f(shape) for name, shape in {**kernels, "down": (64, 32)}.items()} | {"n1": f((32,)), "n2": f((32,))}
+    return {"embed": f((50, 32)), "layers": [layer] * LAYERS, "norm": f((32,)), "head": f((32, 50))}
+
+
+def llama_names():
+    inner = {f"{name}": f"self_attn.{name}_proj" for name in "qkvo"}
+    inner |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    names = {
+        "embed": "model.embed_tokens.weight",
+        "norm": "model.norm.weight",
+        "head": ("lm_head.weight", np.transpose),
+    }
+    for i in range(LAYERS):
+        at = f"model.layers.{i}"
+        names |= {f"layers/{i}/{ours}": (f"{at}.{theirs}.weight", np.transpose) for ours, theirs in inner.items()}
+        names |= {f"layers/{i}/n1": f"{at}.input_layernorm.weight"}
+        names |= {f"layers/{i}/n2": f"{at}.post_attention_layernorm.weight"}
+    return names
+
+
+def rms(x, weight):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+
+def rotated(x):
+    time, half = x.shape[1], x.shape[-1] // 2
+    angles = jnp.arange(time)[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+    cos, sin = (jnp.concatenate([fn(angles)] * 2, -1)[None, :, None] for fn in (jnp.cos, jnp.sin))
+    return x * cos + jnp.concatenate([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def llama(params, tokens):
+    x, mask = params["embed"][tokens], jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None, None]
+    for p in params["layers"]:
+        h = rms(x, p["n1"])
+        q, k, v = (jnp.reshape(h @ p[name], (*h.shape[:2], -1, 8)) for name in "qkv")
+        h = attention(rotated(q), jnp.repeat(rotated(k), 2, axis=2), jnp.repeat(v, 2, axis=2), mask)
+        x = x + h.reshape(x.shape) @ p["o"]
+        h = rms(x, p["n2"])
+        x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+    return rms(x, params["norm"]) @ params["head"]
+
+
+def test_llama_there_and_back(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = logits_of(model)
+    params = jstep.load_weights(tmp_path / "theirs", llama_init(), llama_names())
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        np.testing.assert_allclose(jax.jit(llama)(params, TOKENS), expected, atol=1e-4)
+
+    config.save_pretrained(tmp_path / "ours")
+    jstep.save_weights(tmp_path / "ours" / "model.safetensors", params, llama_names())
+    np.testing.assert_array_equal(logits_of(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours")), expected)
+
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    jstep.save_weights(tmp_path / "ours" / "model.safetensors", half, llama_names())
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert {p.dtype for p in again.parameters()} <= {torch.bfloat16, torch.float32}
+    loaded = jstep.load_weights(tmp_path / "ours", llama_init(), llama_names(), dtype=jnp.bfloat16)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), half, loaded)))
