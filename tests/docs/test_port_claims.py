@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,7 +79,8 @@ def test_schedules_of_torch() -> None:
 @pytest.fixture
 def keras(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    with warnings.catch_warnings():
+    # Keras makes keys of two uint32 and promotes dtypes.
+    with warnings.catch_warnings(), jax.legacy_prng_key("allow"), jax.numpy_dtype_promotion("standard"):
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         yield pytest.importorskip("keras")
 
