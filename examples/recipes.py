@@ -1,16 +1,18 @@
 """Recipes side by side: the same small transformer, the same batches, another optimizer.
 
-    python examples/recipes.py                          # under two minutes on two CPU cores
-    python examples/recipes.py --only muon lion         # some of them
+    python examples/recipes.py                          # a few minutes on two CPU cores
+    python examples/recipes.py --only muon lion         # those with one of these words in their names
     python examples/recipes.py --plot recipes.png       # the curves (pip install 'jstep[plot]')
 
 Each recipe is what people train with, at a rate that suits it: warm-up, a plateau, a decay to nothing (WSD), but for
 schedule-free, which needs no decay. What decays are matrices; embeddings and heads are left to AdamW where the rest
-goes to Muon. The table says how far each came, what it keeps besides the parameters, and what a step takes. The model
-and its text are those of char_lm.py.
+goes to Muon. AdamH, MuonH, NorMuon and NorMuonH are chains of blocks: `H` keeps the norm of every matrix (Hyperball),
+`Nor` evens out its neurons. With H heads are on the sphere, too, and nothing decays. The table says how far each
+came, what it keeps besides the parameters, and what a step takes. The model and its text are those of char_lm.py.
 """
 
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -30,6 +32,11 @@ def is_hidden(path, leaf):
     return "muon" if path.startswith("layers/") else "adamw"
 
 
+def is_matrix(path, leaf):
+    """Whose norm is kept: layers and the head. A wrong rate of embeddings does harm, and Adam is safe there."""
+    return "hidden" if path.startswith("layers/") else "head" if path == "unembed" else "adam"
+
+
 def axes(path, leaf):
     """Layers are stacked: the first axis counts matrices. Heads are columns of one, and rows of the other."""
     return {"layers/qkv": (1, (2, 3, 4)), "layers/out": ((1, 2), 3)}.get(path, (1, 2))
@@ -46,11 +53,34 @@ def recipes(steps):
 
     adamw = partial(jstep.adamw, beta2=0.95, weight_decay=0.1, weight_decay_mask=MATRICES)
     muon = jstep.partition({"muon": jstep.muon(rate(1e-2), axes=axes), "adamw": jstep.adamw(rate(3e-3))}, is_hidden)
+    adam = jstep.adam(rate(3e-3), 0.9, 0.95)
+
+    def on_a_sphere(*blocks):
+        """Blocks that make a direction, and steps along it that keep the norm."""
+        adamh = jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(rate(2e-2)))
+        hidden = jstep.chain(*blocks, jstep.on_hyperball(rate(2e-2), axes=axes))
+        return jstep.partition({"hidden": hidden, "head": adamh, "adam": adam}, is_matrix)
+
+    def nesterov():
+        return jstep.trace(0.95, use_nesterov=True)
+
+    normuon = jstep.chain(
+        nesterov(),
+        jstep.orthogonalize(axes=axes),
+        jstep.normalize_neurons(axes=axes),
+        jstep.add_weight_decay(0.1),
+        jstep.scale_by_learning_rate(rate(1e-2)),
+    )
+    muonh = nesterov(), jstep.orthogonalize(scale=None, axes=axes)
     free = jstep.schedule_free_adamw(jstep.linear_warmup(1e-2, steps // 10), weight_decay=0.1)
     return {
         "AdamW": (clipped(adamw(rate(5e-3))), jnp.float32),
         "Lion": (clipped(jstep.lion(rate(1e-3), 0.9, 0.98, 1.0, MATRICES, m_dtype=jnp.bfloat16)), jnp.float32),
         "Muon + AdamW": (muon, jnp.float32),
+        "NorMuon + AdamW": (jstep.partition({"muon": normuon, "adamw": adamw(rate(3e-3))}, is_hidden), jnp.float32),
+        "AdamH": (on_a_sphere(jstep.scale_by_adam(0.9, 0.95)), jnp.float32),
+        "MuonH": (on_a_sphere(*muonh), jnp.float32),
+        "NorMuonH": (on_a_sphere(*muonh, jstep.normalize_neurons(axes=axes)), jnp.float32),
         "schedule-free": (free, jnp.float32),
         "Adafactor": (jstep.adafactor(rate(5e-2), min_dim_size_to_factor=64), jnp.float32),
         "AdamW, bfloat16": (clipped(jstep.master_weights(adamw(rate(5e-3)))), jnp.bfloat16),
@@ -103,7 +133,7 @@ def main(steps=120, seed=0, only=None, path=None):
     chosen = {
         name: recipe
         for name, recipe in recipes(steps).items()
-        if not only or any(word.lower() in name.lower() for word in only)
+        if not only or any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", name, re.IGNORECASE) for word in only)
     }
     if not chosen:
         sys.exit(f"--only {' '.join(only)}: none of {', '.join(recipes(steps))}")

@@ -16,13 +16,14 @@ Gradients: gradients, compute_gradients, stop_gradient; lookup for rows of table
 Clipping: clip_by_value, clip_by_norm, clip_by_average_norm, clip_by_global_norm, global_norm; chained: clip_gradients.
 Optimizers of tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl.
     With decoupled decay: adamw, lion, lamb, lars, muon, nadam, radam, soap, adafactor, adan, ademamix, adopt.
-    More: sgd, signum, adabelief, adadelta, adamax, novograd, rprop, yogi; without a rate to tune: prodigy;
+    More: sgd, signum, adabelief, adadelta, adamax, madgrad, novograd, rprop, yogi; without a rate to tune: prodigy;
     schedule_free_sgd, schedule_free_adamw with schedule_free_params for evaluation.
     Around one: chain, partition, scope, skip_nonfinite, master_weights, stochastic_rounding, lookahead, slow_params,
     dynamic_loss_scale, cautious, update_every; with_moving_average, ExponentialMovingAverage, averaged_params.
     In a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio, scale_by_learning_rate,
     scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients, normalize_gradients, orthogonalize,
-    trace. Custom: Optimizer, Context, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule, from_optax.
+    normalize_neurons, on_hyperball, trace.
+    Custom: Optimizer, Context, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule, from_optax.
     Hyperparameters that the state holds: held, get_hyperparameter, set_hyperparameter.
 Schedules (a Schedule is any function of the step): constant, linear, piecewise_constant, polynomial_decay,
     exponential_decay, natural_exp_decay, inverse_time_decay, inverse_sqrt_decay; cosine_decay, cosine_decay_restarts,

@@ -89,13 +89,16 @@ from jstep.optimizers import lars as lars
 from jstep.optimizers import leafwise as leafwise
 from jstep.optimizers import lion as lion
 from jstep.optimizers import lookahead as lookahead
+from jstep.optimizers import madgrad as madgrad
 from jstep.optimizers import map_leaves as map_leaves
 from jstep.optimizers import master_weights as master_weights
 from jstep.optimizers import momentum as momentum
 from jstep.optimizers import muon as muon
 from jstep.optimizers import nadam as nadam
 from jstep.optimizers import normalize_gradients as normalize_gradients
+from jstep.optimizers import normalize_neurons as normalize_neurons
 from jstep.optimizers import novograd as novograd
+from jstep.optimizers import on_hyperball as on_hyperball
 from jstep.optimizers import orthogonalize as orthogonalize
 from jstep.optimizers import partition as partition
 from jstep.optimizers import prodigy as prodigy

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+_SMALLEST = 1024  # bytes that are exchanged at least
+
 
 def of_the_first(number: int) -> int:
     """The number that the first process has."""
@@ -23,3 +25,19 @@ def on_any(true: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.any(multihost_utils.process_allgather(np.array([true]))))
+
+
+def texts_of_all(text: str) -> list[str]:
+    """The text of each process, in their order."""
+    if jax.process_count() == 1:
+        return [text]
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(text.encode(), np.uint8)
+    lengths = np.ravel(multihost_utils.process_allgather(np.array([data.size], np.int32)))
+    # Few sizes, so that texts that grow by a digit do not compile a program each.
+    room = max(_SMALLEST, 1 << (int(lengths.max()) - 1).bit_length())
+    padded = np.zeros(room, np.uint8)
+    padded[: data.size] = data
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]

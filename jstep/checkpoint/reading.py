@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import processes
-from jstep.checkpoint.format import ages, placed
+from jstep.checkpoint.format import ages, left_out, placed
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.format.match import Match, Names, check_averages, listing, match
+from jstep.checkpoint.format.match_params import PARAMS, match_params
 from jstep.checkpoint.store.protocol import DamagedError, Store
 from jstep.core import trees
 from jstep.core.contexts import own_transfers
@@ -43,11 +44,27 @@ class Reader:
                 check_averages(averages, manifest.leaves, path)
             if target is None:
                 return self._looked_at(path, manifest, averages)
-            found = match(target, manifest.leaves, averages, partial, names, path)
+            found = match(target, manifest.leaves, averages, partial, names, path, manifest.left_out)
             with own_transfers():
                 values = self._filled(path, manifest, found)
             self._mention(path, manifest.step, target, found, values)
+            self._compare(path, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
+
+        return self._again(step, read)
+
+    def restore_params(self, params: Any, step: int | None, names: Names | None, averages: str | None) -> Any:
+        """As `Saver.restore_params`."""
+        target = {PARAMS: params}
+
+        def read(path: str, manifest: Manifest) -> Any:
+            if averages is not None:
+                check_averages(averages, manifest.leaves, path)
+            found = match_params(target, manifest, averages, names, path)
+            with own_transfers():
+                values = self._filled(path, manifest, found)
+            self._compare(path, found, values)
+            return jax.tree.unflatten(trees.structure(target), values)[PARAMS]
 
         return self._again(step, read)
 
@@ -126,6 +143,20 @@ class Reader:
 
         return [value(i) for i in range(len(found.wanted))]
 
+    def _compare(self, path: str, found: Match, values: Sequence[Any]) -> None:
+        """Warns of leaves that were left out of the checkpoint and have other values in the target."""
+        with own_transfers():
+            pairs = zip(found.wanted, values, strict=True)
+            changed = left_out.changed((one.left_out, value) for one, value in pairs if one.left_out is not None)
+        if changed:
+            _logger.warning(
+                "%s: target has other values than the run had when it was saved, for what Saver(leave_out=…) left "
+                "out%s. Those of target are taken: if this is not on purpose, give the parameters that the run began "
+                "with",
+                path,
+                listing("differing", [repr(leaf.path) for leaf in changed]),
+            )
+
     def _mention(self, path: str, step: int, target: Any, found: Match, values: Sequence[Any]) -> None:
         """Says what a restore in part has left out: a misspelt path is seen here or nowhere."""
         if guards := [repr(want.path) for want in found.wanted if want.is_guard]:
@@ -138,7 +169,8 @@ class Reader:
             )
         if not found.differences():
             return
-        left = [i for i, want in enumerate(found.wanted) if want.source is None and not want.is_guard]
+        without = [i for i, want in enumerate(found.wanted) if want.source is None and want.left_out is None]
+        left = [i for i in without if not found.wanted[i].is_guard]
         _logger.warning(
             "%s was restored in part%s%s",
             path,

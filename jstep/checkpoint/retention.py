@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jstep.checkpoint import processes
-from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.format.manifest import CheckpointError, LeftOut, Manifest
 from jstep.checkpoint.store.listing import name
 from jstep.checkpoint.store.protocol import Files, Store
 
@@ -86,9 +86,9 @@ class Keeper:
         self._times: dict[int, float] = {}
         self._whole: set[int] = set()
 
-    def commit_of(self, manifest: Manifest) -> "Saving":
-        """What ends the save of a manifest that lacks files and retention."""
-        return Saving(self, manifest)
+    def commit_of(self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]) -> "Saving":
+        """What ends the save of a manifest that lacks files, retention, and what was left out."""
+        return Saving(self, manifest, left_out)
 
     def decide(self, manifest: Manifest) -> tuple[list[str], Kept]:
         """The paths of the checkpoints to delete once this one is there, and what to remember."""
@@ -164,8 +164,8 @@ class Keeper:
 class Saving:
     """The end of one save: a `Commit`."""
 
-    def __init__(self, keeper: Keeper, manifest: Manifest) -> None:
-        self._keeper, self._manifest = keeper, manifest
+    def __init__(self, keeper: Keeper, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]) -> None:
+        self._keeper, self._manifest, self._left_out = keeper, manifest, left_out
         self.saved_at = manifest.saved_at
         self._victims: list[str] = []
         self._kept: Kept | None = None
@@ -173,7 +173,9 @@ class Saving:
     def seal(self, files: Files) -> Manifest:
         """As `Commit.seal`."""
         self._victims, self._kept = self._keeper.decide(self._manifest)
-        return dataclasses.replace(self._manifest, retention=self._kept.to_json(), files=files)
+        return dataclasses.replace(
+            self._manifest, retention=self._kept.to_json(), files=files, left_out=self._left_out()
+        )
 
     def committed(self) -> None:
         """As `Commit.committed`."""

@@ -10,17 +10,17 @@ from typing import Any
 
 from jstep.checkpoint import arguments as checked
 from jstep.checkpoint.format.manifest import CheckpointError
-from jstep.checkpoint.format.match import Names
 from jstep.checkpoint.reading import Reader
+from jstep.checkpoint.restorer import Restorer
 from jstep.checkpoint.retention import Keeper
 from jstep.checkpoint.store.open import leave, open_store
 from jstep.checkpoint.writing import Writer
 from jstep.core.checks import as_bool
 from jstep.core.compile_only import refuse_compile_only
-from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
+from jstep.core.var_list import VarList, check_form
 
 
-class Saver:
+class Saver(Restorer):
     """Saves and restores a state: `directory/model-1000` holds exactly 1000 updates.
 
     `save` may be followed at once by a step that donates the state: what is on disk is the state as it was
@@ -55,8 +55,16 @@ class Saver:
             long; None looks at a sample, and compresses where that halves the bytes.
         verify: Whether `restore` verifies checksums first, for which it reads every file once more.
         clock: The time in seconds since 1970.
+        leave_out: Parameters that are not saved, such as a frozen base under LoRA, and whose slots are not saved
+            either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, as `var_list`. The
+            checkpoint lists them with their fingerprints; `restore` takes them from its target, with any Saver, and
+            warns if they have other values than they had when it was saved.
+
+    Attributes:
+        leave_out: As given.
 
     Raises:
+        TypeError: An argument is of the wrong type.
         NotADirectoryError: `directory` is a file.
 
     Example:
@@ -83,6 +91,7 @@ class Saver:
         compress: bool | None = None,
         verify: bool = True,
         clock: Callable[[], float] | None = None,
+        leave_out: VarList = None,
     ) -> None:
         self.directory = checked.directory(directory)
         self.prefix = checked.prefix(prefix)
@@ -97,7 +106,9 @@ class Saver:
         )
         self._async_save = as_bool(async_save, "async_save")
         compress = None if compress is None else as_bool(compress, "compress")
-        self._writer = Writer(self._store, self.prefix, self._keeper, compress, as_bool(stage, "stage"))
+        check_form(leave_out, "leave_out")
+        self.leave_out = leave_out
+        self._writer = Writer(self._store, self.prefix, self._keeper, compress, as_bool(stage, "stage"), leave_out)
         self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
@@ -136,8 +147,8 @@ class Saver:
                 are as they were.
             OSError: The directory cannot be made or written.
             TypeError: A leaf of the state is no array, or a value of extra is not JSON (names it).
-            ValueError: The state has no global_step, or another one than `step`; a leaf was donated; or the Saver is
-                closed.
+            ValueError: The state has no global_step, or another one than `step`; a leaf was donated; leave_out means
+                no parameter of it; or the Saver is closed.
         """
         with self._lock:
             self._check_open()
@@ -148,63 +159,6 @@ class Saver:
             if not self._async_save:
                 self.wait()
             return path
-
-    def restore(
-        self,
-        target: Any = None,
-        step: int | None = None,
-        partial: bool = False,
-        use_averages: bool | str = False,
-        names: Names | None = None,
-    ) -> Any:
-        """Restores a checkpoint.
-
-        Args:
-            target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`) that says structure, shapes,
-                dtypes and shardings; leaves are found by path. A leaf that names no sharding comes back where
-                JAX puts new arrays, and a NumPy array as one. None for a nested dict of NumPy arrays, for
-                looking (PRNG keys as their data).
-            step: Which; the newest where None.
-            partial: Whether to restore what fits: the rest of the target, which then has to have values, stays. What
-                was left and what was not used is logged as a warning.
-            use_averages: Whether params are to be their moving averages, for evaluation, in the dtype of params. A
-                string names their slot.
-            names: What has another path in the checkpoint: a mapping from paths of target
-                (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function from the
-                one to the other; what is not mentioned, or for which it returns None, has the same path.
-
-        Returns:
-            A tree like target. Its arrays share no memory with anything and may be donated.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged: names the file, the newest step that is whole, and what to
-                delete to go on from that. Or its name and content differ in step, or a save failed in the background.
-            FileNotFoundError: There is no checkpoint, or none of that step.
-            TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
-            ValueError: target does not fit. Lists the paths missing, extra and differing. Or names has a path that is
-                not there.
-        """
-        if not isinstance(use_averages, bool | str):
-            raise TypeError(f"use_averages={use_averages!r}: must be True, False or the name of the slot of averages")
-        partial, step = as_bool(partial, "partial"), _step_or_none(step)
-        if names is not None and target is None:
-            raise ValueError("names: must come with a target, whose paths it names")
-        averages = AVERAGES if use_averages is True else use_averages or None
-        with self._lock:
-            self.wait()
-            refuse_compile_only(target, "target")
-            return self._reader.restore(target, step, partial, averages, names)
-
-    def extra(self, step: int | None = None) -> Any:
-        """The values that were saved with a checkpoint, the newest where step is None; None where save was given none.
-
-        Raises:
-            CheckpointError: The manifest is damaged, or a save failed in the background.
-            FileNotFoundError: There is no checkpoint, or none of that step.
-        """
-        with self._lock:
-            self.wait()
-            return self._reader.extra(_step_or_none(step))
 
     def delete(self, step: int) -> None:
         """Deletes the checkpoint of a step, whole: at no moment is half of it there.
@@ -286,7 +240,3 @@ class Saver:
 
     def _now(self) -> float:
         return float((self._clock or time.time)())
-
-
-def _step_or_none(step: Any) -> int | None:
-    return None if step is None else checked.step(step)

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import jax
 
 from jstep.checkpoint import processes
-from jstep.checkpoint.format import compression, leaves
+from jstep.checkpoint.format import compression, leaves, left_out
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.reading import newest_in_words, short
@@ -14,12 +14,16 @@ from jstep.checkpoint.stage import Stage
 from jstep.checkpoint.step_of import step_of
 from jstep.checkpoint.store.protocol import Store
 from jstep.core.contexts import own_transfers
+from jstep.core.var_list import VarList
 
 
 class Writer:
     """Writes the checkpoints of one prefix, and deletes those whose time has passed."""
 
-    def __init__(self, store: Store, prefix: str, keeper: Keeper, compress: bool | None, stage: bool) -> None:
+    def __init__(
+        self, store: Store, prefix: str, keeper: Keeper, compress: bool | None, stage: bool, leave_out: VarList
+    ) -> None:
+        self._leave_out = leave_out
         self._store, self._prefix, self._keeper = store, prefix, keeper
         self._compress, self._stage = compress, Stage() if stage else None
         self._saving: str | None = None
@@ -67,7 +71,9 @@ class Writer:
             return self._save(state, step, saved_at, extra)
 
     def _save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
-        named = leaves.named(state)
+        absent = left_out.places(state, self._leave_out)
+        everything = leaves.named(state)
+        named = [one for i, one in enumerate(everything) if i not in absent]
         step = step_of(state, step)
         manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra)
         arrays = {leaf.array: leaves.to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
@@ -75,10 +81,11 @@ class Writer:
         self.claim()
         self._saving = path
         try:
+            records = left_out.started([everything[i] for i in sorted(absent)])
             if self._stage is not None:
                 arrays = self._stage.copy(arrays)
             compress = compression.pays(arrays.values()) if self._compress is None else self._compress
-            self._store.save(path, arrays, compress, self._keeper.commit_of(manifest))
+            self._store.save(path, arrays, compress, self._keeper.commit_of(manifest, records))
         except Exception as error:
             self._give_up(error)
         return path

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jstep.cli import cards
+from jstep.cli import cards, left_out
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command
 from jstep.cli.compare import LeafDifference, difference
@@ -97,7 +97,9 @@ def _checkpoints(a: _Side, b: _Side) -> dict[str, Any]:
     assert b.checkpoint is not None
     found = list(_leaves(a.checkpoint, b.checkpoint))
     steps = {"a": a.checkpoint.step, "b": b.checkpoint.step}
-    count = len({*names_of(a.checkpoint), *names_of(b.checkpoint)})
+    one, other = a.checkpoint, b.checkpoint
+    absent = {*left_out.absent_from(one), *left_out.absent_from(other)}
+    count = len({*names_of(one), *names_of(other), *absent})
     return _result(a, b, found, steps=steps, compared=count)
 
 
@@ -142,6 +144,7 @@ def _logs(a: _Side, b: _Side) -> dict[str, Any]:
 def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
     names_a, names_b = names_of(a), names_of(b)
     in_a, in_b = set(names_a), set(names_b)
+    absent = {*left_out.absent_from(a), *left_out.absent_from(b)}
     for one in (a, b):
         if problems := one.problems():
             raise ValueError(f"{one.path} is damaged: {'; '.join(problems[:3])}")
@@ -149,13 +152,16 @@ def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
     # Leaf after leaf of both, in the order of A: two checkpoints need not fit into memory.
     later = _by_name(b, names_b)
     for name, (leaf, array) in zip(names_a, a.leaves(), strict=True):
+        if name in absent:
+            continue
         if name not in in_b:
             yield LeafDifference(name, "only in A", "only in A")
         elif kinds_b[name] != (leaf.dtype, leaf.key_impl):
             yield LeafDifference(name, "dtype", f"{leaf.dtype} in A, {kinds_b[name][0]} in B")
         elif (found := difference(name, array, later(name))) is not None:
             yield found
-    yield from (LeafDifference(name, "only in B", "only in B") for name in names_b if name not in in_a)
+    yield from (LeafDifference(name, "only in B", "only in B") for name in names_b if name not in in_a | absent)
+    yield from left_out.differences(a, b)
 
 
 def _by_name(one: Checkpoint, names: list[str]) -> Callable[[str], Any]:

@@ -46,7 +46,9 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     about = _about(one)
     if arguments.json:
         verified = {"verified": True} if arguments.verify else {}
-        print(as_json({**about, "extra": one.manifest.extra, "leaves": rows, **verified}))
+        absent = [leaf.to_json() for leaf in one.manifest.left_out]
+        left_out = {"left_out": absent} if absent else {}
+        print(as_json({**about, "extra": one.manifest.extra, "leaves": rows, **left_out, **verified}))
         return OK
     print(printable(f"{one.path}"))
     print(
@@ -59,6 +61,10 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     heads = ("leaf", "dtype", "shape", "bytes", "min", "max", "mean", "non-finite")
     table(heads, [[cell(row.get(key)) for key in ("path", "dtype", "shape", "bytes", "min", "max", "mean")]
                    + [cell(row["nonfinite"])] for row in rows], left=3)  # fmt: skip
+    if one.manifest.left_out:
+        print("\nleft out by Saver(leave_out=…): a target brings them to restore\n")
+        rest = [[cell(x.path), x.dtype, cell(list(x.shape)), x.fingerprint] for x in one.manifest.left_out]
+        table(("leaf", "dtype", "shape", "fingerprint"), rest, left=4)
     return OK
 
 

@@ -53,6 +53,19 @@ def flags(params: Params, var_list: VarList, argument: str = "var_list") -> list
     return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]
 
 
+def meant(params: Params, var_list: VarList, argument: str) -> list[bool]:
+    """For each leaf of params, in order, whether `var_list` means it, of whatever dtype; None means none here.
+
+    Raises:
+        TypeError: `var_list` is none of the four.
+        ValueError: An entry matches nothing; names the nearest paths.
+    """
+    named = trees.leaves_with_paths(params)
+    if var_list is None:
+        return [False] * len(named)
+    return _chosen(params, named, [True] * len(named), var_list, argument)
+
+
 def check_form(var_list: VarList, argument: str) -> None:
     """Refuses at once what has none of the four forms, before there are parameters to look at.
 

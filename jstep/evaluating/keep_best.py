@@ -11,6 +11,7 @@ import jax
 from jstep.checkpoint import CheckpointError, Saver, checkpoint_name
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import own_transfers
+from jstep.core.var_list import VarList, check_form
 from jstep.evaluating.scores import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo
 from jstep.state import TrainState
@@ -33,6 +34,7 @@ class KeepBest:
         mode: Whether less (`"min"`) or more (`"max"`) is better.
         keep: How many to keep, ≥ 1; the worst beyond are deleted.
         prefix: Before the step in their names.
+        leave_out: Parameters that are not saved, as in `Saver`; None for those that the Saver of the run leaves out.
 
     Attributes:
         values: Step → value of those kept.
@@ -61,6 +63,8 @@ class KeepBest:
         mode: str = "min",
         keep: int = 1,
         prefix: str = "best",
+        *,
+        leave_out: VarList = None,
     ) -> None:
         if not isinstance(directory, str | os.PathLike):
             raise TypeError(f"directory={shown(directory)}: must be a directory or a URL, got {kind(directory)}")
@@ -68,6 +72,8 @@ class KeepBest:
         self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
         checkpoint_name(prefix, 0)  # says what a prefix must be
         self._directory, self._prefix = location(directory, "directory"), prefix
+        check_form(leave_out, "leave_out")
+        self._given = self._leave_out = leave_out
         self._saver: Saver | None = None
         self.values: dict[int, float] = {}
 
@@ -78,6 +84,7 @@ class KeepBest:
             ValueError: They have the same directory and prefix.
         """
         saver = run.saver
+        self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
         if _place(saver.directory) == _place(self._directory):
@@ -136,7 +143,7 @@ class KeepBest:
 
     def _open(self) -> Saver:
         self.close()
-        saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None)
+        saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=self._leave_out)
         self._saver = saver
         self.values = {}
         for step in saver.all_steps():

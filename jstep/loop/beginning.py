@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import Saver, checkpoint_name
+from jstep.checkpoint.format import left_out
 from jstep.core import trees
 from jstep.core.contexts import own_transfers
 from jstep.core.notes import note
@@ -85,6 +86,7 @@ def opened(
         leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
     # Waits for what is being written, also after an error; a second Ctrl-C does not wait.
     stack.push(lambda *error: leave_at_once() if signals.at_once else leave(*error))
+    left_out.places(state, saver.leave_out)  # what it means is checked now, not at the first save
     given = _step_if_known(state)
     held = _held(state) if given is not None else {}
     latest = saver.latest_step()

@@ -10,8 +10,8 @@ from jstep.loop.ahead import shapes_of
 from jstep.loop.beginning import Opened
 from jstep.loop.feed import Fetched, owned
 from jstep.loop.options import Options
+from jstep.loop.positions import kept_in
 from jstep.loop.programs import Programs
-from jstep.loop.saving import POSITION
 from jstep.loop.score import starting
 from jstep.loop.sources import Source, source_of
 from jstep.loop.stages import Edges, TrainSteps
@@ -33,8 +33,15 @@ class Early(NamedTuple):
 
 def read_from(batches: Any, start: int, last_step: int, kept: Mapping[str, Any], *, is_kept: bool) -> Source:
     """The batches from a step on, from the position that was kept with its checkpoint."""
-    source = source_of(batches, start, last_step, kept.get(POSITION), is_kept=is_kept)
-    return source if is_kept else source._replace(position=None)  # nobody asks
+    source = source_of(batches, start, last_step, kept_in(kept), is_kept=is_kept)
+    if not is_kept:
+        return source._replace(position=None)  # nobody asks
+    if source.position is None or source.begin is not None:
+        return source
+    before = None
+    with contextlib.suppress(Exception):  # it may not know where it is before its first batch
+        before = source.position()
+    return source._replace(begin=lambda: before)
 
 
 def early_of(

@@ -179,7 +179,8 @@ class Feed:
         self.waiting = False
         self.steps, self._taken = 1, 0
         self._before: Any = None
-        self.position = source.position() if source.position else None
+        at = source.begin or source.position
+        self.position = at() if at else None
 
     def __iter__(self) -> Iterator[Call]:
         # The first call opens files and compiles; it says nothing about the others.

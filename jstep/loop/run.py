@@ -19,9 +19,10 @@ from jstep.loop.endings import ended_early, why_done
 from jstep.loop.equipment import Equipment, equipment
 from jstep.loop.feed import Feed, Fetched, calls, owned
 from jstep.loop.options import Options
+from jstep.loop.positions import POSITION, POSITIONS, of_all_processes
 from jstep.loop.programs import Programs
 from jstep.loop.rescue import batches_named, is_past_a_nan, rescue
-from jstep.loop.saving import HOOKS, POSITION, STOPPED, Wiring
+from jstep.loop.saving import HOOKS, STOPPED, Wiring
 from jstep.loop.score import ahead_of
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import Edges, TrainSteps
@@ -84,7 +85,7 @@ class Run:
                 write = accounts.write if accounts.is_open else None
                 self._programs.cards = cards_of(write, self._options, self._stages, begun, batches, stack)
                 written = accounts.before_save
-                wiring = Wiring(self._position, self._stopped_by, self._before_save, accounts.watch, written)
+                wiring = Wiring(self._positions, self._stopped_by, self._before_save, accounts.watch, written)
                 equipped = self._equipped = equipment(
                     self._options, begun, self._programs, wiring, stack, self._signals.to_stop
                 )
@@ -196,13 +197,13 @@ class Run:
             self._leave()
         return at.state
 
-    def _position(self) -> Any:
+    def _positions(self) -> dict[str, Any]:
         if self._begun is None:
-            return None
-        if self._feed is None:  # no step was made: it is where it was
-            return self._begun.kept.get(POSITION)
+            return {}
+        if self._feed is None:  # no step was made: they are where they were
+            return {key: self._begun.kept[key] for key in (POSITION, POSITIONS) if key in self._begun.kept}
         # A batch that was handed out and made no step is to come again.
-        return self._feed.position_after(self._at.step - self._begun.step)
+        return of_all_processes(self._feed.position_after(self._at.step - self._begun.step))
 
     def _stopped_by(self) -> str | None:
         """Who stopped the run, now or, where no step follows, when it ran."""

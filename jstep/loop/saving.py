@@ -13,23 +13,23 @@ from jstep.state import TrainState
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import SAVING
 
-POSITION, HOOKS, STOPPED, HELD = "batches", "hooks", "stopped", "held"
-"""What `extra` of a checkpoint holds: where the batches are, what the hooks remember, who stopped the run, and the
-hyperparameters that the script gave the state to hold."""
+HOOKS, STOPPED, HELD = "hooks", "stopped", "held"
+"""What `extra` of a checkpoint holds, besides the positions of loaders: what the hooks remember, who stopped the run,
+and the hyperparameters that the script gave the state to hold."""
 
 
 class Wiring(NamedTuple):
     """What a run tells the hook that saves it.
 
     Attributes:
-        position: Where the batches are, as JSON can hold it; None where nobody can tell.
+        positions: What to keep of where the batches are, on all processes, which all call it.
         stopped_by: The name of the hook that stopped the run; None if none did.
         before_save: Called before each save; a true result prevents it.
         watch: Where the time goes.
         account: Writes down where it went; called before each save, when it is certain.
     """
 
-    position: Callable[[], Any]
+    positions: Callable[[], dict[str, Any]]
     stopped_by: Callable[[], str | None]
     before_save: Callable[[int], bool]
     watch: Stopwatch
@@ -103,9 +103,9 @@ class RunSaverHook(CheckpointSaverHook):
         return ({HOOKS: states} if states else {}) | ({STOPPED: by} if by is not None else {})
 
     def _made_extra(self) -> dict[str, Any]:
-        remembered, position = self._remembered(), self._wiring.position()
+        remembered = self._remembered()
         self._of_this_save = _as_text(remembered)
-        return ({} if position is None else {POSITION: position}) | remembered | self._script
+        return self._wiring.positions() | remembered | self._script
 
 
 def _as_text(states: dict[str, Any]) -> str:

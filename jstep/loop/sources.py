@@ -1,9 +1,8 @@
 """What batches are taken from, made one: indexed, called, or iterated; with a position or without."""
 
-import base64
 import collections.abc
-import copy
 import functools
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ import numpy as np
 
 from jstep.core.checks import shown
 from jstep.data import BatchIterator, BatchSequence
+from jstep.loop.positions import Kept, decoded, encoded
 
 _logger = logging.getLogger("jstep")
 
@@ -35,6 +35,19 @@ class HasState(Protocol):
         ...
 
 
+@runtime_checkable
+class HasStateDict(Protocol):
+    """A loader or iterator that knows its position and can be set back to one, such as torchdata's."""
+
+    def state_dict(self) -> Any:
+        """The position."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Goes to a position."""
+        ...
+
+
 class Source(NamedTuple):
     """An iterator over batches.
 
@@ -47,6 +60,7 @@ class Source(NamedTuple):
         is_own: Whether they are jstep's.
         next_change: From a step to the next one at which the shapes of the batches change; None if nobody knows.
         is_function: Whether each batch is a function of its step, and can be asked for again.
+        begin: Where it was before the first batch; None if `position` says so, too.
     """
 
     items: Iterator[Any]
@@ -57,6 +71,7 @@ class Source(NamedTuple):
     is_own: bool = False
     next_change: Callable[[int], int | None] | None = None
     is_function: bool = False
+    begin: Callable[[], Any] | None = None
 
 
 def source_of(batches: Any, start: int, last_step: int, position: Any = None, *, is_kept: bool = False) -> Source:
@@ -64,16 +79,16 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
 
     Args:
         batches: An object with `batches[N]`, a function of the step, an iterator with `get_state` and
-            `set_state`, or any iterable. Where one can be indexed and iterated over and is no sequence, it is indexed
-            if it has an item for the first step.
+            `set_state`, a loader or iterator with `state_dict` and `load_state_dict`, or any iterable. Where one can
+            be indexed and iterated over and is no sequence, it is indexed if it has an item for the first step.
         start: The first step number.
         last_step: Where to end.
-        position: What `encoded` made of an iterator's position in an earlier run; None in a fresh one.
+        position: What `encoded` made of the position in an earlier run, or that as `Kept`; None in a fresh one.
         is_kept: Whether the run keeps checkpoints, from which it may be resumed later.
     """
     check_batches(batches)
-    if isinstance(batches, HasState):
-        return _stateful(batches, position, start)
+    if keeps_position(batches):
+        return _stateful(batches, position, start, last_step)
     if hasattr(batches, "__getitem__"):
         if _is_sequence(batches) or not hasattr(batches, "__iter__"):
             is_own = isinstance(batches, BatchSequence)
@@ -92,9 +107,12 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
     if not hasattr(batches, "__iter__") and callable(batches):
         return Source(map(batches, range(start, last_step)), is_function=True)
     iterator = iter(batches)
-    if isinstance(iterator, HasState):
-        return _stateful(iterator, position, start)
-    ways_out = "Use jstep.batches, a function of the step, or an iterator with get_state and set_state."
+    if keeps_position(iterator):
+        return _stateful(iterator, position, start, last_step)
+    ways_out = (
+        "Use jstep.batches, a function of the step, or a loader or iterator with get_state and set_state, or with "
+        "state_dict and load_state_dict."
+    )
     name = type(batches).__name__
     if start:
         _logger.warning(
@@ -169,31 +187,64 @@ def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
         return None
 
 
-def _stateful(iterator: Any, position: Any, start: int) -> Source:
-    if position is not None:
-        iterator.set_state(decoded(position))
-    elif start:
+def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
+    """The batches of a loader or iterator that says where it is."""
+    get, set_to = _methods(owner)
+    name = type(owner).__name__
+    kept = position if isinstance(position, Kept) or position is None else Kept(position)
+    if kept is not None and start < last_step:
+        if kept.error:
+            raise ValueError(f"batches: the position of the {name} is not known: {kept.error}")
+        if kept.warning:
+            _logger.warning("%s (the %s of process %d)", kept.warning, name, jax.process_index())
+    if kept is not None and kept.value is not None:
+        set_to(decoded(kept.value, name))  # before iter: loaders look at it when they begin
+    elif start and kept is None:
         _logger.warning(
             "The run goes on at step %d, but there is no position for the %s with what was restored: its batches start "
             "where it is.",
             start,
-            type(iterator).__name__,
+            name,
         )
     # Some of them can be asked for the next item, but not be iterated over.
-    items = iterator if hasattr(iterator, "__iter__") else map(next, itertools.repeat(iterator))
-    return Source(items, lambda: encoded(iterator.get_state()))
+    items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
+
+    def where() -> Any:
+        state = get()
+        return None if state is None else encoded(state, name)
+
+    return Source(items, where, begin=None if kept is None else lambda: kept.value)
 
 
-def encoded(position: Any) -> Any:
-    """A position as JSON can hold it; bytes become text. A copy: some iterators give the one they go on changing."""
-    if isinstance(position, bytes):
-        return {"base64": base64.b64encode(position).decode()}
-    return {"value": copy.deepcopy(position)}
+def keeps_position(batches: Any) -> bool:
+    """Whether a loader or iterator says where it is, and can be set back to it."""
+    if isinstance(batches, HasState):
+        return True
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
+    return is_iterable and not _is_sequence(batches) and isinstance(batches, HasStateDict) and _asks_nothing(batches)
 
 
-def decoded(kept: Any) -> Any:
-    """The position that `encoded` was given."""
-    return base64.b64decode(kept["base64"]) if "base64" in kept else kept["value"]
+def position_of(batches: Any) -> Any:
+    """Where a loader that keeps its position is; None if it does not know yet."""
+    state = _methods(batches)[0]()
+    return None if state is None else encoded(state, type(batches).__name__)
+
+
+def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    if isinstance(owner, HasState):
+        return owner.get_state, owner.set_state
+    return owner.state_dict, owner.load_state_dict
+
+
+def _asks_nothing(owner: HasStateDict) -> bool:
+    """Whether `state_dict` takes no argument: those of some data sets want to be told what was read."""
+    try:
+        inspect.signature(owner.state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a built-in that does not say
+        return True
+    return True
 
 
 def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:

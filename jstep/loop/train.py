@@ -58,10 +58,11 @@ def train(
             from it on. All share one structure of the state; a later stage is compiled in the background.
         state: Where to start. If a checkpoint is restored, the state is a template: it gives structure, shapes, dtypes
             and sharding, and may be abstract. It is donated to a compiled step.
-        batches: An object with `batches[N]` (`jstep.batches`), a function of the step, an iterator with `get_state`
-            and `set_state`, whose position is kept with the checkpoint, or any iterable. A tuple is passed as
-            `*args`, anything else (a list, too) as one argument. What it returns is copied before the next batch is
-            asked for: a loader may reuse its buffers. If it ends, the run ends, with a warning.
+        batches: An object with `batches[N]` (`jstep.batches`), a function of the step, any iterable, or one whose
+            position is kept with the checkpoint, that of each process: an iterator with `get_state` and `set_state`, or
+            a loader or iterator with `state_dict` and `load_state_dict`. A tuple is passed as `*args`, anything else
+            (a list, too) as one argument. What it returns is copied before the next batch is asked for: a loader may
+            reuse its buffers. If it ends, the run ends, with a warning.
         last_step: The global step at which the run ends, absolute: a run restored at it has nothing to do.
         hooks: What happens around the steps; see `Hook`, and `every` for functions. They come before the stock ones,
             each `CheckpointSaverHook` behind the others. A `StepCounterHook` among them takes the place of the stock

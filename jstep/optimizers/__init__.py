@@ -19,6 +19,8 @@ from jstep.optimizers.blocks import (
     centralize_gradients,
     clip_gradients,
     normalize_gradients,
+    normalize_neurons,
+    on_hyperball,
     orthogonalize,
     scale,
     scale_by_adam,
@@ -37,6 +39,7 @@ from jstep.optimizers.lamb import lamb
 from jstep.optimizers.lars import lars
 from jstep.optimizers.leafwise import Slot, leafwise
 from jstep.optimizers.lion import lion
+from jstep.optimizers.madgrad import madgrad
 from jstep.optimizers.map_leaves import map_leaves
 from jstep.optimizers.momentum import momentum
 from jstep.optimizers.muon import muon
@@ -108,13 +111,16 @@ __all__ = [
     "leafwise",
     "lion",
     "lookahead",
+    "madgrad",
     "map_leaves",
     "master_weights",
     "momentum",
     "muon",
     "nadam",
     "normalize_gradients",
+    "normalize_neurons",
     "novograd",
+    "on_hyperball",
     "orthogonalize",
     "partition",
     "prodigy",

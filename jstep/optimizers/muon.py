@@ -11,9 +11,12 @@ from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
 from jstep.optimizers.arguments import decay_flags, decay_hyper, rate, with_decay
-from jstep.optimizers.blocks.orthogonalize import COEFFICIENTS, Axes, Scale, orthogonalize
+from jstep.optimizers.blocks.orthogonalize import Scale, orthogonalize
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
+from jstep.optimizers.matrix_axes import Axes
+from jstep.optimizers.newton_schulz import Normalization
+from jstep.optimizers.ns_presets import COEFFICIENTS
 from jstep.optimizers.wrappers.chain import chain
 
 
@@ -21,14 +24,16 @@ def muon(
     learning_rate: ScalarOrSchedule = 1e-3,
     momentum: ScalarOrSchedule = 0.95,
     use_nesterov: bool = True,
-    ns_steps: int = 5,
-    ns_coefficients: Sequence[Any] = COEFFICIENTS,
+    ns_steps: int | None = None,
+    ns_coefficients: Sequence[Any] | str = COEFFICIENTS,
     epsilon: ScalarOrSchedule = 1e-7,
     scale: Scale | None = "rms",
     weight_decay: ScalarOrSchedule = 0.1,
     weight_decay_mask: VarList = None,
     axes: Axes | None = None,
     ns_dtype: Any = jnp.float32,
+    normalization: Normalization = "frobenius",
+    distribute: bool = True,
 ) -> Optimizer:
     """Muon: M = μ·M + (1−μ)·g; G = (1−μ)·g + μ·M by Nesterov, or M; p −= lr·(scale·(about UVᵀ) + weight_decay·p).
 
@@ -39,8 +44,9 @@ def muon(
         learning_rate: The step size lr ≥ 0; with scale "rms" about AdamW's.
         momentum: The decay μ of the average of gradients, in [0, 1].
         use_nesterov: Whether to look ahead along the new average.
-        ns_steps: How many iterations, ≥ 1.
-        ns_coefficients: (a, b, c), or one such triple for each iteration.
+        ns_steps: How many iterations, ≥ 1; None for as many as the preset has, 5 with triples of your own.
+        ns_coefficients: (a, b, c), one such triple for each iteration, or a preset: "jordan" (the default), "dion" or
+            "polar_express"; see `orthogonalize`.
         epsilon: The smallest norm that is divided by, > 0.
         scale: "rms" for 0.2·√max(in, out), "original" for √max(1, out/in), None for 1.
         weight_decay: Decoupled, multiplied by lr; ≥ 0.
@@ -48,6 +54,8 @@ def muon(
         axes: `(path, leaf) -> (in, out)`, the axes (a number or several) of a leaf that are its matrix; further ones
             count matrices. Unless told the last two are, (in, out) as in Flax.
         ns_dtype: The dtype of the iteration's products.
+        normalization: The norm that is divided by, "frobenius" or "schatten"; see `orthogonalize`.
+        distribute: Whether matrices of one shape are spread over the devices of their mesh; see `orthogonalize`.
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0).
@@ -77,7 +85,7 @@ def muon(
             hyper={"momentum": checked("momentum", momentum, low=0, high=1)},
             sparse=False,
         ),
-        orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype),
+        orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype, normalization, distribute),
         leafwise(
             step_rule,
             hyper={"learning_rate": rate(learning_rate)} | decay_hyper(weight_decay),

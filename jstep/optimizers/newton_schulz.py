@@ -2,43 +2,63 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.types import Array
+from jstep.optimizers.spread import Layout, spread
 
 SMALL = 64 * 64
 """Matrices of up to so many elements are faster in one batch on a CPU, too; larger ones one by one."""
 
 
+Normalization: TypeAlias = Literal["frobenius", "schatten"]
+
+
 class Iteration(NamedTuple):
-    """How to orthogonalize, fixed when the optimizer is made."""
+    """How to orthogonalize, fixed when the optimizer is made.
+
+    Attributes:
+        coefficients: (a, b, c) of each step.
+        dtype: The dtype of the products; None for that of the matrices.
+        safety: What the norm is multiplied by: steep polynomials diverge just above 1.
+        schatten: Whether the norm is Schatten's of order 4, and not Frobenius'.
+    """
 
     coefficients: tuple[tuple[float, float, float], ...]
     dtype: Any
+    safety: float = 1.0
+    schatten: bool = False
 
 
-def orthogonalized(matrices: Sequence[Array], iteration: Iteration, epsilon: Any) -> list[Array]:
+def orthogonalized(
+    matrices: Sequence[Array], iteration: Iteration, epsilon: Any, layouts: Sequence[Layout | None]
+) -> list[Array]:
     """Each of some matrices [..., rows, columns], made about orthogonal.
 
     Matrices of one shape go through the iteration in one batch where that is faster: on accelerators, which one small
-    matrix leaves idle, and where they are small. A CPU works on large ones one by one.
+    matrix leaves idle, and where they are small. A CPU works on large ones one by one. Those on a mesh are spread over
+    its devices.
 
     Args:
         matrices: Floating arrays; a zero matrix stays zero.
         iteration: How.
         epsilon: The smallest norm that is divided by.
+        layouts: How each is split over the devices of a mesh; None if it is not to be spread over them.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, matrix in enumerate(matrices):
-        groups.setdefault((matrix.shape, matrix.dtype), []).append(i)
+    for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):
+        shape = matrix.shape if layout is None else matrix.shape[-2:]
+        groups.setdefault((shape, matrix.dtype, layout), []).append(i)
     answers: dict[int, Array] = {}
-    for (shape, _), places in groups.items():
+    for (shape, _, layout), places in groups.items():
         members = [matrices[i] for i in places]
-        if len(members) == 1:
+        if layout is not None and sum(math.prod(member.shape[:-2]) for member in members) > 1:
+            together = spread(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
+        elif len(members) == 1:
             together = [newton_schulz(members[0], epsilon, iteration)]
         elif math.prod(shape) <= SMALL:
             together = _batched(iteration)(epsilon, *members)
@@ -62,13 +82,28 @@ def _newton_schulz(x: Array, epsilon: Any, iteration: Iteration) -> Array:
     wide = x.dtype
     turned = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -2, -1) if turned else x
-    length = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-    x = (x / jnp.maximum(length, jnp.asarray(epsilon).astype(wide))).astype(iteration.dtype or wide)
-    for a, b, c in iteration.coefficients:
+    smallest = jnp.asarray(epsilon).astype(wide)
+    length = _length(x)
+    # Schatten's norm is that of the first product, of matrices of norm 1: small ones would be squared to nothing.
+    by = jnp.maximum(length if iteration.schatten else iteration.safety * length, smallest)
+    x = (x / by).astype(iteration.dtype or wide)
+    gram = None
+    if iteration.schatten:
         gram = x @ jnp.swapaxes(x, -2, -1)
+        square = gram.astype(wide)
+        by = jnp.maximum(iteration.safety * jnp.sqrt(_length(square)), smallest / by)
+        x, gram = (x.astype(wide) / by).astype(x.dtype), (square / jnp.square(by)).astype(x.dtype)
+    for a, b, c in iteration.coefficients:
+        gram = x @ jnp.swapaxes(x, -2, -1) if gram is None else gram
         x = a * x + (b * gram + c * (gram @ gram)) @ x
+        gram = None
     x = jnp.swapaxes(x, -2, -1) if turned else x
     return x.astype(wide)
+
+
+def _length(x: Array) -> Array:
+    """The Frobenius norm of each matrix."""
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
 
 
 # Traced and lowered once for all matrices of one shape; XLA inlines it.

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.core import trees
 from jstep.core.checks import as_text
 from jstep.core.paths import place_of
 from jstep.core.types import Params
@@ -30,6 +31,22 @@ def _is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
     if np.ndim(tree):
         return bool(counts and last == START_STEP)  # of a population of states
     return bool(counts or last in _OF_ALL or "held" in prefixes)
+
+
+def owners(name: str, tree: Any, params: Params) -> list[int | None]:
+    """For each leaf of a slot, in order, the place of the parameter it belongs to; None where it belongs to none.
+
+    A slot of parameters has their structure, with None or any tree where a parameter stands. What it is called makes
+    no difference, but for `model_state`, whose variables may happen to look like the parameters.
+    """
+    nobody: list[int | None] = [None] * len(jax.tree.leaves(tree))
+    if name == MODEL_STATE or _is_scalar_slot(name, tree, params):
+        return nobody
+    try:
+        found: list[Any] = trees.structure(params).flatten_up_to(tree)
+    except (ValueError, TypeError):
+        return nobody
+    return [place for place, part in enumerate(found) for _ in jax.tree.leaves(part)]
 
 
 def get_slot_names(state: TrainState) -> list[str]:

@@ -17,6 +17,7 @@ from jstep.core.contexts import own_transfers
 from jstep.core.memory import checked_memory
 from jstep.core.meshes import explicit_mesh, in_auto_axes, require_mesh, spec_of
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
+from jstep.core.when_concrete import collecting_checks, run_checks
 from jstep.sharding import layout
 from jstep.state.create import is_abstract, made_on
 from jstep.state.global_step import create_global_step
@@ -102,8 +103,12 @@ class TrainState:
                 return _fresh(cls, params, optimizer, step, model_state, copy=copy)
 
         if mesh is None:
-            abstract = is_abstract(None, params, model_state)
-            return jax.eval_shape(make, params, model_state) if abstract else make(params, model_state)
+            if is_abstract(None, params, model_state):
+                return jax.eval_shape(make, params, model_state)
+            with collecting_checks() as waiting:
+                state = make(params, model_state)
+            run_checks(waiting, state.params)
+            return state
         jax.eval_shape(lambda: create_global_step(global_step))  # refused before anything large is laid out
         mesh = require_mesh(mesh)
         memory = checked_memory(slots_memory, mesh, "slots_memory")
@@ -115,7 +120,10 @@ class TrainState:
         def shardings(shapes: TrainState) -> Any:
             return cls(*where(shapes.params, shapes.slots))
 
-        return made_on(mesh, make, params, model_state, shardings, lambda params: where(params, {})[0])
+        with collecting_checks() as waiting:
+            state = made_on(mesh, make, params, model_state, shardings, lambda params: where(params, {})[0])
+        run_checks(waiting, state.params)
+        return state
 
     def replace(self, **changes: Any) -> "TrainState":
         """A new state with some of the fields `params`, `slots` and `global_step` changed.

@@ -12,8 +12,8 @@ from jstep.loop.checks import check, check_alive
 from jstep.loop.drive import drive
 from jstep.loop.feed import Call, calls, owned
 from jstep.loop.options import check_places
+from jstep.loop.positions import kept_in
 from jstep.loop.programs import Programs
-from jstep.loop.saving import POSITION
 from jstep.loop.sources import Source, source_of
 from jstep.loop.stages import Edges, lengths, stages_of
 from jstep.state import TrainState, global_step
@@ -56,15 +56,15 @@ def replay(
     `train_step(state, *args)` takes the step.
 
     What hooks changed in the state between that checkpoint and the step is not replayed (a hook that returns a
-    TrainState, such as `ReduceOnPlateau`): the checkpoint after the change has it. An iterator with `get_state` and
-    `set_state` is set to where it was; start it anew before another use.
+    TrainState, such as `ReduceOnPlateau`): the checkpoint after the change has it. A loader that keeps its position
+    is set to where it was; start it anew before another use.
 
     Args:
         train_step: What `train` was given.
         state: What `train` was given: its structure and places, and where to start where no checkpoint lies before the
             step. It is used up, as by `train`.
-        batches: What `train` was given: an object with `batches[N]`, a function of the step, or an iterator with
-            `get_state` and `set_state`.
+        batches: What `train` was given: an object with `batches[N]`, a function of the step, or a loader whose
+            position is kept: with `get_state` and `set_state`, or `state_dict` and `load_state_dict`.
         checkpoint_dir: What `train` was given.
         step: The number of updates before the one to look at, ≥ 0.
         prefix: Of the checkpoints.
@@ -136,7 +136,7 @@ def _begun(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tu
                 with own_transfers():
                     state = saver.restore(state, step=before[-1])
                     kept = saver.extra(before[-1])
-                return before[-1], state, kept.get(POSITION) if isinstance(kept, dict) else None
+                return before[-1], state, kept_in(kept) if isinstance(kept, dict) else None
     with own_transfers():
         start = global_step(state) if not _donated(state) else None
     if start is None or start > step:
@@ -170,7 +170,8 @@ def _seekable(source: Source, batches: Any, start: int, position: Any) -> Source
     why = f"the checkpoint of step {start} has no position of it" if is_lost else "it has no position to go to"
     raise ValueError(
         f"batches={shown(batches)}: must be able to go to step {start}, and {why}. Give jstep.batches, a list, a "
-        "function of the step, or an iterator with get_state and set_state whose run kept checkpoints"
+        "function of the step, or a loader with get_state and set_state, or with state_dict and load_state_dict, whose "
+        "run kept checkpoints"
     )
 
 

@@ -19,7 +19,7 @@ from jstep.loop.checks import check_alive
 from jstep.loop.drive import drive
 from jstep.loop.feed import calls, owned
 from jstep.loop.programs import Programs
-from jstep.loop.sources import HasState, Source, encoded, source_of
+from jstep.loop.sources import Source, keeps_position, position_of, source_of
 from jstep.loop.stages import stages_of
 from jstep.state import TrainState, global_step
 
@@ -95,8 +95,8 @@ def verify_resume(
     stages = stages_of(train_step)
 
     position, kept = None, False
-    if isinstance(batches, HasState):
-        position = encoded(batches.get_state())
+    if keeps_position(batches):
+        position = position_of(batches)
     elif hasattr(batches, "__next__"):
         # Read once: where it stands is lost with the process, which the report has to say.
         batches, kept = list(itertools.islice(batches, steps)), True

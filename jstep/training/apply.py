@@ -12,6 +12,7 @@ from jstep.core.checks import as_bool, kind
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
 from jstep.core.host_loops import Placed, is_worth_a_sequence, whole_on_first_axis
+from jstep.core.layouts import laid_out
 from jstep.core.memory import back, is_on_host, on_devices
 from jstep.core.meshes import in_auto_axes, leaving_auto_axes, like
 from jstep.core.sequenced import sequenced
@@ -24,6 +25,7 @@ from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.skip_nonfinite import ASKED, LEFT_OUT
 from jstep.state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 from jstep.state.global_step import later_step
+from jstep.training.layouts import layouts_of
 
 
 def apply_gradients(
@@ -98,7 +100,8 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         run, here = functools.partial(_leaf_by_leaf, run), state
     else:
         here = state.replace(slots=on_devices(state.slots))
-    done = in_auto_axes(run, here, grads, context.loss, context.key, place=place)
+    with laid_out(layouts_of(state)):
+        done = in_auto_axes(run, here, grads, context.loss, context.key, place=place)
     return done._replace(state=jax.tree.map(back, done.state, state))
 
 

@@ -267,3 +267,31 @@ def test_help_fits_a_screen(capsys):
     out = capsys.readouterr().out
     assert len(out.splitlines()) < 25
     assert all(name in out for name in ("inspect", "diff", "plot", "events"))
+
+
+def test_what_was_left_out(tmp_path, capsys):
+    def save(where, leave_out, **params):
+        with jstep.Saver(tmp_path / where, leave_out=leave_out, async_save=False) as saver:
+            return saver.save(state(3, **params))
+
+    adapters, whole, other = save("a", ["w", "key"]), save("b", None), save("c", "w", w=jnp.ones((2, 3)))
+    assert main(["inspect", adapters, "--verify"]) == 0
+    out = capsys.readouterr().out
+    lines = out[out.index("left out") :].splitlines()
+    print_of_w = "".join(f"{int(word):08x}" for word in jstep.fingerprint(state(3), per_leaf=True)["params/w"])
+    assert ["params/w", "float32", "[2,3]", print_of_w] in [line.split() for line in lines]
+    assert main(["inspect", adapters, "--json"]) == 0
+    found = strict(capsys.readouterr().out)
+    assert [leaf["path"] for leaf in found["left_out"]] == ["params/key", "params/w", "slots/momentum/w"]
+    assert main(["inspect", whole, "--json"]) == 0
+    assert "left_out" not in strict(capsys.readouterr().out)
+
+    for a, b in ((adapters, whole), (whole, adapters), (adapters, adapters)):
+        assert main(["diff", a, b]) == 0
+        assert "the same: 6 leaves" in capsys.readouterr().out
+    for a, b in ((adapters, other), (other, whole)):
+        assert main(["diff", a, b]) == 1
+        out = capsys.readouterr().out
+        assert "1 of 6 leaves differ" in out
+        assert "params/w" in out
+        assert "fingerprint" in out

@@ -57,3 +57,67 @@ class PositionedLoader:
 
     def __iter__(self):
         return Positioned()
+
+
+class Stateful:
+    """A loader as torchdata's and datasets' are: its state is the loader's, and read when it is iterated over.
+
+    Args:
+        end: How many batches it has.
+        make: From a count to the state, and the way back.
+    """
+
+    def __init__(self, end=100, make=None, unmake=None):
+        self.end, self.begin, self.calls = end, 0, []
+        self.make, self.unmake = make or (lambda at: {"at": at}), unmake or (lambda state: state["at"])
+        self.live = None
+
+    def __iter__(self):
+        self.calls.append("iter")
+        for at in range(self.begin, self.end):
+            self.at = at + 1
+            yield at * 10
+
+    def state_dict(self):
+        if "iter" not in self.calls or not hasattr(self, "at"):
+            return None  # as datasets' before the first batch
+        state = self.make(self.at)
+        if isinstance(state, dict):
+            self.live = state if self.live is None else self.live
+            self.live.update(state)
+            return self.live
+        return state
+
+    def load_state_dict(self, state_dict):
+        self.calls.append("load")
+        self.begin = self.unmake(state_dict)
+
+
+class StatefulIterable:
+    """An iterable whose iterator has a state."""
+
+    def __init__(self, end=100):
+        self.end = end
+
+    def __iter__(self):
+        return _Stateful(self.end)
+
+
+class _Stateful:
+    def __init__(self, end):
+        self.at, self.end = 0, end
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at >= self.end:
+            raise StopIteration
+        self.at += 1
+        return (self.at - 1) * 10
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict):
+        self.at = state_dict["at"]

@@ -220,3 +220,17 @@ def test_requests_of_a_thousand_checkpoints(store):
         store.put("bkt", "run/~jstep", b"")
     assert jstep.latest_checkpoint(store.run) == f"{store.run}/model-999"
     assert len(store.seen) <= 6
+
+
+def test_parameters_left_out_and_alone(store, caplog):
+    with jstep.Saver(store.run, leave_out="w") as saver:
+        saver.save(state_at(7))
+        assert "w" not in saver.restore()["params"]
+    reader = jstep.Saver(store.run)
+    assert same(reader.restore(state_at(7)), state_at(7))
+    assert same(reader.restore_params(state_at(7).params), state_at(7).params)
+    assert not caplog.records
+    with pytest.raises(ValueError, match=r"left out of .*'params/w'"):
+        reader.restore(jax.eval_shape(lambda: state_at(0)))
+    reader.restore(state_at(3).replace(slots=state_at(7).slots))
+    assert "target has other values" in caplog.text

@@ -33,6 +33,19 @@ def blocks_of_adamw(lr: Any) -> jstep.Optimizer:
     return jstep.chain(jstep.scale_by_adam(), jstep.add_weight_decay(0.0), jstep.scale_by_learning_rate(lr))
 
 
+def on_a_sphere(path: str, leaf: Any) -> str:
+    """Without the matrix of sharding/layouts.py that begins as zeros, and would stay so."""
+    return "other" if path == "deep/y" else by_matrix(path, leaf)
+
+
+def under(label: str, *names: str) -> tuple[str, ...]:
+    return tuple(sorted((*(f"{label}/{name}" for name in names), *(f"other/{name}" for name in ADAM))))
+
+
+def slots_under(label: str, slots: dict[str, Any]) -> dict[str, Any]:
+    return {**{f"{label}/{name}": value for name, value in slots.items()}, "other/m": 0.0, "other/v": 0.0}
+
+
 MODERN = {
     "sgd": Entry(jstep.sgd, {}, SGD, rate=0.02),
     "sgd_nesterov": Entry(lambda lr: jstep.sgd(lr, 0.9, use_nesterov=True), {"momentum": 0.0}, SGD, rate=0.01),
@@ -158,6 +171,65 @@ MODERN = {
         rate=0.02,
     ),
     "adopt": Entry(jstep.adopt, ZEROS, ADAM, AGED, rate=0.02, steps=4000, idle=1, alike=10),
+    "madgrad": Entry(
+        jstep.madgrad,
+        {"s": 0.0, "grad_sum_sq": 0.0, "initial": "copy"},
+        ("epsilon", "learning_rate", "momentum", "weight_decay"),
+        AGED,
+        rate=0.02,
+    ),
+    "adamh": Entry(
+        lambda lr: jstep.partition(
+            {"muon": jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(lr)), "other": jstep.adam(lr)},
+            on_a_sphere,
+        ),
+        slots_under("muon", ZEROS),
+        under("muon", *ADAM),
+        {"muon/start_step": AGED["start_step"], "other/start_step": AGED["start_step"]},
+        rate=0.02,
+        steps=0,
+        copies=1.1,
+    ),
+    "normuon": Entry(
+        lambda lr: jstep.partition(
+            {
+                "muon": jstep.chain(
+                    jstep.trace(0.95, use_nesterov=True),
+                    jstep.orthogonalize(),
+                    jstep.normalize_neurons(),
+                    jstep.add_weight_decay(0.0),
+                    jstep.scale_by_learning_rate(lr),
+                ),
+                "other": jstep.adam(lr),
+            },
+            by_matrix,
+        ),
+        slots_under("muon", {"momentum": 0.0, "neuron_v": "other"}),
+        under("muon", "epsilon", "learning_rate", "momentum", "neuron_beta2", "neuron_epsilon", "weight_decay"),
+        {"other/start_step": AGED["start_step"]},
+        rate=0.02,
+        copies=4.1,
+    ),
+    "normuonh": Entry(
+        lambda lr: jstep.partition(
+            {
+                "muon": jstep.chain(
+                    jstep.trace(0.95, use_nesterov=True),
+                    jstep.orthogonalize(None, "polar_express", scale=None, normalization="schatten"),
+                    jstep.normalize_neurons(over="short"),
+                    jstep.on_hyperball(lr, 1.5),
+                ),
+                "other": jstep.adam(lr),
+            },
+            on_a_sphere,
+        ),
+        slots_under("muon", {"momentum": 0.0, "neuron_v": "other"}),
+        under("muon", "epsilon", "learning_rate", "momentum", "neuron_beta2", "neuron_epsilon", "radius"),
+        {"other/start_step": AGED["start_step"]},
+        rate=0.02,
+        steps=0,
+        copies=4.6,
+    ),
     "blocks_adamw": Entry(blocks_of_adamw, ZEROS, names(*DECAY), AGED, rate=0.02),
     "blocks_lion": Entry(
         lambda lr: jstep.chain(jstep.scale_by_lion(), jstep.scale_by_learning_rate(lr)),

@@ -117,15 +117,17 @@ def adafactor(g, p, s, h):
     return p - u - h.lr * h.wd * p
 
 
-def newton_schulz(x, coefficients, steps, epsilon):
-    a, b, c = coefficients
+def polynomials(x, triples):
     turned = x.shape[0] > x.shape[1]
     x = x.T if turned else x
-    x = x / max(np.linalg.norm(x), epsilon)
-    for _ in range(steps):
+    for a, b, c in triples:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if turned else x
+
+
+def newton_schulz(x, coefficients, steps, epsilon):
+    return polynomials(x / max(np.linalg.norm(x), epsilon), [coefficients] * steps)
 
 
 def muon(g, p, s, h):
@@ -207,3 +209,53 @@ def adopt(g, p, s, h):
     m = ema(s, "m", np.clip(g / np.maximum(np.sqrt(s["v"]), h.epsilon), -bound, bound), h.beta1)
     ema(s, "v", g * g, h.beta2)
     return p - h.lr * m
+
+
+def madgrad(g, p, s, h):
+    """The authors' code."""
+    x0, lamb = s.setdefault("x0", p), (h.lr + h.epsilon) * math.sqrt(h.t)
+    g = g + h.weight_decay * p
+    s["G"] = s.get("G", 0.0) + lamb * g * g
+    s["s"] = s.get("s", 0.0) + lamb * g
+    z = x0 - s["s"] / (np.cbrt(s["G"]) + h.epsilon)
+    return h.momentum * p + (1 - h.momentum) * z
+
+
+def on_ball(u, p, h):
+    radius = getattr(h, "radius", None) or np.linalg.norm(p)
+    q = p - h.lr * radius * u / max(np.linalg.norm(u), 1e-10)
+    return radius * q / max(np.linalg.norm(q), 1e-10)
+
+
+def adamh(g, p, s, h):
+    return on_ball(adam_direction(g, s, h), p, h)
+
+
+def nesterov_polar(g, s, h):
+    """What Muon's variants have in common: the sum of gradients with a look ahead, and the iteration."""
+    s["M"] = h.momentum * s.get("M", 0.0) + g
+    return newton_schulz(g + h.momentum * s["M"], JORDAN, 5, 1e-7)
+
+
+JORDAN = (3.4445, -4.775, 2.0315)
+
+
+def muonh(g, p, s, h):
+    return on_ball(nesterov_polar(g, s, h), p, h)
+
+
+def per_neuron(o, s, h):
+    """Rows are inputs here, and neurons columns: the transpose of the authors' matrices."""
+    axis = 1 if h.over == "short" and o.shape[1] < o.shape[0] else 0
+    v = ema(s, "neurons", np.mean(o * o, axis=axis, keepdims=True), h.beta2)
+    u = o / (np.sqrt(v) + 1e-10)
+    return u * np.linalg.norm(o) / (np.linalg.norm(u) + 1e-10)
+
+
+def normuon(g, p, s, h):
+    u = per_neuron(nesterov_polar(g, s, h), s, h)
+    return (1 - h.lr * h.wd) * p - h.lr * math.sqrt(max(1.0, p.shape[1] / p.shape[0])) * u
+
+
+def normuonh(g, p, s, h):
+    return on_ball(per_neuron(nesterov_polar(g, s, h), s, h), p, h)

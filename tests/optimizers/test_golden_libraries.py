@@ -67,6 +67,10 @@ BY_OPTAX: dict[str, tuple[Any, Any]] = {
         lambda: jstep.adabelief(LR, 0.9, 0.99, 1e-6, 1e-8),
         lambda: optax.adabelief(LR, 0.9, 0.99, 1e-6, 1e-8),
     ),
+    "madgrad": (
+        lambda: jstep.madgrad(LR, 0.8, 0.01, 1e-4),
+        lambda: contrib.madgrad(LR, 0.8, 0.01, 1e-4),
+    ),
     "yogi": (lambda: jstep.yogi(LR, 0.9, 0.99), lambda: optax.yogi(LR, 0.9, 0.99)),
     "novograd": (lambda: jstep.novograd(LR, weight_decay=0.1), lambda: optax.novograd(LR, weight_decay=0.1)),
     "signum": (lambda: jstep.signum(LR, 0.9), lambda: optax.signum(LR, beta=0.9)),

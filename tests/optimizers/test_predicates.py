@@ -49,6 +49,11 @@ MOVES_LOW: dict[str, Callable[[], jstep.Optimizer]] = {
         jstep.gradient_descent(1.0), jstep.scale_updates(lambda path, leaf: float(is_low(path, leaf)))
     ),
     "axes": lambda: jstep.chain(jstep.orthogonalize(scale=None, axes=_axes), jstep.stateless(_ones_alone)),
+    "neurons": lambda: jstep.chain(jstep.normalize_neurons(axes=_axes), jstep.stateless(_ones_alone)),
+    "sphere": lambda: jstep.chain(
+        jstep.on_hyperball(0.1, lambda path, leaf: 1.0 + _axes(path, leaf)[0], axes=_axes),
+        jstep.stateless(_ones_alone),
+    ),
     "units": lambda: jstep.chain(jstep.clip_gradients(adaptive=1.0, axes=_units), jstep.stateless(_ones_alone)),
     "centred": lambda: jstep.chain(jstep.centralize_gradients(axes=_units), jstep.stateless(_ones_alone)),
     "slots": lambda: jstep.leafwise(_slotted, hyper={}, slots={"m": jstep.Slot(shape=_shape)}),

@@ -72,6 +72,39 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A leaf of the state that was not saved, by `Saver(leave_out=…)`.
+
+    Attributes:
+        path: As everywhere in jstep, such as `params/base/kernel`.
+        keys: The keys the path is made of.
+        shape: Of the leaf.
+        dtype: Of the leaf.
+        fingerprint: Of the leaf, 16 hexadecimal digits, as `jstep.fingerprint(state, per_leaf=True)` has it.
+    """
+
+    path: str
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    fingerprint: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A short dict: keys that follow from the path are not in it."""
+        keys = {} if list(self.keys) == self.path.split("/") else {"keys": list(self.keys)}
+        known = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, "fingerprint": self.fingerprint}
+        return known | keys
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "LeftOut":
+        """What `to_json` wrote."""
+        path = _text(data["path"])
+        keys = tuple(map(_text, data.get("keys", path.split("/")))) or _refuse("a leaf without keys")
+        shape = tuple(map(_count, data["shape"]))
+        return cls(path, keys, shape, _text(data["dtype"]), _text(data["fingerprint"]))
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds.
 
@@ -84,6 +117,7 @@ class Manifest:
         files: Path below the checkpoint → its size in bytes, and checksums or a stamp, as the store has them.
         jstep: The version that wrote it.
         data: The folder below the checkpoint that holds the files; None where they lie beside the manifest.
+        left_out: Leaves of the state that were not saved: a target has to bring them.
     """
 
     step: int
@@ -94,6 +128,11 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     jstep: str = dataclasses.field(default_factory=lambda: _version())
     data: str | None = None
+    left_out: tuple[LeftOut, ...] = ()
+
+    def paths(self) -> list[str]:
+        """The paths of all leaves of the state, saved or left out."""
+        return [leaf.path for leaf in self.leaves] + [leaf.path for leaf in self.left_out]
 
 
 def _version() -> str:
@@ -116,6 +155,9 @@ def encode(manifest: Manifest) -> bytes:
     leaves = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves)
     files = ",\n".join(f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items())
     lines += [f' "leaves": [\n{leaves}\n ]', f' "files": {{\n{files}\n }}']
+    if manifest.left_out:
+        left_out = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.left_out)
+        lines.append(f' "left_out": [\n{left_out}\n ]')
     body = ("{\n" + ",\n".join(lines)).encode()
     return body + f'{_SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode()
 
@@ -165,6 +207,7 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
         files,
         _text(loaded["jstep"]),
         data,
+        tuple(LeftOut.from_json(leaf) for leaf in loaded.get("left_out", ())),
     )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jstep.checkpoint.format import counts
 from jstep.checkpoint.format.leaves import by_id, ids
-from jstep.checkpoint.format.manifest import Leaf
+from jstep.checkpoint.format.manifest import Leaf, LeftOut
 from jstep.core import trees
 from jstep.core.checks import kind, shown
 
@@ -29,12 +29,14 @@ class Wanted:
         leaf: The leaf.
         source: The saved leaf; None if there is none that fits.
         is_guard: Whether it belongs to a guard that the saved state did not have.
+        left_out: The record of a leaf that was left out of the checkpoint, for which the target's value is taken.
     """
 
     path: str
     leaf: Any
     source: Leaf | None
     is_guard: bool = False
+    left_out: LeftOut | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,13 @@ class Match:
 
 
 def match(
-    target: Any, saved: Sequence[Leaf], averages: str | None, partial: bool, names: Names | None, where: str
+    target: Any,
+    saved: Sequence[Leaf],
+    averages: str | None,
+    partial: bool,
+    names: Names | None,
+    where: str,
+    left_out: Sequence[LeftOut] = (),
 ) -> Match:
     """Finds the saved leaf of each leaf of a target.
 
@@ -74,15 +82,16 @@ def match(
         partial: Whether what does not fit is passed over.
         names: Paths in the checkpoint for paths of the target; None where all are the same.
         where: The checkpoint, for errors.
+        left_out: The leaves that were left out of the checkpoint.
 
     Raises:
         TypeError: A leaf of the target has no shape and dtype, or names has something else than paths.
         ValueError: Something does not fit, or names has a path that is not there; lists it.
     """
-    records = by_id(saved)
+    records, absent = by_id(saved), dict(zip(ids(leaf.path for leaf in left_out), left_out, strict=True))
     flat = trees.leaves_with_paths(target)
     paths = [path for path, _ in flat]
-    renamed = _renamed(names, paths, {leaf.path for leaf in saved}, where)
+    renamed = _renamed(names, paths, {leaf.path for leaf in saved} | {leaf.path for leaf in left_out}, where)
     found = Match([], [], [], [])
     used: set[tuple[str, int]] = set()
     kinds = [_kind(leaf, path) for path, leaf in flat]
@@ -93,20 +102,28 @@ def match(
         key = (renamed.get(path, path), number)
         used.add(key)
         source, average = records.get(key), average_of(key, records, averages)
+        kept = absent.get(key) if source is None and average is None else None
         if average is not None and records[average].shape == wanted_kind[0]:
             used.add(average)
             source = records[average]
-        elif source is None:
+        elif kept is not None and (kept.shape, kept.dtype) != wanted_kind:
+            found.differing.append(
+                f"{path!r} (left out as {_text(kept.shape, kept.dtype)}, and {_text(*wanted_kind)} in target)"
+            )
+            kept = None
+        elif source is None and kept is None:
             found.missing.append(path)
             lacking[keys] = wanted_kind
-        elif (source.shape, source.dtype) != wanted_kind and not counts.converts(
-            keys, (source.shape, source.dtype), wanted_kind, steps
+        elif (
+            source is not None
+            and (source.shape, source.dtype) != wanted_kind
+            and not counts.converts(keys, (source.shape, source.dtype), wanted_kind, steps)
         ):
             found.differing.append(
                 f"{path!r} ({_text(source.shape, source.dtype)}, and {_text(*wanted_kind)} in target)"
             )
             source = None
-        found.wanted.append(Wanted(path, leaf, source))
+        found.wanted.append(Wanted(path, leaf, source, left_out=kept))
     found.extra.extend(key[0] for key in records if key not in used and not _is_average(key[0], averages))
     guards = counts.guards(lacking, steps)
     for i, keys in enumerate(all_keys):
@@ -124,6 +141,7 @@ def match(
             + listing("differing", found.differing)
             + listing("target has", [repr(path) for path in paths])
             + listing("the checkpoint has", [repr(leaf.path) for leaf in saved])
+            + listing("left out of it", [repr(leaf.path) for leaf in left_out])
         )
     left = [
         wanted for keys, wanted in zip(all_keys, found.wanted, strict=True) if keys == (STEP,) and not wanted.source
@@ -134,7 +152,24 @@ def match(
             "starts at 0 would repeat its schedule and its data. To take parameters alone, give a target without "
             "a step, such as {'params': params}."
         )
+    _check_left_out(found, where)
     return found
+
+
+def _check_left_out(found: Match, where: str) -> None:
+    """Makes sure that the target has the values that the checkpoint has not."""
+    without = [repr(one.path) for one in found.wanted if one.left_out is not None and not has_value(one.leaf)]
+    if without:
+        raise ValueError(
+            f"target: these were left out of {where} by Saver(leave_out=…), so their values have to be in target, "
+            f"which has only shapes, or arrays that were donated{listing('without values', without)}. Give them as "
+            "they were when the run began, such as the pretrained parameters."
+        )
+
+
+def has_value(leaf: Any) -> bool:
+    """Whether a leaf of a target is an array or number that can be read."""
+    return not (isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()))
 
 
 def keys_of(path: Any) -> tuple[str, ...]:

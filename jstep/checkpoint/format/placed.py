@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.checkpoint.format import leaves as _leaves
 from jstep.checkpoint.format.manifest import Leaf
-from jstep.checkpoint.format.match import Wanted, average_of
+from jstep.checkpoint.format.match import Wanted, average_of, has_value
 from jstep.core import trees
 
 
@@ -160,7 +160,7 @@ def left_as_is(wanted: Wanted, step: int) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
             return since
         return jax.device_put(_own(since), sharding_of(leaf, wanted.path))
-    if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+    if not has_value(leaf):
         raise ValueError(
             f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "
             "with partial=True give arrays where the checkpoint has none"

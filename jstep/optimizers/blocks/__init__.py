@@ -6,6 +6,8 @@ from jstep.optimizers.blocks.add_weight_decay import add_weight_decay
 from jstep.optimizers.blocks.centralize_gradients import centralize_gradients
 from jstep.optimizers.blocks.clip_gradients import clip_gradients
 from jstep.optimizers.blocks.normalize_gradients import normalize_gradients
+from jstep.optimizers.blocks.normalize_neurons import normalize_neurons
+from jstep.optimizers.blocks.on_hyperball import on_hyperball
 from jstep.optimizers.blocks.orthogonalize import orthogonalize
 from jstep.optimizers.blocks.scale import scale
 from jstep.optimizers.blocks.scale_by_adam import scale_by_adam
@@ -21,6 +23,8 @@ __all__ = [
     "centralize_gradients",
     "clip_gradients",
     "normalize_gradients",
+    "normalize_neurons",
+    "on_hyperball",
     "orthogonalize",
     "scale",
     "scale_by_adam",

@@ -1,0 +1,89 @@
+"""What a Saver leaves out: which leaves of a state, and the fingerprints by which they are known again."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.checkpoint.format.manifest import Leaf, LeftOut
+from jstep.core import trees
+from jstep.core.contexts import own_transfers
+from jstep.core.var_list import VarList, meant
+from jstep.fingerprints.fingerprint import as_text, stacked
+from jstep.fingerprints.mix import leaf_key
+from jstep.state.slots import owners
+
+ARGUMENT = "leave_out"
+_PARAMS, _SLOTS = "params", "slots"
+
+
+def places(state: Any, leave_out: VarList) -> set[int]:
+    """The places, among the leaves of a state, of the parameters that are left out and of their slots.
+
+    Raises:
+        TypeError: `leave_out` has none of the forms of `var_list`.
+        ValueError: An entry matches no parameter, or the state has no params.
+    """
+    if leave_out is None:
+        return set()
+    params, slots = _field(state, _PARAMS), _field(state, _SLOTS)
+    if params is None:
+        raise ValueError(
+            f"{ARGUMENT}: must choose among the params of a state, and this {type(state).__name__} has none; save a "
+            "TrainState, or a dict with 'params'"
+        )
+    chosen = meant(params, leave_out, ARGUMENT)
+    of_slots = {
+        str(name): iter([place is not None and chosen[place] for place in owners(str(name), tree, params)])
+        for name, tree in (slots.items() if isinstance(slots, Mapping) else ())
+    }
+    of_params = iter(chosen)
+
+    def is_left_out(keys: Sequence[Any]) -> bool:
+        first, *rest = (trees.path_str((key,)) for key in keys)
+        if first == _PARAMS:
+            return next(of_params)
+        return bool(first == _SLOTS and rest and rest[0] in of_slots and next(of_slots[rest[0]]))
+
+    # The leaves of a part of a tree come in the same order as they do in the whole.
+    return {i for i, (keys, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)) if is_left_out(keys)}
+
+
+def _field(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+
+
+def started(named: Sequence[tuple[Leaf, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
+    """Starts the fingerprints of leaves, on the devices that hold them; the function returned waits for them."""
+    begun = _started([(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named], [value for _, value in named])
+
+    def records() -> tuple[LeftOut, ...]:
+        texts = _texts(begun, len(named))
+        return tuple(
+            LeftOut(leaf.path, leaf.keys, leaf.shape, leaf.dtype, text)
+            for (leaf, _), text in zip(named, texts, strict=True)
+        )
+
+    return records
+
+
+def changed(pairs: Iterable[tuple[LeftOut, Any]]) -> list[LeftOut]:
+    """Of leaves that were left out, those of which a target has other values."""
+    found = list(pairs)
+    begun = _started([(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in found], [value for _, value in found])
+    texts = _texts(begun, len(found))
+    return [leaf for (leaf, _), text in zip(found, texts, strict=True) if text != leaf.fingerprint]
+
+
+def _started(kinds: Sequence[tuple[str, str, tuple[int, ...]]], values: Sequence[Any]) -> list[tuple[list[int], Any]]:
+    return stacked(values, np.stack([leaf_key(*one) for one in kinds])) if kinds else []
+
+
+def _texts(begun: Sequence[tuple[list[int], Any]], count: int) -> list[str]:
+    texts = [""] * count
+    with own_transfers():
+        for numbers, pairs in begun:
+            for number, pair in zip(numbers, np.asarray(pairs), strict=True):
+                texts[number] = as_text(pair)
+    return texts

@@ -1,0 +1,61 @@
+"""How parameters alone are found in a checkpoint: its slots and its step are not asked for."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jstep.checkpoint.format.manifest import Manifest
+from jstep.checkpoint.format.match import Match, Names, match
+from jstep.core import trees
+
+PARAMS = "params"
+
+
+def match_params(
+    target: Mapping[str, Any], manifest: Manifest, averages: str | None, names: Names | None, where: str
+) -> Match:
+    """As `match`, for a target `{"params": params}`.
+
+    Args:
+        target: What is to be filled.
+        manifest: Of the checkpoint.
+        averages: The slot of moving averages to take the place of params; None to leave params as they are.
+        names: Paths in the checkpoint for paths of the target, each with `params/` before it or without.
+        where: The checkpoint, for errors.
+
+    Raises:
+        TypeError: A leaf of the target has no shape and dtype, or names has something else than paths.
+        ValueError: Something does not fit, or the checkpoint has no params; lists it.
+    """
+    if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
+        raise ValueError(
+            f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
+            "restore(None) shows them"
+        )
+    paths = trees.paths_of(target)
+    whole = _whole_names(names, set(paths), set(manifest.paths()))
+    # Anything may stand in for a parameter, by name or as its average; what is asked for is params.
+    found = match(target, manifest.leaves, averages, True, whole, where, manifest.left_out)
+    extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
+    found = dataclasses.replace(found, extra=[path for path in found.extra if path in extra])
+    if found.differences():
+        raise ValueError(
+            f"target_params does not fit the params of {where}{found.differences()}. Nothing was restored. names={{…}} "
+            "finds what has another path; Saver.restore({'params': target_params}, partial=True) restores what fits."
+        )
+    return found
+
+
+def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
+    """The names with `params/` before what has to have it."""
+
+    def whole(path: Any, known: set[str]) -> Any:
+        with_params = f"{PARAMS}/{path}"
+        return with_params if isinstance(path, str) and path not in known and with_params in known else path
+
+    if isinstance(names, Mapping):
+        return {whole(path, paths): whole(other, saved) for path, other in names.items()}
+    if names is None or not callable(names):
+        return names
+    given: Callable[[str], str | None] = names
+    return lambda path: whole(given(path), saved)

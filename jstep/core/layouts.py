@@ -1,0 +1,48 @@
+"""How the leaves of a tree are sharded while a step is traced, known by path: on Auto axes no tracer tells."""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+Layouts = Mapping[str, NamedSharding]
+"""Path → sharding, of the leaves on a mesh."""
+
+_LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
+
+
+@contextlib.contextmanager
+def laid_out(layouts: Layouts) -> Iterator[None]:
+    """Within, leaves are known to be sharded so."""
+    token = _LAYOUTS.set(layouts)
+    try:
+        yield
+    finally:
+        _LAYOUTS.reset(token)
+
+
+def layout_of(path: str) -> NamedSharding | None:
+    """The sharding of the leaf at a path; None if it is not known, or not on a mesh."""
+    return (_LAYOUTS.get() or {}).get(path)
+
+
+def sharding_of(leaf: Any) -> NamedSharding | None:
+    """The sharding of an array, or of a traced one with Explicit axes; None if it is on no mesh or not known."""
+    if not isinstance(leaf, jax.Array):
+        return None
+    sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+
+
+def parts(sharding: NamedSharding) -> int:
+    """Into how many parts a sharding splits an array."""
+    return math.prod(sharding.mesh.shape[name] for axis in sharding.spec for name in names_in(axis))
+
+
+def names_in(axis: Any) -> tuple[str, ...]:
+    """The mesh axes of one dimension of a spec."""
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

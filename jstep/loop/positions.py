@@ -1,0 +1,142 @@
+"""Where a loader is: as a checkpoint keeps it, for each process, and as a restarted run finds it again."""
+
+import base64
+import binascii
+import json
+import math
+import pickle
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jstep.checkpoint import processes
+
+POSITION, POSITIONS = "batches", "batches_of_processes"
+"""What `extra` of a checkpoint holds: the position of process 0, and those of all processes if there are several."""
+
+_DEEPEST = 50  # levels that are kept as JSON; a checkpoint takes 100
+_LONGEST = 4096  # bits of an integer: Python refuses to write much longer ones
+
+
+class Kept(NamedTuple):
+    """What a checkpoint says of the position of this process's loader.
+
+    Attributes:
+        value: The position, as `encoded` made it; None if there is none.
+        error: Why it cannot be had, where it matters; "" if it can.
+        warning: What to say when it is used; "" for nothing.
+    """
+
+    value: Any
+    error: str = ""
+    warning: str = ""
+
+
+def encoded(position: Any, owner: str) -> Any:
+    """A position as JSON can hold it, and a copy: loaders may return the very dict that they go on changing.
+
+    What JSON would change (tuples, keys that are not strings, arrays, generators of random numbers) is pickled.
+
+    Args:
+        position: What the loader says.
+        owner: The name of its class, for the error.
+
+    Raises:
+        TypeError: It cannot be pickled; names the loader.
+    """
+    if type(position) is bytes:
+        return {"base64": base64.b64encode(position).decode()}
+    if _is_json(position, 0):
+        return {"value": _copy(position)}
+    try:
+        return {"pickle": base64.b64encode(pickle.dumps(position)).decode()}
+    except Exception as error:  # whatever the objects in it raise
+        raise TypeError(
+            f"batches: the state of the {owner} cannot be kept with a checkpoint ({type(error).__name__}: {error}); "
+            "what its state_dict() or get_state() returns must be something that JSON or pickle can hold: numbers, "
+            "strings, bytes, arrays, and dicts, lists and tuples of them"
+        ) from error
+
+
+def _is_json(value: Any, depth: int) -> bool:
+    """Whether JSON gives a value back as it is, types included."""
+    kind = type(value)
+    if kind is dict:
+        return depth < _DEEPEST and all(type(key) is str and _is_json(item, depth + 1) for key, item in value.items())
+    if kind is list:
+        return depth < _DEEPEST and all(_is_json(item, depth + 1) for item in value)
+    if kind is float:
+        return math.isfinite(value)
+    return kind in (str, bool, type(None)) or (kind is int and value.bit_length() <= _LONGEST)
+
+
+def _copy(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if type(value) is list else value
+
+
+def decoded(kept: Any, owner: str) -> Any:
+    """The position that `encoded` was given. A pickle runs code: a checkpoint is read that is trusted.
+
+    Raises:
+        ValueError: It cannot be read, as a class in it is not there any more; names the loader.
+    """
+    if "value" in kept:
+        return kept["value"]
+    try:
+        if "base64" in kept:
+            return base64.b64decode(kept["base64"], validate=True)
+        return pickle.loads(base64.b64decode(kept["pickle"], validate=True))
+    except (KeyError, binascii.Error) as error:
+        raise ValueError(f"batches: the checkpoint's position for the {owner} is not one ({error})") from None
+    except Exception as error:
+        raise ValueError(
+            f"batches: the checkpoint's position for the {owner} cannot be unpickled ({type(error).__name__}: "
+            f"{error}); what it is made of must be importable as it was when it was saved"
+        ) from error
+
+
+def kept_in(extra: Mapping[str, Any]) -> Kept | None:
+    """The position of this process's loader in what was kept with a checkpoint; None if there is none."""
+    of_all, count = extra.get(POSITIONS), jax.process_count()
+    if of_all is None:
+        value = extra.get(POSITION)
+        if value is None:
+            return None
+        only_first = (
+            "The checkpoint has one position of a loader for {count} processes: it was saved by one process, or by a "
+            "version of jstep that kept that of process 0 alone. Every process resumes from it, which is wrong if "
+            "their loaders do not move together."
+        )
+        return Kept(value, warning=only_first.format(count=count) if count > 1 else "")
+    positions, before = of_all["positions"], of_all["processes"]
+    if len(positions) == 1:  # they were all equal
+        return Kept(positions[0])
+    if before == count:
+        mine = positions[jax.process_index()]
+        return None if mine is None else Kept(mine)
+    return Kept(
+        None,
+        f"the checkpoint was saved by {before} processes, whose loaders had positions of their own, and this run has "
+        f"{count}: a position of one process says nothing about the share of another. Start the run with {before} "
+        "processes; or give batches whose position is the step (jstep.batches, a function of the step); or go on "
+        "with the loader as it is now: restore the state with Saver.restore, and train it with another checkpoint_dir",
+    )
+
+
+def of_all_processes(position: Any) -> dict[str, Any]:
+    """What to keep with a checkpoint: the positions of all processes, which all of them call this with.
+
+    Args:
+        position: That of this process, as `encoded` made it; None if nobody can tell.
+    """
+    if jax.process_count() == 1:
+        return {} if position is None else {POSITION: position}
+    positions = [json.loads(text) for text in processes.texts_of_all(json.dumps(position))]
+    if all(one is None for one in positions):
+        return {}
+    first = {} if positions[0] is None else {POSITION: positions[0]}
+    distinct = positions[:1] if all(one == positions[0] for one in positions) else positions
+    return first | {POSITIONS: {"processes": len(positions), "positions": distinct}}

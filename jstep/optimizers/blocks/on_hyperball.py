@@ -1,0 +1,169 @@
+"""Steps on a sphere, in the place of the learning rate: every matrix keeps its norm."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_number
+from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step
+from jstep.core.when_concrete import when_concrete
+from jstep.optimizers.arguments import rate
+from jstep.optimizers.hyper import checked
+from jstep.optimizers.leafwise import Hyper, leafwise
+from jstep.optimizers.masks import by_path, own_leaves
+from jstep.optimizers.matrix_axes import Axes, MatrixAxes, axes_of, checked_axes, partition_shown
+from jstep.optimizers.names import Init
+
+Radius: TypeAlias = ScalarOrSchedule | Callable[[str, Any], float] | None
+
+SMALLEST = 1e-10
+"""The smallest norm that is divided by."""
+
+
+def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: Axes | None = None) -> Optimizer:
+    """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖; u what the element before returned.
+
+    Norms are Frobenius'. The matrix turns by about lr radians, however large u is, and keeps its norm; weight decay
+    would do nothing. AdamH, MuonH and NorMuonH are chains that end with it (the examples). Nothing may change the
+    updates after it (`cautious`, `decay_weights`, `scale_updates`), or the norm changes; an average of the parameters
+    has a smaller norm than they have. In bfloat16 small steps are lost: put `master_weights` around the whole.
+
+    For linear layers: train embeddings, biases, gains, routers and gates by Adam beside it.
+
+    Args:
+        learning_rate: The relative step size lr ≥ 0; 0.02 is common, or √(lr·weight_decay) of the AdamW run that it
+            replaces.
+        radius: The norm R; None for the norm that the matrix has, which needs no slot. A number > 0, or
+            `(path, leaf) -> number`, fixes it: the first update brings each matrix there.
+        axes: `(path, leaf) -> (in, out)`, the axes (a number or several) of a leaf that are its matrix; further ones
+            count matrices, each with a norm of its own. By default the last two axes are the matrix.
+
+    Returns:
+        An element of a chain without slots, in the place of `scale_by_learning_rate`.
+
+    Raises:
+        ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes, or a matrix of it is
+            zero, and would stay zero.
+
+    Example:
+        AdamH, with Adam for what is not a matrix:
+
+        >>> import jax.numpy as jnp, jstep
+        >>> adamh = jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))
+        >>> optimizer = jstep.partition(
+        ...     {"ball": adamh, "adam": jstep.adam(1e-3)}, lambda path, leaf: "ball" if leaf.ndim == 2 else "adam"
+        ... )
+        >>> state = jstep.TrainState.create({"w": jnp.array([[3.0], [4.0]]), "b": jnp.zeros(1)}, optimizer)
+        >>> grads = {"w": jnp.array([[1.0], [-1.0]]), "b": jnp.ones(1)}
+        >>> w = jstep.apply_gradients(state, grads, optimizer).params["w"]
+        >>> print(*(f"{x:.4f}" for x in (*w[:, 0], jnp.linalg.norm(w))))
+        2.9205 4.0584 5.0000
+
+        MuonH, and NorMuonH with one more block:
+
+        >>> muonh = jstep.chain(
+        ...     jstep.trace(0.95, use_nesterov=True), jstep.orthogonalize(scale=None), jstep.on_hyperball(0.02)
+        ... )
+        >>> normuonh = jstep.chain(
+        ...     jstep.trace(0.95, use_nesterov=True),
+        ...     jstep.orthogonalize(scale=None),
+        ...     jstep.normalize_neurons(),
+        ...     jstep.on_hyperball(0.02),
+        ... )
+
+    Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization" (2026),
+    and its AdamH and MuonH in Levanter, which take the norm of this step as well.
+    """
+    chosen = checked_axes(axes)
+    told = (
+        "to keep its norm",
+        partition_shown("ball", "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"),
+    )
+
+    def matrix_axes(path: str, leaf: Any) -> MatrixAxes:
+        return axes_of(path, leaf, chosen, *told)
+
+    hyper: dict[str, Any] = {"learning_rate": rate(learning_rate)}
+    flags = {"axes": by_path(matrix_axes)}
+    if callable(radius) and not isinstance(radius, type):
+        of_leaf: Any = radius
+        flags["radius"] = by_path(lambda path, leaf: _given(of_leaf(path, leaf), path))
+    elif radius is not None:
+        hyper["radius"] = checked("radius", radius, low=0, above=True)
+    optimizer = leafwise(hyperball_rule, hyper=hyper, flags=flags, sparse=False)
+    made = optimizer.init
+    assert isinstance(made, Init)
+
+    def init(params: Params, global_step: Step = 0) -> Slots:
+        slots = made(params, global_step)
+        _refuse_zeros(params, matrix_axes)
+        return slots
+
+    return optimizer._replace(init=dataclasses.replace(made, make=init))
+
+
+def hyperball_rule(u: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
+    """A leaf's update: p·(R/‖q‖ − 1) − u·lr·R²/(‖u‖·‖q‖), with ‖q‖² from three sums over p and u, read once.
+
+    In numbers relative to ‖p‖, d is ‖q‖² − 1 and excess R² − 1: R/‖q‖ − 1 would lose half its digits.
+    """
+    axes = tuple(axis for part in h["axes"] for axis in part)
+    of_p, of_u, inner = (jnp.sum(x, axes, keepdims=True) for x in (jnp.square(p), jnp.square(u), p * u))
+    norm_p, norm_u = (jnp.maximum(jnp.sqrt(square), SMALLEST) for square in (of_p, of_u))
+    ratio = h["radius"] / norm_p if "radius" in h else 1.0
+    excess = (h["radius"] * h["radius"] - of_p) / jnp.square(norm_p) if "radius" in h else 0.0
+    # Less than the rate where ‖u‖ is below the smallest norm; NaN where it is infinite.
+    step = h["learning_rate"] * ratio
+    taken = step * (jnp.sqrt(of_u) / norm_u)
+    d = taken * taken - 2 * step * (inner / norm_p / norm_u)
+    square = 1 + d
+    # A step of the length of p, straight against it, leaves no direction: then p stays.
+    exists = ~(square < 1e-6)
+    length = jnp.sqrt(jnp.where(exists, square, jnp.ones_like(square)))
+    of_old = (excess - d) / (length * (ratio + length))
+    of_new = ratio * step * norm_p / (length * norm_u)
+    return jnp.where(exists, of_old * p - of_new * u, jnp.zeros_like(p)), {}
+
+
+def _given(radius: Any, path: str) -> float:
+    return as_number(radius, f"radius at {trees.quoted(path)}", low=0, above=True)
+
+
+def _refuse_zeros(params: Params, matrix_axes: Callable[[str, Any], MatrixAxes]) -> None:
+    """Refuses matrices whose norm is 0, at the latest when their values are known."""
+    for path, leaf in own_leaves(params):
+        if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
+            axes = sum(matrix_axes(path, leaf), ())
+            if trees.is_traced(leaf):
+                when_concrete(path, _refuse_zero, axes)
+            else:
+                _refuse_zero(path, leaf, axes)
+
+
+def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
+    if not trees.is_array(leaf) or _is_elsewhere(leaf):
+        return
+    with jax.ensure_compile_time_eval():
+        norms = jax.device_get(_norms(leaf, axes))
+    if np.any(norms == 0):
+        place = tuple(np.argwhere(norms == 0)[0].tolist())
+        raise ValueError(
+            f"params: {f'the matrix {place} of ' if place else ''}the leaf at {trees.quoted(path)} has norm 0: must "
+            "not be zero, as on_hyperball keeps the norm and it would stay zero; initialize it with random numbers, or "
+            "train it by another optimizer beside this one (jstep.partition)"
+        )
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    return trees.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
+
+
+def _norms(x: Any, axes: tuple[int, ...]) -> Array:
+    on: Any = jnp if isinstance(x, jax.Array) else np  # what is in host memory stays there
+    norms: Array = on.sqrt(on.sum(on.square(x.astype(trees.compute_dtype(x.dtype))), axes))
+    return norms

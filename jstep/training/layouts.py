@@ -1,0 +1,35 @@
+"""How what is computed of each parameter is sharded."""
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+from jstep.core import trees
+from jstep.core.layouts import Layouts, parts, sharding_of
+from jstep.core.memory import shardings_of
+from jstep.state import TrainState
+
+
+def layouts_of(state: TrainState) -> Layouts:
+    """The path of each parameter on a mesh → its sharding, or that of its slot that is split into more parts.
+
+    Under ZeRO-1 a parameter is replicated and its slots are split, and so is what is computed of them. Within
+    `jax.shard_map` nothing is known: a device sees its own part alone.
+    """
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        return {}
+    leaves, treedef = trees.flatten(state)
+    known = shardings_of(state) or [sharding_of(leaf) for leaf in leaves]
+    if not any(known):
+        return {}
+    places = treedef.unflatten(range(len(leaves)))
+    found: dict[str, NamedSharding] = {}
+    params = trees.leaves_with_paths(state.params)
+    alike = [places.slots[name] for name, tree in state.slots.items() if trees.is_like(state.params, tree)]
+    for tree in (places.params, *alike):
+        for (path, param), place in zip(params, trees.flatten_like(state.params, tree, "slots"), strict=True):
+            sharding = None if place is None else known[place]
+            if sharding is None or leaves[place].shape != param.shape:
+                continue
+            if path not in found or parts(sharding) > parts(found[path]):
+                found[path] = sharding
+    return found

@@ -1,0 +1,243 @@
+"""What a Saver leaves out: parameters and their slots, which a target brings."""
+
+import json
+import logging
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checkpoint_states import assert_same, files_of, flip
+
+import jstep
+from jstep.checkpoint import Saver
+from jstep.checkpoint.format.left_out import places
+from jstep.core import trees
+
+EMA = jstep.ExponentialMovingAverage(0.5)
+
+
+def params_of(base=1.0, lora=2.0):
+    return {
+        "base": {"w": jnp.full((3, 2), base), "scale": jnp.int8(4)},
+        "base_norm": jnp.full(2, base),
+        "lora": {"base": {"w": jnp.full((3, 1), lora)}},
+    }
+
+
+def state_of(base=1.0, lora=2.0, optimizer=None, step=5):
+    optimizer = optimizer or jstep.with_moving_average(jstep.adam(), EMA)
+    return jstep.TrainState.create(params_of(base, lora), optimizer, global_step=step)
+
+
+def saved_paths(saver):
+    path = os.path.join(saver.directory, f"{saver.prefix}-{saver.latest_step()}")
+    with open(os.path.join(path, "manifest.json")) as file:
+        manifest = json.load(file)
+    return [leaf["path"] for leaf in manifest["leaves"]], manifest.get("left_out")
+
+
+BASE = {"params/base/scale", "params/base/w"} | {
+    f"slots/{name}/base/w" for name in ("m", "v", "ExponentialMovingAverage")
+}
+FORMS = {
+    "glob": "base/*",
+    "globs": ["base/w", "base/s*"],
+    "predicate": lambda path, leaf: path.startswith("base/"),
+    "bools": {"base": True, "base_norm": False, "lora": False},
+}
+
+
+@pytest.mark.parametrize("leave_out", FORMS.values(), ids=FORMS)
+def test_every_form(tmp_path, leave_out):
+    with Saver(tmp_path, leave_out=leave_out) as saver:
+        saver.save(state_of())
+        saved, absent = saved_paths(saver)
+        assert {leaf["path"] for leaf in absent} == BASE
+        assert not BASE & set(saved)
+        everything = trees.paths_of({"params": 0}) and trees.paths_of(state_of())
+        assert sorted([*saved, *BASE]) == sorted(everything)
+        prints = jstep.fingerprint(state_of(), per_leaf=True)
+        assert {leaf["path"]: leaf["fingerprint"] for leaf in absent} == {
+            path: "".join(f"{int(word):08x}" for word in prints[path]) for path in BASE
+        }
+
+
+@pytest.mark.parametrize("leave_out", [None, [], False], ids=repr)
+def test_nothing_is_left_out(tmp_path, leave_out):
+    with Saver(tmp_path, leave_out=leave_out) as saver:
+        saver.save(state_of())
+        assert saved_paths(saver)[1] is None
+        assert_same(saver.restore(jax.eval_shape(state_of)), state_of())
+
+
+@pytest.mark.parametrize("again", [{"leave_out": "base/*"}, {}], ids=["same Saver", "any Saver"])
+def test_the_target_brings_it(tmp_path, again, caplog):
+    with Saver(tmp_path, leave_out="base/*") as saver:
+        saver.save(state_of())
+    with Saver(tmp_path, **again) as saver, caplog.at_level(logging.WARNING):
+        target = state_of(lora=0.0, step=0)
+        found = saver.restore(target)
+        assert_same(found, state_of())
+        assert not caplog.records
+        jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(found)
+        assert_same(target, state_of(lora=0.0, step=0))
+        assert_same(saver.restore_params(params_of(lora=0.0)), params_of())
+        assert not caplog.records
+        found = saver.restore(None)
+        assert set(found["params"]) == {"base_norm", "lora"}
+
+
+def test_other_values_are_warned_about(tmp_path, caplog):
+    with Saver(tmp_path, leave_out="base/*") as saver:
+        saver.save(state_of())
+        for restore in (saver.restore, lambda state: saver.restore_params(state.params)):
+            caplog.clear()
+            found = restore(state_of(base=7.0, lora=0.0, step=0))
+            assert getattr(found, "params", found)["base"]["w"][0, 0] == 7  # those of target
+            assert getattr(found, "params", found)["lora"]["base"]["w"][0, 0] == 2
+            (record,) = caplog.records
+            assert "target has other values" in record.getMessage()
+            assert "'params/base/w'" in record.getMessage()
+            assert "'params/base/scale'" not in record.getMessage()
+
+
+@pytest.mark.parametrize("options", [{}, {"partial": True}], ids=repr)
+def test_shapes_alone_are_an_error(tmp_path, options):
+    with Saver(tmp_path, leave_out="base/*") as saver:
+        saver.save(state_of())
+        with pytest.raises(ValueError, match=r"left out of .*model-5.*'params/base/scale'") as error:
+            saver.restore(jax.eval_shape(state_of), **options)
+        assert "lora" not in str(error.value)
+        with pytest.raises(ValueError, match="which has only shapes"):
+            saver.restore_params(jax.eval_shape(params_of))
+        donated = state_of()
+        jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(donated)
+        with pytest.raises(ValueError, match="donated"):
+            saver.restore(donated, **options)
+
+
+def test_another_shape_is_listed(tmp_path):
+    with Saver(tmp_path, leave_out="base/*") as saver:
+        saver.save(state_of())
+        target = state_of()
+        target = target.replace(params={**target.params, "base": {"w": jnp.zeros((3, 5)), "scale": jnp.int8(4)}})
+        with pytest.raises(ValueError, match=r"'params/base/w' \(left out as float32\[3,2\], and float32\[3,5\]"):
+            saver.restore(target)
+        assert saver.restore(target, partial=True).params["base"]["w"].shape == (3, 5)
+
+
+def test_names_of_what_is_left_out(tmp_path, caplog):
+    with Saver(tmp_path, leave_out="base/*") as saver:
+        saver.save(jstep.TrainState.create(params_of(), jstep.gradient_descent(0.1)))
+        params = params_of(lora=0.0)
+        params["frozen"] = params.pop("base")
+        target = jstep.TrainState.create(params, jstep.gradient_descent(0.1))
+        names = {f"params/frozen/{name}": f"params/base/{name}" for name in ("w", "scale")}
+        assert saver.restore(target, names=names).params["lora"]["base"]["w"][0, 0] == 2
+        assert saver.restore_params(params, names={"frozen/w": "base/w", "frozen/scale": "base/scale"})
+        assert not caplog.records
+        with pytest.raises(ValueError, match="missing in the checkpoint"):
+            saver.restore(target)
+
+
+def test_a_whole_checkpoint_is_restored_whole(tmp_path):
+    with Saver(tmp_path) as saver:
+        saver.save(state_of())
+    with Saver(tmp_path, leave_out="base/*") as saver:
+        assert_same(saver.restore(jax.eval_shape(state_of)), state_of())
+
+
+def test_no_slot_is_known_by_its_name():
+    """Labels, scopes and parameters that are called as slots or parts of a state are."""
+    params = {"m": jnp.zeros(2), "m/v": jnp.zeros(2), "params": {"m": jnp.zeros(3)}, "start_step": jnp.zeros(2)}
+    optimizer = jstep.partition(
+        {"m": jstep.adam(), "params": jstep.scope("slots/m", jstep.adam())},
+        labels=lambda path, leaf: "params" if path.startswith("params/") else "m",
+    )
+    model_state = {name: jnp.zeros(1) for name in ("m", "m/v", "start_step")} | {"params": {"m": jnp.zeros(1)}}
+    state = jstep.TrainState.create(params, optimizer, model_state=model_state)
+    everything = trees.paths_of(state)
+
+    def left_out(leave_out):
+        return sorted(everything[i] for i in places(state, leave_out))
+
+    assert left_out(["m"]) == ["params/m", "slots/m/m/m", "slots/m/v/m"]
+    assert left_out(["start_step"]) == ["params/start_step", "slots/m/m/start_step", "slots/m/v/start_step"]
+    inner = [f"slots/params/slots/m/{name}/params/m" for name in ("m", "v")]
+    assert left_out(["params/m"]) == sorted(["params/params/m", *inner])
+    assert len(left_out(True)) == 4 + 3 * 2 + 2
+
+
+def test_a_bare_leaf_keeps_its_scalars(tmp_path):
+    state = jstep.TrainState.create(jnp.zeros(()), jstep.adam())
+    paths = trees.paths_of(state)
+    assert sorted(paths[i] for i in places(state, True)) == ["params", "slots/m", "slots/v"]
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "error", "match"),
+    [
+        (3, TypeError, "leave_out=3: must be None"),
+        ("bse/*", ValueError, "leave_out: 'bse/\\*' matches no parameter"),
+        (lambda path, leaf: 1, TypeError, "leave_out: at 'base/scale'"),
+        ({"other": True}, ValueError, "leave_out=.*: a tree of bools must have the structure"),
+    ],
+    ids=["number", "glob", "answer", "tree"],
+)
+def test_bad_input(tmp_path, leave_out, error, match):
+    with pytest.raises(error, match=match), Saver(tmp_path, leave_out=leave_out) as saver:
+        saver.save(state_of())
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("model-")]
+
+
+def test_a_state_without_params(tmp_path):
+    with Saver(tmp_path, leave_out="w") as saver, pytest.raises(ValueError, match="leave_out"):
+        saver.save({"global_step": jnp.int32(3), "w": jnp.zeros(3)})
+
+
+def test_a_dict_with_params(tmp_path):
+    state = {"params": params_of(), "global_step": jnp.int32(3)}
+    with Saver(tmp_path, leave_out="base/*") as saver:
+        saver.save(state)
+        assert saved_paths(saver)[0] == ["global_step", "params/base_norm", "params/lora/base/w"]
+        assert_same(saver.restore(state), state)
+
+
+def test_a_donated_state_may_follow(tmp_path):
+    """The fingerprints are those of what was saved, whatever the next step does to its memory."""
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    prints = jstep.fingerprint(state_of().params["base"], per_leaf=True)
+    with Saver(tmp_path, leave_out="base/w", max_to_keep=None) as saver:
+        state = state_of()
+        saver.save(state)
+        for _ in range(3):
+            state = step(state)
+        saver.wait()
+        (found, *_) = [leaf for leaf in saved_paths(saver)[1] if leaf["path"] == "params/base/w"]
+        again = jstep.fingerprint({"params": {"base": {"w": state_of().params["base"]["w"]}}}, per_leaf=True)
+        assert found["fingerprint"] == "".join(f"{int(word):08x}" for word in again["params/base/w"])
+        assert prints.keys() == {"w", "scale"}
+
+
+def test_on_a_mesh(tmp_path, caplog):
+    mesh = jax.make_mesh((4,), ("data",))
+    for specs in (None, [("w", jax.P("data"))]):
+        state = jstep.TrainState.create({"w": jnp.arange(8.0), "a": jnp.ones(2)}, jstep.adam())
+        with Saver(tmp_path, leave_out="w") as saver:
+            saver.save(jstep.shard_state(state, mesh, specs))
+            found = saver.restore(jstep.shard_state(state, mesh, [("w", jax.P("data"))]))
+            assert_same(found, state)
+            assert found.params["w"].sharding.spec == jax.P("data")
+            assert_same(saver.restore(state), state)
+    assert not caplog.records
+
+
+def test_damage_is_found_as_ever(tmp_path):
+    with Saver(tmp_path, leave_out="base/*") as saver:
+        path = saver.save(state_of())
+        saver.wait()
+        flip(os.path.join(path, "manifest.json"), 400)
+        with pytest.raises(jstep.CheckpointError, match="damaged"):
+            saver.restore(state_of())
+    assert files_of(path)

@@ -1,0 +1,145 @@
+"""Parameters alone, of a checkpoint of any optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_states import assert_same
+
+import jstep
+from jstep.checkpoint import Saver
+
+EMA = jstep.ExponentialMovingAverage(0.5)
+
+
+def params_of(value):
+    return {"layers": [{"w": jnp.full((8, 2), float(value))}, (jnp.full(3, value + 1.0), None)], "n": jnp.int32(value)}
+
+
+OPTIMIZERS = {
+    "none": jstep.gradient_descent(0.1),
+    "adam": jstep.adam(),
+    "averaged": jstep.with_moving_average(jstep.adamw(1e-3), EMA),
+    "guarded": jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.momentum(0.1, 0.9))),
+    "label": jstep.partition({"params": jstep.adam()}, lambda path, leaf: "params" if path.startswith("la") else None),
+}
+
+
+@pytest.fixture(params=OPTIMIZERS.values(), ids=OPTIMIZERS)
+def saver(request, tmp_path):
+    with Saver(tmp_path) as saver:
+        for step in (3, 12):
+            saver.save(jstep.TrainState.create(params_of(step), request.param, global_step=step))
+        yield saver
+
+
+def test_lists_tuples_and_types_are_those_of_the_target(saver, caplog):
+    target = params_of(0)
+    for given in (target, jax.eval_shape(lambda: target)):
+        for step, value in ((None, 12), (3, 3)):
+            found = saver.restore_params(given, step=step)
+            assert_same(found, params_of(value))
+            assert isinstance(found["layers"], list)
+            assert isinstance(found["layers"][1], tuple)
+    as_numpy = saver.restore_params(jax.tree.map(np.asarray, target))
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(as_numpy))
+    assert not caplog.records
+
+
+def test_a_fine_tune_starts_at_step_0(saver):
+    state = jstep.TrainState.create(saver.restore_params(params_of(0)), jstep.adagrad(0.1))
+    assert int(state.global_step) == 0
+    assert state.params["layers"][0]["w"][0, 0] == 12
+
+
+def test_shardings_are_those_of_the_target(saver):
+    mesh = jax.make_mesh((4,), ("data",))
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    target = jax.eval_shape(lambda: params_of(0))
+    target["layers"][0]["w"] = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
+    found = saver.restore_params(target)["layers"][0]["w"]
+    assert found.sharding.is_equivalent_to(sharding, 2)
+    assert_same(np.asarray(found), np.full((8, 2), 12, np.float32))
+
+
+def test_nothing_is_shared(saver):
+    target = params_of(0)
+    found = saver.restore_params(target)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(found)
+    assert_same(target, params_of(0))
+
+
+def test_what_does_not_fit_is_listed(saver):
+    target = params_of(0)
+    target["layers"][0]["kernel"] = target["layers"][0].pop("w")
+    target["n"] = jnp.float32(0)
+    with pytest.raises(ValueError, match="target_params does not fit") as error:
+        saver.restore_params(target)
+    for part in (
+        "missing in the checkpoint (1): 'params/layers/0/kernel'",
+        "extra in the checkpoint (1)",
+        "'params/n'",
+    ):
+        assert part in str(error.value)
+    assert "slots" not in str(error.value)
+    with pytest.raises(ValueError, match="nothing in common"):
+        saver.restore_params({"other": jnp.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"params/layers/0/kernel": "params/layers/0/w"},
+        {"layers/0/kernel": "layers/0/w"},
+        lambda path: path.replace("kernel", "w"),
+    ],
+    ids=["whole", "short", "function"],
+)
+def test_names(saver, names):
+    target = params_of(0)
+    target["layers"][0]["kernel"] = target["layers"][0].pop("w")
+    assert saver.restore_params(target, names=names)["layers"][0]["kernel"][0, 0] == 12
+    with pytest.raises(ValueError, match="no leaf at 'nowhere'"):
+        saver.restore_params(target, names={"nowhere": "params/n"})
+    with pytest.raises(ValueError, match="does not have"):
+        saver.restore_params(target, names={"layers/0/kernel": "nowhere"})
+
+
+def test_averages(tmp_path):
+    optimizer = OPTIMIZERS["averaged"]
+    state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer)
+    state = jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
+    with Saver(tmp_path) as saver:
+        saver.save(state)
+        target = {"w": jnp.zeros(2)}
+        average = jstep.averaged_params(state)
+        assert_same(saver.restore_params(target, use_averages=True), average)
+        assert_same(saver.restore_params(target, use_averages="ExponentialMovingAverage"), average)
+        assert_same(saver.restore_params(target), state.params)
+        with pytest.raises(ValueError, match="no slot 'other'"):
+            saver.restore_params(target, use_averages="other")
+
+
+def test_bad_arguments(tmp_path):
+    with Saver(tmp_path) as saver:
+        with pytest.raises(FileNotFoundError, match="no checkpoint"):
+            saver.restore_params({"w": jnp.zeros(2)})
+        state = jstep.TrainState.create({"w": jnp.zeros(2)}, jstep.adam())
+        saver.save(state)
+        for target in (None, state):
+            with pytest.raises(TypeError, match=r"target_params: must be a tree of parameters"):
+                saver.restore_params(target)
+        with pytest.raises(TypeError, match="use_averages=3"):
+            saver.restore_params(state.params, use_averages=3)
+        with pytest.raises(FileNotFoundError, match="steps \\[0\\]"):
+            saver.restore_params(state.params, step=4)
+    with Saver(tmp_path, prefix="other") as saver:
+        saver.save({"global_step": jnp.int32(1), "weights": jnp.zeros(2)})
+        with pytest.raises(ValueError, match="has no params: its leaves are"):
+            saver.restore_params({"w": jnp.zeros(2)})
+
+
+def test_a_single_leaf(tmp_path):
+    with Saver(tmp_path) as saver:
+        saver.save(jstep.TrainState.create(jnp.arange(3.0), jstep.adam()))
+        assert saver.restore_params(jnp.zeros(3)).tolist() == [0, 1, 2]

@@ -1,0 +1,116 @@
+"""Loaders of several processes: each resumes where it was, by real processes that are killed."""
+
+import signal
+
+import pytest
+from processes import end, run, start
+
+import jstep
+from jstep.loop import positions
+
+TRAIN = """
+kind, die_at = sys.argv[5], int(sys.argv[6])
+
+class Packed:
+    '''Filters its share of the rows: how many it has read depends on the process.'''
+    def __init__(self):
+        self.at, self.batches = 0, 0
+    def __iter__(self):
+        return self
+    def __next__(self):
+        share = 16 // count
+        found = []
+        while len(found) < share:
+            n = self.at
+            self.at += 1
+            if kind == "same" or (n * (3 + process)) % 7 > 2 * process:
+                found.append(data[(n * count + process) % len(data)])
+        self.batches += 1
+        return np.stack(found)
+
+class GetState(Packed):
+    def get_state(self):
+        return {"at": self.at}
+    def set_state(self, state):
+        self.at = state["at"]
+
+class StateDict(Packed):
+    def state_dict(self):
+        return {0: (self.at, bytes(self.at % 200))}
+    def load_state_dict(self, state):
+        self.at = state[0][0]
+
+class Hook(jstep.Hook):
+    def after_step(self, step, state, metrics):
+        if step == die_at:
+            saver.wait()
+            if process == count - 1:
+                print("dies", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+loader = {"get_state": GetState, "state_dict": StateDict, "same": GetState}[kind]()
+optimizer = jstep.adam(0.02)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh)
+saver = jstep.Saver(directory)
+import logging
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="log %(message)s")
+try:
+    state = jstep.train(
+        jstep.minimize(loss_fn, optimizer), state, loader, 12, hooks=[Hook()], checkpoint_dir=saver, progress=False,
+        save_checkpoint_steps=4, save_checkpoint_secs=None, batch_sharding=rows,
+    )
+    print("step", int(state.global_step))
+    print("weights", weights(state))
+except ValueError as error:
+    print("raised", error)
+"""
+
+
+def of(lines, name):
+    return next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None)
+
+
+@pytest.mark.parametrize("kind", ["get_state", "state_dict"])
+def test_each_process_goes_on_where_it_was(tmp_path, kind):
+    whole = run(TRAIN, 2, tmp_path / "whole", kind, -1)
+    killed = start(TRAIN, 2, tmp_path / "killed", kind, 10)
+    assert killed[1].wait(100) == -signal.SIGKILL
+    end(killed)
+    again = run(TRAIN, 2, tmp_path / "killed", kind, -1)
+    for lines in again:
+        assert of(lines, "step") == "12"
+        assert of(lines, "weights") == of(whole[0], "weights")
+        assert of(lines, "log") is None
+    with jstep.Saver(tmp_path / "killed") as saver:
+        kept = saver.extra()
+    both = kept[positions.POSITIONS]
+    assert both["processes"] == 2
+    assert both["positions"][0] != both["positions"][1]
+    assert kept[positions.POSITION] == both["positions"][0]
+    if kind == "state_dict":
+        return
+    for lines in run(TRAIN, 4, tmp_path / "killed", kind, -1):  # at its end nothing is asked of the loaders
+        assert of(lines, "step") == "12"
+    with jstep.Saver(tmp_path / "killed") as saver:
+        saver.delete(12)
+    for count in (1, 4):
+        for lines in run(TRAIN, count, tmp_path / "killed", kind, -1):
+            error = of(lines, "raised")
+            assert "GetState" in error
+            assert "saved by 2 processes" in error
+            assert f"this run has {count}" in error
+            assert "jstep.batches" in error
+
+
+def test_equal_positions_suit_any_number(tmp_path):
+    killed = start(TRAIN, 2, tmp_path, "same", 10)
+    assert killed[1].wait(100) == -signal.SIGKILL
+    end(killed)
+    with jstep.Saver(tmp_path) as saver:
+        assert len(saver.extra()[positions.POSITIONS]["positions"]) == 1
+    for count in (1, 4):
+        for lines in run(TRAIN, count, tmp_path, "same", -1):
+            assert of(lines, "step") == "12"
+            assert of(lines, "log") is None
+        with jstep.Saver(tmp_path) as saver:
+            saver.delete(12)

@@ -1,0 +1,211 @@
+"""Loaders with `state_dict` and `load_state_dict`: where they are, whatever their state holds."""
+
+import json
+import logging
+import random
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sources import Positioned, Stateful, StatefulIterable, numbers
+
+import jstep
+from jstep.loop.feed import owned
+from jstep.loop.positions import decoded, encoded
+from jstep.loop.sources import source_of
+
+OPTIMIZER = jstep.gradient_descent(0.5)
+STEP = jstep.minimize(lambda params, x: jnp.mean((params["w"] - jnp.float32(x)) ** 2), OPTIMIZER)
+
+
+def state():
+    return jstep.TrainState.create({"w": jnp.float32(0)}, OPTIMIZER)
+
+
+class Seen(jstep.Hook):
+    """Which batches the steps were made of: w − x moves w half-way to x, twice."""
+
+    def __init__(self, die=None):
+        self.steps, self.die = [], die
+
+    def after_step(self, step, state, metrics):
+        self.steps.append(step)
+        if step == self.die:
+            raise OSError("killed")
+
+
+def generator_at(at):
+    made = np.random.default_rng(0)
+    made.random(at)
+    return made
+
+
+def count_of(generator):
+    return next(n for n in range(200) if generator_at(n).bit_generator.state == generator.bit_generator.state)
+
+
+def python_random(at):
+    made = random.Random(0)
+    for _ in range(at):
+        made.random()
+    return made.getstate()
+
+
+KINDS = {
+    "json": (None, None),
+    "integer keys": (lambda at: {0: {1: at}}, lambda state: state[0][1]),
+    "tuples": (lambda at: {"at": (at, [1, (2,)])}, lambda state: state["at"][0] if state["at"][1] == [1, (2,)] else -1),
+    "bytes inside": (lambda at: {"at": bytes([at])}, lambda state: state["at"][0]),
+    "bytes": (lambda at: bytes([at]), lambda state: state[0]),
+    "an array": (lambda at: {"at": np.arange(at)}, lambda state: len(state["at"])),
+    "a NumPy scalar": (
+        lambda at: {"at": np.int64(at)},
+        lambda state: int(state["at"]) if state["at"].shape == () else 0,
+    ),
+    "a generator": (lambda at: {"rng": generator_at(at)}, lambda state: count_of(state["rng"])),
+    "Python's random": (
+        lambda at: {"rng": python_random(at)},
+        lambda state: next(n for n in range(200) if python_random(n) == state["rng"]),
+    ),
+    "a number": (lambda at: at, lambda state: state),
+    "nan": (lambda at: {"loss": float("nan"), "at": at}, lambda state: state["at"]),
+    "none inside": (lambda at: {"at": at, "epoch": None, "ok": True}, lambda state: state["at"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_killed_and_resumed(tmp_path, kind, steps_per_call, caplog):
+    how = {"checkpoint_dir": tmp_path, "save_checkpoint_steps": 6, "steps_per_call": steps_per_call, "progress": False}
+    whole = jstep.train(STEP, state(), Stateful(40, *kind), 20, progress=False)
+    with pytest.raises(OSError, match="killed"):
+        jstep.train(STEP, state(), Stateful(40, *kind), 20, hooks=[Seen(die=9)], **how)
+    loader, seen = Stateful(40, *kind), Seen()
+    resumed = jstep.train(STEP, state(), loader, 20, hooks=[seen], **how)
+    assert float(resumed.params["w"]) == float(whole.params["w"])
+    assert seen.steps[0] <= 12
+    assert loader.calls == ["load", "iter"]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("batches", [StatefulIterable, Positioned, Stateful], ids=["iterator's", "get_state", "own"])
+def test_whoever_has_the_state(batches):
+    source = source_of(batches(), 0, 100)
+    assert [next(source.items) for _ in range(3)] == [0, 10, 20]
+    kept = json.loads(json.dumps(source.position()))
+    next(source.items)
+    assert next(source_of(batches(), 3, 100, kept).items) == 30
+
+
+def test_the_state_is_that_after_each_batch_though_the_loop_reads_ahead():
+    source = source_of(Stateful(20), 0, 100)
+    pairs = list(owned(source))
+    assert [position for _, position in pairs] == [{"value": {"at": n + 1}} for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2.5, "x", None, True, {"b": []}]}, {"a": (1,)}, {1: 2}, b"\x00\xff", {"a": b"\x00"}, (), [()],
+        {"\ud800": 1}, {"n": 10**3000}, {"n": -(2**70)}, {None: 1}, np.float64(0.5), {"a": float("inf")}, -0.0, "x",
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_it_comes_back_as_it_was(value):
+    kept = json.loads(json.dumps(encoded(value, "Loader")))
+    found = decoded(kept, "Loader")
+    assert found == value
+    assert repr(found) == repr(value)
+    assert type(found) is type(value)
+
+
+def test_a_deep_state_and_one_that_holds_itself(tmp_path):
+    deep = []
+    for _ in range(300):
+        deep = [deep]
+    assert decoded(json.loads(json.dumps(encoded(deep, "L"))), "L") == deep
+    loop = {}
+    loop["self"] = loop
+    found = decoded(encoded(loop, "L"), "L")
+    assert found["self"] is found
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(state(), extra={"batches": encoded(deep, "L")})
+
+
+@pytest.mark.parametrize(
+    "bad", [lambda at: {"lock": threading.Lock()}, lambda at: {"it": (n for n in [1])}, lambda at: {"f": lambda: 1}]
+)
+@pytest.mark.parametrize("loader", ["state_dict", "get_state"])
+def test_a_state_that_cannot_be_kept_names_the_loader(tmp_path, bad, loader):
+    class MyLoader(Stateful):
+        pass
+
+    class MyIterator(Positioned):
+        def get_state(self):
+            return bad(0)
+
+    batches = MyLoader(make=bad) if loader == "state_dict" else MyIterator()
+    name = type(batches).__name__
+    with pytest.raises(TypeError, match=f"the state of the {name} cannot be kept with a checkpoint"):
+        jstep.train(STEP, state(), batches, 5, checkpoint_dir=tmp_path, progress=False)
+    # Without checkpoints nobody asks.
+    batches = MyLoader(make=bad) if loader == "state_dict" else MyIterator()
+    jstep.train(STEP, state(), batches, 5, progress=False)
+
+
+def test_a_position_that_cannot_be_read_names_the_loader():
+    for kept in ({"pickle": "gASVEgAAAAAAAACMBW5vb25llIwEbm9uZZSTlC4="}, {"base64": "?"}, {}):
+        with pytest.raises(ValueError, match="position for the Stateful"):
+            source_of(Stateful(), 3, 9, kept)
+
+
+def test_a_loader_with_neither_warns_as_ever(caplog):
+    class Half:
+        def __iter__(self):
+            return iter([1, 2])
+
+        def state_dict(self):
+            return {}
+
+    source_of(Half(), 3, 9)
+    assert "has no position to go on from" in caplog.text
+    assert "state_dict and load_state_dict" in caplog.text
+
+
+def test_a_checkpoint_without_a_position_warns(caplog):
+    source_of(Stateful(), 3, 9)
+    assert "there is no position for the Stateful" in caplog.text
+
+
+def test_what_counts_as_a_loader_that_keeps_its_position():
+    class Sequence(list):
+        state_dict = load_state_dict = None
+
+    assert numbers(Sequence([0, 10])) == [0, 10]
+
+    class Model:  # called with the step
+        def __call__(self, step):
+            return step
+
+        def state_dict(self):
+            raise AssertionError
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    assert numbers(Model(), 0, 3) == [0, 1, 2]
+
+    class DataSet(Stateful):  # as MosaicML's and litdata's data sets: their loaders keep the position
+        def state_dict(self, samples, from_beginning):
+            raise AssertionError
+
+    assert numbers(DataSet(3)) == [0, 10, 20]
+
+
+def test_verify_resume_and_replay(tmp_path):
+    assert jstep.verify_resume(state, STEP, Stateful(40), at=3, steps=7)
+    assert jstep.verify_resume(state, STEP, StatefulIterable(40), at=3, steps=7)
+    jstep.train(STEP, state(), Stateful(40), 9, checkpoint_dir=tmp_path, save_checkpoint_steps=4, progress=False)
+    for step in (4, 6, 8):
+        assert float(jstep.replay(STEP, state(), Stateful(40), tmp_path, step).args[0]) == step * 10

@@ -1,0 +1,106 @@
+"""Runs whose checkpoints hold the adapters alone."""
+
+import contextlib
+import json
+import logging
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+LABELS = {"lora": jstep.adamw(1e-2)}
+OPTIMIZER = jstep.partition(LABELS, labels=lambda path, leaf: "lora" if path.startswith("lora/") else None)
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["base"]["w"] + x @ params["lora"]["a"]) ** 2)
+
+
+STEP = jstep.minimize(loss_fn, OPTIMIZER, var_list="lora/*")
+
+
+def state(base=1.0):
+    params = {"base": {"w": jnp.full((4, 4), base)}, "lora": {"a": 0.1 * jnp.eye(4)}}
+    return jstep.TrainState.create(params, OPTIMIZER)
+
+
+def batches(step):
+    return jax.random.normal(jax.random.key(step), (8, 4))
+
+
+def train(directory, last_step, given=None, leave_out="base/*", **options):
+    with jstep.Saver(directory, leave_out=leave_out) as saver:
+        given = state() if given is None else given
+        return jstep.train(STEP, given, batches, last_step, checkpoint_dir=saver, progress=False, **options)
+
+
+def leaves(path):
+    with open(os.path.join(path, "manifest.json")) as file:
+        manifest = json.load(file)
+    return {leaf["path"] for leaf in manifest["leaves"]}, {leaf["path"] for leaf in manifest.get("left_out", ())}
+
+
+def bits(state):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def test_resumed_as_if_it_had_not_stopped(tmp_path, caplog):
+    whole = train(tmp_path / "whole", 12)
+    train(tmp_path / "run", 5)
+    assert bits(train(tmp_path / "run", 12)) == bits(whole)
+    saved, absent = leaves(tmp_path / "run" / "model-12")
+    assert absent == {"params/base/w"}
+    assert not any("base" in path for path in saved)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_another_base_is_warned_about_and_shapes_are_an_error(tmp_path, caplog):
+    train(tmp_path, 5)
+    with pytest.raises(ValueError, match=r"left out of .*'params/base/w'"):
+        train(tmp_path, 8, jax.eval_shape(state))
+    train(tmp_path, 8, state(2.0))
+    assert "target has other values" in caplog.text
+
+
+def test_a_wrong_name_is_found_before_the_first_step(tmp_path):
+    def never(step):
+        raise AssertionError("a batch was asked for")
+
+    with jstep.Saver(tmp_path, leave_out="bse/*") as saver, pytest.raises(ValueError, match="'bse/\\*' matches no"):
+        jstep.train(STEP, state(), never, 5, checkpoint_dir=saver, progress=False)
+
+
+def test_replay_by_the_directory_alone(tmp_path):
+    train(tmp_path, 6, save_checkpoint_steps=3)
+    at_5 = jstep.train(STEP, state(), batches, 5, progress=False)
+    found, args = jstep.replay(STEP, state(), batches, tmp_path, 5)
+    assert bits(found) == bits(at_5)
+    assert bits(args) == bits((batches(5),))
+
+
+@pytest.mark.parametrize("own", [None, "lora/*"])
+def test_keep_best_leaves_out_what_the_run_does(tmp_path, own):
+    best = jstep.KeepBest(tmp_path / "best", "loss", leave_out=own)
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[best])
+    train(tmp_path / "run", 4, hooks=[hook])
+    (name,) = (name for name in os.listdir(tmp_path / "best") if name.startswith("best-") and "." not in name)
+    absent = leaves(tmp_path / "best" / name)[1]
+    assert "params/base/w" in absent if own is None else "params/lora/a" in absent
+    with jstep.Saver(tmp_path / "best", prefix="best") as saver:
+        assert saver.restore(state()).params["base"]["w"][0, 0] == 1
+
+
+def test_preempted_and_rescued(tmp_path):
+    def fails(step):
+        if step == 4:
+            raise OSError("the disk")
+        return batches(step)
+
+    with jstep.Saver(tmp_path, leave_out="base/*") as saver, contextlib.suppress(OSError):
+        jstep.train(STEP, state(), fails, 9, checkpoint_dir=saver, progress=False)
+    assert leaves(tmp_path / "model-4")[1] == {"params/base/w"}
+    assert bits(train(tmp_path, 9)) == bits(jstep.train(STEP, state(), batches, 9, progress=False))

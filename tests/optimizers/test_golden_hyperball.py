@@ -1,0 +1,97 @@
+"""Recipes of late 2026 as chains, against their authors' equations in float64 (equations.py): 30 steps."""
+
+from typing import Any
+
+import equations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import by_equation, gradients, ours, same, start
+
+import jstep
+
+STEPS = 30
+MATRICES = {"a": (3, 4), "b": (6, 4), "c": (4, 4)}
+RATE = np.linspace(0.05, 0.005, STEPS)
+DECAY = np.linspace(0.1, 0.3, STEPS)
+
+
+def schedule(values: np.ndarray) -> Any:
+    return lambda step: jnp.asarray(values)[step]
+
+
+def nesterov() -> jstep.Optimizer:
+    return jstep.trace(0.95, use_nesterov=True)
+
+
+def normuon(over: Any) -> jstep.Optimizer:
+    return jstep.chain(
+        nesterov(),
+        jstep.orthogonalize(scale="original"),
+        jstep.normalize_neurons(over=over),
+        jstep.add_weight_decay(schedule(DECAY), ["a", "b"]),
+        jstep.scale_by_learning_rate(schedule(RATE)),
+    )
+
+
+def normuonh(over: Any) -> jstep.Optimizer:
+    return jstep.chain(
+        nesterov(),
+        jstep.orthogonalize(scale=None),
+        jstep.normalize_neurons(over=over),
+        jstep.on_hyperball(schedule(RATE)),
+    )
+
+
+SHARED = {"lr": RATE, "momentum": 0.95, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "AdamH": (
+        lambda: jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(schedule(RATE))),
+        equations.adamh,
+        {},
+    ),
+    "AdamH-radius": (
+        lambda: jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(schedule(RATE), 2.5)),
+        equations.adamh,
+        {"radius": 2.5},
+    ),
+    "MuonH": (
+        lambda: jstep.chain(nesterov(), jstep.orthogonalize(scale=None), jstep.on_hyperball(schedule(RATE))),
+        equations.muonh,
+        {},
+    ),
+    "NorMuon": (lambda: normuon("neuron"), equations.normuon, {"over": "neuron", "wd": DECAY}),
+    "NorMuon-short": (lambda: normuon("short"), equations.normuon, {"over": "short", "wd": DECAY}),
+    "NorMuonH": (lambda: normuonh("neuron"), equations.normuonh, {"over": "neuron"}),
+    "NorMuonH-short": (lambda: normuonh("short"), equations.normuonh, {"over": "short"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_chain_is_its_authors_recipe(name: str) -> None:
+    """In float64, in which the iteration's growing roundings do not matter."""
+    make, rule, more = CASES[name]
+    expected = by_equation(rule, SHARED | more, MATRICES, STEPS)
+    with jax.enable_x64(True):
+        optimizer = make()
+        state = jstep.TrainState.create(jax.tree.map(jnp.float64, start(MATRICES)), optimizer)
+        step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+        found = []
+        for n in range(STEPS):
+            state = step(state, jax.tree.map(jnp.float64, gradients(n, MATRICES)))
+            found.append(jax.tree.map(np.asarray, state.params))
+    same(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["AdamH", "AdamH-radius"])
+def test_adamh_in_float32(name: str) -> None:
+    make, rule, more = CASES[name]
+    same(ours(make(), MATRICES, STEPS)[0], by_equation(rule, SHARED | more, MATRICES, STEPS), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["MuonH", "NorMuon", "NorMuonH-short"])
+def test_muons_in_float32(name: str) -> None:
+    make, rule, more = CASES[name]
+    found, expected = ours(make(), MATRICES, STEPS)[0], by_equation(rule, SHARED | more, MATRICES, STEPS)
+    same(found, expected, rtol=1e-3, atol=1e-4)

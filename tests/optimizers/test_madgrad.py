@@ -1,0 +1,62 @@
+"""MADGRAD by its age, from where it started."""
+
+from typing import Any
+
+import equations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import by_equation, gradients, ours, same, start
+
+import jstep
+
+HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "epsilon": 1e-6}
+
+
+def test_its_age_counts_and_not_the_step() -> None:
+    found, state = ours(jstep.madgrad(0.05), first=10_000_000)
+    same(found, by_equation(equations.madgrad, HYPER))
+    assert int(state.slots["start_step"]) == 10_000_000
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_where_it_started_survives_donation(copy: bool) -> None:
+    optimizer = jstep.madgrad(0.05)
+    params = jax.tree.map(jnp.float32, start())
+    state = jstep.TrainState.create(params, optimizer, copy=copy)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    for n in range(3):
+        state = step(state, jax.tree.map(jnp.float32, gradients(n)))
+    jax.tree.map(np.testing.assert_array_equal, state.slots["initial"], jax.tree.map(np.float32, start()))
+    same([state.params], by_equation(equations.madgrad, HYPER)[2:3])
+
+
+def test_low_precision_zero_gradients_and_leaves_without() -> None:
+    optimizer = jstep.madgrad(0.1, momentum=0.5, epsilon=0.0)
+    params = {"w": jnp.bfloat16([1.0, 2.0]), "n": jnp.int32(3), "none": None, "x": jnp.ones(2)}
+    state = jstep.TrainState.create(params, optimizer)
+    assert state.slots["initial"]["w"].dtype == state.slots["s"]["w"].dtype == jnp.float32
+    grads: Any = {"w": jnp.bfloat16([0.0, 1.0]), "n": None, "none": None, "x": None}
+    new = jstep.apply_gradients(state, grads, optimizer)
+    assert new.params["w"].dtype == jnp.bfloat16
+    assert float(new.params["w"][0]) == 1.0  # ε = 0 and no gradient yet: no NaN
+    assert float(new.params["w"][1]) < 2.0
+    np.testing.assert_array_equal(new.params["x"], 1.0)
+    np.testing.assert_array_equal(new.slots["s"]["x"], 0.0)
+
+
+def test_momentum_moves_rows_without_a_gradient() -> None:
+    """So sparse gradients are made dense."""
+    optimizer = jstep.madgrad(0.1)
+
+    def trained(updates: list[Any]) -> Any:
+        state = jstep.TrainState.create({"t": jnp.ones((4, 2))}, optimizer)
+        for one in updates:
+            state = jstep.apply_gradients(state, {"t": one}, optimizer)
+        return state.params["t"]
+
+    rows = [jstep.IndexedSlices(jnp.ones((2, 2)), jnp.array([i, i]), (4, 2)) for i in (0, 3, 1)]
+    sparse, dense = trained(rows), trained([one.to_dense() for one in rows])
+    np.testing.assert_array_equal(sparse, dense)
+    assert float(trained(rows[:1])[0, 0]) > float(dense[0, 0])

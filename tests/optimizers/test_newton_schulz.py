@@ -1,0 +1,158 @@
+"""Newton–Schulz presets: where singular values end, against the iteration in float64 and the bounds known of it."""
+
+from typing import Any
+
+import equations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optax import contrib
+
+import jstep
+
+POLAR = (
+    (8.2373125, -23.1577474, 16.6805684),
+    (4.0824420, -2.8930477, 0.5252849),
+    (3.9263480, -2.8547468, 0.5318022),
+    (3.2982187, -2.4245420, 0.4863201),
+    (2.2970369, -1.6366256, 0.4002628),
+    (1.8763805, -1.2347897, 0.3589189),
+    (1.8564423, -1.2132450, 0.3568003),
+    (1.8564423, -1.2132450, 0.3568003),
+)
+DION = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+JORDAN = ((3.4445, -4.775, 2.0315),) * 5
+LISTS: dict[str, tuple[Any, float]] = {"jordan": (JORDAN, 1.0), "dion": (DION, 1.0), "polar_express": (POLAR, 1.01)}
+
+
+def with_spectrum(values: Any, shape: tuple[int, int], seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    rows, columns = (np.linalg.qr(rng.normal(size=(size, len(values))))[0] for size in shape)
+    return (rows * np.asarray(values)) @ columns.T
+
+
+def made(x: Any, **arguments: Any) -> np.ndarray:
+    optimizer = jstep.orthogonalize(scale=None, **arguments)
+    params = {"w": jnp.ones(np.shape(x))}
+    return np.asarray(optimizer.update({"w": jnp.asarray(x, jnp.float32)}, {}, params, jnp.int32(0))[0]["w"])
+
+
+def singular(x: Any) -> np.ndarray:
+    return np.linalg.svd(np.float64(x), compute_uv=False)
+
+
+def spectrum(least: float) -> np.ndarray:
+    """Of Frobenius norm 1, from `least`, so that nothing but the largest is known of the rest."""
+    values = np.geomspace(least, 0.5, 11)
+    return np.append(values, np.sqrt(1 - np.sum(values**2)))
+
+
+@pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (12, 12)])
+@pytest.mark.parametrize("name", LISTS)
+def test_presets_are_their_lists(name: str, shape: tuple[int, int], normalization: str) -> None:
+    triples, safety = LISTS[name]
+    x = with_spectrum(np.linspace(0.4, 1.0, 12), shape)
+    norm = np.linalg.norm(x) if normalization == "frobenius" else np.sum(singular(x) ** 4) ** 0.25
+    expected = equations.polynomials(x / (safety * norm), triples)
+    found = made(x, ns_coefficients=name, normalization=normalization)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(made(1e-4 * x, ns_coefficients=name, normalization=normalization), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
+@pytest.mark.parametrize("name", ["jordan", "dion"])
+def test_presets_are_those_of_optax(name: str, normalization: Any) -> None:
+    x = {"w": jnp.float32(with_spectrum(np.linspace(0.4, 1.0, 12), (12, 20)))}
+    theirs = contrib.scale_by_muon(
+        LISTS[name][0],
+        5,
+        0.0,
+        nesterov=False,
+        preconditioning=normalization,
+        weight_dimension_numbers={"w": contrib.MuonDimensionNumbers()},
+    )
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        expected = theirs.update(x, theirs.init(x), x)[0]["w"]
+    np.testing.assert_allclose(
+        made(x["w"], ns_coefficients=name, normalization=normalization), expected, rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "least", "low", "high"),
+    [
+        ("jordan", None, 1e-2, 0.677, 1.134),
+        ("dion", None, 1e-2, 0.9775, 1.0325),
+        ("polar_express", 5, 1e-2, 0.869, 1.131),
+        ("polar_express", 6, 1e-3, 0.997, 1.002),
+        ("polar_express", None, 1e-3, 0.9999, 1.0001),
+        ("polar_express", 13, 1e-3, 0.9999, 1.0001),
+    ],
+)
+def test_where_singular_values_end(name: str, steps: Any, least: float, low: float, high: float) -> None:
+    for normalization in ("frobenius", "schatten"):
+        for values in (spectrum(1.02 * least), [1.0], np.ones(12)):
+            x = with_spectrum(values, (20, 16))
+            found = singular(made(x, ns_steps=steps, ns_coefficients=name, normalization=normalization))
+            kept = found[: len(values)]
+            assert low - 1e-4 <= kept.min(), (normalization, len(values))
+            assert kept.max() <= high + 1e-4, (normalization, len(values))
+            assert found[len(values) :].max(initial=0.0) < 1e-2  # noise of rounding grows, a hundredfold at most
+
+
+def test_fewer_and_more_steps() -> None:
+    x = with_spectrum(np.linspace(0.3, 1.0, 6), (6, 9))
+    for name, count in (("dion", 2), ("polar_express", 3)):
+        expected = made(
+            x / LISTS[name][1] if name == "dion" else x, ns_steps=count, ns_coefficients=LISTS[name][0][:count]
+        )
+        if name == "dion":
+            np.testing.assert_array_equal(made(x, ns_steps=count, ns_coefficients=name), expected)
+        else:  # its safety factor comes on top
+            by = equations.polynomials(x / (1.01 * np.linalg.norm(x)), POLAR[:3])
+            np.testing.assert_allclose(made(x, ns_steps=3, ns_coefficients=name), by, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(made(x, ns_steps=7, ns_coefficients="jordan"), made(x, ns_steps=7))
+    np.testing.assert_array_equal(made(x, ns_coefficients="jordan"), made(x))
+    twelve = equations.polynomials(
+        x / (1.01 * np.linalg.norm(x)), (*POLAR, POLAR[-1], (1.875, -1.25, 0.375), *[(1.875, -1.25, 0.375)] * 2)
+    )
+    np.testing.assert_allclose(made(x, ns_steps=12, ns_coefficients="polar_express"), twelve, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
+@pytest.mark.parametrize("name", LISTS)
+def test_zero_tiny_stacked_and_low_precision(name: str, normalization: str) -> None:
+    told = {"ns_coefficients": name, "normalization": normalization}
+    x = with_spectrum(np.linspace(0.5, 1.0, 4), (4, 6))
+    stack = np.stack([x, 0 * x, 1e-14 * x, 5e-5 * x])
+    found = made(stack, **told)
+    assert np.array_equal(found[1], 0 * x)
+    assert np.max(np.abs(found[2])) < 1e-2  # below ε: damped, whichever the norm
+    np.testing.assert_allclose(found[0], made(x, **told), atol=1e-5)
+    np.testing.assert_allclose(found[3], found[0], atol=1e-4)
+    assert np.isnan(made(np.where(x == x[0, 0], np.nan, x), **told)).any()
+    low = made(x, ns_dtype=jnp.bfloat16, **told)
+    assert singular(low).min() > 0.6
+    assert singular(low).max() < 1.2
+
+
+def test_muon_takes_presets_under_a_label_and_a_compiled_step() -> None:
+    optimizer = jstep.partition(
+        {"a": jstep.muon(0.1, ns_coefficients="polar_express", normalization="schatten", weight_decay=0.0)},
+        lambda path, leaf: "a",
+    )
+    params = {"w": jnp.zeros((4, 6)), "x": jnp.zeros((4, 6))}
+    x = with_spectrum([1.0, 0.5, 0.2, 0.1], (4, 6))
+    grads = {"w": jnp.float32(x), "x": jnp.float32(-2 * x)}
+    step = jax.jit(lambda state: jstep.apply_gradients(state, grads, optimizer))
+    new = step(jstep.TrainState.create(params, optimizer)).params
+    np.testing.assert_allclose(singular(new["w"]), 0.1 * 0.2 * 6**0.5, rtol=1e-3)
+    np.testing.assert_allclose(new["x"], -new["w"], atol=1e-6)

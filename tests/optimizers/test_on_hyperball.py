@@ -1,0 +1,230 @@
+"""Steps that keep the norm of each matrix: how exactly, for which, and what is refused."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+
+def drawn(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.float32(np.random.default_rng(seed).normal(size=shape))
+
+
+def norms(x: Any, axes: Any = (-2, -1)) -> np.ndarray:
+    return np.sqrt(np.sum(np.square(np.float64(x)), axis=axes))
+
+
+def trained(params: Any, optimizer: jstep.Optimizer, steps: int, size: Callable[[int], float] = lambda n: 1.0) -> Any:
+    state = jstep.TrainState.create(params, optimizer)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    for n in range(steps):
+        grads = jax.tree.map(lambda p, n=n: np.float32(size(n)) * drawn(*p.shape, seed=100 + n), params)
+        state = step(state, grads)
+    return state.params
+
+
+@pytest.mark.parametrize("radius", [None, 2.5])
+def test_norms_stay_for_300_steps(radius: Any) -> None:
+    """Each matrix of a stack its own, for updates of any size: those below 1e-10 are shorter, and turn less."""
+    params = {"w": drawn(48, 32), "stack": drawn(2, 3, 8, 16) * jnp.arange(1, 7.0).reshape(2, 3, 1, 1)}
+    found = trained(params, jstep.on_hyperball(0.02, radius), 300, lambda n: 10.0 ** (n % 37 - 20))
+    for name, before in params.items():
+        expected = norms(before) if radius is None else radius
+        np.testing.assert_allclose(norms(found[name]), expected, rtol=1e-6)
+        assert np.max(np.abs(found[name] - before)) > 0.1
+
+
+def test_radius_by_path_and_axes() -> None:
+    params = {"a": drawn(3, 4, 5), "b": drawn(4, 6), "ab": drawn(4, 6)}
+    optimizer = jstep.on_hyperball(
+        0.1,
+        lambda path, leaf: {"a": 1.0, "b": 2, "ab": np.float32(3)}[path],
+        axes=lambda path, leaf: ((0, 1), 2) if path == "a" else (1, 0),
+    )
+    found = trained(params, optimizer, 3)
+    for name, radius in {"a": 1.0, "b": 2.0, "ab": 3.0}.items():
+        np.testing.assert_allclose(norms(found[name], None), radius, rtol=1e-6)
+    per_row = trained({"a": params["a"]}, jstep.on_hyperball(0.1, axes=lambda path, leaf: (0, 2)), 3)
+    np.testing.assert_allclose(norms(per_row["a"], (0, 2)), norms(params["a"], (0, 2)), rtol=1e-6)
+
+
+def test_the_angle_is_the_rate_and_the_size_of_updates_is_nothing() -> None:
+    p, u = drawn(8, 8), drawn(8, 8, seed=1)
+    u = u - p * jnp.sum(p * u) / jnp.sum(p * p)
+    moved = [
+        jstep.on_hyperball(0.125).update({"w": size * u}, {}, {"w": p}, jnp.int32(0))[0]["w"]
+        for size in (1.0, 2.0**40, 2.0**-20)
+    ]
+    q = p + moved[0]
+    cosine = float(jnp.sum(p * q) / jnp.sqrt(jnp.sum(p * p) * jnp.sum(q * q)))
+    np.testing.assert_allclose(np.arccos(cosine), np.arctan(0.125), rtol=1e-4)
+    np.testing.assert_array_equal(moved[0], moved[1])
+    np.testing.assert_array_equal(moved[0], moved[2])
+
+
+def test_nothing_to_do_leaves_parameters_as_they_are() -> None:
+    params = {"w": drawn(4, 4), "n": jnp.arange(3), "none": None, "x": drawn(4, 4, seed=1)}
+    optimizer = jstep.on_hyperball(0.1)
+    state = jstep.TrainState.create(params, optimizer)
+    grads = {"w": jnp.zeros((4, 4)), "n": None, "none": None, "x": None}
+    new = jstep.apply_gradients(state, grads, optimizer)
+    jax.tree.map(np.testing.assert_array_equal, new.params, state.params)
+    still = jstep.on_hyperball(0.0).update({"w": params["x"]}, {}, {"w": params["w"]}, jnp.int32(0))[0]["w"]
+    np.testing.assert_array_equal(still, 0.0)
+    against = jstep.on_hyperball(1.0).update({"w": params["w"]}, {}, {"w": params["w"]}, jnp.int32(0))[0]["w"]
+    np.testing.assert_array_equal(against, 0.0)  # what would be left is no direction
+
+
+def test_what_is_not_finite_is_seen() -> None:
+    for bad in (np.nan, np.inf, -np.inf, 1e30):
+        updates = {"w": jnp.ones((2, 2, 2)).at[0, 1, 1].set(bad)}
+        found = jstep.on_hyperball(0.1).update(updates, {}, {"w": drawn(2, 2, 2)}, jnp.int32(0))[0]["w"]
+        assert np.isnan(found[0]).all()
+        assert np.isfinite(found[1]).all()
+    guarded = jstep.skip_nonfinite(jstep.on_hyperball(0.1))
+    state = jstep.TrainState.create({"w": drawn(2, 2)}, guarded)
+    new = jstep.apply_gradients(state, {"w": jnp.full((2, 2), jnp.nan)}, guarded)
+    np.testing.assert_array_equal(new.params["w"], state.params["w"])
+
+
+ZEROS: dict[str, tuple[Any, str]] = {
+    "leaf": ({"w": jnp.zeros((2, 3)), "x": jnp.ones((2, 2))}, "the leaf at 'w' has norm 0"),
+    "prefix": ({"w": jnp.ones((2, 3)), "wx": jnp.zeros((2, 2))}, "the leaf at 'wx' has norm 0"),
+    "one of a stack": ({"s": jnp.ones((2, 3, 2, 2)).at[1, 2].set(0)}, r"the matrix \(1, 2\) of the leaf at 's'"),
+    "numpy": ({"w": np.zeros((2, 3))}, "the leaf at 'w' has norm 0"),
+    "bfloat16": ({"w": jnp.zeros((2, 3), jnp.bfloat16)}, "the leaf at 'w' has norm 0"),
+}
+AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+    "alone": lambda one: one,
+    "chain": lambda one: jstep.chain(jstep.scale_by_adam(), one),
+    "masters": jstep.master_weights,
+    "label": lambda one: jstep.skip_nonfinite(
+        jstep.partition({"a": jstep.scope("s", one)}, lambda path, leaf: None if path == "x" else "a")
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_zero_matrices_are_refused(zeros: str, around: str) -> None:
+    params, says = ZEROS[zeros]
+    optimizer = AROUND[around](jstep.on_hyperball(0.1))
+    with pytest.raises(ValueError, match=f"params: {says}.*jstep.partition"):
+        jstep.TrainState.create(params, optimizer)
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("around", AROUND)
+def test_zero_matrices_are_refused_on_a_mesh(around: str, types: AxisType) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(types, types))
+    optimizer = AROUND[around](jstep.on_hyperball(0.1))
+    bad = {"w": jnp.ones((8, 8)), "s": jnp.ones((4, 8, 8)).at[2].set(0)}
+    specs = [("*", P("data", None))]
+    for given in (bad, lambda: bad):
+        with pytest.raises(ValueError, match=r"the matrix \(2,\) of the leaf at 's' has norm 0"):
+            jstep.TrainState.create(given, optimizer, mesh=mesh, param_specs=specs)
+    state = jstep.TrainState.create({"w": drawn(8, 8)}, optimizer, mesh=mesh, param_specs=specs)
+    assert state.params["w"].sharding.spec == P("data", None)
+
+
+def test_zeros_that_are_not_its_own_or_have_no_values_are_none_of_its_business() -> None:
+    params = {"w": drawn(2, 2), "zero": jnp.zeros((2, 2)), "b": jnp.zeros(2), "n": jnp.zeros((2, 2), jnp.int32)}
+    optimizer = jstep.partition(
+        {"ball": jstep.on_hyperball(0.1), "adam": jstep.adam()}, lambda path, leaf: "ball" if path == "w" else "adam"
+    )
+    jstep.TrainState.create(params, optimizer)
+    zeros, alone = {"w": jnp.zeros((2, 2))}, jstep.on_hyperball(0.1, 3.0)
+    jax.eval_shape(lambda params: jstep.TrainState.create(params, alone), zeros)
+    jax.jit(alone.init)(zeros)
+    jax.vmap(alone.init)({"w": jnp.zeros((3, 2, 2))})
+    jstep.TrainState.create({"w": jax.ShapeDtypeStruct((2, 2), jnp.float32)}, alone)
+
+
+@pytest.mark.parametrize("leaf", [jnp.ones(3), jnp.ones(()), 2.0], ids=["vector", "scalar", "number"])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: jstep.on_hyperball(0.1), "to keep its norm.*jstep.on_hyperball"),
+        (lambda: jstep.normalize_neurons(), "neurons.*jstep.normalize_neurons"),
+        (lambda: jstep.orthogonalize(), "orthogonal.*jstep.muon"),
+    ],
+)
+def test_leaves_that_are_no_matrix_are_named(make: Any, says: str, leaf: Any) -> None:
+    params = {"dense": {"kernel": jnp.ones((2, 3)), "bias": leaf}}
+    with pytest.raises(ValueError, match=rf"'dense/bias' has shape \(.*: must have two axes.*{says}.*jstep.adamw"):
+        jstep.TrainState.create(params, jstep.scope("s", jstep.chain(jstep.trace(0.9), make())))
+
+
+@pytest.mark.parametrize(
+    "label", ["ball", "normuon"], ids=lambda label: f"the partition that an error shows for {label}"
+)
+def test_the_partition_that_an_error_shows_works(label: str) -> None:
+    make = {"ball": lambda: jstep.on_hyperball(0.1), "normuon": jstep.normalize_neurons}[label]
+    with pytest.raises(ValueError) as caught:
+        jstep.TrainState.create({"b": jnp.ones(3)}, make())
+    optimizer = eval(str(caught.value).partition("optimizer: ")[2])
+    params = {"w": drawn(4, 3), "b": jnp.zeros(3)}
+    state = jstep.TrainState.create(params, optimizer)
+    assert any(name.startswith(f"{label}/") for name in state.slots)
+    assert jstep.apply_gradients(state, params, optimizer).params["w"].shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: jstep.on_hyperball(-0.1), ValueError, "learning_rate=-0.1"),
+        (lambda: jstep.on_hyperball(np.nan), ValueError, "learning_rate=nan"),
+        (lambda: jstep.on_hyperball(0.1, 0.0), ValueError, "radius=0"),
+        (lambda: jstep.on_hyperball(0.1, np.nan), ValueError, "radius=nan"),
+        (lambda: jstep.on_hyperball(0.1, float), TypeError, "radius=float"),
+        (lambda: jstep.on_hyperball(0.1, "2"), TypeError, "radius='2'"),
+        (lambda: jstep.on_hyperball(0.1, axes=(0, 1)), TypeError, r"axes=\(0, 1\): must be a function"),
+        (lambda: jstep.normalize_neurons(1.0), ValueError, "beta2=1.0"),
+        (lambda: jstep.normalize_neurons(epsilon=0.0), ValueError, "epsilon=0"),
+        (lambda: jstep.normalize_neurons(over="long"), ValueError, "over='long'.*'neuron', 'short'"),
+        (lambda: jstep.madgrad(0.1, 1.0), ValueError, "momentum=1.0"),
+        (lambda: jstep.madgrad(0.1, weight_decay=-1.0), ValueError, "weight_decay=-1"),
+        (lambda: jstep.madgrad(0.1, epsilon=-1e-6), ValueError, "epsilon=-1e-06"),
+    ],
+)
+def test_constructors_check_at_once(make: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        make()
+
+
+@pytest.mark.parametrize(("radius", "error"), [(-1.0, ValueError), (np.inf, ValueError), ("x", TypeError)])
+def test_radii_by_path_are_checked_at_init(radius: Any, error: Any) -> None:
+    with pytest.raises(error, match=r"radius at 'w'="):
+        jstep.TrainState.create({"w": drawn(2, 2)}, jstep.on_hyperball(0.1, lambda path, leaf: radius))
+
+
+def test_it_is_a_finished_element() -> None:
+    with pytest.warns(UserWarning, match="they climb"):
+        jstep.chain(jstep.on_hyperball(0.1), jstep.scope("s", jstep.gradient_descent(0.1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chain = jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.1))
+    assert chain.hyperparameters(0).keys() == {"beta1", "beta2", "epsilon", "learning_rate"}
+    assert jstep.on_hyperball(0.1, 2.0).hyperparameters(0).keys() == {"learning_rate", "radius"}
+
+
+def test_rates_that_are_held_vmapped_and_sparse_gradients() -> None:
+    p, u = drawn(4, 3), jstep.IndexedSlices(drawn(2, 3, seed=2), jnp.array([1, 1]), (4, 3))
+
+    def moved(optimizer: jstep.Optimizer, updates: Any) -> Any:
+        state = jstep.TrainState.create({"w": p}, optimizer)
+        return jstep.apply_gradients(state, {"w": updates}, optimizer).params["w"]
+
+    plain = moved(jstep.on_hyperball(0.25, 2.0), u.to_dense())
+    held = jstep.on_hyperball(jstep.held("rate", 0.25), jstep.held("size", 2.0))
+    np.testing.assert_allclose(moved(held, u), plain, rtol=1e-6)
+    each = jax.vmap(lambda rate: moved(jstep.on_hyperball(rate, 2.0), u))(jnp.array([0.0, 0.25]))
+    np.testing.assert_allclose(each[1], plain, rtol=1e-6)

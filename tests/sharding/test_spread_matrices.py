@@ -1,0 +1,199 @@
+"""Muon's iteration over a mesh: no device repeats what another computes, and the values stay the same."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+N, SHAPE = 16, (64, 128)
+IDEAL = N * 5 * (2 * 2 * SHAPE[0] ** 2 * SHAPE[1] + 2 * SHAPE[0] ** 3) / 8
+"""The operations of the iteration's products, divided by 8 devices."""
+
+ONE, TWO = ((8,), ("data",)), ((4, 2), ("data", "model"))
+LAYOUTS = {
+    "replicated": (ONE, (None, None)),
+    "rows": (ONE, ("data", None)),
+    "columns": (ONE, (None, "data")),
+    "both": (TWO, ("data", "model")),
+    "rows over both": (TWO, (("data", "model"), None)),
+    "model alone": (TWO, (None, "model")),
+}
+
+
+def mesh_of(layout, types=AxisType.Auto):
+    (shape, names), _ = layout
+    return jax.make_mesh(shape, names, axis_types=(types,) * len(names))
+
+
+def several():
+    return {f"w{i}": weights(i, SHAPE) for i in range(N)}
+
+
+def weights(i, shape):
+    numbers = jnp.arange(np.prod(shape), dtype=jnp.float32) + i
+    return 0.02 * jnp.sin(numbers * numbers).reshape(shape)
+
+
+def stacked():
+    return {"layers": weights(0, (N, *SHAPE))}
+
+
+def loss_fn(params, x):
+    return sum(jnp.sum(jnp.sin(leaf * jnp.mean(x))) for leaf in jax.tree.leaves(params))
+
+
+def state_of(make, optimizer, layout, types=AxisType.Auto, **how):
+    split = layout[1]
+    spec = P(None, *split) if make is stacked else P(*split)
+    specs = [("*", spec)] if any(split) else None
+    return jstep.TrainState.create(make, optimizer, mesh=mesh_of(layout, types), param_specs=specs, **how)
+
+
+def compiled(step, state):
+    program = step.lower(state, jnp.ones(8)).compile()
+    found = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", program.as_text())
+    return program.cost_analysis()["flops"], collections.Counter(found)
+
+
+def after(make, layout, types, optimizer, **how):
+    state = state_of(make, optimizer, layout, types, **how)
+    new, _ = jstep.minimize(loss_fn, optimizer)(state, jnp.ones(8))
+    return jax.device_get(new.params)
+
+
+def assert_same(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize("make", [several, stacked])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_matrix_is_computed_once(name, make):
+    layout, optimizer = LAYOUTS[name], jstep.muon(1e-2)
+    flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state_of(make, optimizer, layout))
+    assert flops < 1.3 * IDEAL
+    assert sum(collectives.values()) <= 12
+    alone = jstep.muon(1e-2, distribute=False)
+    assert_same(after(make, layout, AxisType.Auto, optimizer), after(make, layout, AxisType.Auto, alone))
+
+
+@pytest.mark.parametrize("name", ["replicated", "rows", "both"])
+def test_so_on_explicit_axes(name):
+    layout, optimizer = LAYOUTS[name], jstep.muon(1e-2)
+    flops, collectives = compiled(
+        jstep.minimize(loss_fn, optimizer), state_of(several, optimizer, layout, AxisType.Explicit)
+    )
+    assert flops < 1.3 * IDEAL
+    assert sum(collectives.values()) <= 12
+    alone = jstep.muon(1e-2, distribute=False)
+    assert_same(after(several, layout, AxisType.Explicit, optimizer), after(several, layout, AxisType.Explicit, alone))
+
+
+def test_so_under_zero1():
+    optimizer = jstep.muon(1e-2)
+    state = state_of(several, optimizer, LAYOUTS["replicated"], slot_axis="data")
+    flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state)
+    assert flops < 1.3 * IDEAL
+    assert sum(collectives.values()) <= N + 12  # each parameter is gathered once, as under any ZeRO-1
+
+
+def wrapped():
+    muon = jstep.partition({"muon": jstep.muon(1e-2), "other": jstep.adamw(1e-3)}, lambda path, leaf: "muon")
+    return jstep.master_weights(jstep.skip_nonfinite(muon))
+
+
+def test_so_within_wrappers_and_scanned_steps():
+    optimizer = wrapped()
+    step = jstep.scan_steps(jstep.minimize(loss_fn, optimizer))
+    state = state_of(several, optimizer, LAYOUTS["replicated"])
+    flops = step.lower(state, jnp.ones((2, 8))).compile().cost_analysis()["flops"]
+    assert flops < 1.3 * IDEAL  # the body of a loop counts once
+
+
+def test_matrices_of_other_shapes_and_single_ones_beside():
+    layout, optimizer = LAYOUTS["rows"], jstep.muon(1e-2)
+
+    def make():
+        return {"wide": weights(0, (8, 16)), "tall": weights(1, (16, 8)), "w": weights(2, (3, 8, 16))}
+
+    specs = [("wide", P("data")), ("w", P(None, None, "data"))]
+    new = {}
+    for distribute in (True, False):
+        optimizer = jstep.muon(1e-2, distribute=distribute)
+        state = jstep.TrainState.create(make, optimizer, mesh=mesh_of(layout), param_specs=specs)
+        new[distribute] = jstep.minimize(loss_fn, optimizer)(state, jnp.ones(8))[0]
+    assert_same(jax.device_get(new[True].params), jax.device_get(new[False].params))
+    assert jax.tree.map(lambda a: a.sharding, new[True]) == jax.tree.map(lambda a: a.sharding, new[False])
+
+
+def test_a_batch_that_is_split_stays_where_it_is():
+    optimizer = jstep.muon(1e-2)
+    state = jstep.TrainState.create(
+        lambda: {"experts": weights(0, (N, *SHAPE))}, optimizer, mesh=mesh_of(LAYOUTS["rows"]),
+        param_specs=[("experts", P("data"))],
+    )  # fmt: skip
+    flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state)
+    assert flops < 1.3 * IDEAL
+    assert set(collectives) <= {"all-reduce"}  # of the loss
+
+
+def test_a_transposed_leaf_is_spread_as_the_matrix_it_is():
+    axes = lambda path, leaf: (2, 0)  # noqa: E731
+    make = lambda: {"w": weights(0, (SHAPE[1], N, SHAPE[0]))}  # noqa: E731
+    optimizer = jstep.muon(1e-2, axes=axes)
+    state = jstep.TrainState.create(
+        make, optimizer, mesh=mesh_of(LAYOUTS["rows"]), param_specs=[("w", P("data"))]
+    )  # fmt: skip
+    flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state)
+    assert flops < 1.3 * IDEAL
+    assert collectives["all-to-all"] == 2
+
+
+def test_one_device_has_the_program_without():
+    programs = []
+    for distribute in (True, False):
+        optimizer = jstep.muon(1e-2, distribute=distribute)
+        state = jstep.TrainState.create(several(), optimizer)
+        programs.append(jstep.minimize(loss_fn, optimizer).lower(state, jnp.ones(8)).as_text())
+    assert programs[0] == programs[1]
+
+
+def test_eager_updates_and_ensembles():
+    optimizer = jstep.muon(1e-2)
+    state = state_of(several, optimizer, LAYOUTS["both"])
+    grads = jax.tree.map(jnp.cos, state.params)
+    alone = jstep.muon(1e-2, distribute=False)
+    assert_same(
+        jax.device_get(jstep.apply_gradients(state, grads, optimizer).params),
+        jax.device_get(jstep.apply_gradients(state, grads, alone).params),
+    )
+
+    def members(optimizer):
+        """A hand-written step whose state holds two of each."""
+
+        def step(state, x):
+            one = lambda params, slots: jstep.apply_gradients(  # noqa: E731
+                state.replace(params=params, slots=slots), jax.tree.map(jnp.cos, params), optimizer
+            )
+            new = jax.vmap(one)(state.params, {"momentum": state.slots["momentum"]})
+            return state.replace(params=new.params, global_step=state.global_step + 1), {}
+
+        mesh = mesh_of(LAYOUTS["rows"])
+        state = jstep.TrainState.create(
+            lambda: {"w": weights(0, (2, 8, 16)), "v": weights(1, (2, 8, 16))}, optimizer, mesh=mesh,
+            param_specs=[("w", P(None, "data"))],
+        )  # fmt: skip
+        return jax.device_get(jstep.TrainStep(step)(state, jnp.ones(8))[0].params)
+
+    assert_same(members(optimizer), members(alone))
+
+
+def test_distribute_is_a_bool():
+    with pytest.raises(TypeError, match="distribute="):
+        jstep.muon(1e-2, distribute=1)
