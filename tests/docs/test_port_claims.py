@@ -1,11 +1,14 @@
 """What the pages "From PyTorch", "From the HF Trainer" and "From Keras" say of the other side, asked of it."""
 
+import inspect
+import re
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pages import DOCS
 
 import jstep
 
@@ -74,6 +77,18 @@ def test_schedules_of_torch() -> None:
     ]
     for ours, theirs in pairs:
         np.testing.assert_allclose([float(ours(n)) for n in range(12)], torch_rates(theirs), rtol=1e-5, atol=1e-9)
+
+
+def test_the_left_of_the_table_is_of_the_trainer() -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    lines = (DOCS / "from" / "hf-trainer.md").read_text(encoding="utf-8").splitlines()
+    left = [line.strip("| ").split(" | ")[0] for line in lines if line.startswith("| ")]
+    names = {name for cell in left for name in re.findall(r"`([a-z_0-9]+)(?:=[^`]*)?`", cell)}
+    arguments = {*inspect.signature(transformers.TrainingArguments).parameters}
+    arguments |= {*inspect.signature(transformers.Trainer).parameters, *dir(transformers.PreTrainedModel)}
+    assert len(names) > 25
+    assert not names - arguments
 
 
 @pytest.fixture
