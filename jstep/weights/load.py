@@ -99,11 +99,13 @@ def load_weights(
                     raise _misfit(dataclasses.replace(rest, mismatched=[problem, *rest.mismatched]), weights.path)
                 if problem:
                     found.mismatched.append(problem)
+                    found.wanted[i] = dataclasses.replace(wanted, tensor=None)
                     _check_kept(wanted)
                 else:
                     leaves[i] = from_host(wanted, array)
         if found.problems():
-            _logger.warning("load_weights: %s does not fit target%s", weights.path, found.problems())
+            nothing = "" if any(wanted.tensor for wanted in found.wanted) else ", and nothing was loaded"
+            _logger.warning("load_weights: %s does not fit target%s%s", weights.path, nothing, found.problems())
         for i, wanted in enumerate(found.wanted):
             if wanted.tensor is not None and wanted.rule.transform is None:
                 leaves[i] = placed(wanted, files[wanted.tensor.file])
