@@ -38,6 +38,8 @@ def local(path: Any, name: str = "path") -> str:
         TypeError: It is not a path.
         ValueError: It is empty, or a URL.
     """
+    if path == "":
+        raise ValueError(f"{name}='': must name a file or a folder")
     found = location(path, name)
     if is_url(found):
         raise ValueError(f"{name}={found!r}: must be a local path; copy the files to this machine first")

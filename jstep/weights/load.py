@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.checkpoint.format.match import has_value
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.compile_only import refuse_compile_only
@@ -130,7 +131,7 @@ def _misfit(found: Fit, path: str) -> ValueError:
 def _check_kept(wanted: Wanted) -> None:
     """Makes sure that a leaf that stays as it is has a value."""
     leaf = wanted.leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+    if not has_value(leaf):
         raise ValueError(
             f"target: {trees.quoted(wanted.path)} stays as it is, since names gives it no tensor or there is none that "
             f"fits, and must have a value, got {'a deleted array' if isinstance(leaf, jax.Array) else 'a shape'}; give "

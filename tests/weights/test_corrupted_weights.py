@@ -156,6 +156,8 @@ def test_an_index_that_is_none(tmp_path, text):
 def test_a_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing-here.*snapshot_download"):
         jstep.load_weights(tmp_path / "nothing-here", TARGET)
+    with pytest.raises(ValueError, match="path='': must name a file or a folder"):
+        jstep.load_weights("", TARGET)
     with pytest.raises(FileNotFoundError, match="no weights"):
         jstep.load_weights(tmp_path, TARGET)
     (tmp_path / "config.json").write_text("{}")
