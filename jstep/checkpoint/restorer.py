@@ -82,8 +82,8 @@ class Restorer:
             target_params: A tree of arrays or of `jax.ShapeDtypeStruct` with the structure of the parameters, its lists
                 and tuples too, as `target` of `restore`.
             step: Which; the newest where None.
-            names: What has another path in the checkpoint, as in `restore`; `params/` may be left out where a mapping
-                has paths of parameters.
+            names: What has another path in the checkpoint, as in `restore`; `params/` may be left out. A function
+                that does not rename a path that the checkpoint lacks is asked for it without `params/`, too.
             use_averages: Whether to restore their moving averages in place of the parameters, in the dtype of the
                 parameters. A string names their slot.
 

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.checkpoint import processes
+from jstep.core.checks import kind
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """What `extra` of a checkpoint holds: the position of process 0, and those of all processes if there are several."""
+_PROCESSES = "processes"
 
 _DEEPEST = 50  # levels that are kept as JSON; a checkpoint takes 100
 _LONGEST = 4096  # bits of an integer: Python refuses to write much longer ones
@@ -61,14 +63,14 @@ def encoded(position: Any, owner: str) -> Any:
 
 def _is_json(value: Any, depth: int) -> bool:
     """Whether JSON gives a value back as it is, types included."""
-    kind = type(value)
-    if kind is dict:
+    of = type(value)
+    if of is dict:
         return depth < _DEEPEST and all(type(key) is str and _is_json(item, depth + 1) for key, item in value.items())
-    if kind is list:
+    if of is list:
         return depth < _DEEPEST and all(_is_json(item, depth + 1) for item in value)
-    if kind is float:
+    if of is float:
         return math.isfinite(value)
-    return kind in (str, bool, type(None)) or (kind is int and value.bit_length() <= _LONGEST)
+    return of in (str, bool, type(None)) or (of is int and value.bit_length() <= _LONGEST)
 
 
 def _copy(value: Any) -> Any:
@@ -83,6 +85,8 @@ def decoded(kept: Any, owner: str) -> Any:
     Raises:
         ValueError: It cannot be read, as a class in it is not there any more; names the loader.
     """
+    if not isinstance(kept, Mapping):
+        raise ValueError(f"batches: the checkpoint's position for the {owner} is not one, but {kind(kept)}")
     if "value" in kept:
         return kept["value"]
     try:
@@ -100,29 +104,36 @@ def decoded(kept: Any, owner: str) -> Any:
 
 def kept_in(extra: Mapping[str, Any]) -> Kept | None:
     """The position of this process's loader in what was kept with a checkpoint; None if there is none."""
-    of_all, count = extra.get(POSITIONS), jax.process_count()
-    if of_all is None:
-        value = extra.get(POSITION)
-        if value is None:
-            return None
-        only_first = (
-            "The checkpoint has one position of a loader for {count} processes: it was saved by one process, or by a "
-            "version of jstep that kept that of process 0 alone. Every process resumes from it, which is wrong if "
-            "their loaders do not move together."
-        )
-        return Kept(value, warning=only_first.format(count=count) if count > 1 else "")
-    positions, before = of_all["positions"], of_all["processes"]
-    if len(positions) == 1:  # they were all equal
-        return Kept(positions[0])
+    of_all, first, count = extra.get(POSITIONS), extra.get(POSITION), jax.process_count()
+    if of_all is None and first is None:
+        return None
+    if of_all is not None:
+        before, positions = of_all[_PROCESSES], of_all["positions"]
+        if len(positions) == 1:  # they were all equal
+            return Kept(positions[0])
+    else:
+        before, positions = first.get(_PROCESSES) if isinstance(first, Mapping) else None, [first]
+        if before is None:
+            only_first = (
+                f"The checkpoint has one position of a loader for {count} processes: it was saved by a version of "
+                "jstep that kept that of process 0 alone. Every process resumes from it, which is wrong if their "
+                "loaders do not move together."
+            )
+            return Kept(first, warning=only_first if count > 1 else "")
     if before == count:
         mine = positions[jax.process_index()]
         return None if mine is None else Kept(mine)
+    saved = (
+        "1 process, whose loader had all of the data"
+        if before == 1
+        else f"{before} processes, whose loaders had positions of their own"
+    )
     return Kept(
         None,
-        f"the checkpoint was saved by {before} processes, whose loaders had positions of their own, and this run has "
-        f"{count}: a position of one process says nothing about the share of another. Start the run with {before} "
-        "processes; or give batches whose position is the step (jstep.batches, a function of the step); or go on "
-        "with the loader as it is now: restore the state with Saver.restore, and train it with another checkpoint_dir",
+        f"the checkpoint was saved by {saved}, and this run has {count}: a position of one process says nothing about "
+        f"the share of another. Start the run with {before} process{'' if before == 1 else 'es'}; or give batches "
+        "whose position is the step (jstep.batches, a function of the step); or go on with the loader as it is now: "
+        "restore the state with Saver.restore, and train it with another checkpoint_dir",
     )
 
 
@@ -133,10 +144,10 @@ def of_all_processes(position: Any) -> dict[str, Any]:
         position: That of this process, as `encoded` made it; None if nobody can tell.
     """
     if jax.process_count() == 1:
-        return {} if position is None else {POSITION: position}
+        return {} if position is None else {POSITION: {**position, _PROCESSES: 1}}
     positions = [json.loads(text) for text in processes.texts_of_all(json.dumps(position))]
     if all(one is None for one in positions):
         return {}
     first = {} if positions[0] is None else {POSITION: positions[0]}
     distinct = positions[:1] if all(one == positions[0] for one in positions) else positions
-    return first | {POSITIONS: {"processes": len(positions), "positions": distinct}}
+    return first | {POSITIONS: {_PROCESSES: len(positions), "positions": distinct}}

@@ -198,7 +198,15 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
         if kept.warning:
             _logger.warning("%s (the %s of process %d)", kept.warning, name, jax.process_index())
     if kept is not None and kept.value is not None:
-        set_to(decoded(kept.value, name))  # before iter: loaders look at it when they begin
+        value = decoded(kept.value, name)
+        try:
+            set_to(value)  # before iter: loaders look at it when they begin
+        except Exception as error:
+            error.add_note(
+                f"jstep: the {name} refuses the position that the checkpoint of step {start} has for it; was it saved "
+                "by another loader, or one with other options?"
+            )
+            raise
     elif start and kept is None:
         _logger.warning(
             "The run goes on at step %d, but there is no position for the %s with what was restored: its batches start "

@@ -38,6 +38,8 @@ def local(path: Any, name: str = "path") -> str:
         TypeError: It is not a path.
         ValueError: It is empty, or a URL.
     """
+    if path == "":
+        raise ValueError(f"{name}='': must name a file or a folder")
     found = location(path, name)
     if is_url(found):
         raise ValueError(f"{name}={found!r}: must be a local path; copy the files to this machine first")
@@ -57,14 +59,20 @@ def find_weights(path: Any) -> Weights:
     path = local(path)
     if os.path.isdir(path):
         path = os.path.join(path, _chosen(path))
-    elif not os.path.exists(path) and os.path.isfile(path + INDEX):
+    elif os.path.isfile(path + INDEX) and not os.path.exists(path):
         path += INDEX
+    elif not os.path.exists(path):
+        raise FileNotFoundError(
+            f"path={path!r}: there is no such file or folder; huggingface_hub.snapshot_download fetches a repository "
+            "of the Hub, and returns the path of its folder"
+        )
     return _sharded(path) if _is_index(path) else _single(path)
 
 
 def _chosen(folder: str) -> str:
     """The file or index in a folder."""
-    names = sorted(os.listdir(folder))
+    # As for a glob, a hidden file (macOS leaves "._model.safetensors" beside what it copies) is not meant.
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     found = [name for name in names if name in _DEFAULTS]
     if not found:
         indexes = [name for name in names if name.endswith(SUFFIX + INDEX)]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.checkpoint.format.match import as_text, listing
 from jstep.core import trees
 from jstep.weights.dtypes import dtype_of
 from jstep.weights.header import Tensor
@@ -51,9 +52,9 @@ class Wanted:
         cast = self.casts and trees.is_floating(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
-            return f"{self._named} is {_text(shape, dtype)}, and {_text(self.shape, own)} in target"
+            return f"{self._named} is {as_text(shape, dtype)}, and {as_text(self.shape, own)} in target"
         if not self.on_host and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
-            return f"{self._named} is {_text(shape, dtype)}, which JAX holds under jax_enable_x64 alone"
+            return f"{self._named} is {as_text(shape, dtype)}, which JAX holds under jax_enable_x64 alone"
         return ""
 
     @property
@@ -80,9 +81,9 @@ class Fit:
     def problems(self) -> str:
         """All that does not fit, in words; the empty string if everything does."""
         return (
-            _listing("missing", self.missing)
-            + _listing("unused", self.unused)
-            + _listing("mismatched", self.mismatched)
+            listing("missing", self.missing, _SHOWN)
+            + listing("unused", self.unused, _SHOWN)
+            + listing("mismatched", self.mismatched, _SHOWN)
         )
 
 
@@ -172,12 +173,3 @@ def _dtype(leaf: Any, path: str) -> Any:
         "leaf, such as jax.eval_shape(init, key), and keep other things out of it, for instance by "
         "equinox.partition(model, equinox.is_array) or flax.nnx.split(model)"
     )
-
-
-def _text(shape: Sequence[int], dtype: Any) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def _listing(title: str, items: Sequence[str]) -> str:
-    more = f", … and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"; {title} ({len(items)}): {', '.join(items[:_SHOWN])}{more}" if items else ""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.checkpoint.format.match import has_value
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.compile_only import refuse_compile_only
@@ -99,11 +100,13 @@ def load_weights(
                     raise _misfit(dataclasses.replace(rest, mismatched=[problem, *rest.mismatched]), weights.path)
                 if problem:
                     found.mismatched.append(problem)
+                    found.wanted[i] = dataclasses.replace(wanted, tensor=None)
                     _check_kept(wanted)
                 else:
                     leaves[i] = from_host(wanted, array)
         if found.problems():
-            _logger.warning("load_weights: %s does not fit target%s", weights.path, found.problems())
+            nothing = "" if any(wanted.tensor for wanted in found.wanted) else ", and nothing was loaded"
+            _logger.warning("load_weights: %s does not fit target%s%s", weights.path, nothing, found.problems())
         for i, wanted in enumerate(found.wanted):
             if wanted.tensor is not None and wanted.rule.transform is None:
                 leaves[i] = placed(wanted, files[wanted.tensor.file])
@@ -128,7 +131,7 @@ def _misfit(found: Fit, path: str) -> ValueError:
 def _check_kept(wanted: Wanted) -> None:
     """Makes sure that a leaf that stays as it is has a value."""
     leaf = wanted.leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+    if not has_value(leaf):
         raise ValueError(
             f"target: {trees.quoted(wanted.path)} stays as it is, since names gives it no tensor or there is none that "
             f"fits, and must have a value, got {'a deleted array' if isinstance(leaf, jax.Array) else 'a shape'}; give "

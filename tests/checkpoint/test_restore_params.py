@@ -92,8 +92,10 @@ def test_what_does_not_fit_is_listed(saver):
         {"params/layers/0/kernel": "params/layers/0/w"},
         {"layers/0/kernel": "layers/0/w"},
         lambda path: path.replace("kernel", "w"),
+        lambda path: "layers/0/w" if path == "layers/0/kernel" else path,
+        {"layers/0/kernel": "params/layers/0/w"}.get,
     ],
-    ids=["whole", "short", "function"],
+    ids=["whole", "short", "function", "short function", "get"],
 )
 def test_names(saver, names):
     target = params_of(0)
@@ -103,6 +105,9 @@ def test_names(saver, names):
         saver.restore_params(target, names={"nowhere": "params/n"})
     with pytest.raises(ValueError, match="does not have"):
         saver.restore_params(target, names={"layers/0/kernel": "nowhere"})
+    for names in (lambda path: path, {}.get):
+        with pytest.raises(ValueError, match=r"missing in the checkpoint \(1\): 'params/layers/0/kernel'"):
+            saver.restore_params(target, names=names)
 
 
 def test_averages(tmp_path):

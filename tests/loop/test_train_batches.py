@@ -63,7 +63,18 @@ def test_a_position_of_a_dict_that_lives_on(tmp_path):
             return self.state
 
     train(7, Shared(), checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": {"at": 7}}}
+    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": {"at": 7}, "processes": 1}}
+
+
+def test_a_loader_that_refuses_its_position_is_named(tmp_path):
+    class Refuses(Counted):
+        def set_state(self, state):
+            raise KeyError("epoch")
+
+    train(5, Counted(), checkpoint_dir=tmp_path)
+    with pytest.raises(KeyError, match="epoch") as error:
+        train(7, Refuses(), checkpoint_dir=tmp_path)
+    assert any("Refuses refuses the position that the checkpoint of step 5" in note for note in error.value.__notes__)
 
 
 def test_a_grain_loader_resumes(tmp_path):

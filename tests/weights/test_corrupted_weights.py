@@ -154,14 +154,17 @@ def test_an_index_that_is_none(tmp_path, text):
 
 
 def test_a_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing-here"):
+    with pytest.raises(FileNotFoundError, match=r"nothing-here.*snapshot_download"):
         jstep.load_weights(tmp_path / "nothing-here", TARGET)
+    with pytest.raises(ValueError, match="path='': must name a file or a folder"):
+        jstep.load_weights("", TARGET)
     with pytest.raises(FileNotFoundError, match="no weights"):
         jstep.load_weights(tmp_path, TARGET)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="no weights"):
         jstep.load_weights(tmp_path, TARGET)
     single(tmp_path / "adapter.safetensors", a=[1, 2])
+    (tmp_path / "._adapter.safetensors").write_bytes(b"what macOS leaves beside what it copies")
     assert jstep.load_weights(tmp_path, TARGET)["a"].tolist() == [1, 2]
     single(tmp_path / "other.safetensors", a=[3, 4])
     with pytest.raises(ValueError, match=r"several.*'adapter\.safetensors', 'other\.safetensors'"):

@@ -191,6 +191,17 @@ def test_64_bits_are_for_numpy_or_x64(tmp_path):
 # partial.
 
 
+def test_partial_says_so_when_nothing_fits(path, caplog):
+    for name, names in (("other", None), ("t", {"t": ("dense.bias", lambda x: x[:1])})):
+        target = {name: np.zeros(7, np.float32)}
+        caplog.clear()
+        assert not jstep.load_weights(path, target, names, partial=True)[name].any()
+        assert "does not fit target, and nothing was loaded; " in caplog.text
+    caplog.clear()
+    jstep.load_weights(path, {**SHAPES, "other": np.zeros(7)}, {**NAMES}, partial=True)
+    assert "does not fit target; missing (1): 'other'" in caplog.text
+
+
 def test_partial_loads_what_fits_and_logs_the_rest(path, caplog):
     mesh = jax.make_mesh((8,), ("data",))
     target = {

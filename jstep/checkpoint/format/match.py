@@ -108,7 +108,7 @@ def match(
             source = records[average]
         elif kept is not None and (kept.shape, kept.dtype) != wanted_kind:
             found.differing.append(
-                f"{path!r} (left out as {_text(kept.shape, kept.dtype)}, and {_text(*wanted_kind)} in target)"
+                f"{path!r} (left out as {as_text(kept.shape, kept.dtype)}, and {as_text(*wanted_kind)} in target)"
             )
             kept = None
         elif source is None and kept is None:
@@ -120,7 +120,7 @@ def match(
             and not counts.converts(keys, (source.shape, source.dtype), wanted_kind, steps)
         ):
             found.differing.append(
-                f"{path!r} ({_text(source.shape, source.dtype)}, and {_text(*wanted_kind)} in target)"
+                f"{path!r} ({as_text(source.shape, source.dtype)}, and {as_text(*wanted_kind)} in target)"
             )
             source = None
         found.wanted.append(Wanted(path, leaf, source, left_out=kept))
@@ -243,13 +243,14 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     )
 
 
-def _text(shape: Sequence[int], dtype: str) -> str:
+def as_text(shape: Sequence[int], dtype: Any) -> str:
+    """Shape and dtype of an array in short, such as `float32[2,3]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def listing(title: str, items: Sequence[str]) -> str:
+def listing(title: str, items: Sequence[str], most: int = _SHOWN) -> str:
     """A part of a message: the title, how many, and the first of them; nothing where there are none."""
     if not items:
         return ""
-    more = f", … and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"; {title} ({len(items)}): " + ", ".join(items[:_SHOWN]) + more
+    more = f", … and {len(items) - most} more" if len(items) > most else ""
+    return f"; {title} ({len(items)}): " + ", ".join(items[:most]) + more

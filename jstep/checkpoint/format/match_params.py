@@ -58,4 +58,12 @@ def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names
     if names is None or not callable(names):
         return names
     given: Callable[[str], str | None] = names
-    return lambda path: whole(given(path), saved)
+
+    def renamed(path: str) -> Any:
+        other, short = given(path), path.removeprefix(f"{PARAMS}/")
+        if other in (None, path) and path not in saved and short != path:
+            of_short = given(short)
+            other = other if of_short in (None, short) else of_short
+        return whole(other, saved)
+
+    return renamed
