@@ -112,28 +112,21 @@ def kept_in(extra: Mapping[str, Any]) -> Kept | None:
         if len(positions) == 1:  # they were all equal
             return Kept(positions[0])
     else:
-        before, positions = first.get(_PROCESSES) if isinstance(first, Mapping) else None, [first]
-        if before is None:
-            only_first = (
-                f"The checkpoint has one position of a loader for {count} processes: it was saved by a version of "
-                "jstep that kept that of process 0 alone. Every process resumes from it, which is wrong if their "
-                "loaders do not move together."
-            )
-            return Kept(first, warning=only_first if count > 1 else "")
+        only_one = (
+            f"The checkpoint has one position of a loader for {count} processes: it was saved by one process, or by a "
+            "version of jstep that kept that of process 0 alone. Every process resumes from it, which is wrong if "
+            "their loaders do not move together."
+        )
+        return Kept(first, warning=only_one if count > 1 else "")
     if before == count:
         mine = positions[jax.process_index()]
         return None if mine is None else Kept(mine)
-    saved = (
-        "1 process, whose loader had all of the data"
-        if before == 1
-        else f"{before} processes, whose loaders had positions of their own"
-    )
     return Kept(
         None,
-        f"the checkpoint was saved by {saved}, and this run has {count}: a position of one process says nothing about "
-        f"the share of another. Start the run with {before} process{'' if before == 1 else 'es'}; or give batches "
-        "whose position is the step (jstep.batches, a function of the step); or go on with the loader as it is now: "
-        "restore the state with Saver.restore, and train it with another checkpoint_dir",
+        f"the checkpoint was saved by {before} processes, whose loaders had positions of their own, and this run has "
+        f"{count}: a position of one process says nothing about the share of another. Start the run with {before} "
+        "processes; or give batches whose position is the step (jstep.batches, a function of the step); or resume with "
+        "the loader as it is now: restore the state with Saver.restore, and train it with another checkpoint_dir",
     )
 
 
@@ -144,7 +137,7 @@ def of_all_processes(position: Any) -> dict[str, Any]:
         position: That of this process, as `encoded` made it; None if nobody can tell.
     """
     if jax.process_count() == 1:
-        return {} if position is None else {POSITION: {**position, _PROCESSES: 1}}
+        return {} if position is None else {POSITION: position}
     positions = [json.loads(text) for text in processes.texts_of_all(json.dumps(position))]
     if all(one is None for one in positions):
         return {}

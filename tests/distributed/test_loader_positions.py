@@ -114,16 +114,3 @@ def test_equal_positions_suit_any_number(tmp_path):
             assert of(lines, "log") is None
         with jstep.Saver(tmp_path) as saver:
             saver.delete(12)
-
-
-def test_that_of_one_process_suits_no_others(tmp_path):
-    killed = start(TRAIN, 1, tmp_path, "state_dict", 10)
-    assert killed[0].wait(100) == -signal.SIGKILL
-    end(killed)
-    for lines in run(TRAIN, 2, tmp_path, "state_dict", -1):
-        error = of(lines, "raised")
-        assert "saved by 1 process, " in error
-        assert "this run has 2" in error
-    for lines in run(TRAIN, 1, tmp_path, "state_dict", -1):
-        assert of(lines, "step") == "12"
-        assert of(lines, "log") is None

@@ -54,18 +54,6 @@ def test_equal_positions_suit_any_number(process, count, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_that_of_one_process_suits_no_others(process, count, caplog):
-    kept = of_all_processes(A)
-    assert next(source_of(Stateful(), 4, 9, kept_in(kept)).items) == 30
-    for index in range(count):
-        process(index, count)
-        with pytest.raises(ValueError, match=rf"Stateful.*saved by 1 process, .*has {count}.*with 1 process;"):
-            source_of(Stateful(), 4, 9, kept_in(kept))
-        assert next(source_of([0, 1, 2, 3, 4], 4, 9, kept_in(kept)).items) == 4
-    assert not caplog.records
-
-
 def test_what_users_kept_under_the_same_name(process):
     for count in (1, 2):
         process(0, count)
@@ -95,7 +83,7 @@ def test_one_without_a_position_among_others(process, caplog):
 
 
 def test_what_is_kept(process, monkeypatch):
-    assert of_all_processes(A) == {POSITION: {**A, "processes": 1}}
+    assert of_all_processes(A) == {POSITION: A}
     assert of_all_processes(None) == {}
     process(0, 2)
     for others, kept in ((B, of(A, B)), (A, {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}})):

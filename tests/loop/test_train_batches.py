@@ -63,7 +63,7 @@ def test_a_position_of_a_dict_that_lives_on(tmp_path):
             return self.state
 
     train(7, Shared(), checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": {"at": 7}, "processes": 1}}
+    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": {"at": 7}}}
 
 
 def test_a_loader_that_refuses_its_position_is_named(tmp_path):

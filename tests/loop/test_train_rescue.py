@@ -109,7 +109,7 @@ def test_a_batch_that_made_no_step_comes_again(tmp_path):
 
     with pytest.raises(TypeError):
         train(12, Broken(), state=state, checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": 5, "processes": 1}}
+    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": 5}}
     assert same(train(12, Counted(), checkpoint_dir=tmp_path), by_hand(12))
 
 
