@@ -17,7 +17,7 @@ from jstep.loop.options import Options
 from jstep.loop.run import Run
 from jstep.loop.sources import check_batches
 from jstep.loop.stages import stages_of
-from jstep.loop.start import StartTimes
+from jstep.loop.start_times import StartTimes
 from jstep.state import TrainState
 
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_int, shown
 from jstep.core.contexts import own_transfers
+from jstep.loop.batch_feeder import Call, copied_batches, make_calls
 from jstep.loop.checks import check, check_alive
-from jstep.loop.drive import drive
-from jstep.loop.feed import Call, calls, owned
 from jstep.loop.options import check_places
-from jstep.loop.positions import kept_in
+from jstep.loop.positions import saved_position
 from jstep.loop.programs import Programs
+from jstep.loop.run_steps import run_steps
 from jstep.loop.sources import Source, source_of
-from jstep.loop.stages import Edges, lengths, stages_of
+from jstep.loop.stages import StageBoundaries, call_lengths, stages_of
 from jstep.state import TrainState, global_step
 
 
@@ -100,18 +100,20 @@ def replay(
 
     start, state, position = _begun(state, checkpoint_dir, prefix, step)
     source = _seekable(source_of(batches, start, step + 1, position), batches, start, position)
-    items = owned(source)
+    items = copied_batches(source)
     programs = Programs(stages, several=steps_per_call > 1)
     if step > start:
-        edges = Edges(stages, source.next_change)
-        steps = lengths(start, step, steps_per_call, lambda n: edges.after(n, step))
+        boundaries = StageBoundaries(stages, source.next_change)
+        steps = call_lengths(start, step, steps_per_call, lambda n: boundaries.after(n, step))
         between = None if steps_per_call == 1 else steps
-        made = calls(items, start, between, batch_sharding, on_device=programs.on_device, stack_one=programs.stacks_one)
-        at = drive(programs, state, _exactly(made, step - start), start, step)
+        made = make_calls(
+            items, start, between, batch_sharding, on_device=programs.on_device, stack_one=programs.stacks_one
+        )
+        at = run_steps(programs, state, _exactly(made, step - start), start, step)
         if at.step < step:
             raise _too_few(at.step, step)
         state = at.state
-    last = next(calls(items, step, None, batch_sharding, on_device=programs.on_device), None)
+    last = next(make_calls(items, step, None, batch_sharding, on_device=programs.on_device), None)
     if last is None:
         raise _too_few(step, step)
     with own_transfers():
@@ -136,7 +138,7 @@ def _begun(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tu
                 with own_transfers():
                     state = saver.restore(state, step=before[-1])
                     kept = saver.extra(before[-1])
-                return before[-1], state, kept_in(kept) if isinstance(kept, dict) else None
+                return before[-1], state, saved_position(kept) if isinstance(kept, dict) else None
     with own_transfers():
         start = global_step(state) if not _donated(state) else None
     if start is None or start > step:

@@ -15,12 +15,12 @@ from jstep.distributed import agreement
 from jstep.hooks import CheckpointSaverHook
 from jstep.hooks.skipped import are_bad
 from jstep.hooks.values import host
-from jstep.loop.drive import At
+from jstep.loop.run_steps import LoopState
 
 
-def rescue(
+def save_on_failure(
     error: BaseException,
-    at: At,
+    loop: LoopState,
     start: int | None,
     *,
     during: str,
@@ -31,54 +31,56 @@ def rescue(
 
     Args:
         error: What ends the run.
-        at: Where the run is.
+        loop: Where the run is.
         start: The step it began from; None where it had not begun.
         during: What was under way, in words.
         savers: What saves; none where nothing is to be saved.
         skip_metric: The metric that is 1 where the whole update was skipped, or None.
     """
-    lost = trees.donated_leaf(at.state) is not None
+    lost = trees.donated_leaf(loop.state) is not None
     with contextlib.suppress(Exception):
-        error.state = None if lost else at.state  # type: ignore[attr-defined]
+        error.state = None if lost else loop.state  # type: ignore[attr-defined]
     if start is None:
         return
     where = f"jstep: {during}"
     if lost:
         note(error, f"{where}. The state was donated to the step that failed: it is lost.")
         return
-    kept = f"the state after step {at.step} is in the exception's `state`"
-    if not savers or at.step == start:
+    kept = f"the state after step {loop.step} is in the exception's `state`"
+    if not savers or loop.step == start:
         note(error, f"{where}; {kept}.")
         return
-    note(error, f"{where}; {kept}{_saved(error, at, savers, skip_metric)}.")
+    note(error, f"{where}; {kept}{_saved(error, loop, savers, skip_metric)}.")
 
 
-def _saved(error: BaseException, at: At, savers: Sequence[CheckpointSaverHook], skip_metric: str | None) -> str:
+def _saved(
+    error: BaseException, loop: LoopState, savers: Sequence[CheckpointSaverHook], skip_metric: str | None
+) -> str:
     """Saves it, and says what came of it."""
     if not agreement.is_alone():
         return ", and is not saved: the other processes may be elsewhere"
     if getattr(error, "prevents_saving", False):
         return ", and is not saved"
-    if is_past_a_nan(at, skip_metric):
+    if is_loss_nonfinite(loop, skip_metric):
         return ", and is not saved: its loss is not finite"
     try:
-        saved = [saver.save(at.step, at.state, wait=True) for saver in savers]
+        saved = [saver.save(loop.step, loop.state, wait=True) for saver in savers]
         if not all(saved):
             return ", and is not saved, as a hook demands"
     except Exception as failure:
         if failure is error or str(failure) == str(error):
             return ", and is not saved"
         return f", and could not be saved: {type(failure).__name__}: {failure}"
-    return f", and is saved as {checkpoint_name(savers[-1].prefix, at.step)}; start the run again to go on"
+    return f", and is saved as {checkpoint_name(savers[-1].prefix, loop.step)}; start the run again to go on"
 
 
-def is_past_a_nan(at: At, skip_metric: str | None) -> bool:
+def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:
     """Whether a loss of the last call was not finite; a hook that looks for it may not have looked yet.
 
     The loss of an update that was skipped does not matter to the state. On several processes the result is the same on
     all of them.
     """
-    metrics = at.metrics if isinstance(at.metrics, Mapping) else {}
+    metrics = loop.metrics if isinstance(loop.metrics, Mapping) else {}
     loss = metrics.get("loss")
     if loss is None or not (agreement.is_alone() or _is_on_all(loss)):
         return False
@@ -97,6 +99,6 @@ def _is_on_all(value: Any) -> bool:
     return isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated
 
 
-def batches_named(first: int, steps: int) -> str:
+def format_batches(first: int, steps: int) -> str:
     """`batch 7`, or `batches 7 to 9`."""
     return f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"

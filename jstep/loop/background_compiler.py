@@ -21,7 +21,7 @@ _MOST_AHEAD = 2
 """So many programs are made ahead at most: they take memory on the device."""
 
 
-class Job(NamedTuple):
+class CompileJob(NamedTuple):
     """A program to be compiled.
 
     Attributes:
@@ -36,7 +36,7 @@ class Job(NamedTuple):
     make: Callable[[Any, tuple[Any, ...]], bool]
 
 
-class Ahead:
+class BackgroundCompiler:
     """Compiles one program after the other in a thread, and has the loop wait if one that is due is not ready.
 
     An error is logged: the step that needs the program raises it. A compilation cannot be cancelled: a process that
@@ -51,7 +51,7 @@ class Ahead:
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[CompileJob],
         stopping: Callable[[], bool] = lambda: False,
         *,
         is_quiet: bool = False,

@@ -46,33 +46,33 @@ class Call:
     why: str = dataclasses.field(metadata={"static": True}, default="")
 
 
-Owned = Iterator[tuple[Any, Any]]
+CopiedBatches = Iterator[tuple[Any, Any]]
 """Batches that nobody else writes into any more, each with the position after it."""
 
 
-def calls(
-    items: Owned,
+def make_calls(
+    items: CopiedBatches,
     start: int,
     lengths: Iterable[int] | None,
     sharding: Any = None,
     *,
     on_device: bool = False,
     stack_one: bool = False,
-    why_one: Callable[[], str] = str,
+    single_step_reason: Callable[[], str] = str,
 ) -> Iterator[Call]:
     """The batches as arguments of calls, stacked if a call takes several steps.
 
     Batches that cannot be stacked, as their shapes differ or the source ends, are calls of one step each.
 
     Args:
-        items: The batches, as `owned` makes them of a source.
+        items: The batches, as `copied_batches` makes them of a source.
         start: The step of the first one.
         lengths: How many steps each call takes; None if each takes one and nothing is stacked.
         sharding: Where a batch goes, as in `prefetch_to_device`; None leaves it where it is.
         on_device: Whether batches are put on the default device, for a step that is not compiled and so sees
             whether they are NumPy arrays: it is to see the same whether they were made ahead or not.
         stack_one: Whether calls of one step are stacked too, for a step that is compiled for that alone.
-        why_one: Why a call takes one step, where others take several.
+        single_step_reason: Why a call takes one step, where others take several.
     """
     one = many = placement(None) if on_device else None
     if sharding is not None:
@@ -96,7 +96,7 @@ def calls(
             yield call(whole, step, length, True, some[-1][1])
         else:
             ragged = "the batches end" if len(some) < length else "batches differ in shape, dtype or structure"
-            why = why_one() if length == 1 else ragged
+            why = single_step_reason() if length == 1 else ragged
             for i, (batch, position) in enumerate(some):
                 yield call(_stacked([batch]) if stack_one else batch, step + i, 1, stack_one, position, why)
         if len(some) < length:
@@ -104,14 +104,14 @@ def calls(
         step += length
 
 
-def owned(source: Source, fetched: "Fetched | None" = None) -> Owned:
+def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:
     """Each batch of a source in arrays that nobody else writes into, and the position after it.
 
     Args:
         source: The batches.
         fetched: Where to count them.
     """
-    fetched = fetched or Fetched()
+    fetched = fetched or FetchCounter()
     at, fresh = source.position, source.fresh
     for batch in source.items:
         own = copied(batch, fresh=fresh)
@@ -143,13 +143,13 @@ _stack_arrays = jax.jit(jnp.stack)  # in one dispatch, not one for each of them
 
 
 @dataclasses.dataclass(slots=True)
-class Fetched:
+class FetchCounter:
     """How many batches were fetched."""
 
     count: int = 0
 
 
-class Feed:
+class BatchFeeder:
     """The calls of a run, made ahead in a thread if that pays.
 
     Args:
@@ -175,7 +175,7 @@ class Feed:
     ) -> None:
         self._watch = Stopwatch() if watch is None else watch
         self._made, self._stopping, self._clock = made, stopping, clock
-        self._ahead: PrefetchIterator | None = None
+        self._prefetch: PrefetchIterator | None = None
         self.waiting = False
         self.steps, self._taken = 1, 0
         self._before: Any = None
@@ -195,7 +195,7 @@ class Feed:
             yield call
         items: Iterator[Call] = self._made
         if fastest >= _WORTH_A_THREAD_SECS:
-            items = self._ahead = PrefetchIterator(self._made, 2, _on_device, None)
+            items = self._prefetch = PrefetchIterator(self._made, 2, _on_device, None)
         while (call := self._next(items)) is not None:
             yield call
 
@@ -225,8 +225,8 @@ class Feed:
 
     def close(self) -> None:
         """Ends the thread."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetch is not None:
+            self._prefetch.close()
 
 
 def _on_device(call: Call) -> Call:

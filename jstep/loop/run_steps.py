@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
+from jstep.loop.batch_feeder import Call
 from jstep.loop.checks import check_result
-from jstep.loop.feed import Call
 from jstep.state import TrainState
 
 
 @dataclasses.dataclass(slots=True)
-class At:
+class LoopState:
     """Where a run is.
 
     Attributes:
@@ -30,61 +30,61 @@ class At:
     stacked: bool = False
 
 
-def drive(
+def run_steps(
     step: Callable[..., Any],
     state: TrainState,
     source: Iterable[Call],
     start: int,
     stop: int,
-    after: Callable[[int, At], bool] | None = None,
-    at: At | None = None,
-    before: Callable[[At], None] | None = None,
-) -> At:
+    after: Callable[[int, LoopState], bool] | None = None,
+    loop: LoopState | None = None,
+    before: Callable[[LoopState], None] | None = None,
+) -> LoopState:
     """Takes steps up to `stop`, or until the source ends; nothing in it waits for the device.
 
     `train`, `verify_resume` and `replay` all drive so. To go from a state at step 3 to step 7, two steps a call:
 
         stages = stages_of(train_step)                           # jstep.loop.stages
         source = source_of(batches, 3, 7)                        # jstep.loop.sources
-        edges = Edges(stages, source.next_change)                # jstep.loop.stages
-        steps = lengths(3, 7, 2, lambda n: edges.after(n, 7))
-        made = calls(owned(source), 3, steps)                           # jstep.loop.feed; None for one step a call
-        at = drive(Programs(stages), state, made, 3, 7)          # jstep.loop.programs
-        at.step, at.state                                        # 7, or less if the batches ended
+        boundaries = StageBoundaries(stages, source.next_change) # jstep.loop.stages
+        steps = call_lengths(3, 7, 2, lambda n: boundaries.after(n, 7))
+        made = make_calls(copied_batches(source), 3, steps)      # jstep.loop.batch_feeder; None for one step a call
+        loop = run_steps(Programs(stages), state, made, 3, 7)    # jstep.loop.programs
+        loop.step, loop.state                                    # 7, or less if the batches ended
 
     Args:
         step: What takes the steps of a call, `step(state, call) -> (state, metrics)`: `Programs`.
         state: The state to start from; a compiled step takes over its memory.
-        source: The calls, as `jstep.loop.feed.calls` makes them of batches.
+        source: The calls, as `jstep.loop.batch_feeder.make_calls` makes them of batches.
         start: The step of the state.
         stop: Where to end.
-        after: `after(first, at)`, called after each call with the step before it; it may change `at.state`. True ends
-            the drive.
-        at: Where to keep track; one's own is up to date where a step or the source raises.
-        before: `before(at)`, called before each call.
+        after: `after(first, loop)`, called after each call with the step before it; it may change `loop.state`. True
+            ends the drive.
+        loop: Where to keep track; one's own is up to date where a step or the source raises.
+        before: `before(loop)`, called before each call.
 
     Returns:
         Where it ended.
     """
-    if at is None:
-        at = At(start, state)
+    if loop is None:
+        loop = LoopState(start, state)
     size: Any = _UNKNOWN
-    at.step, at.state = start, state
+    loop.step, loop.state = start, state
     for one in source:
-        first = at.step
+        first = loop.step
         if before is not None:
-            before(at)
-        result = step(at.state, one)
+            before(loop)
+        result = step(loop.state, one)
         if first == start:
             check_result(result)
         if (own := _size_of(one)) != size:
-            size, at.rows = own, _rows(one)
-        at.state, at.metrics = result
-        at.stacked = one.stacked
-        at.step = first + one.steps
-        if (after is not None and after(first, at)) or at.step >= stop:
+            size, loop.rows = own, _rows(one)
+        loop.state, loop.metrics = result
+        loop.stacked = one.stacked
+        loop.step = first + one.steps
+        if (after is not None and after(first, loop)) or loop.step >= stop:
             break
-    return at
+    return loop
 
 
 _UNKNOWN = object()

@@ -10,8 +10,8 @@ from typing import Any
 
 from jstep.core.contexts import Thread
 from jstep.hooks.cadence import CadencedHook
+from jstep.loop.batch_feeder import CopiedBatches
 from jstep.loop.compilations import compilations_here, hits_here
-from jstep.loop.feed import Owned
 
 _logger = logging.getLogger("jstep")
 
@@ -45,7 +45,7 @@ class StartTimes:
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + self.clock() - then
 
-    def first_of(self, items: Owned) -> Owned:
+    def first_of(self, items: CopiedBatches) -> CopiedBatches:
         """The same batches; measures how long the first one takes."""
         with self.part("first batch"):
             first = next(items, None)
@@ -85,7 +85,9 @@ class FirstBatch:
             reads may be theirs. None if a source that has failed cannot be asked again.
     """
 
-    def __init__(self, items: Owned, times: StartTimes, again: Callable[[], Owned] | None = None) -> None:
+    def __init__(
+        self, items: CopiedBatches, times: StartTimes, again: Callable[[], CopiedBatches] | None = None
+    ) -> None:
         self._items, self._times, self._again = items, times, again
         self._made = threading.Event()
         self._result: Any = None
@@ -111,7 +113,7 @@ class FirstBatch:
         result = self._result  # which the loop may take meanwhile
         return None if self._error is not None or result is None else result[0]
 
-    def __iter__(self) -> Owned:
+    def __iter__(self) -> CopiedBatches:
         self._made.wait()
         if self._error is not None:
             if self._again is None:

@@ -6,7 +6,7 @@ from jstep.core.meshes import mesh_of, setting
 from jstep.training import TrainStep
 
 
-def traced(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
+def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
     """The trace of what a call of a step runs, for arrays or shapes; JAX keeps it, for the call or from it.
 
     Args:

@@ -13,16 +13,16 @@ from jstep.hooks.hook import NEVER, Hook, name_of
 from jstep.hooks.pending import Pending
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.sums import Sums
-from jstep.loop.drive import At
-from jstep.loop.saving import RunSaverHook
-from jstep.loop.stages import Edges, lengths
+from jstep.loop.run_saver_hook import RunSaverHook
+from jstep.loop.run_steps import LoopState
+from jstep.loop.stages import StageBoundaries, call_lengths
 from jstep.state import TrainState
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING
 from jstep.training import last_of
 
 
-class Around:
+class HookRunner:
     """The hooks of a run, called in their order.
 
     Args:
@@ -36,10 +36,10 @@ class Around:
 
     Attributes:
         hooks: All of them.
-        acting: The hook and the method that is being called, or that raised; None if none is.
+        current_call: The hook and the method that is being called, or that raised; None if none is.
         stopped_by: The hook, or the function of a hook, that ended the run; None if none did.
-        called_off: Whether a signal did.
-        why_one: Why there are calls of one step, where others have several.
+        interrupted: Whether a signal did.
+        single_step_reason: Why there are calls of one step, where others have several.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Around:
         self._rows: int | None = None
         self._dues: list[int] = []
         self._next_due = NEVER
-        self._act_by: tuple[Any, str] | None = None
+        self._calling: tuple[Any, str] | None = None
         self.stopped_by: str | None = None
-        self.called_off = self._is_over = False
-        self.why_one = ""
+        self.interrupted = self._is_over = False
+        self.single_step_reason = ""
 
     @property
-    def acting(self) -> tuple[Any, str] | None:
+    def current_call(self) -> tuple[Any, str] | None:
         """Who is at work: where a hook hands over what another one reports, that other one."""
-        if self._act_by is not None and self._pending.culprit is not None:
-            return self._pending.culprit, self._act_by[1]
-        return self._act_by
+        if self._calling is not None and self._pending.culprit is not None:
+            return self._pending.culprit, self._calling[1]
+        return self._calling
 
     def begin(self, state: TrainState) -> bool:
         """Begins the hooks; whether one of them wants no step."""
@@ -89,65 +89,65 @@ class Around:
         return done
 
     @property
-    def before(self) -> Callable[[At], None] | None:
+    def before(self) -> Callable[[LoopState], None] | None:
         """What precedes a call; None where no hook wants to know."""
         return self._call_before if self._before else None
 
-    def _call_before(self, at: At) -> None:
+    def _call_before(self, loop: LoopState) -> None:
         for hook in self._before:
-            self._call(hook, "before_step", at.step, at.state)
+            self._call(hook, "before_step", loop.step, loop.state)
 
-    def resume(self, at: At) -> bool:
+    def resume(self, loop: LoopState) -> bool:
         """Evaluations that a signal cut short are made up for; whether one of them wants no step."""
         done = False
         for hook in self._hooks:
             if isinstance(hook, EvaluationHook):
-                answer = self._call(hook, "evaluate_owed", at.step, at.state)
-                stop, at.state = taken_answer(answer, at.state, at.step, f"{name_of(hook)}.evaluate_owed")
+                answer = self._call(hook, "evaluate_owed", loop.step, loop.state)
+                stop, loop.state = taken_answer(answer, loop.state, loop.step, f"{name_of(hook)}.evaluate_owed")
                 if stop:
                     done, self.stopped_by = True, hook.stopped_by or self.stopped_by
         return done
 
-    def after(self, first: int, at: At) -> bool:
+    def after(self, first: int, loop: LoopState) -> bool:
         """What follows a call that began at step `first`; whether it was the last one."""
-        step = at.step
+        step = loop.step
         if self._is_summed:  # before any hook may change the metrics
-            self._sums.add(first, step - first, at.metrics, at.stacked)
-        if at.rows != self._rows and first != self._start:
+            self._sums.add(first, step - first, loop.metrics, loop.stacked)
+        if loop.rows != self._rows and first != self._start:
             for hook in self._run_hooks:
-                hook.batch_size_changed(first, at.rows)
-        self._rows = at.rows
+                hook.batch_size_changed(first, loop.rows)
+        self._rows = loop.rows
         if first == self._start:
             self._watch.started()
             self._on_first()
             for hook in self._run_hooks:
-                self._call(hook, "started", range(first + 1, step + 1), at.metrics, at.rows)
+                self._call(hook, "started", range(first + 1, step + 1), loop.metrics, loop.rows)
         for i, timer in self._timers:
             if timer.clock() >= timer.deadline:
                 self._dues[i] = self._next_due = step
         if step >= self._next_due:
-            self._act(at)
+            self._act(loop)
         if self._to_stop():
-            self.called_off = True
-        return self.called_off or self.stopped_by is not None
+            self.interrupted = True
+        return self.interrupted or self.stopped_by is not None
 
-    def _act(self, at: At) -> None:
-        step, metrics, watch = at.step, _last_metrics(at), self._watch
+    def _act(self, loop: LoopState) -> None:
+        step, metrics, watch = loop.step, _last_metrics(loop), self._watch
         error: Exception | None = None
         for i, hook in enumerate(self._acting):
             if self._dues[i] <= step:
                 if watch.current != self._part_of[i]:
                     watch.switch(self._part_of[i])
                 if error is not None:
-                    self._besides(error, hook, at, metrics)
+                    self._besides(error, hook, loop, metrics)
                     continue
-                self._act_by = (hook, "after_step")
+                self._calling = (hook, "after_step")
                 if not isinstance(hook, RunHook):
                     self._sums.flush()
                 try:
-                    answer = hook.after_step(step, at.state, metrics)
+                    answer = hook.after_step(step, loop.state, metrics)
                     if answer is not None and answer is not False:
-                        stop, at.state = taken_answer(answer, at.state, step, f"{name_of(hook)}.after_step")
+                        stop, loop.state = taken_answer(answer, loop.state, step, f"{name_of(hook)}.after_step")
                         if stop and self.stopped_by is None:
                             self.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
                     self._dues[i] = self._due_of[i](step)
@@ -157,52 +157,52 @@ class Around:
             watch.switch(STEPPING)
         if error is not None:
             raise error
-        self._act_by = None
+        self._calling = None
         self._next_due = min(self._dues)
 
-    def _besides(self, error: Exception, hook: Any, at: At, metrics: Any) -> None:
+    def _besides(self, error: Exception, hook: Any, loop: LoopState, metrics: Any) -> None:
         """The hooks after one that raised see the step, too: what they write of it is not missing after a restart.
 
         But for what saves, which is left to who handles the error.
         """
         try:
             if not isinstance(hook, CheckpointSaverHook):
-                answer = hook.after_step(at.step, at.state, metrics)
-                _, at.state = taken_answer(answer, at.state, at.step, f"{name_of(hook)}.after_step")
+                answer = hook.after_step(loop.step, loop.state, metrics)
+                _, loop.state = taken_answer(answer, loop.state, loop.step, f"{name_of(hook)}.after_step")
         except Exception as other:
             note(error, f"Besides, {other}")
 
-    def last(self, at: At, failed: Callable[[Exception], None] | None = None) -> None:
+    def last(self, loop: LoopState, failed: Callable[[Exception], None] | None = None) -> None:
         """What follows the last call, once; `failed` takes what hooks raise where another error is under way."""
-        if at.step == self._start or self._is_over:
+        if loop.step == self._start or self._is_over:
             return
         self._is_over = True
         errors: list[Exception] = []
         for hook in self._run_hooks:
             try:
-                self._call(hook, "after_last", at.step, _last_metrics(at))
+                self._call(hook, "after_last", loop.step, _last_metrics(loop))
             except Exception as error:  # the others are still to be called
                 errors.append(error)
         while True:
-            self._act_by = (self._hooks[0], "after_last") if self._hooks else None
+            self._calling = (self._hooks[0], "after_last") if self._hooks else None
             try:
                 self._pending.hand_over_all()
                 break
             except Exception as error:  # what it failed at is gone: the others' rows are still to come
                 errors.append(error)
-        self._act_by = self._act_by if errors else None
+        self._calling = self._calling if errors else None
         if failed is None and errors:
             raise errors[0]
         for one in errors:
             if failed is not None:
                 failed(one)
 
-    def end(self, at: At) -> None:
+    def end(self, loop: LoopState) -> None:
         """What follows a run that came to its end."""
         for hook in self._hooks:
             if hasattr(hook, "end"):
-                answer = self._call(hook, "end", at.step, at.state)
-                _, at.state = taken_answer(answer, at.state, at.step, f"{name_of(hook)}.end")
+                answer = self._call(hook, "end", loop.step, loop.state)
+                _, loop.state = taken_answer(answer, loop.state, loop.step, f"{name_of(hook)}.end")
 
     def before_save(self, step: int) -> bool:
         """What precedes each checkpoint: all that was reported is handed over; whether a hook prevents the save."""
@@ -214,28 +214,28 @@ class Around:
         return [bool(self._call(hook, method, *args)) for hook in self._hooks if hasattr(hook, method)]
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        self._act_by = (hook, method)
+        self._calling = (hook, method)
         if isinstance(hook, RunSaverHook):
             answer = getattr(hook, method)(*args)
         else:
             with self._watch.part(_part_of(hook)):
                 answer = getattr(hook, method)(*args)
-        self._act_by = None
+        self._calling = None
         return answer
 
-    def lengths(self, last_step: int, steps_per_call: int, edges: Edges) -> Iterator[int]:
+    def lengths(self, last_step: int, steps_per_call: int, boundaries: StageBoundaries) -> Iterator[int]:
         """How many steps each call takes: `steps_per_call`, or one at a time where a hook is due before their end."""
         known = [hook for hook in self._hooks if hasattr(hook, "next_due")]
 
         def end_after(step: int) -> tuple[int, str]:
-            end, why = edges.after(step, last_step)
+            end, why = boundaries.after(step, last_step)
             due, hook = min(((_next_due(hook, step), i) for i, hook in enumerate(known)), default=(NEVER, -1))
             return (due, f"a hook is due at step {due} ({name_of(known[hook])})") if due < end else (end, why)
 
-        def why_one(why: str) -> None:
-            self.why_one = self.why_one or why
+        def single_step_reason(why: str) -> None:
+            self.single_step_reason = self.single_step_reason or why
 
-        return lengths(self._start, last_step, steps_per_call, end_after, why_one)
+        return call_lengths(self._start, last_step, steps_per_call, end_after, single_step_reason)
 
 
 def _part_of(hook: Any) -> str:
@@ -244,8 +244,8 @@ def _part_of(hook: Any) -> str:
     return next((part for kind, part in kinds if isinstance(hook, kind)), HOOKS)
 
 
-def _last_metrics(at: At) -> Any:
-    return last_of(at.metrics) if at.stacked else at.metrics
+def _last_metrics(loop: LoopState) -> Any:
+    return last_of(loop.metrics) if loop.stacked else loop.metrics
 
 
 def _has_own(hook: Any, method: str) -> bool:

@@ -22,10 +22,10 @@ from jstep.hooks.hook import RunInfo, name_of
 from jstep.hooks.pending import Pending
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.sums import Sums
-from jstep.loop.beginning import Beginning
 from jstep.loop.options import Options
 from jstep.loop.programs import Programs
-from jstep.loop.saving import RunSaverHook, Wiring
+from jstep.loop.restore_or_init import RunStart
+from jstep.loop.run_saver_hook import RunSaverHook, SaverCallbacks
 
 _logger = logging.getLogger("jstep")
 
@@ -33,7 +33,7 @@ _NOT_CALLED = ("after_call", "after_first_call", "after_last", "before_save", "c
 """Methods that `train` called on every hook up to jstep 0.2."""
 
 
-class Equipment(NamedTuple):
+class HookSet(NamedTuple):
     """What surrounds the steps of a run.
 
     Attributes:
@@ -54,16 +54,16 @@ class Equipment(NamedTuple):
         return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
 
 
-def equipment(
+def build_hooks(
     options: Options,
-    begin: Beginning,
+    start: RunStart,
     programs: Programs,
-    wiring: Wiring,
+    callbacks: SaverCallbacks,
     stack: contextlib.ExitStack,
     stop_wished: Callable[[], bool],
-) -> Equipment:
+) -> HookSet:
     """Opens the event file, and puts the stock hooks behind the user's."""
-    writer = _open_writer(stack, options.logdir, begin.step)
+    writer = _open_writer(stack, options.logdir, start.step)
     # Who saves comes last: the checkpoint of a step holds what the others made of its state.
     own = sorted(options.hooks, key=lambda hook: isinstance(hook, CheckpointSaverHook))
     _warn_of_methods_not_called(own)
@@ -79,16 +79,16 @@ def equipment(
     if writer is not None and options.save_summaries_steps is not None and not summed:
         hooks.append(SummarySaverHook(writer, save_steps=options.save_summaries_steps, leave_out=constants))
     saving = None
-    if begin.saver is not None:
+    if start.saver is not None:
         saving = RunSaverHook(
-            begin.saver,
+            start.saver,
             options.save_checkpoint_secs,
             options.save_checkpoint_steps,
             list(hooks),
-            wiring,
+            callbacks,
             # A run that goes on from a checkpoint does not write the points before it again.
             None if writer is None else writer.flush,
-            begin.held,
+            start.held,
         )
         hooks.append(saving)
     run = RunInfo(
@@ -98,7 +98,7 @@ def equipment(
         steps_per_call=options.steps_per_call,
         logdir=options.logdir,
         writer=writer,
-        saver=begin.saver,
+        saver=start.saver,
         constant_metrics=constants,
         counter=counter,
         evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),
@@ -109,7 +109,7 @@ def equipment(
         if isinstance(hook, RunHook):
             stack.callback(hook.close)
             hook.use_run(run)
-    return Equipment(hooks, saving, run, any(isinstance(hook, LoggingHook) for hook in reporting))
+    return HookSet(hooks, saving, run, any(isinstance(hook, LoggingHook) for hook in reporting))
 
 
 def _warn_of_methods_not_called(hooks: list[Any]) -> None:

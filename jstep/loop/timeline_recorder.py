@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.checkpoint import Saver
-from jstep.loop.drive import At
 from jstep.loop.options import Options
+from jstep.loop.run_steps import LoopState
 from jstep.stores import location
 from jstep.timeline import Stopwatch, Timeline
 from jstep.timeline.lines import START, TIMES, VERSION
@@ -39,24 +39,24 @@ CLOCKS = Clocks()
 """Those of every run; tests replace them."""
 
 
-class Accounts:
+class TimelineRecorder:
     """The stopwatch of a run, and the thread that writes its times down once a second.
 
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir. Otherwise nothing is kept.
 
     Args:
         options: What `train` was given.
-        at: Where the run is.
+        loop: Where the run is.
 
     Attributes:
         watch: The stopwatch, which begins with the process where this is its first run.
     """
 
-    def __init__(self, options: Options, at: At) -> None:
+    def __init__(self, options: Options, loop: LoopState) -> None:
         before = CLOCKS.before()
         self.watch = Stopwatch(before, CLOCKS.seconds)
         self._wall = CLOCKS.wall() - before
-        self._at = at
+        self._loop = loop
         self._first: int | None = None
         self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
         self._prefix = options.checkpoint_prefix
@@ -66,7 +66,7 @@ class Accounts:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> "Accounts":
+    def __enter__(self) -> "TimelineRecorder":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -106,7 +106,7 @@ class Accounts:
 
     def times(self, kind: str = TIMES, *, to_disk: bool = False, **fields: Any) -> None:
         """Writes a line with the times up to now."""
-        first, step, seconds = self._first, self._at.step, self.watch.seconds()
+        first, step, seconds = self._first, self._loop.step, self.watch.seconds()
         self.write(
             kind,
             to_disk=to_disk,
@@ -123,7 +123,7 @@ class Accounts:
 
     def before_save(self) -> None:
         """Writes the line that precedes each checkpoint."""
-        self.times(to_disk=True, checkpoint=self._at.step)
+        self.times(to_disk=True, checkpoint=self._loop.step)
 
     def _tick(self) -> None:
         while not self._over.wait(_EVERY_SECS):

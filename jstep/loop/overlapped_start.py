@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jstep.data import BatchSequence
-from jstep.loop.ahead import shapes_of
-from jstep.loop.beginning import Opened
-from jstep.loop.feed import Fetched, owned
+from jstep.loop.background_compiler import shapes_of
+from jstep.loop.batch_feeder import FetchCounter, copied_batches
+from jstep.loop.compile_ahead import compile_first_program
 from jstep.loop.options import Options
-from jstep.loop.positions import kept_in
+from jstep.loop.positions import saved_position
 from jstep.loop.programs import Programs
-from jstep.loop.score import starting
+from jstep.loop.restore_or_init import CheckpointInfo
 from jstep.loop.sources import Source, source_of
-from jstep.loop.stages import Edges, TrainSteps
-from jstep.loop.start import FirstBatch, StartTimes
+from jstep.loop.stages import StageBoundaries, TrainSteps
+from jstep.loop.start_times import FirstBatch, StartTimes
 from jstep.state import TrainState
 
 
-class Early(NamedTuple):
+class OverlappedStart(NamedTuple):
     """Batches whose first one is on its way.
 
     Attributes:
@@ -31,9 +31,9 @@ class Early(NamedTuple):
     first: FirstBatch
 
 
-def read_from(batches: Any, start: int, last_step: int, kept: Mapping[str, Any], *, is_kept: bool) -> Source:
+def open_source(batches: Any, start: int, last_step: int, extra: Mapping[str, Any], *, is_kept: bool) -> Source:
     """The batches from a step on, from the position that was kept with its checkpoint."""
-    source = source_of(batches, start, last_step, kept_in(kept), is_kept=is_kept)
+    source = source_of(batches, start, last_step, saved_position(extra), is_kept=is_kept)
     if not is_kept:
         return source._replace(position=None)  # nobody asks
     if source.position is None or source.begin is not None:
@@ -44,23 +44,23 @@ def read_from(batches: Any, start: int, last_step: int, kept: Mapping[str, Any],
     return source._replace(begin=lambda: before)
 
 
-def early_of(
+def overlap_start(
     batches: Any,
-    opening: Opened,
+    checkpoints: CheckpointInfo,
     options: Options,
     stages: TrainSteps,
     programs: Programs,
     state: TrainState,
-    fetched: Fetched,
+    fetched: FetchCounter,
     times: StartTimes,
     stack: contextlib.ExitStack,
     stopping: Callable[[], bool],
-) -> Early | None:
+) -> OverlappedStart | None:
     """Begins what need not wait for the checkpoint; None if there is nothing.
 
     Args:
         batches: The batches.
-        opening: What is known of where the run begins.
+        checkpoints: What is known of where the run begins.
         options: What `train` was given.
         stages: The training steps.
         programs: Their programs.
@@ -70,20 +70,22 @@ def early_of(
         stack: What closes what is begun.
         stopping: Whether the run is to stop.
     """
-    start, last_step = opening.step, options.last_step
+    start, last_step = checkpoints.step, options.last_step
     own = batches if isinstance(batches, BatchSequence) else None
-    if start is None or start >= last_step or (own is None and opening.latest is None):
+    if start is None or start >= last_step or (own is None and checkpoints.latest is None):
         return None
     if own is not None and not own.is_endless and start >= len(own):
         return None
-    make = functools.partial(read_from, batches, start, last_step, opening.kept, is_kept=opening.saver is not None)
+    make = functools.partial(
+        open_source, batches, start, last_step, checkpoints.extra, is_kept=checkpoints.saver is not None
+    )
     source = make()
     # What is a function of the step can be asked once more, should it have needed what a hook begins.
-    again = (lambda: owned(make(), fetched)) if source.is_function else None
-    first = FirstBatch(owned(source, fetched), times, again)
-    programs.starting = starting(
+    again = (lambda: copied_batches(make(), fetched)) if source.is_function else None
+    first = FirstBatch(copied_batches(source, fetched), times, again)
+    programs.first_compiler = compile_first_program(
         programs,
-        Edges(stages, source.next_change),
+        StageBoundaries(stages, source.next_change),
         first,
         None if own is None else functools.partial(own.shapes, start),
         options.hooks,
@@ -95,10 +97,10 @@ def early_of(
         times,
         stopping,
     )
-    if programs.starting is not None:
-        stack.callback(programs.starting.close)
-        programs.starting.begin(shapes_of(state))
-    return Early(source, first)
+    if programs.first_compiler is not None:
+        stack.callback(programs.first_compiler.close)
+        programs.first_compiler.begin(shapes_of(state))
+    return OverlappedStart(source, first)
 
 
 def _cadences(options: Options) -> list[int | None]:

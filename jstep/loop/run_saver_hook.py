@@ -18,7 +18,7 @@ HOOKS, STOPPED, HELD = "hooks", "stopped", "held"
 and the hyperparameters that the script gave the state to hold."""
 
 
-class Wiring(NamedTuple):
+class SaverCallbacks(NamedTuple):
     """What a run tells the hook that saves it.
 
     Attributes:
@@ -46,7 +46,7 @@ class RunSaverHook(CheckpointSaverHook):
         save_secs: How often, in seconds.
         save_steps: How often, in steps.
         hooks: Those who remember.
-        wiring: What the run knows.
+        callbacks: What the run knows.
         flush: Called before each save, when it is certain.
         held: Name → value of the hyperparameters that the state held when the script made it.
     """
@@ -57,7 +57,7 @@ class RunSaverHook(CheckpointSaverHook):
         save_secs: float | None,
         save_steps: int | None,
         hooks: Sequence[Any],
-        wiring: Wiring,
+        callbacks: SaverCallbacks,
         flush: Callable[[], None] | None,
         held: dict[str, float],
     ) -> None:
@@ -67,21 +67,21 @@ class RunSaverHook(CheckpointSaverHook):
             save_secs=save_secs,
             save_steps=save_steps,
             extra=self._made_extra,
-            before_save=(wiring.before_save, self._flushed),
+            before_save=(callbacks.before_save, self._flushed),
         )
-        self._hooks, self._wiring, self._script = hooks, wiring, {HELD: held} if held else {}
+        self._hooks, self._callbacks, self._script = hooks, callbacks, {HELD: held} if held else {}
         self._memory = self._of_this_save = "{}"
 
     def _flushed(self, step: int) -> None:
         if self._flush is not None:
             self._flush()
-        self._wiring.account()
+        self._callbacks.account()
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Saves as `CheckpointSaverHook.save` does; the steps under way, which that waits for, are none of its time."""
         with contextlib.suppress(Exception):  # a step that failed is found again, by what says more of it
             jax.block_until_ready(state)
-        with self._wiring.watch.part(SAVING):
+        with self._callbacks.watch.part(SAVING):
             return super().save(step, state, wait=wait)
 
     def restored(self, step: int, state: TrainState) -> None:
@@ -99,13 +99,13 @@ class RunSaverHook(CheckpointSaverHook):
         return super().has_saved(step, state) and _as_text(self._remembered()) == self._memory
 
     def _remembered(self) -> dict[str, Any]:
-        states, by = memory.states_of(self._hooks), self._wiring.stopped_by()
+        states, by = memory.states_of(self._hooks), self._callbacks.stopped_by()
         return ({HOOKS: states} if states else {}) | ({STOPPED: by} if by is not None else {})
 
     def _made_extra(self) -> dict[str, Any]:
         remembered = self._remembered()
         self._of_this_save = _as_text(remembered)
-        return self._wiring.positions() | remembered | self._script
+        return self._callbacks.positions() | remembered | self._script
 
 
 def _as_text(states: dict[str, Any]) -> str:

@@ -10,19 +10,19 @@ import jax
 from jstep.core import trees
 from jstep.core.meshes import mesh_of, setting
 from jstep.data.placement import copied, placement
-from jstep.loop.ahead import Ahead, Job, shapes_of, stacked_shapes
+from jstep.loop.background_compiler import BackgroundCompiler, CompileJob, shapes_of, stacked_shapes
 from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.sources import Source
-from jstep.loop.stages import Edges, Segment
-from jstep.loop.start import FirstBatch, StartTimes, first_call_steps
-from jstep.loop.traced import traced
+from jstep.loop.stages import Segment, StageBoundaries
+from jstep.loop.start_times import FirstBatch, StartTimes, first_call_steps
+from jstep.loop.trace_step import trace_step
 from jstep.sharding.of_batches import named
 from jstep.state import TrainState
 
 
-def ahead_of(
+def compile_ahead(
     programs: Programs,
-    edges: Edges,
+    boundaries: StageBoundaries,
     source: Source,
     state: TrainState,
     start: int,
@@ -30,12 +30,12 @@ def ahead_of(
     steps_per_call: int,
     batch_sharding: Any,
     stopping: Callable[[], bool],
-) -> Ahead | None:
+) -> BackgroundCompiler | None:
     """Traces the stages of a run whose first batch can be indexed; None if the run needs one program alone.
 
     Args:
         programs: The programs of the run.
-        edges: Where others follow.
+        boundaries: Where others follow.
         source: The batches.
         state: The state that the run begins from.
         start: Its step.
@@ -47,7 +47,7 @@ def ahead_of(
     Raises:
         ValueError: A stage does not fit the state or its batch; names its first step.
     """
-    first, *later = edges.segments(start, last_step)
+    first, *later = boundaries.segments(start, last_step)
     if not later:
         return None
     shapes = shapes_of(state)
@@ -71,13 +71,13 @@ def ahead_of(
             continue
         if segment is not first:
             make = functools.partial(_compile, programs, segment, steps_per_call, args)
-            jobs.append(Job(segment.first, programs.name_of(segment.stage), make))
-    return Ahead(jobs, stopping)
+            jobs.append(CompileJob(segment.first, programs.name_of(segment.stage), make))
+    return BackgroundCompiler(jobs, stopping)
 
 
-def starting(
+def compile_first_program(
     programs: Programs,
-    edges: Edges,
+    boundaries: StageBoundaries,
     first: FirstBatch,
     shapes: Callable[[], Any] | None,
     hooks: Sequence[Any],
@@ -88,12 +88,12 @@ def starting(
     batch_sharding: Any,
     times: StartTimes,
     stopping: Callable[[], bool],
-) -> Ahead | None:
+) -> BackgroundCompiler | None:
     """What compiles the first program of a run while its state is restored; None if it is not compiled.
 
     Args:
         programs: The programs of the run.
-        edges: Where others follow.
+        boundaries: Where others follow.
         first: The first batch, on its way.
         shapes: Returns the shapes of the first batch without making it; None if they are not known.
         hooks: The user's hooks.
@@ -105,7 +105,7 @@ def starting(
         times: Where to measure.
         stopping: Whether the run is to stop.
     """
-    (segment, *_) = edges.segments(start, last_step)
+    (segment, *_) = boundaries.segments(start, last_step)
     if not is_compiled(programs.of_stage(segment.stage)) and steps_per_call == 1:
         return None
     steps = first_call_steps(hooks, start, segment.stop, steps_per_call, cadences)
@@ -120,10 +120,12 @@ def starting(
         args = _shapes_as_args(batch, batch_sharding)
         del batch
         with times.compiling(), setting(mesh_of(state)):
-            traced(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
+            trace_step(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
         return True
 
-    return Ahead([Job(start, programs.name_of(segment.stage), make)], stopping, is_quiet=True, closed=closed)
+    return BackgroundCompiler(
+        [CompileJob(start, programs.name_of(segment.stage), make)], stopping, is_quiet=True, closed=closed
+    )
 
 
 def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:
@@ -146,7 +148,7 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
     """Traces a stage, which is kept for when it is compiled."""
     name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
     try:
-        new = traced(step, state, args).out_info[0]
+        new = trace_step(step, state, args).out_info[0]
     except Exception as error:
         raise ValueError(
             f"{name}: it cannot take step {segment.first}, the first one of its kind, from the state and the batch "
@@ -188,7 +190,7 @@ def _compile(
 def _compiled(programs: Programs, segment: Segment, step: Any, state: Any, args: tuple[Any, ...], steps: int) -> bool:
     if not programs.prepare(segment.stage, steps, (trees.structure(args), tuple(jax.tree.leaves(args)))):
         return False
-    traced(step, state, args).lower().compile()
+    trace_step(step, state, args).lower().compile()
     return True
 
 

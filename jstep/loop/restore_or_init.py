@@ -17,7 +17,7 @@ from jstep.core.notes import note
 from jstep.hooks.values import read
 from jstep.loop.checks import check_alive
 from jstep.loop.options import Options
-from jstep.loop.saving import HELD
+from jstep.loop.run_saver_hook import HELD
 from jstep.loop.signals import StopSignals
 from jstep.optimizers.held import held_values
 from jstep.state import TrainState, global_step
@@ -25,7 +25,7 @@ from jstep.state import TrainState, global_step
 _logger = logging.getLogger("jstep")
 
 
-class Beginning(NamedTuple):
+class RunStart(NamedTuple):
     """Where a run begins.
 
     Attributes:
@@ -33,7 +33,7 @@ class Beginning(NamedTuple):
         state: The state, as it was given or restored.
         saver: Where checkpoints are kept, or None.
         restored: The step that was restored, or None.
-        kept: What was kept with that checkpoint.
+        extra: What was kept with that checkpoint.
         held: The hyperparameters that the script gave the state to hold, by name.
     """
 
@@ -41,18 +41,18 @@ class Beginning(NamedTuple):
     state: TrainState
     saver: Saver | None
     restored: int | None
-    kept: dict[str, Any]
+    extra: dict[str, Any]
     held: dict[str, float]
 
 
-class Opened(NamedTuple):
+class CheckpointInfo(NamedTuple):
     """What is known of where a run begins before any array is read.
 
     Attributes:
         step: The step; None if it is not known.
         saver: Where checkpoints are kept, or None.
         latest: The newest step there, or None.
-        kept: What was kept with it.
+        extra: What was kept with it.
         given: The step of the state that the script gave; None of one of shapes, or donated.
         held: The hyperparameters that the script gave the state to hold, by name.
     """
@@ -60,23 +60,23 @@ class Opened(NamedTuple):
     step: int | None
     saver: Saver | None
     latest: int | None
-    kept: dict[str, Any]
+    extra: dict[str, Any]
     given: int | None
     held: dict[str, float]
 
 
-def opened(
+def open_checkpoints(
     options: Options,
     state: TrainState,
     stack: contextlib.ExitStack,
     signals: StopSignals,
     may_write: Callable[[], None],
-) -> Opened:
+) -> CheckpointInfo:
     """Opens the checkpoints, calls `may_write` when it is known that the run may, and reads what is small."""
     if options.checkpoint_dir is None:
         may_write()
         _check_concrete(state, "and no checkpoint_dir to restore from")
-        return Opened(_step_of(state), None, None, {}, None, {})
+        return CheckpointInfo(_step_of(state), None, None, {}, None, {})
     if isinstance(options.checkpoint_dir, Saver):
         saver = options.checkpoint_dir
         leave: Callable[..., None] = _Waits(saver)
@@ -94,32 +94,32 @@ def opened(
         saver.claim()
     may_write()
     if latest is None:
-        return Opened(given, saver, None, {}, given, held)
+        return CheckpointInfo(given, saver, None, {}, given, held)
     try:
         extra = saver.extra(latest)
     except Exception:  # restoring says what is wrong
-        return Opened(None, saver, latest, {}, given, held)
-    return Opened(latest, saver, latest, extra if isinstance(extra, dict) else {}, given, held)
+        return CheckpointInfo(None, saver, latest, {}, given, held)
+    return CheckpointInfo(latest, saver, latest, extra if isinstance(extra, dict) else {}, given, held)
 
 
-def beginning(opened: Opened, state: TrainState) -> Beginning:
+def restore_or_init(checkpoints: CheckpointInfo, state: TrainState) -> RunStart:
     """Restores the newest checkpoint, or begins with the state that was given."""
-    _, saver, _, _, given, held = opened
+    _, saver, _, _, given, held = checkpoints
     if saver is None:
-        return Beginning(_step_of(state), state, None, None, {}, {})
+        return RunStart(_step_of(state), state, None, None, {}, {})
     try:
         with own_transfers():
             # Not that of the latest step that looks whole: a newest one that is damaged is an error.
             state = saver.restore(state)
     except FileNotFoundError:
         _check_concrete(state, "and there is no checkpoint to restore")
-        return Beginning(_step_of(state), state, saver, None, {}, held)
+        return RunStart(_step_of(state), state, saver, None, {}, held)
     restored = _step_of(state)
-    extra = opened.kept if restored == opened.step else saver.extra(restored)
-    kept = extra if isinstance(extra, dict) else {}
+    extra = checkpoints.extra if restored == checkpoints.step else saver.extra(restored)
+    extra = extra if isinstance(extra, dict) else {}
     _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
-    _say_what_is_dropped(given, held, restored, kept.get(HELD), checkpoint_name(saver.prefix, restored))
-    return Beginning(restored, state, saver, restored, kept, kept.get(HELD, {}) if given else held)
+    _say_what_is_dropped(given, held, restored, extra.get(HELD), checkpoint_name(saver.prefix, restored))
+    return RunStart(restored, state, saver, restored, extra, extra.get(HELD, {}) if given else held)
 
 
 def _check_concrete(state: TrainState, why: str) -> None:
