@@ -46,7 +46,7 @@ BUILDERS = {"sharding.layout"}
 """A state too large for one device is made under jit, once; nothing there steps or donates."""
 STAGES = {"checkpoint.stage"}
 """Copies a state into memory that a Saver keeps for it: donates its own arrays, never a state."""
-SUMS = {"hooks.sums_program"}
+SUMS = {"hooks.metric_sums_program"}
 """Adds metrics up in an array of its own, which it donates; never a state."""
 LOADED_WHEN_USED = {"checkpoint.store.orbax_arrays": {"orbax"}, "checkpoint.store.tensors": {"tensorstore"}}
 """Modules that a bare `import jstep` does not load, and what they may import at their top."""

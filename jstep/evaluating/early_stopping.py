@@ -18,7 +18,7 @@ from jstep.evaluating.scores import (
     score,
     starts_fresh,
 )
-from jstep.hooks.memory import key_of
+from jstep.hooks.hook_state import key_of
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")

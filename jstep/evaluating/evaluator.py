@@ -20,7 +20,7 @@ from jstep.evaluating.objects import Merger, numbers_of_objects
 from jstep.evaluating.passes import Passes
 from jstep.evaluating.rows import placer
 from jstep.evaluating.totals import OBJECT, Totals, kinds_of
-from jstep.hooks.interruption import leave_if_wished
+from jstep.hooks.interruption import raise_if_stop_requested
 from jstep.optimizers import averaged_params, schedule_free_params
 from jstep.optimizers.wrappers.exponential_moving_average import NAME
 from jstep.state import MODEL_STATE, TrainState, require_alive, require_state
@@ -99,7 +99,7 @@ def evaluator(
     def evaluate(state: TrainState) -> dict[str, float]:
         require_alive(require_state(state))
         refuse_shapes(state, "state")
-        if batch_sharding is None and isinstance(batches, BatchSequence) and not agreement.is_alone():
+        if batch_sharding is None and isinstance(batches, BatchSequence) and not agreement.is_single_process():
             raise ValueError(
                 "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes one "
                 "global batch of them, as in train"
@@ -108,9 +108,10 @@ def evaluator(
         totals, objects = Totals(), dict[str, Any]()
         pending: deque[tuple[Any, Any, int | str]] = deque()
         for args, rows in placed(passes):
-            mesh = None if agreement.is_alone() else _mesh_of((params, args))
-            if mesh is not None or agreement.is_alone():  # else the processes may have different numbers of batches
-                leave_if_wished()
+            mesh = None if agreement.is_single_process() else _mesh_of((params, args))
+            # Else the processes may have different numbers of batches.
+            if mesh is not None or agreement.is_single_process():
+                raise_if_stop_requested()
             with setting(mesh_of((params, args))):
                 values, kinds = compute(params, args, rows, mesh)
                 found = {name: value for name, value in values.items() if kinds[name] == OBJECT}

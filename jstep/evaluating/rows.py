@@ -41,7 +41,7 @@ def placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Placed]]:
         shardings = named(batch_sharding)
 
     def placed(batches: Iterable[Any]) -> Iterator[Placed]:
-        if shardings is not None and not agreement.is_alone():
+        if shardings is not None and not agreement.is_single_process():
             for args in processes.together(map(_as_args, batches), lambda args: each_of(shardings, args)):
                 yield Placed(args, rows_of(args))
             return
@@ -69,7 +69,7 @@ def _laid(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
             args,
             each_of(shardings, args),
         )
-    if not agreement.is_alone():
+    if not agreement.is_single_process():
         return args  # the same on all processes, or global already
     return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
 

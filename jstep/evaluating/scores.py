@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jstep.core.checks import as_text, one_of
-from jstep.hooks.memory import key_of
+from jstep.hooks.hook_state import key_of
 from jstep.hooks.values import is_number, read
 
 _logger = logging.getLogger("jstep")

@@ -78,7 +78,7 @@ class RunInfo:
     Attributes:
         last_step: Where the run ends.
         sums: What hooks add up over intervals: a `Sums`.
-        pending: What hooks report, in the order of steps: a `Pending`.
+        transfers: What hooks report, in the order of steps: a `TransferQueue`.
         steps_per_call: How many steps a call takes.
         logdir: Where event files go, or None.
         writer: The writer of event files in it, or None.
@@ -86,13 +86,13 @@ class RunInfo:
         constant_metrics: Names of metrics that never change, once the first step was taken.
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
-        stop_wished: Whether a signal wishes the run to stop; all processes have to ask equally often.
+        stop_requested: Whether a signal wishes the run to stop; all processes have to ask equally often.
         dispatched: The steps that the run has handed to its devices: a `Dispatched`.
     """
 
     last_step: int
     sums: Any
-    pending: Any
+    transfers: Any
     steps_per_call: int = 1
     logdir: str | os.PathLike[str] | None = None
     writer: Any = None
@@ -100,7 +100,7 @@ class RunInfo:
     constant_metrics: Callable[[], Collection[str]] = tuple
     counter: Any = None
     evaluations: tuple[Any, ...] = ()
-    stop_wished: Callable[[], bool] = lambda: False
+    stop_requested: Callable[[], bool] = lambda: False
     dispatched: Any = None
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from jstep.core.checks import as_int, as_number
 from jstep.core.contexts import own_transfers
+from jstep.hooks.evaluation_results import NewResults
 from jstep.hooks.hook import Clock, Metrics, RunInfo
-from jstep.hooks.results import NewResults
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.utilization import shown_share
 from jstep.hooks.values import is_ready, scalars, start_transfer, text

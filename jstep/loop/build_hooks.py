@@ -18,10 +18,10 @@ from jstep.hooks import (
     StepCounterHook,
     SummarySaverHook,
 )
+from jstep.hooks.async_transfer import TransferQueue
 from jstep.hooks.hook import RunInfo, name_of
-from jstep.hooks.pending import Pending
+from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.run_hook import RunHook
-from jstep.hooks.sums import Sums
 from jstep.loop.options import Options
 from jstep.loop.programs import Programs
 from jstep.loop.restore_or_init import RunStart
@@ -60,7 +60,7 @@ def build_hooks(
     programs: Programs,
     callbacks: SaverCallbacks,
     stack: contextlib.ExitStack,
-    stop_wished: Callable[[], bool],
+    stop_requested: Callable[[], bool],
 ) -> HookSet:
     """Opens the event file, and puts the stock hooks behind the user's."""
     writer = _open_writer(stack, options.logdir, start.step)
@@ -93,8 +93,8 @@ def build_hooks(
         hooks.append(saving)
     run = RunInfo(
         last_step=options.last_step,
-        sums=Sums(lambda: programs.skip_metric, constants),
-        pending=Pending(),
+        sums=MetricSums(lambda: programs.skip_metric, constants),
+        transfers=TransferQueue(),
         steps_per_call=options.steps_per_call,
         logdir=options.logdir,
         writer=writer,
@@ -102,7 +102,7 @@ def build_hooks(
         constant_metrics=constants,
         counter=counter,
         evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),
-        stop_wished=stop_wished,
+        stop_requested=stop_requested,
         dispatched=programs.dispatched,
     )
     for hook in hooks:

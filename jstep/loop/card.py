@@ -16,7 +16,7 @@ from jstep.core import trees
 from jstep.core.program_hash import ProgramHash, digest_of, program_hash, sharding_text, without_addresses
 from jstep.data import BatchSequence
 from jstep.data.definition import definition_of
-from jstep.hooks.memory import key_of
+from jstep.hooks.hook_state import key_of
 from jstep.loop import run_environment
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.options import Options

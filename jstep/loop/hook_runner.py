@@ -7,12 +7,12 @@ from typing import Any
 from jstep.core.checks import kind
 from jstep.core.notes import note
 from jstep.hooks import CheckpointSaverHook, EvaluationHook
-from jstep.hooks.answers import taken_answer
-from jstep.hooks.cadence import CadencedHook, Every
+from jstep.hooks.async_transfer import TransferQueue
+from jstep.hooks.cadence import CadencedHook, CadenceTimer
 from jstep.hooks.hook import NEVER, Hook, name_of
-from jstep.hooks.pending import Pending
+from jstep.hooks.hook_results import check_hook_result
+from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.run_hook import RunHook
-from jstep.hooks.sums import Sums
 from jstep.loop.run_saver_hook import RunSaverHook
 from jstep.loop.run_steps import LoopState
 from jstep.loop.stages import StageBoundaries, call_lengths
@@ -29,7 +29,7 @@ class HookRunner:
         hooks: All of them.
         start: The step the run begins from.
         sums: What hooks add up over intervals.
-        pending: What hooks report.
+        transfers: What hooks report.
         to_stop: Asked after each call: whether a signal ends the run.
         watch: Where the time goes.
         on_first: Called after the first call.
@@ -46,8 +46,8 @@ class HookRunner:
         self,
         hooks: Sequence[Any],
         start: int,
-        sums: Sums,
-        pending: Pending,
+        sums: MetricSums,
+        transfers: TransferQueue,
         *,
         to_stop: Callable[[], bool],
         watch: Stopwatch,
@@ -57,12 +57,12 @@ class HookRunner:
         self.hooks = self._hooks = hooks
         self._start, self._to_stop, self._on_first = start, to_stop, on_first
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
-        self._sums, self._pending, self._is_summed = sums, pending, sums.is_wanted
+        self._sums, self._transfers, self._is_summed = sums, transfers, sums.is_wanted
         self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
         acting = [hook for hook in hooks if hasattr(hook, "after_step")]
         self._acting = [hook for hook in acting if _has_own(hook, "after_step") or _has_own(hook, "next_due")]
         self._due_of: list[Callable[[int], int]] = []
-        self._timers: list[tuple[int, Every]] = []
+        self._timers: list[tuple[int, CadenceTimer]] = []
         self._part_of = [_part_of(hook) for hook in self._acting]
         self._rows: int | None = None
         self._dues: list[int] = []
@@ -75,8 +75,8 @@ class HookRunner:
     @property
     def current_call(self) -> tuple[Any, str] | None:
         """Who is at work: where a hook hands over what another one reports, that other one."""
-        if self._calling is not None and self._pending.culprit is not None:
-            return self._pending.culprit, self._calling[1]
+        if self._calling is not None and self._transfers.failed_owner is not None:
+            return self._transfers.failed_owner, self._calling[1]
         return self._calling
 
     def begin(self, state: TrainState) -> bool:
@@ -102,8 +102,8 @@ class HookRunner:
         done = False
         for hook in self._hooks:
             if isinstance(hook, EvaluationHook):
-                answer = self._call(hook, "evaluate_owed", loop.step, loop.state)
-                stop, loop.state = taken_answer(answer, loop.state, loop.step, f"{name_of(hook)}.evaluate_owed")
+                result = self._call(hook, "evaluate_owed", loop.step, loop.state)
+                stop, loop.state = check_hook_result(result, loop.state, loop.step, f"{name_of(hook)}.evaluate_owed")
                 if stop:
                     done, self.stopped_by = True, hook.stopped_by or self.stopped_by
         return done
@@ -145,9 +145,9 @@ class HookRunner:
                 if not isinstance(hook, RunHook):
                     self._sums.flush()
                 try:
-                    answer = hook.after_step(step, loop.state, metrics)
-                    if answer is not None and answer is not False:
-                        stop, loop.state = taken_answer(answer, loop.state, step, f"{name_of(hook)}.after_step")
+                    result = hook.after_step(step, loop.state, metrics)
+                    if result is not None and result is not False:
+                        stop, loop.state = check_hook_result(result, loop.state, step, f"{name_of(hook)}.after_step")
                         if stop and self.stopped_by is None:
                             self.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
                     self._dues[i] = self._due_of[i](step)
@@ -167,8 +167,8 @@ class HookRunner:
         """
         try:
             if not isinstance(hook, CheckpointSaverHook):
-                answer = hook.after_step(loop.step, loop.state, metrics)
-                _, loop.state = taken_answer(answer, loop.state, loop.step, f"{name_of(hook)}.after_step")
+                result = hook.after_step(loop.step, loop.state, metrics)
+                _, loop.state = check_hook_result(result, loop.state, loop.step, f"{name_of(hook)}.after_step")
         except Exception as other:
             note(error, f"Besides, {other}")
 
@@ -186,7 +186,7 @@ class HookRunner:
         while True:
             self._calling = (self._hooks[0], "after_last") if self._hooks else None
             try:
-                self._pending.hand_over_all()
+                self._transfers.deliver_all()
                 break
             except Exception as error:  # what it failed at is gone: the others' rows are still to come
                 errors.append(error)
@@ -201,12 +201,12 @@ class HookRunner:
         """What follows a run that came to its end."""
         for hook in self._hooks:
             if hasattr(hook, "end"):
-                answer = self._call(hook, "end", loop.step, loop.state)
-                _, loop.state = taken_answer(answer, loop.state, loop.step, f"{name_of(hook)}.end")
+                result = self._call(hook, "end", loop.step, loop.state)
+                _, loop.state = check_hook_result(result, loop.state, loop.step, f"{name_of(hook)}.end")
 
     def before_save(self, step: int) -> bool:
         """What precedes each checkpoint: all that was reported is handed over; whether a hook prevents the save."""
-        self._pending.hand_over_all()
+        self._transfers.deliver_all()
         return True in [bool(hook.before_save(step)) for hook in self._run_hooks]  # each of them is asked
 
     def each(self, method: str, *args: Any) -> list[bool]:
@@ -216,12 +216,12 @@ class HookRunner:
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         self._calling = (hook, method)
         if isinstance(hook, RunSaverHook):
-            answer = getattr(hook, method)(*args)
+            result = getattr(hook, method)(*args)
         else:
             with self._watch.part(_part_of(hook)):
-                answer = getattr(hook, method)(*args)
+                result = getattr(hook, method)(*args)
         self._calling = None
-        return answer
+        return result
 
     def lengths(self, last_step: int, steps_per_call: int, boundaries: StageBoundaries) -> Iterator[int]:
         """How many steps each call takes: `steps_per_call`, or one at a time where a hook is due before their end."""
@@ -263,7 +263,7 @@ def _next_due(hook: Any, step: int) -> int:
     return NEVER if due is None else due
 
 
-def _timer_of(hook: Any) -> Every | None:
+def _timer_of(hook: Any) -> CadenceTimer | None:
     return hook.timer if isinstance(hook, CadencedHook) else None
 
 

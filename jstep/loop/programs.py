@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jstep.core.notes import note
-from jstep.hooks.dispatched import Dispatched
-from jstep.hooks.skipped import skip_metric_of
+from jstep.hooks.dispatched_steps import DispatchedSteps
+from jstep.hooks.skipped_updates import skip_metric_of
 from jstep.loop.background_compiler import BackgroundCompiler
 from jstep.loop.batch_feeder import Call
 from jstep.loop.cards import Cards
@@ -63,7 +63,7 @@ class Programs:
         self.first_compiler: BackgroundCompiler | None = None
         self.ahead_compiler: BackgroundCompiler | None = None
         self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
-        self.dispatched = Dispatched()
+        self.dispatched = DispatchedSteps()
         self.cards: Cards | None = None
         self._begun: set[tuple[int, int]] = set()
         self._prepared: set[Any] = set()

@@ -6,7 +6,7 @@ import logging
 from typing import Any, NoReturn
 
 from jstep.core.notes import note
-from jstep.hooks import CheckpointSaverHook, memory
+from jstep.hooks import CheckpointSaverHook, hook_state
 from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step, name_of
 from jstep.loop.batch_feeder import BatchFeeder, FetchCounter, copied_batches, make_calls
@@ -95,7 +95,7 @@ class Run:
                     hook_set.hooks,
                     start.step,
                     hook_set.run.sums,
-                    hook_set.run.pending,
+                    hook_set.run.transfers,
                     to_stop=self._signals.to_stop,
                     watch=recorder.watch,
                     on_first=self._times.log if hook_set.logs_lines else lambda: None,
@@ -134,10 +134,10 @@ class Run:
             is_kept = start.saver is not None
             source = open_source(batches, start.step, options.last_step, start.extra, is_kept=is_kept)
             items = self._times.first_of(copied_batches(source, self._fetched))
-        memory.check(hook_set.hooks)
+        hook_state.check_keys(hook_set.hooks)
         done = runner.begin(start.state)
         if start.restored is not None:
-            done = memory.set_states(hook_set.hooks, start.extra.get(HOOKS)) or done
+            done = hook_state.set_states(hook_set.hooks, start.extra.get(HOOKS)) or done
             if hook_set.saving is not None:
                 hook_set.saving.restored(start.restored, start.state)
             done = runner.resume(self._loop) or done

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.checkpoint import Saver
-from jstep.hooks import CheckpointSaverHook, memory
+from jstep.hooks import CheckpointSaverHook, hook_state
 from jstep.state import TrainState
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import SAVING
@@ -99,7 +99,7 @@ class RunSaverHook(CheckpointSaverHook):
         return super().has_saved(step, state) and _as_text(self._remembered()) == self._memory
 
     def _remembered(self) -> dict[str, Any]:
-        states, by = memory.states_of(self._hooks), self._callbacks.stopped_by()
+        states, by = hook_state.get_states(self._hooks), self._callbacks.stopped_by()
         return ({HOOKS: states} if states else {}) | ({STOPPED: by} if by is not None else {})
 
     def _made_extra(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jstep.core.contexts import own_transfers
 from jstep.core.notes import note
 from jstep.distributed import agreement
 from jstep.hooks import CheckpointSaverHook
-from jstep.hooks.skipped import are_bad
+from jstep.hooks.skipped_updates import is_bad_loss
 from jstep.hooks.values import host
 from jstep.loop.run_steps import LoopState
 
@@ -57,7 +57,7 @@ def _saved(
     error: BaseException, loop: LoopState, savers: Sequence[CheckpointSaverHook], skip_metric: str | None
 ) -> str:
     """Saves it, and says what came of it."""
-    if not agreement.is_alone():
+    if not agreement.is_single_process():
         return ", and is not saved: the other processes may be elsewhere"
     if getattr(error, "prevents_saving", False):
         return ", and is not saved"
@@ -82,13 +82,13 @@ def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:
     """
     metrics = loop.metrics if isinstance(loop.metrics, Mapping) else {}
     loss = metrics.get("loss")
-    if loss is None or not (agreement.is_alone() or _is_on_all(loss)):
+    if loss is None or not (agreement.is_single_process() or _is_on_all(loss)):
         return False
     try:
         with own_transfers():
             finite = np.isfinite(host(loss).astype(np.float64))
             skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
-            return bool(np.any(are_bad(finite, skipped)))
+            return bool(np.any(is_bad_loss(finite, skipped)))
     except (TypeError, ValueError):
         return False
     except Exception:  # the device failed: what it was to compute is not there

@@ -14,7 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import own_transfers
-from jstep.distributed.agreement import largest_of_all
+from jstep.distributed.agreement import max_over_processes
 from jstep.weights.dtypes import bits_of, code_of
 from jstep.weights.find import INDEX, local
 from jstep.weights.fit import made_of_ones
@@ -100,7 +100,7 @@ def save_weights(
             failure = error
     if jax.process_count() > 1:
         collections.deque(arrays, maxlen=0)
-        if largest_of_all(np.array([failure is not None])).any() and failure is None:
+        if max_over_processes(np.array([failure is not None])).any() and failure is None:
             raise RuntimeError(f"path={path!r}: process 0 could not save the weights; its error says why")
     if failure is not None:
         raise failure

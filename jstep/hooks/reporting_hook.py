@@ -4,42 +4,47 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jstep.core.checks import as_bool
-from jstep.hooks.cadence import CadencedHook, Every
+from jstep.hooks.async_transfer import PendingScalars, PendingValues, TransferQueue
+from jstep.hooks.cadence import CadencedHook, CadenceTimer
 from jstep.hooks.hook import Metrics, RunInfo
-from jstep.hooks.pending import Pending, Scalars, Values
-from jstep.hooks.sums import Means, Sums
+from jstep.hooks.metric_sums import MetricSums, PendingMeans
 from jstep.hooks.values import scalars
 from jstep.state import TrainState
 
 
-class NumbersHook(CadencedHook):
+class ReportingHook(CadencedHook):
     """Gathers metrics; when due, hands their numbers over as soon as the device has them.
 
     Args:
         cadence: When it is due.
         mean: Whether to hand over means over the steps since the last time, in place of the step's own values.
-        hand_over: Called with a step and its values as Python numbers, in the order of the steps.
+        deliver: Called with a step and its values as Python numbers, in the order of the steps.
         together: As of a `CadencedHook`.
     """
 
     def __init__(
-        self, cadence: Every, mean: Any, hand_over: Callable[[int, dict[str, Any]], None], *, together: bool = False
+        self,
+        cadence: CadenceTimer,
+        mean: Any,
+        deliver: Callable[[int, dict[str, Any]], None],
+        *,
+        together: bool = False,
     ) -> None:
         super().__init__(cadence, together=together)
         self._mean = as_bool(mean, "mean")
-        self._hand_over = hand_over
+        self._deliver = deliver
         self._last = 0
         self._forget()
 
     def _forget(self) -> None:
         """Outside of `train` the hook has to be called after every step, and keeps its own sums and queue."""
-        self._pending, self._sums = Pending(), Sums()
+        self._transfers, self._sums = TransferQueue(), MetricSums()
         self._number = self._sums.subscribe()
 
     def use_run(self, run: RunInfo) -> None:
         """Shares the run's sums and queue."""
         super().use_run(run)
-        self._pending, self._sums = run.pending, run.sums
+        self._transfers, self._sums = run.transfers, run.sums
         if self._mean:
             self._number = self._sums.subscribe()
 
@@ -66,29 +71,29 @@ class NumbersHook(CadencedHook):
         if self.is_due(step):
             self.has_happened()
             self._when_due(step, state, metrics)
-            self._pending.hand_over_ready()
+            self._transfers.deliver_ready()
 
     def after_last(self, step: int, metrics: Metrics) -> None:
         """Hands over the last step, due or not, and what is left."""
         if step > self._last:
             self._hold(step, metrics)
         if self.run is None:
-            self._pending.hand_over_all()
+            self._transfers.deliver_all()
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
         """Hands over what is left."""
-        self._pending.hand_over_all()
+        self._transfers.deliver_all()
         return None
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self._hold(step, metrics)
 
     def _hold(self, step: int, metrics: Metrics) -> None:
-        self._pending.add(step, self._numbers(step, metrics), self._hand_over, self)
+        self._transfers.add(step, self._numbers(step, metrics), self._deliver, self)
 
-    def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> Values:
+    def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
         """The numbers to hand over for a step, which are then no longer gathered."""
         self._last = step
         if not self._mean:
-            return Scalars(scalars(metrics, leave_out))
-        return Means(self._sums.take(self._number), leave_out)
+            return PendingScalars(scalars(metrics, leave_out))
+        return PendingMeans(self._sums.take(self._number), leave_out)

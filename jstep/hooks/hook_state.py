@@ -35,10 +35,10 @@ def own_key(one: Any) -> str | None:
 
 def key_of(one: Any) -> str:
     """A hook's own key, else its class with what it watches: what it is called in logs and checkpoints."""
-    return own_key(one) or _described(one)[0]
+    return own_key(one) or _class_names(one)[0]
 
 
-def _described(one: Any) -> tuple[str, str]:
+def _class_names(one: Any) -> tuple[str, str]:
     """The class of a hook with what it watches, and the full name of the class; a function is its own class."""
     named = one if isinstance(getattr(one, "__qualname__", None), str) else type(one)
     made_by = f"{named.__module__}.{named.__qualname__}"
@@ -47,35 +47,35 @@ def _described(one: Any) -> tuple[str, str]:
 
 
 def _owner(one: Any) -> _Owner:
-    key, (described, made_by) = own_key(one), _described(one)
+    key, (described, made_by) = own_key(one), _class_names(one)
     return _Owner(key or described, made_by, key is not None)
 
 
-def _remembering(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
+def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
     for one in objects:
         if callable(getattr(one, "get_state", None)) and callable(getattr(one, "set_state", None)):
             yield _owner(one), one
 
 
-def check(objects: Iterable[Any], where: str = "hooks") -> None:
+def check_keys(objects: Iterable[Any], where: str = "hooks") -> None:
     """Refuses two with one key.
 
     Raises:
         ValueError: Two of those that remember something were given the same `key`.
     """
     seen: dict[str, Any] = {}
-    for owner, one in _remembering(objects):
+    for owner, one in _stateful(objects):
         if not owner.is_given:
             continue
         if owner.key in seen:
-            both = " and ".join(_described(each)[0] for each in (seen[owner.key], one))
+            both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], one))
             raise ValueError(
                 f"{where}: key={owner.key!r}: must be the key of one, got it for {both}; give each a key of its own"
             )
         seen[owner.key] = one
 
 
-def states_of(objects: Iterable[Any], where: str = "hooks") -> Any:
+def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
     """What each remembers, as a list that JSON can hold; a copy.
 
     Raises:
@@ -83,8 +83,8 @@ def states_of(objects: Iterable[Any], where: str = "hooks") -> Any:
         ValueError: Two have the same key.
     """
     objects = tuple(objects)
-    check(objects, where)
-    return [_record(owner, one, where) for owner, one in _remembering(objects)]
+    check_keys(objects, where)
+    return [_record(owner, one, where) for owner, one in _stateful(objects)]
 
 
 def _record(owner: _Owner, one: Any, where: str) -> dict[str, Any]:
@@ -124,30 +124,30 @@ def _checked(value: Any, where: str, depth: int) -> Any:
     return value
 
 
-def set_states(objects: Iterable[Any], kept: Any, where: str = "hooks") -> bool:
+def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool:
     """Gives each what it remembered; whether one of them wants no further step.
 
     A memory that cannot be given back is a log line: whoever it belonged to is gone, or is another class now, or has
     more or fewer twins.
     """
-    if kept is None:
+    if saved is None:
         return False
-    if not (isinstance(kept, list) and all(map(_is_record, kept))):
-        what = "an older version of jstep" if isinstance(kept, Mapping) else "something else"
+    if not (isinstance(saved, list) and all(map(_is_record, saved))):
+        what = "an older version of jstep" if isinstance(saved, Mapping) else "something else"
         _logger.warning("%s: what the checkpoint remembers of them was written by %s: all start fresh", where, what)
         return False
     here: dict[_Owner, list[Any]] = {}
-    for owner, one in _remembering(objects):
+    for owner, one in _stateful(objects):
         here.setdefault(owner, []).append(one)
     there: dict[_Owner, list[Any]] = {}
-    for record in kept:
+    for record in saved:
         owner = _Owner(record["key"], record["class"], bool(record["is_given"]))
         there.setdefault(owner, []).append(record)
     stop = False
     for owner, records in there.items():
         twins = here.get(owner, [])
         if len(twins) != len(records):
-            _logger.warning("%s: %s", where, _why_not(owner, records, twins, here))
+            _logger.warning("%s: %s", where, _mismatch_reason(owner, records, twins, here))
             continue
         for one, record in _matched(twins, records, where):
             stop = bool(one.set_state(record["state"])) or stop
@@ -160,7 +160,7 @@ def _is_record(record: Any) -> bool:
     return isinstance(record["key"], str) and isinstance(record["class"], str)
 
 
-def _why_not(owner: _Owner, records: Sequence[Any], twins: Sequence[Any], here: Iterable[_Owner]) -> str:
+def _mismatch_reason(owner: _Owner, records: Sequence[Any], twins: Sequence[Any], here: Iterable[_Owner]) -> str:
     if twins:
         return (
             f"the checkpoint remembers {len(records)} of {owner.key}, and there are {len(twins)} now: it cannot be "

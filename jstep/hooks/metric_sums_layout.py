@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.contexts import own_transfers
-from jstep.hooks import sums_program
+from jstep.hooks import metric_sums_program
 from jstep.hooks.hook import Metrics
-from jstep.hooks.sums_program import SKIPS
+from jstep.hooks.metric_sums_program import SKIPS
 from jstep.hooks.values import host, is_number, is_numeric
 
 LOSS = "loss"
@@ -52,12 +52,14 @@ class Layout:
         if loss is None and isinstance(metrics.get(LOSS), jax.Array) and is_numeric(metrics[LOSS]):
             loss = -1  # several numbers a step, or a constant
         self._wanted = [*devices, LOSS] if loss == -1 else devices
-        self._program = sums_program.program(loss, self.names.index(skip) if skip in self.names else None, stacked)
+        self._program = metric_sums_program.program(
+            loss, self.names.index(skip) if skip in self.names else None, stacked
+        )
         self._room = 1 if stacked or loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(devices))))
         values = [metrics[name] for name in self._wanted]
         self._is_global = any(not value.is_fully_addressable for value in values)
         wide = any(value.dtype.itemsize > 4 for value in values if is_numeric(value))
-        rows = sums_program.empty(len(self.names), limits, np.float64 if wide else np.float32)
+        rows = metric_sums_program.empty(len(self.names), limits, np.float64 if wide else np.float32)
         self.sums: Any = None
         if self.names or loss is not None:
             with own_transfers():
@@ -105,11 +107,11 @@ class Layout:
         with own_transfers(), _without_nan_checks():
             self.sums = self._program(self.sums, calls, plain, np.int32(count))
 
-    def go_on_from(self, sums: Any) -> None:
+    def resume_from(self, sums: Any) -> None:
         """Takes over how many steps in a row were skipped."""
         if self.sums is not None:
             with own_transfers(), _without_nan_checks():
-                self.sums = sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
+                self.sums = metric_sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
 
     def take(self, number: int) -> Part | None:
         """What a subscriber has not taken; None where there is nothing."""
@@ -129,7 +131,7 @@ class Layout:
         row: Any = _Nothing()
         if self.sums is not None:
             with own_transfers(), _without_nan_checks():
-                row, self.sums = sums_program.take(self.sums, np.int32(number))
+                row, self.sums = metric_sums_program.take(self.sums, np.int32(number))
         return Part(self.names, self.fixed, self._total - before, row, step_of)
 
 
@@ -155,7 +157,7 @@ class _Nothing:
         return True
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
-        return np.full(sums_program.WATCHED, -1.0)
+        return np.full(metric_sums_program.WATCHED, -1.0)
 
 
 def _here(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.hooks.pending import Scalars, Values
+from jstep.hooks.async_transfer import PendingScalars, PendingValues
 from jstep.hooks.values import is_number
 
 
@@ -37,11 +37,11 @@ class NewResults:
         return found
 
 
-class WithResults:
+class PendingWithResults:
     """Numbers of a step on their way to the host, with results of evaluations behind them."""
 
-    def __init__(self, numbers: Values, results: Mapping[str, Any]) -> None:
-        self._parts = (numbers, Scalars(results))
+    def __init__(self, numbers: PendingValues, results: Mapping[str, Any]) -> None:
+        self._parts = (numbers, PendingScalars(results))
 
     def start(self) -> None:
         """Asks for them, without waiting."""

@@ -15,7 +15,7 @@ def skip_metric_of(train_step: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def are_bad(finite: Any, skipped: Any) -> Any:
+def is_bad_loss(finite: Any, skipped: Any) -> Any:
     """Which steps are past repair, of arrays of NumPy or JAX: not finite, and not skipped.
 
     Args:

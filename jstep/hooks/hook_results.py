@@ -19,11 +19,11 @@ class StopWith:
     state: TrainState
 
 
-def taken_answer(answer: Any, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
+def check_hook_result(result: Any, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
     """What an answer means.
 
     Args:
-        answer: What a hook returned.
+        result: What a hook returned.
         state: The state it was given.
         step: The step of that state.
         by: Who answered, for the error.
@@ -36,21 +36,21 @@ def taken_answer(answer: Any, state: TrainState, step: int, by: str) -> tuple[bo
         TypeError: It is no answer.
         ValueError: The state given back differs from the one it was given in step, structure, shape or dtype.
     """
-    if answer is None:
+    if result is None:
         return False, state
-    if isinstance(answer, bool | np.bool_):
-        return bool(answer), state
-    if isinstance(answer, TrainState):
-        return False, taken_state(answer, state, step, by)
-    if isinstance(answer, StopWith):
-        return True, taken_state(answer.state, state, step, by)
+    if isinstance(result, bool | np.bool_):
+        return bool(result), state
+    if isinstance(result, TrainState):
+        return False, check_returned_state(result, state, step, by)
+    if isinstance(result, StopWith):
+        return True, check_returned_state(result.state, state, step, by)
     raise TypeError(
-        f"{by} returned {kind(answer)}: must be None, True (stop after this step), or a TrainState to go on with"
-        + ("; make a bool of it: bool(…)" if trees.is_array(answer) else "")
+        f"{by} returned {kind(result)}: must be None, True (stop after this step), or a TrainState to go on with"
+        + ("; make a bool of it: bool(…)" if trees.is_array(result) else "")
     )
 
 
-def taken_state(given: TrainState, state: TrainState, step: int, by: str) -> TrainState:
+def check_returned_state(given: TrainState, state: TrainState, step: int, by: str) -> TrainState:
     """A state that somebody gave in the place of another, to go on with: laid out as that one is.
 
     Raises:
@@ -65,17 +65,17 @@ def taken_state(given: TrainState, state: TrainState, step: int, by: str) -> Tra
     leaves: list[Any] = []
     with own_transfers():
         for (path, leaf), (_, was) in zip(new, old, strict=True):
-            leaves.append(_as_was(leaf, was, path, by))
+            leaves.append(_placed_like(leaf, was, path, by))
         if given.global_step is not state.global_step and int(np.asarray(given.global_step)) != step:
             raise ValueError(
                 f"{by} returned a state at step {int(np.asarray(given.global_step))}: must be at step {step}; the run "
                 "alone counts steps"
             )
-        leaves = _apart(leaves)
+        leaves = _without_aliases(leaves)
     return jax.tree.unflatten(trees.structure(state), leaves)
 
 
-def _as_was(leaf: Any, was: Any, path: str, by: str) -> Any:
+def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
     """The leaf as an array that lies as the one it replaces."""
     if leaf is was:
         return leaf
@@ -99,7 +99,7 @@ def _is_committed(leaf: Any) -> bool:
     return bool(getattr(leaf, "committed", True))
 
 
-def _apart(leaves: list[Any]) -> list[Any]:
+def _without_aliases(leaves: list[Any]) -> list[Any]:
     """The leaves with memory of their own: one that stands in two places could not be donated."""
     seen: set[int] = set()
     apart = []

@@ -10,7 +10,7 @@ _logger = logging.getLogger("jstep")
 
 
 @contextlib.contextmanager
-def visible_logging() -> Iterator[None]:
+def log_to_stderr() -> Iterator[None]:
     """Shows what the logger `jstep` says on standard error, where nobody has set up logging for it.
 
     That the root logger has a handler says little: some libraries give it one, for warnings, when first used.
@@ -18,7 +18,7 @@ def visible_logging() -> Iterator[None]:
     if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
         yield
         return
-    handler, level, propagate = _Lines(sys.stderr), _logger.level, _logger.propagate
+    handler, level, propagate = _LineHandler(sys.stderr), _logger.level, _logger.propagate
     _logger.propagate = False  # or the lines come twice where the root logger gets a handler meanwhile
     handler.setFormatter(logging.Formatter("%(message)s"))
     _logger.addHandler(handler)
@@ -31,7 +31,7 @@ def visible_logging() -> Iterator[None]:
         _logger.setLevel(level)
 
 
-class _Lines(logging.StreamHandler[Any]):
+class _LineHandler(logging.StreamHandler[Any]):
     """Writes lines of their own: a progress bar that stands there is drawn again below them.
 
     A file that the root logger writes still gets its warnings.

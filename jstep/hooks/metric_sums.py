@@ -9,9 +9,9 @@ import numpy as np
 
 from jstep.core.contexts import own_transfers
 from jstep.hooks.hook import Metrics
-from jstep.hooks.skipped import SKIPPED, SkipMetric
-from jstep.hooks.sums_layout import LOSS, Layout, Part
-from jstep.hooks.sums_program import BAD, TOO_MANY, VALUE
+from jstep.hooks.metric_sums_layout import LOSS, Layout, Part
+from jstep.hooks.metric_sums_program import BAD, TOO_MANY, VALUE
+from jstep.hooks.skipped_updates import SKIPPED, SkipMetric
 from jstep.hooks.values import host, shown
 
 
@@ -22,7 +22,7 @@ class BadStep(NamedTuple):
     loss: float
 
 
-class Sums:
+class MetricSums:
     """What several hooks want to know of the metrics of all steps of an interval; each has intervals of its own.
 
     A mean is that of the steps that have the metric. A value that is not finite does not count if the update of its
@@ -67,7 +67,7 @@ class Sums:
             if self._last is not None:
                 self._last.flush()
                 if self._last.sums is not None:
-                    layout.go_on_from(self._last.sums)
+                    layout.resume_from(self._last.sums)
             self._last = layout
         layout.add(first, steps, metrics)
 
@@ -131,7 +131,7 @@ class Interval:
         bad = [BadStep(part.step_of(int(row[BAD])), float(row[VALUE])) for part, row in self._rows if row[BAD] >= 0]
         return min(bad, default=None)
 
-    def one_too_many(self) -> int | None:
+    def first_over_limit(self) -> int | None:
         """The step with which too many in a row were skipped; waits."""
         steps = [part.step_of(int(row[TOO_MANY])) for part, row in self._rows if row[TOO_MANY] >= 0]
         return min(steps, default=None)
@@ -142,7 +142,7 @@ class Interval:
             return [(part, host(part.row)) for part in self._parts]
 
 
-class Means:
+class PendingMeans:
     """The means of an interval, in the order in which they are shown, on their way to the host."""
 
     def __init__(self, interval: Interval, leave_out: Collection[str] = ()) -> None:

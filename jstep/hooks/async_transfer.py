@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, Protocol
 
 from jstep.hooks.values import is_ready, read, start_transfer
 
-HandOver = Callable[[int, dict[str, Any]], None]
+Deliver = Callable[[int, dict[str, Any]], None]
 
 
-class Values(Protocol):
+class PendingValues(Protocol):
     """Numbers on their way to the host."""
 
     def start(self) -> None:
@@ -25,7 +25,7 @@ class Values(Protocol):
         ...
 
 
-class Scalars:
+class PendingScalars:
     """The numbers among the metrics of one step."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -46,41 +46,41 @@ class Scalars:
 
 class _Entry(NamedTuple):
     step: int
-    values: Values
-    hand_over: HandOver
+    values: PendingValues
+    deliver: Deliver
     owner: Any
 
 
-class Pending:
+class TransferQueue:
     """A queue from the loop to everybody who reports numbers: one for a run, so that all rows come in its order.
 
     Attributes:
-        culprit: The hook whose `hand_over` raised last; None if none did.
+        failed_owner: The hook whose `deliver` raised last; None if none did.
     """
 
     def __init__(self) -> None:
-        self._held: deque[_Entry] = deque()
-        self.culprit: Any = None
+        self._queue: deque[_Entry] = deque()
+        self.failed_owner: Any = None
 
-    def add(self, step: int, values: Values, hand_over: HandOver, owner: Any) -> None:
+    def add(self, step: int, values: PendingValues, deliver: Deliver, owner: Any) -> None:
         """Takes the values of a step, and starts to fetch them; `hand_over(step, numbers)` gets them."""
         values.start()
-        self._held.append(_Entry(step, values, hand_over, owner))
+        self._queue.append(_Entry(step, values, deliver, owner))
 
-    def hand_over_ready(self) -> None:
+    def deliver_ready(self) -> None:
         """Hands over what is there; what comes behind something that is not there waits with it."""
-        while self._held and self._held[0].values.is_ready():
+        while self._queue and self._queue[0].values.is_ready():
             self._next()
 
-    def hand_over_all(self) -> None:
+    def deliver_all(self) -> None:
         """Hands over everything, and waits for the device."""
-        while self._held:
+        while self._queue:
             self._next()
 
     def _next(self) -> None:
-        entry = self._held.popleft()
+        entry = self._queue.popleft()
         try:
-            entry.hand_over(entry.step, entry.values.read())
+            entry.deliver(entry.step, entry.values.read())
         except BaseException:
-            self.culprit = entry.owner
+            self.failed_owner = entry.owner
             raise

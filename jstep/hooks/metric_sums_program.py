@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.hooks.skipped import are_bad
+from jstep.hooks.skipped_updates import is_bad_loss
 
 WATCHED = 6
 SEEN, BAD, VALUE, SKIPS, LIMIT, TOO_MANY = range(-WATCHED, 0)
@@ -59,7 +59,7 @@ def program(loss: int | None, skip: int | None, stacked: bool) -> Callable[..., 
             total,
             sums[:, m : 2 * m] + (lost + error[None]),
             sums[:, 2 * m : 3 * m] + jnp.sum(used, axis=0).astype(sums.dtype)[None],
-            _watch(sums[:, -WATCHED:], are_bad(finite, skipped) & counts, value.astype(sums.dtype), skipped, count),
+            _watch(sums[:, -WATCHED:], is_bad_loss(finite, skipped) & counts, value.astype(sums.dtype), skipped, count),
         ]
         return jnp.concatenate(parts, axis=1)
 

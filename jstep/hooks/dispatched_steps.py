@@ -36,7 +36,7 @@ class StepWork:
     recomputes: bool = False
 
 
-class Dispatched:
+class DispatchedSteps:
     """Counts the steps of each program of a run: of each stage, length of call, and shapes of the batch.
 
     What a step computes is counted once for each program, after its first call has been handed to the device, from the
