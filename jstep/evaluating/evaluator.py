@@ -15,10 +15,10 @@ from jstep.core.contexts import own_transfers
 from jstep.core.meshes import Attempts, mesh_of, setting
 from jstep.data import BatchSequence
 from jstep.distributed import agreement
-from jstep.evaluating.counted import rows_of
-from jstep.evaluating.objects import Merger, numbers_of_objects
-from jstep.evaluating.passes import Passes
-from jstep.evaluating.rows import placer
+from jstep.evaluating.batch_placement import make_placer
+from jstep.evaluating.evaluation_loop import EvaluationBatches
+from jstep.evaluating.metric_objects import Merger, numbers_of_objects
+from jstep.evaluating.num_examples import num_examples
 from jstep.evaluating.totals import OBJECT, Totals, kinds_of
 from jstep.hooks.interruption import raise_if_stop_requested
 from jstep.optimizers import averaged_params, schedule_free_params
@@ -93,7 +93,7 @@ def evaluator(
     if not isinstance(use_averages, str):
         use_averages = as_bool(use_averages, "use_averages")
     has_model_state = as_bool(has_model_state, "has_model_state")
-    passes, placed = Passes(batches), placer(batch_sharding)
+    passes, placed = EvaluationBatches(batches), make_placer(batch_sharding)
     compute, merge = _Compute(metric_fn), Merger()
 
     def evaluate(state: TrainState) -> dict[str, float]:
@@ -141,7 +141,7 @@ class _Compute:
         def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> dict[str, Any]:
             def checked(params: tuple[Any, ...], args: tuple[Any, ...]) -> dict[str, Any]:
                 found = metric_fn(*params, *args)
-                self.names = tuple(kinds_of(found, rows_of(args)))
+                self.names = tuple(kinds_of(found, num_examples(args)))
                 return dict(found)
 
             return attempts(checked, params, args)

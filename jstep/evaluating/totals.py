@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core.checks import kind
 from jstep.core.contexts import own_transfers
-from jstep.evaluating.objects import is_object
+from jstep.evaluating.metric_objects import is_object
 
 PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
 

@@ -9,14 +9,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jstep.core.contexts import own_transfers
-from jstep.evaluating.counted import rows_of
+from jstep.evaluating.num_examples import num_examples
 from jstep.sharding.of_batches import fitting
 
 _ENDED, _FAILED, _GLOBAL = -1, -2, -3
 
 
-def together(
-    batches: Iterator[tuple[Any, ...]], each_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+def synchronized_batches(
+    batches: Iterator[tuple[Any, ...]], leaf_shardings: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 ) -> Iterator[tuple[Any, ...]]:
     """Global arrays of each process's own rows, batch by batch, until all processes have ended.
 
@@ -24,7 +24,7 @@ def together(
 
     Args:
         batches: The arguments of this process.
-        each_of: A sharding for each leaf of some arguments.
+        leaf_shardings: A sharding for each leaf of some arguments.
 
     Raises:
         RuntimeError: Another process failed.
@@ -39,7 +39,7 @@ def together(
             mine = _ENDED if args is None else _rows(args)
         except Exception as error:
             failure, mine = error, _FAILED
-        counts = _told(mine)
+        counts = _gather_count(mine)
         if failure is not None:
             raise failure
         if (counts == _FAILED).any():
@@ -55,7 +55,7 @@ def together(
         last = args
         if not (counts == _GLOBAL).any():
             with own_transfers():
-                args = _laid(args, np.maximum(counts, 0), each_of(args))
+                args = _place_rows(args, np.maximum(counts, 0), leaf_shardings(args))
         yield args
 
 
@@ -63,18 +63,18 @@ def _rows(args: tuple[Any, ...]) -> int:
     leaves = jax.tree.leaves(args)
     if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
         return _GLOBAL
-    rows = rows_of(args) if any(map(np.ndim, leaves)) else 0
+    rows = num_examples(args) if any(map(np.ndim, leaves)) else 0
     if isinstance(rows, str):
         raise ValueError(f"batches: {rows}")
     return rows
 
 
-def _told(number: int) -> np.ndarray[Any, Any]:
+def _gather_count(number: int) -> np.ndarray[Any, Any]:
     with own_transfers():
         return np.asarray(multihost_utils.process_allgather(np.array([number], np.int32))).reshape(-1)
 
 
-def _laid(args: tuple[Any, ...], counts: np.ndarray[Any, Any], each: tuple[Any, ...]) -> tuple[Any, ...]:
+def _place_rows(args: tuple[Any, ...], counts: np.ndarray[Any, Any], each: tuple[Any, ...]) -> tuple[Any, ...]:
     def leaf(rows: Any, sharding: Any) -> Any:
         if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
             return jax.device_put(rows, sharding)
@@ -84,7 +84,7 @@ def _laid(args: tuple[Any, ...], counts: np.ndarray[Any, Any], each: tuple[Any, 
             shape = (int(counts[0]) * len(owners), *rows.shape[1:])
             if fitting(sharding, shape).spec == sharding.spec and counts[0]:
                 return jax.make_array_from_process_local_data(sharding, rows)
-        whole = _gathered(rows, counts, owners) if np.ndim(rows) else rows
+        whole = _gather_rows(rows, counts, owners) if np.ndim(rows) else rows
         place = fitting(sharding, whole.shape)
         return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
 
@@ -105,7 +105,7 @@ def _owners(sharding: NamedSharding) -> list[int]:
     return [first_of[starts] for starts in sorted(first_of)]
 
 
-def _gathered(rows: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], owners: list[int]) -> np.ndarray[Any, Any]:
+def _gather_rows(rows: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], owners: list[int]) -> np.ndarray[Any, Any]:
     """The rows of all processes, as bytes, which no conversion changes."""
     rows = np.ascontiguousarray(rows, jax.dtypes.canonicalize_dtype(rows.dtype))
     most, tail = int(counts.max()), rows.shape[1:]

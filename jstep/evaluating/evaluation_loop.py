@@ -18,7 +18,7 @@ _ENDLESS = "to evaluate is to go through all of it; give batches that end, such 
 _ENDLESS += "shuffle=False, drop_remainder=False)"
 
 
-class Passes:
+class EvaluationBatches:
     """Passes over the batches of an evaluation.
 
     Args:

@@ -7,7 +7,7 @@ import numpy as np
 from jstep.core import trees
 
 
-def rows_of(args: Any) -> int | str:
+def num_examples(args: Any) -> int | str:
     """The leading axis that all arrays among the arguments have; in words, why there is no such number."""
     sizes: dict[int, str] = {}
     for path, leaf in trees.leaves_with_paths(args):

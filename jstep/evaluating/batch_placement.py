@@ -10,19 +10,19 @@ from jax.sharding import Sharding
 from jstep.core.contexts import own_transfers
 from jstep.data.placement import copied, placement
 from jstep.distributed import agreement
-from jstep.evaluating import processes
-from jstep.evaluating.counted import rows_of
+from jstep.evaluating import synchronized_batches
+from jstep.evaluating.num_examples import num_examples
 from jstep.sharding.of_batches import fitting, named
 
 
-class Placed(NamedTuple):
+class PlacedBatch(NamedTuple):
     """The arguments of a batch where they are computed with, and the number of examples, or why it is not known."""
 
     args: tuple[Any, ...]
     rows: int | str
 
 
-def placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Placed]]:
+def make_placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[PlacedBatch]]:
     """The function that lays batches where they are computed with.
 
     Rows that do not divide over the devices are laid on all of them: their metrics are those of the batch as it is,
@@ -40,34 +40,36 @@ def placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Placed]]:
             raise type(error)(f"batch_{error}") from None
         shardings = named(batch_sharding)
 
-    def placed(batches: Iterable[Any]) -> Iterator[Placed]:
+    def placed(batches: Iterable[Any]) -> Iterator[PlacedBatch]:
         if shardings is not None and not agreement.is_single_process():
-            for args in processes.together(map(_as_args, batches), lambda args: each_of(shardings, args)):
-                yield Placed(args, rows_of(args))
+            for args in synchronized_batches.synchronized_batches(
+                map(_as_args, batches), lambda args: leaf_shardings(shardings, args)
+            ):
+                yield PlacedBatch(args, num_examples(args))
             return
         for batch in batches:
             args = _as_args(batch)
-            rows = rows_of(args)
+            rows = num_examples(args)
             with own_transfers():  # and out of it again: what is done with them is not jstep's own
-                laid = _laid(args, shardings)
-            yield Placed(laid, rows)
+                placed_args = _placed(args, shardings)
+            yield PlacedBatch(placed_args, rows)
 
     return placed
 
 
-def each_of(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def leaf_shardings(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A sharding for each leaf of the arguments; a tree of them is a prefix of the batch."""
     batch = args if isinstance(shardings, tuple) or len(args) != 1 else args[0]
     each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
     return each if batch is args else (each,)
 
 
-def _laid(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
+def _placed(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
     if shardings is not None:
         return jax.tree.map(
             lambda leaf, sharding: jax.device_put(leaf, fitting(sharding, np.shape(leaf))),
             args,
-            each_of(shardings, args),
+            leaf_shardings(shardings, args),
         )
     if not agreement.is_single_process():
         return args  # the same on all processes, or global already
