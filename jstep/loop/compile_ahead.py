@@ -14,7 +14,7 @@ from jstep.loop.background_compiler import BackgroundCompiler, CompileJob, shape
 from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.sources import Source
 from jstep.loop.stages import Segment, StageBoundaries
-from jstep.loop.start_times import FirstBatch, StartTimes, first_call_steps
+from jstep.loop.start_times import FirstBatch, StartTimes, first_call_steps, interruptible
 from jstep.loop.trace_step import trace_step
 from jstep.sharding.of_batches import named
 from jstep.state import TrainState
@@ -114,11 +114,17 @@ def compile_first_program(
     closed = threading.Event()
 
     def make(state: Any, _: tuple[Any, ...]) -> bool:
-        batch = shapes() if shapes is not None and batch_sharding is None else first.peek(closed.is_set)
-        if batch is None:
-            return False
-        args = _shapes_as_args(batch, batch_sharding)
-        del batch
+        try:
+            if shapes is not None and batch_sharding is None:
+                batch = interruptible(shapes, closed.is_set)
+            else:
+                batch = first.peek(closed.is_set)
+            if batch is None:
+                return False
+            args = _shapes_as_args(batch, batch_sharding)
+            del batch
+        finally:
+            first.forget()
         with times.compiling(), setting(mesh_of(state)):
             trace_step(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
         return True

@@ -97,7 +97,9 @@ def overlap_start(
         times,
         stopping,
     )
-    if programs.first_compiler is not None:
+    if programs.first_compiler is None:
+        first.forget()
+    else:
         stack.callback(programs.first_compiler.close)
         programs.first_compiler.begin(shapes_of(state))
     return OverlappedStart(source, first)
