@@ -16,7 +16,7 @@ from jstep.checkpoint.format.match import Match, Names, check_averages, listing,
 from jstep.checkpoint.format.match_params import PARAMS, match_params
 from jstep.checkpoint.store.protocol import DamagedError, Store
 from jstep.core import trees
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 
 _TRIES = 10  # a writer beside us evicts a checkpoint at each of its saves, and a read takes no longer than a few
 _logger = logging.getLogger("jstep")
@@ -45,7 +45,7 @@ class Reader:
             if target is None:
                 return self._looked_at(path, manifest, averages)
             found = match(target, manifest.leaves, averages, partial, names, path, manifest.left_out)
-            with own_transfers():
+            with internal_transfers():
                 values = self._filled(path, manifest, found)
             self._mention(path, manifest.step, target, found, values)
             self._compare(path, found, values)
@@ -61,7 +61,7 @@ class Reader:
             if averages is not None:
                 check_averages(averages, manifest.leaves, path)
             found = match_params(target, manifest, averages, names, path)
-            with own_transfers():
+            with internal_transfers():
                 values = self._filled(path, manifest, found)
             self._compare(path, found, values)
             return jax.tree.unflatten(trees.structure(target), values)[PARAMS]
@@ -145,7 +145,7 @@ class Reader:
 
     def _compare(self, path: str, found: Match, values: Sequence[Any]) -> None:
         """Warns of leaves that were left out of the checkpoint and have other values in the target."""
-        with own_transfers():
+        with internal_transfers():
             pairs = zip(found.wanted, values, strict=True)
             changed = left_out.changed((one.left_out, value) for one, value in pairs if one.left_out is not None)
         if changed:

@@ -13,7 +13,7 @@ from jstep.checkpoint.retention import Keeper
 from jstep.checkpoint.stage import Stage
 from jstep.checkpoint.step_of import step_of
 from jstep.checkpoint.store.protocol import Store
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList
 
 
@@ -67,7 +67,7 @@ class Writer:
             TypeError: A leaf of the state cannot be saved (names it).
             ValueError: A leaf was donated (names it), or the state has no step.
         """
-        with own_transfers():
+        with internal_transfers():
             return self._save(state, step, saved_at, extra)
 
     def _save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:

@@ -100,7 +100,7 @@ class Thread(threading.Thread):
             contexts.run(super().run)
 
 
-def own_transfers() -> contextlib.AbstractContextManager[object]:
+def internal_transfers() -> contextlib.AbstractContextManager[object]:
     """The context for transfers of jstep's own, between host and devices or devices: no guard of the caller stops them.
 
     For transfers alone: a user's function that is called inside would not see its guard. It costs almost nothing when

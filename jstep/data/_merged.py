@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.trees import flatten, leaves_with_paths, quoted, structure
 from jstep.data._permutation import Rows
 
@@ -64,7 +64,7 @@ def merge(parts: Sequence[Any], indices: Sequence[Rows]) -> Any:
 
 
 def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Rows]) -> Any:
-    with own_transfers():
+    with internal_transfers():
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]
         arrays = [np.asarray(leaf) for leaf in leaves]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.meshes import explicit_mesh, in_auto_axes, like, spec_of
+from jstep.core.meshes import explicit_mesh, sharded_like, spec_of, without_explicit_axes
 from jstep.core.types import Array
 
 
@@ -32,7 +32,7 @@ class Tables:
         """Forgets the leaves: they are tracers, which nothing may hold when the loss is traced."""
         self._leaves, self._places = [], {}
 
-    def place_of(self, table: Any) -> int | None:
+    def index_of(self, table: Any) -> int | None:
         """The place of a table among the leaves; None for anything else, and under another transformation."""
         return self._places.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
@@ -58,7 +58,9 @@ class Tables:
         taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
         if not taken:
             return dense
-        return in_auto_axes(functools.partial(_joined, self._shapes[place]), taken, dense, place=like(dense))
+        return without_explicit_axes(
+            functools.partial(_joined, self._shapes[place]), taken, dense, place=sharded_like(dense)
+        )
 
 
 def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Array | None) -> Any:
@@ -131,7 +133,7 @@ def lookup(table: Any, ids: Any) -> Array:
     if not (trees.is_array(table) or isinstance(table, list | tuple)):
         raise TypeError(f"table: must be an array of rows, got {kind(table)}")
     found = _active.get()
-    place = None if found is None else found.place_of(table)
+    place = None if found is None else found.index_of(table)
     table, ids = jnp.asarray(table), jnp.asarray(ids)
     if table.ndim == 0:
         raise ValueError("table: must have rows, got a scalar")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 
 # JAX counts the calls of its own synchronization point for the whole life of a process.
 _calls = itertools.count(1)
@@ -77,13 +77,13 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 def max_over_processes(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The largest of what the processes give, element by element; to be called by all of them, and a wait for all."""
-    with own_transfers():
+    with internal_transfers():
         return np.asarray(multihost_utils.process_allgather(mine)).max(axis=0)
 
 
 def _of_process_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array that process 0 gives, on every process; no guard of the caller's stops it."""
-    with own_transfers():
+    with internal_transfers():
         return np.asarray(multihost_utils.broadcast_one_to_all(mine))
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.data.placement import copied, placement
 from jstep.distributed import agreement
 from jstep.evaluating import synchronized_batches
@@ -50,7 +50,7 @@ def make_placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Place
         for batch in batches:
             args = _as_args(batch)
             rows = num_examples(args)
-            with own_transfers():  # and out of it again: what is done with them is not jstep's own
+            with internal_transfers():  # and out of it again: what is done with them is not jstep's own
                 placed_args = _placed(args, shardings)
             yield PlacedBatch(placed_args, rows)
 

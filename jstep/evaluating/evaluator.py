@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_bool, as_function
 from jstep.core.compile_only import refuse_shapes
-from jstep.core.contexts import own_transfers
-from jstep.core.meshes import Attempts, mesh_of, setting
+from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import Attempts, mesh_of, using_mesh
 from jstep.data import BatchSequence
 from jstep.distributed import agreement
 from jstep.evaluating.batch_placement import make_placer
@@ -112,7 +112,7 @@ def evaluator(
             # Else the processes may have different numbers of batches.
             if mesh is not None or agreement.is_single_process():
                 raise_if_stop_requested()
-            with setting(mesh_of((params, args))):
+            with using_mesh(mesh_of((params, args))):
                 values, kinds = compute(params, args, rows, mesh)
                 found = {name: value for name, value in values.items() if kinds[name] == OBJECT}
                 objects = merge(objects, found, mesh)
@@ -121,7 +121,7 @@ def evaluator(
                 totals.add(*pending.popleft())
         while pending:
             totals.add(*pending.popleft())
-        with setting(mesh_of(objects)):
+        with using_mesh(mesh_of(objects)):
             computed = numbers_of_objects(objects)
         return _in_order(totals.means(), computed, compute.names)
 
@@ -158,10 +158,10 @@ class _Compute:
             everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
             self._jitted[mesh] = jax.jit(self._compute, out_shardings=everywhere)
         # On several processes NumPy arrays, the same on all, become global ones here.
-        with contextlib.nullcontext() if mesh is None else own_transfers():
+        with contextlib.nullcontext() if mesh is None else internal_transfers():
             values = self._jitted[mesh](params, args)
         kinds = kinds_of(values, rows)
-        with own_transfers():
+        with internal_transfers():
             for leaf in jax.tree.leaves({name: value for name, value in values.items() if kinds[name] != OBJECT}):
                 if isinstance(leaf, jax.Array):
                     leaf.copy_to_host_async()
@@ -198,7 +198,7 @@ def _params_of(state: TrainState, use_averages: bool | str) -> Any:
     if use_averages is False:
         return state.params
     name = NAME if use_averages is True else use_averages
-    with own_transfers():
+    with internal_transfers():
         if use_averages is True and name not in state.slots:
             free = _schedule_free(state)
             if free is not None:

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import kind
-from jstep.core.contexts import own_transfers
-from jstep.core.meshes import in_auto_axes
+from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import without_explicit_axes
 from jstep.hooks.values import host, is_number
 
 _METHODS = ("merge", "compute")
@@ -65,7 +65,7 @@ class Merger:
 
                 # Not one for all evaluators: JAX takes classes of the same fields for the same.
                 def merged_of(totals: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-                    return in_auto_axes(_all_merged, totals, objects)
+                    return without_explicit_axes(_all_merged, totals, objects)
 
                 self._jitted[mesh] = jax.jit(merged_of, out_shardings=everywhere)
             merged = self._jitted[mesh](common, {name: objects[name] for name in common})
@@ -131,6 +131,6 @@ def _numbers(name: str, computed: Any) -> dict[str, float]:
                 f"metric_fn: the metric {name!r}: compute returned {kind(value)}{at}: must be a number, or a dict of "
                 "numbers"
             )
-        with own_transfers():
+        with internal_transfers():
             found[name if key is None else f"{name}/{key}"] = float(host(value))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_int, as_number, as_text
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.evaluating.scores import (
     as_count,
     checked_key,
@@ -127,7 +127,7 @@ class ReduceOnPlateau:
             KeyError: The state holds no such hyperparameter; names those it does.
         """
         self._forget()
-        with own_transfers():
+        with internal_transfers():
             get_hyperparameter(state, self._name)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
@@ -147,7 +147,7 @@ class ReduceOnPlateau:
         if self.bad <= self._patience:
             return None
         self.bad, self._cooling = 0, self._cooldown
-        with own_transfers():
+        with internal_transfers():
             old = get_hyperparameter(state, self._name)
             new = max(old * self._factor, self._min_value)
             if old - new <= _EPSILON:

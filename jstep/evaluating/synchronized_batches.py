@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.evaluating.num_examples import num_examples
 from jstep.sharding.of_batches import fitting
 
@@ -54,7 +54,7 @@ def synchronized_batches(
             raise ValueError("batches: another process has no batch at all; give each process a part")
         last = args
         if not (counts == _GLOBAL).any():
-            with own_transfers():
+            with internal_transfers():
                 args = _place_rows(args, np.maximum(counts, 0), leaf_shardings(args))
         yield args
 
@@ -70,7 +70,7 @@ def _rows(args: tuple[Any, ...]) -> int:
 
 
 def _gather_count(number: int) -> np.ndarray[Any, Any]:
-    with own_transfers():
+    with internal_transfers():
         return np.asarray(multihost_utils.process_allgather(np.array([number], np.int32))).reshape(-1)
 
 

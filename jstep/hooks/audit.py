@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jstep.core.checks import as_int, one_of
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.notes import note
 from jstep.core.trees import is_array
 from jstep.fingerprints.by_device import by_device
@@ -141,7 +141,7 @@ def _kept(step: Any, state: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any,
 
 def _copied(tree: Any) -> Any:
     """Copies that are sharded, and compiled for, as the originals."""
-    with own_transfers():
+    with internal_transfers():
         return jax.tree.map(_copy, tree)
 
 

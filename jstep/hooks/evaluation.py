@@ -10,7 +10,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.distributed import agreement
 from jstep.hooks.cadence import CadencedHook, cadence
 from jstep.hooks.callbacks import Callbacks, EvaluationCallback
@@ -232,7 +232,7 @@ class EvaluationHook(CadencedHook):
         if jax.process_index() == 0:
             _logger.info("step %d  %s", step, text(named))
         if self._writer is not None:
-            with own_transfers():
+            with internal_transfers():
                 for name, value in named.items():
                     self._writer.add_summary(scalar(name, value), step)
         # A finished run that is started again evaluates its last state once more; it is no second evaluation.

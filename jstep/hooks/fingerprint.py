@@ -42,7 +42,7 @@ class _Pending(NamedTuple):
 
     def words(self) -> np.ndarray[Any, Any]:
         found = np.zeros((len(self.paths), 2), np.uint32)
-        with contexts.own_transfers():
+        with contexts.internal_transfers():
             for numbers, part in self.parts:
                 found[numbers] = np.asarray(part)
         return found

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.state import TrainState, global_step
 
 NEVER = 2**63
@@ -112,7 +112,7 @@ def name_of(hook: Any) -> str:
 
 def check_step(step: int, state: TrainState) -> None:
     """Refuses a state that is not where the loop is; waits for the device."""
-    with own_transfers():
+    with internal_transfers():
         found = global_step(state)
     if found != step:
         raise ValueError(

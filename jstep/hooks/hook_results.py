@@ -8,7 +8,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.state import TrainState
 
 
@@ -63,7 +63,7 @@ def check_returned_state(given: TrainState, state: TrainState, step: int, by: st
     if trees.structure(given) != trees.structure(state):
         raise ValueError(f"{by} returned a state of another structure{_difference(new, old)}")
     leaves: list[Any] = []
-    with own_transfers():
+    with internal_transfers():
         for (path, leaf), (_, was) in zip(new, old, strict=True):
             leaves.append(_placed_like(leaf, was, path, by))
         if given.global_step is not state.global_step and int(np.asarray(given.global_step)) != step:

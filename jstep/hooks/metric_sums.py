@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums_layout import LOSS, Layout, Part
 from jstep.hooks.metric_sums_program import BAD, TOO_MANY, VALUE
@@ -138,7 +138,7 @@ class Interval:
 
     @functools.cached_property
     def _rows(self) -> list[tuple[Part, Any]]:
-        with own_transfers():
+        with internal_transfers():
             return [(part, host(part.row)) for part in self._parts]
 
 

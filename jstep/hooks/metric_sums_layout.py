@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.hooks import metric_sums_program
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums_program import SKIPS
@@ -62,7 +62,7 @@ class Layout:
         rows = metric_sums_program.empty(len(self.names), limits, np.float64 if wide else np.float32)
         self.sums: Any = None
         if self.names or loss is not None:
-            with own_transfers():
+            with internal_transfers():
                 self.sums = jax.device_put(rows, _beside(values, self._is_global))
         self._held: list[tuple[list[Any], int]] = []
         self._halves: list[Any] = []
@@ -104,13 +104,13 @@ class Layout:
         self._held, self._halves = [], []
         calls += calls[-1:] * missing  # one program, however many there are
         plain = np.concatenate(halves + halves[-1:] * missing, axis=1) if halves else None
-        with own_transfers(), _without_nan_checks():
+        with internal_transfers(), _without_nan_checks():
             self.sums = self._program(self.sums, calls, plain, np.int32(count))
 
     def resume_from(self, sums: Any) -> None:
         """Takes over how many steps in a row were skipped."""
         if self.sums is not None:
-            with own_transfers(), _without_nan_checks():
+            with internal_transfers(), _without_nan_checks():
                 self.sums = metric_sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
 
     def take(self, number: int) -> Part | None:
@@ -130,7 +130,7 @@ class Layout:
 
         row: Any = _Nothing()
         if self.sums is not None:
-            with own_transfers(), _without_nan_checks():
+            with internal_transfers(), _without_nan_checks():
                 row, self.sums = metric_sums_program.take(self.sums, np.int32(number))
         return Part(self.names, self.fixed, self._total - before, row, step_of)
 

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from jstep.core.checks import as_bool, as_int
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.metric_sums import BadStep, Interval, MetricSums
 from jstep.hooks.metric_sums_layout import LOSS
@@ -77,7 +77,7 @@ class NanLossHook(RunHook):
         if self.run is None:
             self._forget()
         self._held = None
-        with own_transfers():
+        with internal_transfers():
             self._looked, self._bad, self._over = global_step(state), False, False
 
     def close(self) -> None:

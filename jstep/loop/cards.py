@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jstep.core.contexts import Thread
-from jstep.core.meshes import mesh_of, setting
+from jstep.core.meshes import mesh_of, using_mesh
 from jstep.loop.card import card, program_card, trace_of
 from jstep.loop.options import Options
 from jstep.loop.restore_or_init import RunStart
@@ -58,7 +58,7 @@ class Cards:
         if not isinstance(state, TrainState):
             return  # which the run refuses
         try:
-            with setting(mesh_of((state, args))):
+            with using_mesh(mesh_of((state, args))):
                 traced = trace_of(step, state, args)
             constants = _constants(step, metrics)
         except Exception as error:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.meshes import mesh_of, setting
+from jstep.core.meshes import mesh_of, using_mesh
 from jstep.data.placement import copied, placement
 from jstep.loop.background_compiler import BackgroundCompiler, CompileJob, shapes_of, stacked_shapes
 from jstep.loop.programs import Programs, is_compiled
@@ -125,7 +125,7 @@ def compile_first_program(
             del batch
         finally:
             first.forget()
-        with times.compiling(), setting(mesh_of(state)):
+        with times.compiling(), using_mesh(mesh_of(state)):
             trace_step(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
         return True
 
@@ -182,7 +182,7 @@ def _compile(
     # A hook that is due in between makes calls of one step, in each stage alike.
     one = steps_per_call == 1 or not many or rest > 0 or programs.takes_single_steps
     made = False
-    with setting(mesh_of(state)):
+    with using_mesh(mesh_of(state)):
         if many and steps_per_call > 1:
             step = programs.of_stage(segment.stage, stacked=True)
             made = _compiled(programs, segment, step, state, stacked_shapes(args, steps_per_call), steps_per_call)

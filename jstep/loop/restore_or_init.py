@@ -12,7 +12,7 @@ import numpy as np
 from jstep.checkpoint import Saver, checkpoint_name
 from jstep.checkpoint.format import left_out
 from jstep.core import trees
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.notes import note
 from jstep.hooks.values import read
 from jstep.loop.checks import check_alive
@@ -108,7 +108,7 @@ def restore_or_init(checkpoints: CheckpointInfo, state: TrainState) -> RunStart:
     if saver is None:
         return RunStart(_step_of(state), state, None, None, {}, {})
     try:
-        with own_transfers():
+        with internal_transfers():
             # Not that of the latest step that looks whole: a newest one that is damaged is an error.
             state = saver.restore(state)
     except FileNotFoundError:
@@ -170,7 +170,7 @@ def _say_what_is_dropped(given: int | None, held: dict[str, float], restored: in
 
 
 def _step_of(state: TrainState) -> int:
-    with own_transfers():
+    with internal_transfers():
         return global_step(state)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.checkpoint import checkpoint_name
 from jstep.core import trees
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.notes import note
 from jstep.distributed import agreement
 from jstep.hooks import CheckpointSaverHook
@@ -85,7 +85,7 @@ def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:
     if loss is None or not (agreement.is_single_process() or _is_on_all(loss)):
         return False
     try:
-        with own_transfers():
+        with internal_transfers():
             finite = np.isfinite(host(loss).astype(np.float64))
             skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
             return bool(np.any(is_bad_loss(finite, skipped)))

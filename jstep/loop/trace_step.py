@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jstep.core.meshes import mesh_of, setting
+from jstep.core.meshes import mesh_of, using_mesh
 from jstep.training import TrainStep
 
 
@@ -21,5 +21,5 @@ def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
         return step.traced_call(state, *args)
     if not hasattr(step, "trace"):
         return None
-    with setting(mesh_of((state, args))):
+    with using_mesh(mesh_of((state, args))):
         return step.trace(state, *args)

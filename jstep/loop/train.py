@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import Saver
-from jstep.core.meshes import instead_of_another, mesh_of
+from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.hooks.log_handler import log_to_stderr
 from jstep.loop.checks import check
 from jstep.loop.compile_cache import persistent_cache
@@ -121,5 +121,5 @@ def train(
         jax.devices()
     log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # If another mesh is set, hooks and evaluations compute with that of the state all the same.
-    with instead_of_another(mesh_of(state)), log, persistent_cache(options.cache_directory):
+    with overriding_mesh(mesh_of(state)), log, persistent_cache(options.cache_directory):
         return Run(options, stages, state, times).go(batches)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.ordering import made_first, ordered_after
+from jstep.core.execution_order import compute_first, ordered_after
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.apply_updates import apply_updates, ordered_outside
 from jstep.optimizers.names import AGES, Role, roles_of
@@ -45,7 +45,7 @@ def chosen_update(
         updates, new_slots = updated(optimizer, updates, slots, params, step, context)
     updates = jax.tree.map(lambda u: _zero_unless(chosen, u), updates)
     # The parameters first, while the old slots are still there: see ordered_after.
-    (moved,) = made_first(apply_updates(params, updates))
+    (moved,) = compute_first(apply_updates(params, updates))
 
     def slot(name: str, new: Any) -> Any:
         role, old = roles.get(name), slots[name]

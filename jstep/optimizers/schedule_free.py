@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.execution_order import compute_first
 from jstep.core.memory import on_devices
 from jstep.core.meshes import on_any_mesh
-from jstep.core.ordering import made_first
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
@@ -169,9 +169,9 @@ def sgd_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Arr
 def adamw_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update, z and second moment."""
     # The direction is made twice, for z and for y, rather than kept in between: z first, y of the new z.
-    v, g, p = made_first(average(slots["v"], g * g, h["beta2"]), g, p)
+    v, g, p = compute_first(average(slots["v"], g * g, h["beta2"]), g, p)
     z = slots["z"] - h["learning_rate"] * adamw_direction(g, v, p, h)
-    z, v, g, p = made_first(z, v, g, p)
+    z, v, g, p = compute_first(z, v, g, p)
     return h["c"] * (z - p) - h["of_u"] * adamw_direction(g, v, p, h), {"z": z, "v": v}
 
 

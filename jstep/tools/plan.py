@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core import html
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.types import Optimizer, Schedule
 from jstep.loop.checks import list_of_hooks
 from jstep.tools import due as _due
@@ -226,7 +226,7 @@ def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, 
     """The values at each step, computed as a compiled step computes them; by the host where they cannot be traced."""
     compiled = jax.jit(lambda step: {name: jnp.asarray(value) for name, value in function(step).items()})
     try:
-        with own_transfers():
+        with internal_transfers():
             rows = jax.device_get([compiled(np.asarray(step, dtype)) for step in steps])
     except jax.errors.ConcretizationTypeError:
         rows = [{name: np.asarray(value) for name, value in function(int(step)).items()} for step in steps]

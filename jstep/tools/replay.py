@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_int, shown
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.loop.batch_feeder import Call, copied_batches, make_calls
 from jstep.loop.checks import check, check_alive
 from jstep.loop.options import check_places
@@ -116,7 +116,7 @@ def replay(
     last = next(make_calls(items, step, None, batch_sharding, on_device=programs.on_device), None)
     if last is None:
         raise _too_few(step, step)
-    with own_transfers():
+    with internal_transfers():
         arrived = global_step(state)
     if arrived != step:
         raise ValueError(
@@ -135,11 +135,11 @@ def _begun(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tu
             there = saver.all_steps()
             before = [one for one in there if one <= step]
             if before:
-                with own_transfers():
+                with internal_transfers():
                     state = saver.restore(state, step=before[-1])
                     kept = saver.extra(before[-1])
                 return before[-1], state, saved_position(kept) if isinstance(kept, dict) else None
-    with own_transfers():
+    with internal_transfers():
         start = global_step(state) if not _donated(state) else None
     if start is None or start > step:
         where = "no checkpoint_dir was given" if checkpoint_dir is None else f"{os.fspath(_directory(checkpoint_dir))} "

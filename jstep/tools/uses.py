@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.extend import core
 
+from jstep.core.operations import MOVES, Operation, Subprogram, body_of
 from jstep.core.scans import counts_of
-from jstep.core.sites import MOVES, Body, Site, body_of
 
 _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
 """Operations whose result is a copy or a part of an operand, which is used by whatever takes the result."""
@@ -44,47 +44,47 @@ class _Counter:
         self.sizes = sizes
         self.uses = [0.0] * len(sizes)
 
-    def run(self, body: Body, given: Sequence[_Sources], times: float) -> list[_Sources]:
+    def run(self, body: Subprogram, given: Sequence[_Sources], times: float) -> list[_Sources]:
         """Counts the uses in a program whose arguments are parts of some sources; of which its results are parts."""
         env: dict[Any, _Sources] = dict(zip(body.jaxpr.invars, given, strict=True))
 
         def sources(atom: Any) -> _Sources:
             return frozenset() if isinstance(atom, core.Literal) else env.get(atom, frozenset())
 
-        for site in body.sites:
-            taken = [sources(atom) for atom in site.eqn.invars]
+        for operation in body.operations:
+            taken = [sources(atom) for atom in operation.eqn.invars]
             if any(taken):
-                results = self._site(site, taken, times)
-                env.update(zip(site.eqn.outvars, results, strict=True))
+                results = self._site(operation, taken, times)
+                env.update(zip(operation.eqn.outvars, results, strict=True))
         return [sources(atom) for atom in body.jaxpr.outvars]
 
-    def _site(self, site: Site, taken: list[_Sources], times: float) -> list[_Sources]:
-        nothing: list[_Sources] = [frozenset()] * len(site.eqn.outvars)
-        if site.kind in _LOOPS:
-            return self._loop(site, taken, times)
-        if site.kind == "cond":
-            branches = [self.run(body, taken[1:], times) for body in site.bodies]
+    def _site(self, operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
+        nothing: list[_Sources] = [frozenset()] * len(operation.eqn.outvars)
+        if operation.kind in _LOOPS:
+            return self._loop(operation, taken, times)
+        if operation.kind == "cond":
+            branches = [self.run(body, taken[1:], times) for body in operation.bodies]
             return [frozenset().union(*results) for results in zip(*branches, strict=True)]
-        if site.kind in ("call", "shard_map"):
-            return self.run(site.bodies[0], taken, times)
-        if site.eqn.primitive.name in _PARTS:
-            return [frozenset().union(*taken)] * len(site.eqn.outvars)
-        opaque = any(map(_holds_program, site.eqn.params.values()))
-        for atom, found in zip(site.eqn.invars, taken, strict=True):
+        if operation.kind in ("call", "shard_map"):
+            return self.run(operation.bodies[0], taken, times)
+        if operation.eqn.primitive.name in _PARTS:
+            return [frozenset().union(*taken)] * len(operation.eqn.outvars)
+        opaque = any(map(_holds_program, operation.eqn.params.values()))
+        for atom, found in zip(operation.eqn.invars, taken, strict=True):
             for source in found:
                 share = min(1.0, _size(atom) / max(1, self.sizes[source]))
                 self.uses[source] += math.inf if opaque else times * share
         return nothing
 
-    def _loop(self, site: Site, taken: list[_Sources], times: float) -> list[_Sources]:
+    def _loop(self, operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
         """What an iteration returns is given to the next one, so it is run until nothing new is a part of a source."""
-        params, body = site.eqn.params, site.bodies[-1]
-        if site.kind == "scan":
+        params, body = operation.eqn.params, operation.bodies[-1]
+        if operation.kind == "scan":
             before, carried = counts_of(params)
             often = times * params["length"]
         else:
             skipped = params["cond_nconsts"]
-            before, carried, often = params["body_nconsts"], len(site.eqn.outvars), times
+            before, carried, often = params["body_nconsts"], len(operation.eqn.outvars), times
             taken = taken[skipped:]
         kept = list(self.uses)
         while True:

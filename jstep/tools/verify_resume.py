@@ -14,7 +14,7 @@ from jstep.checkpoint import Saver
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind
 from jstep.core.compile_only import refuse_shapes
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.loop.batch_feeder import copied_batches, make_calls
 from jstep.loop.checks import check_alive
 from jstep.loop.programs import Programs
@@ -102,7 +102,7 @@ def verify_resume(
         batches, kept = list(itertools.islice(batches, steps)), True
 
     def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Source]:
-        with own_transfers():
+        with internal_transfers():
             first = global_step(state)
         source = source_of(batches, first, first + count, position)
         # No batch more than there are steps: its position counts.

@@ -11,7 +11,7 @@ import numpy as np
 from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
-from jstep.core.keys import anywhere
+from jstep.core.keys import without_mesh
 from jstep.core.loops import Unroll
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
 from jstep.core.var_list import VarList
@@ -136,7 +136,7 @@ def minimize(
     """
     require_optimizer("optimizer", optimizer)
     norms, measures_noise = asked_metrics(metrics, num_microbatches)
-    rng = anywhere(_checked_key(rng))
+    rng = without_mesh(_checked_key(rng))
     radius = checked_radius(sharpness)
     scheduled = callable(radius)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
@@ -169,7 +169,9 @@ def minimize(
     else:
         differentiate = of_one(loss_fn, var_list)
 
-    def parts(state: TrainState, args: tuple[Any, ...], rows: Any) -> tuple[TrainState, dict[str, Any], Constants]:
+    def parts(
+        state: TrainState, args: tuple[Any, ...], batch_specs: Any
+    ) -> tuple[TrainState, dict[str, Any], Constants]:
         step = step_of(require_state(state))
         if has_model_state and MODEL_STATE not in state.slots:
             raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
@@ -181,7 +183,7 @@ def minimize(
         kwargs = None if averages is None else {"averages": averages_for(state, averages)}
         # Several losses have no owner for a model_state: it stays as it is.
         model_state = None if isinstance(differentiate, SeveralLosses) else state.slots.get(MODEL_STATE)
-        inputs = Inputs(state.params, model_state, args, kwargs, key, rows, scale)
+        inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale)
         at_radius = differentiate
         if scheduled:
             at_radius = replaced(differentiate, sharpness=value_at("sharpness", radius, step), adaptive=adaptive)

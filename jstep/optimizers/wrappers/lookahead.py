@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_int
+from jstep.core.execution_order import compute_first
 from jstep.core.indexed_slices import is_slices
-from jstep.core.ordering import made_first
 from jstep.core.types import (
     Array,
     Context,
@@ -92,7 +92,7 @@ def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> t
     back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
     update = back * (slow - p.astype(dtype)) + jnp.where(due, rate, 1.0).astype(dtype) * u.astype(dtype)
     # The parameters first, and the slow weights from them: the other way round XLA copies what it overwrites.
-    nearer = made_first(apply_updates(p, update))[0] if p.dtype == dtype else p.astype(dtype) + update
+    nearer = compute_first(apply_updates(p, update))[0] if p.dtype == dtype else p.astype(dtype) + update
     return update, jnp.where(due, nearer, slow)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.execution_order import compute_first
 from jstep.core.memory import on_devices
-from jstep.core.ordering import made_first
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.optimizers.apply_updates import apply_updates
@@ -63,7 +63,7 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
         age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
         # The averages read the new parameters from memory. Without the barrier XLA computes them a second
         # time from the slots it is about to overwrite.
-        (moved,) = made_first(apply_updates(params, updates))
+        (moved,) = compute_first(apply_updates(params, updates))
         return updates, inner, {ema.name: ema.apply(own[ema.name], moved, after, age=age)}
 
     return wrapped(optimizer, "with_moving_average", update, added={ema.name: fresh}, aged=ema.zero_debias)

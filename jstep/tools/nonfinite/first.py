@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from jstep.core.operations import HARMLESS, Operation, Subprogram, apply, walk
 from jstep.core.scans import counts_of
-from jstep.core.sites import HARMLESS, Body, Site, apply, walk
 from jstep.tools.nonfinite.numbers import at_hand, has_nan, is_inexact, on_mesh_of, probe
 from jstep.tools.nonfinite.shards import manual_axes, mapped
 
@@ -37,26 +37,28 @@ class Look:
     """Makes an operation that holds loops, and finds the first inside that makes a non-finite number of finite ones.
 
     Args:
-        site: The operation.
+        operation: The operation.
         operands: Whether to look at operands as well. Where all constants are finite it is enough to look at results:
             the first that is not finite is the one that is sought.
     """
 
-    def __init__(self, site: Site, *, operands: bool) -> None:
-        self.site, self._operands = site, operands
+    def __init__(self, operation: Operation, *, operands: bool) -> None:
+        self.operation, self._operands = operation, operands
         # What each shard adds to its numbers, so that JAX knows that they are each shard's own.
         self._own: Any = 0
-        self._loops = max(one.depth + 1 for one in [site, *(one for body in site.bodies for one in walk(body))])
+        self._loops = max(
+            one.depth + 1 for one in [operation, *(one for body in operation.bodies for one in walk(body))]
+        )
 
     def __call__(self, values: list[Any], depends: tuple[bool, ...]) -> tuple[list[Any], First]:
         """The results, and the first operation; to be traced."""
         ins = _vars(values, depends)
-        return getattr(self, f"_{self.site.kind}")(self.site, ins)
+        return getattr(self, f"_{self.operation.kind}")(self.operation, ins)
 
     def _none(self) -> First:
         return First(jnp.int32(NONE) + self._own, jnp.zeros(self._loops, jnp.int32) + self._own)
 
-    def _run(self, body: Body, args: list[_Var]) -> tuple[list[_Var], First]:
+    def _run(self, body: Subprogram, args: list[_Var]) -> tuple[list[_Var], First]:
         env: dict[Any, _Var] = {}
         env.update(zip(body.jaxpr.constvars, (_Var(const, False) for const in body.consts), strict=True))
         env.update(zip(body.jaxpr.invars, args, strict=True))
@@ -66,19 +68,19 @@ class Look:
         def value(atom: Any) -> _Var:
             return _Var(atom.val, False) if isinstance(atom, core.Literal) else env[atom]
 
-        for site in body.sites:
-            ins = [value(atom) for atom in site.eqn.invars]
+        for operation in body.operations:
+            ins = [value(atom) for atom in operation.eqn.invars]
             depends = any(one.depends for one in ins)
-            with on_mesh_of(site.eqn.outvars[0].aval) if site.eqn.outvars else contextlib.nullcontext():
-                if site.kind == "operation":
-                    results, first = apply(site, [one.value for one in ins]), None
+            with on_mesh_of(operation.eqn.outvars[0].aval) if operation.eqn.outvars else contextlib.nullcontext():
+                if operation.kind == "operation":
+                    results, first = apply(operation, [one.value for one in ins]), None
                 else:
-                    results, first = getattr(self, f"_{site.kind}")(site, ins)
+                    results, first = getattr(self, f"_{operation.kind}")(operation, ins)
             if first is None:
-                flags.look(site, [one.value for one in ins], results, depends)
+                flags.look(operation, [one.value for one in ins], results, depends)
             else:
                 found.append(First(*map(at_hand, first)))
-            env.update(zip(site.eqn.outvars, (_Var(result, depends) for result in results), strict=True))
+            env.update(zip(operation.eqn.outvars, (_Var(result, depends) for result in results), strict=True))
         found.append(self._none()._replace(number=flags.first() + self._own))
         return [value(atom) for atom in body.jaxpr.outvars], self._least(found)
 
@@ -92,32 +94,32 @@ class Look:
 
     def of_shards(self, values: list[Any], depends: tuple[bool, ...]) -> tuple[list[Any], First]:
         """The results of a shard_map, and the first operation of each shard, on a leading axis; to be traced."""
-        return self._on_shards(self.site, _vars(values, depends))
+        return self._on_shards(self.operation, _vars(values, depends))
 
-    def _on_shards(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
+    def _on_shards(self, operation: Operation, ins: list[_Var]) -> tuple[list[Any], First]:
         depends = any(one.depends for one in ins)
 
         def on_shard(values: Any) -> Any:
-            self._own = lax.pcast(jnp.int32(0), manual_axes(site), to="varying")
+            self._own = lax.pcast(jnp.int32(0), manual_axes(operation), to="varying")
             try:
-                outs, first = self._run(site.bodies[0], [_Var(one, depends) for one in values])
+                outs, first = self._run(operation.bodies[0], [_Var(one, depends) for one in values])
             finally:
                 self._own = 0
             return [out.value for out in outs], first
 
-        return mapped(site, on_shard)([one.value for one in ins])
+        return mapped(operation, on_shard)([one.value for one in ins])
 
-    def _shard_map(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
-        outs, firsts = self._on_shards(site, ins)
+    def _shard_map(self, operation: Operation, ins: list[_Var]) -> tuple[list[Any], First]:
+        outs, firsts = self._on_shards(operation, ins)
         which = jnp.argmin(firsts.number)
         return outs, First(firsts.number[which], firsts.at[which])
 
-    def _call(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
-        outs, first = self._run(site.bodies[0], ins)
+    def _call(self, operation: Operation, ins: list[_Var]) -> tuple[list[Any], First]:
+        outs, first = self._run(operation.bodies[0], ins)
         return [out.value for out in outs], first
 
-    def _cond(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
-        def branch(body: Body) -> Any:
+    def _cond(self, operation: Operation, ins: list[_Var]) -> tuple[list[Any], First]:
+        def branch(body: Subprogram) -> Any:
             def run(*values: Any) -> Any:
                 outs, first = self._run(body, _with(values, ins[1:]))
                 return [out.value for out in outs], first
@@ -125,11 +127,11 @@ class Look:
             return run
 
         index = jnp.asarray(ins[0].value).astype(jnp.int32)
-        outs, first = lax.switch(index, [branch(body) for body in site.bodies], *[one.value for one in ins[1:]])
+        outs, first = lax.switch(index, [branch(body) for body in operation.bodies], *[one.value for one in ins[1:]])
         return outs, first
 
-    def _scan(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
-        params, body = site.eqn.params, site.bodies[0]
+    def _scan(self, operation: Operation, ins: list[_Var]) -> tuple[list[Any], First]:
+        params, body = operation.eqn.params, operation.bodies[0]
         consts, carry = counts_of(params)
         depends = any(one.depends for one in ins)
         length, reverse = params["length"], params["reverse"]
@@ -141,7 +143,7 @@ class Look:
             outs, new = self._run(body, [_Var(one, depends) for one in values])
             results = [out.value for out in outs]
             position = length - 1 - i if reverse else i
-            return (results[:carry], _earlier(first, new, site.depth, position), i + 1), results[carry:]
+            return (results[:carry], _earlier(first, new, operation.depth, position), i + 1), results[carry:]
 
         start = [one.value for one in ins[consts : consts + carry]]
         xs = [one.value for one in ins[consts + carry :]]
@@ -150,8 +152,8 @@ class Look:
         )
         return [*held, *ys], first
 
-    def _while(self, site: Site, ins: list[_Var]) -> tuple[list[Any], First]:
-        params, (condition, body) = site.eqn.params, site.bodies
+    def _while(self, operation: Operation, ins: list[_Var]) -> tuple[list[Any], First]:
+        params, (condition, body) = operation.eqn.params, operation.bodies
         of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
         values = [one.value for one in ins]
         depends = any(one.depends for one in ins)
@@ -159,14 +161,14 @@ class Look:
         def goes_on(held: Any, first: First, i: Any) -> Any:
             given = [_Var(one, depends) for one in [*values[:of_condition], *held]]
             (again,), new = self._run(condition, given)
-            return again.value, _earlier(first, new, site.depth, i)
+            return again.value, _earlier(first, new, operation.depth, i)
 
         def step(state: Any) -> Any:
             _, held, first, i = state
             given = [_Var(one, depends) for one in [*values[of_condition : of_condition + of_body], *held]]
             outs, new = self._run(body, given)
             held = [out.value for out in outs]
-            again, first = goes_on(held, _earlier(first, new, site.depth, i), i + 1)
+            again, first = goes_on(held, _earlier(first, new, operation.depth, i), i + 1)
             return again, held, first, i + 1
 
         start = values[of_condition + of_body :]
@@ -189,12 +191,12 @@ class _Flags:
             self._sums[id(value)] = (value, probe(value))  # the value is held, so that its id stays its own
         return self._sums[id(value)][1]
 
-    def look(self, site: Site, ins: list[Any], outs: list[Any], depends: bool) -> None:
+    def look(self, operation: Operation, ins: list[Any], outs: list[Any], depends: bool) -> None:
         """Notes an operation with its operands and results."""
         outs = [out for out in outs if out is not None and is_inexact(out)]
-        if not outs or site.eqn.primitive.name in HARMLESS:
+        if not outs or operation.eqn.primitive.name in HARMLESS:
             return
-        self._numbers.append(site.number)
+        self._numbers.append(operation.number)
         if not self._operands:
             self._bad.append(sum(map(self._sum, outs[1:]), self._sum(outs[0])))
             return

@@ -83,24 +83,24 @@ HARMLESS = MOVES | frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Body:
+class Subprogram:
     """A program, or one inside an operation.
 
     Attributes:
         jaxpr: What JAX has traced, open.
         consts: Its constants.
-        sites: Its operations.
+        operations: Its operations.
         label: What it is in its operation, such as "branch 1"; empty where there is one alone.
     """
 
     jaxpr: Any
     consts: tuple[Any, ...]
-    sites: tuple["Site", ...]
+    operations: tuple["Operation", ...]
     label: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class Operation:
     """An operation at its place.
 
     Attributes:
@@ -117,48 +117,52 @@ class Site:
     jaxpr: Any
     kind: str
     depth: int
-    bodies: tuple[Body, ...] = ()
+    bodies: tuple[Subprogram, ...] = ()
 
 
-def body_of(closed: Any) -> Body:
+def body_of(closed: Any) -> Subprogram:
     """The whole of a traced program."""
-    return _body(closed, 0, itertools.count())
+    return _subprogram(closed, 0, itertools.count())
 
 
-def walk(body: Body) -> Iterator[Site]:
+def walk(body: Subprogram) -> Iterator[Operation]:
     """All operations, also those inside others."""
-    for site in body.sites:
-        yield site
-        for inner in site.bodies:
+    for operation in body.operations:
+        yield operation
+        for inner in operation.bodies:
             yield from walk(inner)
 
 
-def path_to(body: Body, number: int) -> list[tuple[Body, Site]]:
+def path_to(body: Subprogram, number: int) -> list[tuple[Subprogram, Operation]]:
     """The operations from the outermost in, to one; each with the program it is in."""
-    for site in body.sites:
-        if site.number == number:
-            return [(body, site)]
-        for inner in site.bodies:
+    for operation in body.operations:
+        if operation.number == number:
+            return [(body, operation)]
+        for inner in operation.bodies:
             rest = path_to(inner, number)
             if rest:
-                return [(body, site), *rest]
+                return [(body, operation), *rest]
     return []
 
 
-def _body(jaxpr: Any, depth: int, numbers: Iterator[int], label: str = "", *, on_shards: bool = False) -> Body:
+def _subprogram(
+    jaxpr: Any, depth: int, numbers: Iterator[int], label: str = "", *, on_shards: bool = False
+) -> Subprogram:
     consts = tuple(getattr(jaxpr, "consts", ()))
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    return Body(jaxpr, consts, tuple(_site(eqn, jaxpr, depth, numbers, on_shards) for eqn in jaxpr.eqns), label)
+    return Subprogram(
+        jaxpr, consts, tuple(_as_operation(eqn, jaxpr, depth, numbers, on_shards) for eqn in jaxpr.eqns), label
+    )
 
 
-def _site(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_shards: bool) -> Site:
+def _as_operation(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_shards: bool) -> Operation:
     number, name, params = next(numbers), eqn.primitive.name, eqn.params
 
-    def made(kind: str, *inside: tuple[Any, str]) -> Site:
+    def made(kind: str, *inside: tuple[Any, str]) -> Operation:
         below = depth + (kind in ("scan", "while"))
         shards = on_shards or kind == "shard_map"
-        bodies = tuple(_body(program, below, numbers, label, on_shards=shards) for program, label in inside)
-        return Site(number, eqn, jaxpr, kind, depth, bodies)
+        bodies = tuple(_subprogram(program, below, numbers, label, on_shards=shards) for program, label in inside)
+        return Operation(number, eqn, jaxpr, kind, depth, bodies)
 
     if name == "scan":
         return made("scan", (params["jaxpr"], ""))
@@ -179,15 +183,18 @@ def manual_axes(params: Mapping[str, Any]) -> Any:
     return params.get("newly_manual_axes") or params.get("manual_axes")
 
 
-def shard_counts(site: Site) -> dict[str, int]:
+def shard_counts(operation: Operation) -> dict[str, int]:
     """The axes over which a shard_map has a program for each shard, and how many there are."""
-    mesh, manual = site.eqn.params["mesh"], manual_axes(site.eqn.params)
+    mesh, manual = operation.eqn.params["mesh"], manual_axes(operation.eqn.params)
     return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
 
 
-def recomputes(body: Body) -> bool:
+def recomputes(body: Subprogram) -> bool:
     """Whether something is computed once more for the gradient, as `jax.checkpoint` asks for."""
-    return any(site.eqn.primitive.name in _REMAT and site.eqn.params.get("differentiated") for site in walk(body))
+    return any(
+        operation.eqn.primitive.name in _REMAT and operation.eqn.params.get("differentiated")
+        for operation in walk(body)
+    )
 
 
 def _is_program(value: Any, eqn: Any) -> bool:
@@ -205,13 +212,13 @@ def _shapes(atoms: Any) -> list[Any]:
     return [getattr(atom.aval, "shape", None) for atom in atoms]
 
 
-def apply(site: Site, values: list[Any]) -> list[Any]:
+def apply(operation: Operation, values: list[Any]) -> list[Any]:
     """Makes an operation as it stands, on values, traced or not."""
-    eqn = site.eqn
+    eqn = operation.eqn
     needed = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not isinstance(atom, core.Literal)}
     kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
     # A program of this operation alone: how operations are bound changes from version to version of JAX.
-    alone = site.jaxpr.replace(constvars=[], invars=list(needed), outvars=kept, eqns=[eqn], effects=eqn.effects)
+    alone = operation.jaxpr.replace(constvars=[], invars=list(needed), outvars=kept, eqns=[eqn], effects=eqn.effects)
     results = dict(zip(kept, core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*needed.values()), strict=True))
     return [results.get(var) for var in eqn.outvars]
 

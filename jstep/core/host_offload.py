@@ -13,7 +13,7 @@ import jax
 
 from jstep.core.dataflow import Flow, Groups, flow_of, needed, sunk, untangled
 from jstep.core.equations import Env, compute, is_variable, size_of, traced, value_of, variables
-from jstep.core.host_loops import Loop, Placed, is_alike, run_loop
+from jstep.core.host_loops import Loop, Placed, has_same_type, run_loop
 from jstep.core.memory import on_devices, to_host
 
 Wanted: TypeAlias = dict[int, dict[tuple[Any, int | None], int]]
@@ -23,7 +23,9 @@ PARTS = 16
 """Of the bytes on the host, no more than this part should be on the devices at once, in and out."""
 
 
-def sequenced(fn: Callable[[list[Any]], Any], placed: Placed, replaced: Callable[[Any], list[int | None]]) -> Any:
+def compute_offloaded(
+    fn: Callable[[list[Any]], Any], placed: Placed, replaced: Callable[[Any], list[int | None]]
+) -> Any:
     """`fn(placed.leaves)`, whose results are on the host where the arrays are whose places they take.
 
     Args:
@@ -33,9 +35,9 @@ def sequenced(fn: Callable[[list[Any]], Any], placed: Placed, replaced: Callable
     """
     here = jax.eval_shape(on_devices, placed.leaves)
     program = traced(lambda *arrays: fn(list(arrays)), *here)
-    of = replaced(program.whole(list(program.places)))
+    of = replaced(program.whole(list(program.indices)))
     closed = untangled(program.closed, here, placed.groups)
-    return program.whole(_computed(closed, placed, [of[i] for i in program.places]))
+    return program.whole(_computed(closed, placed, [of[i] for i in program.indices]))
 
 
 def _computed(closed: Any, placed: Placed, of: list[int | None]) -> list[Any]:
@@ -100,7 +102,7 @@ def _wanted(jaxpr: Any, flow: Flow, of: list[int | None], placed: Placed) -> Wan
     for atom, place in zip(jaxpr.outvars, of, strict=True):
         stays = atom in jaxpr.invars and place in placed.groups
         if is_variable(atom) and atom in flow.owner and not stays:
-            takes_place = place is not None and is_alike(atom, placed.leaves[place])
+            takes_place = place is not None and has_same_type(atom, placed.leaves[place])
             results.setdefault(flow.owner[atom], []).append((atom, place if takes_place else None))
     for group, ones in results.items():
         own = found.setdefault(group, {})

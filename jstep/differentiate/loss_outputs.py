@@ -10,7 +10,7 @@ from jstep.core import trees
 from jstep.core.types import Array
 
 
-def taken_apart(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
+def split_outputs(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
     """Loss, model_state and aux from what loss_fn returned."""
     if not (has_aux or has_model_state):
         if isinstance(out, tuple | list):

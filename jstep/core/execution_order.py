@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jstep.core.types import Array
 
 
-def made_first(*arrays: Any) -> tuple[Any, ...]:
+def compute_first(*arrays: Any) -> tuple[Any, ...]:
     """Arrays (or trees) that a CPU makes before it makes anything of them, and does not make a second time."""
     if not _is_traced(arrays):
         return arrays
@@ -51,7 +51,7 @@ def after_parameter(p: Array, u: Array, dtype: Any, *reads: Array) -> tuple[Arra
         dtype: The dtype that the parameter is kept in.
         *reads: Arrays that are read again after it.
     """
-    return made_first((p + u).astype(dtype), *reads)
+    return compute_first((p + u).astype(dtype), *reads)
 
 
 def _is_traced(tree: Any) -> bool:

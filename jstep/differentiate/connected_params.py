@@ -8,7 +8,7 @@ from jax.custom_derivatives import SymbolicZero
 from jstep.core.types import Array
 
 
-def watched(leaves: list[Array], connected: set[int]) -> list[Array]:
+def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
     """The leaves themselves; the places of those that a gradient flows back to join `connected` as it is traced.
 
     The identity has a backward rule, which JAX runs once while it traces the gradient, and which sees a symbolic zero

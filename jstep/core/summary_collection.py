@@ -24,7 +24,7 @@ def register(collect: Collect, merge: Callable[[Any, Any], Any]) -> None:
     _merges[:] = [merge]
 
 
-def with_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any], Any]:
+def join_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any], Any]:
     """Aux, and the summaries that the loss made: those that it returned by the name of `summaries` join them."""
     merged = _merges[0](aux["summaries"], made) if _merges and "summaries" in aux and made is not None else None
     if merged is None:
@@ -32,13 +32,13 @@ def with_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any],
     return {name: value for name, value in aux.items() if name != "summaries"}, merged
 
 
-def together(made: Iterable[Any]) -> Any:
+def merge_summaries(made: Iterable[Any]) -> Any:
     """One summary of those that several losses made; None where there are none."""
     summaries = [one for one in made if one is not None]
     return functools.reduce(_merges[0], summaries) if summaries else None
 
 
-def collecting(fn: Callable[[], Any]) -> tuple[Any, Any]:
+def collect_summaries(fn: Callable[[], Any]) -> tuple[Any, Any]:
     """The result of fn, and the summaries that were made in it and are not returned; None where there are none."""
     if not _known:
         lost: list[None] = []
@@ -53,7 +53,7 @@ def collecting(fn: Callable[[], Any]) -> tuple[Any, Any]:
     return _known[0](fn)()
 
 
-def is_lost() -> None:
+def note_lost_summary() -> None:
     """Notes that a summary was made that nobody gathers."""
     lost = _lost.get()
     if lost is not None:
