@@ -55,7 +55,7 @@ SHARED_TRACES = {
     "clipping.norms",
     "optimizers.leafwise",
     "optimizers.apply_updates",
-    "optimizers.chosen",
+    "optimizers.conditional_update",
     "optimizers.eigenbases",
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",

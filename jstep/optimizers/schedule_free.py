@@ -13,7 +13,7 @@ from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.arguments import beta, decay_flags, decay_hyper, rate, with_decay
-from jstep.optimizers.found import found_slot
+from jstep.optimizers.find_slot import find_slot
 from jstep.optimizers.hyper import checked, constant
 from jstep.optimizers.leafwise import Hyper, Slot, leafwise
 
@@ -209,7 +209,7 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
         return all(trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS)
 
     hint = "The state has no slots of a schedule-free optimizer; schedule_free_adamw and schedule_free_sgd make them."
-    prefix = found_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
+    prefix = find_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
     params, slots = state.params, state.slots
     leaves, treedef = trees.flatten(params)
     masters = [treedef.flatten_up_to(tree) for tree in _masters_around(prefix, params, slots)]

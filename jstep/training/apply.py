@@ -18,9 +18,9 @@ from jstep.core.memory import back, is_on_host, on_devices
 from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.matched import matched_gradients
+from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
+from jstep.optimizers.match_gradients import match_gradients
 from jstep.optimizers.names import AGES, Role, Roles, roles_of
-from jstep.optimizers.updated import NOTHING, updated
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import ASKED, LEFT_OUT
@@ -65,7 +65,7 @@ def apply_gradients(
     if not (context is None or isinstance(context, Context)):
         raise TypeError(f"context: must be a jstep.Context or None, got {kind(context)}")
     with internal_transfers():
-        return applied(state, grads, optimizer, increment_global_step, context or NOTHING).state
+        return applied(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
 
 
 class Applied(NamedTuple):
@@ -137,14 +137,14 @@ def _groups(state: TrainState, indices: TrainState) -> dict[int, int]:
 
 def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
     step = step_of(state)
-    matched_gradients(grads, state.params)  # also where no element of a chain looks at them
+    match_gradients(grads, state.params)  # also where no element of a chain looks at them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     roles = roles_of(optimizer, state.params)
     loss_scale_of(roles, held)
     noise_slots(roles)
     guards = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     asked = {name: jnp.full_like(held[name], ASKED) for name in guards}
-    updates, own = updated(optimizer, grads, held | asked, state.params, step, context)
+    updates, own = call_update(optimizer, grads, held | asked, state.params, step, context)
     _check_slots(held, own)
     left_out = {name: own[name] == LEFT_OUT for name in guards}
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}

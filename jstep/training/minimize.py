@@ -19,10 +19,10 @@ from jstep.differentiate import GATE_OP, AggregationMethod
 from jstep.differentiate.engine import Differentiation, Inputs
 from jstep.differentiate.noise import estimated
 from jstep.differentiate.sharpness import checked_radius
+from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.hyper import value_at
 from jstep.optimizers.metrics import SKIPPED, shown_slots, skips, spoiled
 from jstep.optimizers.names import is_guarded, roles_of
-from jstep.optimizers.updated import NOTHING
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite
@@ -188,7 +188,7 @@ def minimize(
         if scheduled:
             at_radius = replaced(differentiate, sharpness=value_at("sharpness", radius, step), adaptive=adaptive)
         part = at_radius(inputs)
-        context = NOTHING
+        context = EMPTY_CONTEXT
         if optimizer.takes_context:
             plain = replaced(differentiate, sharpness=None, adaptive=False, squares=False)
             own_key = None if key is None else jax.random.fold_in(key, OF_CONTEXT)

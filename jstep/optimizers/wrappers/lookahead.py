@@ -20,10 +20,10 @@ from jstep.core.types import (
 )
 from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
-from jstep.optimizers.updated import updated
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 from jstep.optimizers.wrappers.moving_average import params_from_slot
 from jstep.state import START_STEP, TrainState
 
@@ -64,7 +64,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
         due = age_of(step, own[START_STEP]) % period == 0
-        updates, inner = updated(optimizer, updates, inner, params, step, context)
+        updates, inner = call_update(optimizer, updates, inner, params, step, context)
         treedef = trees.structure(params)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
@@ -75,7 +75,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
                 found[i], slows[i] = _synchronised(dense, p, slows[i], rate, due)
         return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
 
-    return wrapped(
+    return wrap_optimizer(
         optimizer,
         "lookahead",
         update,

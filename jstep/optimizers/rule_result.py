@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jstep.core.types import Array
 
 
-def answered(rule: Callable[..., Any]) -> Callable[..., Any]:
+def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
     """The rule, with an error that says what a wrong answer should have been: else it would be one about a tree."""
     named = getattr(rule, "__name__", "rule")
 

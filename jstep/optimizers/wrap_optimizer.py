@@ -5,20 +5,20 @@ from typing import Any, TypeAlias
 
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import new_start_step
+from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at
-from jstep.optimizers.masks import part_of
-from jstep.optimizers.matched import missing_slot
+from jstep.optimizers.masks import partial_params
+from jstep.optimizers.match_gradients import missing_slot
 from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
 from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
-from jstep.optimizers.updated import NOTHING
 from jstep.state import START_STEP
 
 Around: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]
 """`update(updates, inner, own, params, step, h, context) -> (updates, inner, own)`, the slots of either apart."""
 
 
-def wrapped(
+def wrap_optimizer(
     optimizer: Optimizer,
     by: str,
     update: Around,
@@ -69,7 +69,7 @@ def wrapped(
         return START_STEP if inner.get(START_STEP, Role.AGE) is Role.AGE else f"{by}/{START_STEP}"
 
     def init(params: Params, global_step: Step) -> Slots:
-        with part_of(params):
+        with partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
             age = age_slot(roles_of(optimizer, params))
         slots = merge(zip(parts, (inner, own_init(params, global_step)), strict=True), "slot")
@@ -81,7 +81,7 @@ def wrapped(
         return inner_roles(inner).joined(own_roles).joined(age)
 
     def whole(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         age = age_slot(roles_of(optimizer, params)) if aged else None
         for name in (*own_roles, *([age] if age else [])):

@@ -7,7 +7,7 @@ from jstep.core.checks import kind
 from jstep.state import TrainState
 
 
-def found_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
+def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
     """The full name of the one slot that has a name, below whatever scopes and labels.
 
     Args:

@@ -5,10 +5,10 @@ from typing import Any
 
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
 
-NOTHING = Context()
+EMPTY_CONTEXT = Context()
 
 
-def updated(
+def call_update(
     optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step, context: Context
 ) -> tuple[Updates, Slots]:
     """What the update of an optimizer returns."""
@@ -17,7 +17,7 @@ def updated(
     return optimizer.update(updates, slots, params, step)
 
 
-def seen_through(
+def inner_context(
     context: Context, outwards: Callable[[Params], Params], inwards: Callable[[Updates], Updates] = lambda tree: tree
 ) -> Context:
     """The context of an optimizer that sees other parameters than the one around it.

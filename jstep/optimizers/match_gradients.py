@@ -21,7 +21,7 @@ class NoGradientsError(ValueError):
         super().__init__(f"No gradients provided for any variable: {trees.paths_of(params)[:20]}. {why}")
 
 
-def matched_gradients(updates: Updates, params: Params) -> list[Any]:
+def match_gradients(updates: Updates, params: Params) -> list[Any]:
     """The gradients of the leaves of params, in order: arrays, `IndexedSlices` or None.
 
     Raises:

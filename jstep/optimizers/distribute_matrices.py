@@ -49,7 +49,7 @@ def layout_of_matrix(
     return Layout(sharding.mesh, *(spec[part[0]] if part else () for part in axes))
 
 
-def spread(members: Sequence[Array], layout: Layout, compute: Callable[[Array], Array]) -> list[Array]:
+def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Callable[[Array], Array]) -> list[Array]:
     """`compute` of matrices [..., rows, columns] of one shape, each on one device, or on few.
 
     They are stacked, and moved from where their parts are by one exchange for each axis of the mesh: in one go XLA
