@@ -134,7 +134,7 @@ def gather_positions(position: Any) -> dict[str, Any]:
     """
     if jax.process_count() == 1:
         return {} if position is None else {POSITION: position}
-    positions = [json.loads(text) for text in processes.texts_of_all(json.dumps(position))]
+    positions = [json.loads(text) for text in processes.gather_texts(json.dumps(position))]
     if all(one is None for one in positions):
         return {}
     first = {} if positions[0] is None else {POSITION: positions[0]}

@@ -86,7 +86,7 @@ def open_checkpoints(
         leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
     # Waits for what is being written, also after an error; a second Ctrl-C does not wait.
     stack.push(lambda *error: leave_at_once() if signals.at_once else leave(*error))
-    left_out.places(state, saver.leave_out)  # what it means is checked now, not at the first save
+    left_out.left_out_indices(state, saver.leave_out)  # what it means is checked now, not at the first save
     given = _step_if_known(state)
     held = _held(state) if given is not None else {}
     latest = saver.latest_step()

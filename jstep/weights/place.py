@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.placed import sharding_of
+from jstep.checkpoint.format.place_leaf import sharding_of
 from jstep.core.contexts import internal_transfers
 from jstep.weights.fit import Wanted
 from jstep.weights.read import Index, bounds, read_parts, read_whole

@@ -79,9 +79,9 @@ def test_what_is_kept(process, monkeypatch):
     assert gather_positions(None) == {}
     process(0, 2)
     for others, kept in ((B, of(A, B)), (A, {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}})):
-        monkeypatch.setattr("jstep.checkpoint.processes.texts_of_all", lambda text, o=others: [text, json.dumps(o)])
+        monkeypatch.setattr("jstep.checkpoint.processes.gather_texts", lambda text, o=others: [text, json.dumps(o)])
         assert gather_positions(A) == kept
-    monkeypatch.setattr("jstep.checkpoint.processes.texts_of_all", lambda text: [text, text])
+    monkeypatch.setattr("jstep.checkpoint.processes.gather_texts", lambda text: [text, text])
     assert gather_positions(None) == {}
-    monkeypatch.setattr("jstep.checkpoint.processes.texts_of_all", lambda text: [text, json.dumps(B)])
+    monkeypatch.setattr("jstep.checkpoint.processes.gather_texts", lambda text: [text, json.dumps(B)])
     assert gather_positions(None) == {POSITIONS: {"processes": 2, "positions": [None, B]}}

@@ -18,7 +18,7 @@ ARGUMENT = "leave_out"
 _PARAMS, _SLOTS = "params", "slots"
 
 
-def places(state: Any, leave_out: VarList) -> set[int]:
+def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
     """The places, among the leaves of a state, of the parameters that are left out and of their slots.
 
     Raises:

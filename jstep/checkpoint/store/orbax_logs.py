@@ -16,18 +16,18 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-def _is_not_ours(record: logging.LogRecord) -> bool:
+def _is_not_jsteps(record: logging.LogRecord) -> bool:
     """Whether a record of asyncio is of somebody else: orbax leaves futures of a failed write to the collector."""
     return TEMPORARY not in record.getMessage()
 
 
-_FILTERS = {"absl": _is_not_orbax, "asyncio": _is_not_ours}
+_FILTERS = {"absl": _is_not_orbax, "asyncio": _is_not_jsteps}
 _lock = threading.Lock()
 _writers = 0
 
 
-def begin() -> None:
-    """Drops orbax's log lines, from any thread, until as many calls of `end`."""
+def silence() -> None:
+    """Drops orbax's log lines, from any thread, until as many calls of `unsilence`."""
     global _writers
     with _lock:
         _writers += 1
@@ -35,8 +35,8 @@ def begin() -> None:
             logging.getLogger(name).addFilter(one)  # a second time changes nothing
 
 
-def end() -> None:
-    """The end of what `begin` began."""
+def unsilence() -> None:
+    """The end of what `silence` began."""
     global _writers
     with _lock:
         _writers -= 1
@@ -46,10 +46,10 @@ def end() -> None:
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """A block, or a decorated function, without them."""
-    begin()
+    silence()
     try:
         yield
     finally:
-        end()
+        unsilence()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-class ToTheEnd:
+class TrackedWrites:
     """Mixed into a handler of orbax, so that all it has begun can be waited for.
 
     Args:
@@ -26,23 +26,23 @@ class ToTheEnd:
 
     async def serialize(self, values: Any, infos: Sequence[Any], args: Any = None) -> Any:
         """Starts to write, in the background."""
-        futures = await super().serialize(values, [_telling(info) for info in infos], args)  # type: ignore[misc]
+        futures = await super().serialize(values, [_with_path_hook(info) for info in infos], args)  # type: ignore[misc]
         self._begun.extend(futures)
         return futures
 
 
-def _telling(info: Any) -> Any:
+def _with_path_hook(info: Any) -> Any:
     """What orbax knows of an array, with a function that it calls in the loop before it writes anything there."""
     if not hasattr(info, "await_path_creation"):
         return info  # an orbax that calls nothing; what it prints then is not ours
-    told = copy.copy(info)
+    hooked = copy.copy(info)
 
     async def await_path_creation() -> None:
         finish_before_closing(asyncio.get_running_loop())
-        await type(told).await_path_creation(told)
+        await type(hooked).await_path_creation(hooked)
 
-    told.await_path_creation = await_path_creation
-    return told
+    hooked.await_path_creation = await_path_creation
+    return hooked
 
 
 def finish_before_closing(loop: asyncio.AbstractEventLoop) -> None:

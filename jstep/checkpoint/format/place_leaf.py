@@ -67,7 +67,7 @@ def dtype_of(wanted: Wanted) -> str:
     return str(leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
 
-def placed(wanted: Wanted, read: Any) -> Any:
+def place_leaf(wanted: Wanted, read: Any) -> Any:
     """The leaf, from the array that was read for it.
 
     Args:
@@ -130,7 +130,7 @@ def _zeros(record: Leaf) -> np.ndarray[Any, Any]:
     return np.zeros(shape, jnp.dtype(dtype))
 
 
-def looked_at(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str | None) -> dict[str, Any]:
+def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str | None) -> dict[str, Any]:
     """Nested dicts of NumPy arrays; params are their averages where asked."""
     values = {}
     for key, record in _leaves.by_id(leaves).items():
@@ -144,7 +144,7 @@ def looked_at(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str |
     return _leaves.nested(out)
 
 
-def left_as_is(wanted: Wanted, step: int) -> Any:
+def keep_target_leaf(wanted: Wanted, step: int) -> Any:
     """A leaf of the target that nothing is restored into: a copy; of a guard's step, that of the checkpoint.
 
     Args:
