@@ -185,9 +185,9 @@ def test_the_package_only_reexports() -> None:
     for node in tree.body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = isinstance(node, ast.Assign) and all(
-            isinstance(t, ast.Name) and t.id in ("__all__", "__version__", "_PLACES") for t in node.targets
+            isinstance(t, ast.Name) and t.id in ("__all__", "__version__", "_EXPORTS") for t in node.targets
         )
-        lazy = isinstance(node, ast.FunctionDef) and node.name in ("_places", "__getattr__", "__dir__")
+        lazy = isinstance(node, ast.FunctionDef) and node.name in ("_exports", "__getattr__", "__dir__")
         assert docstring or names or lazy, ast.unparse(node)
 
 

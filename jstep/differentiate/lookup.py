@@ -24,17 +24,17 @@ class Tables:
     def __init__(self, leaves: list[Array]) -> None:
         self._leaves = leaves  # alive, so that no other array takes the id of one
         self._shapes = [leaf.shape for leaf in leaves]
-        self._places = {id(leaf): i for i, leaf in enumerate(leaves)}
+        self._indices = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._trace = get_opaque_trace_state()
         self._taken: list[tuple[int, Array, Array]] = []
 
     def let_go(self) -> None:
         """Forgets the leaves: they are tracers, which nothing may hold when the loss is traced."""
-        self._leaves, self._places = [], {}
+        self._leaves, self._indices = [], {}
 
     def index_of(self, table: Any) -> int | None:
         """The place of a table among the leaves; None for anything else, and under another transformation."""
-        return self._places.get(id(table)) if get_opaque_trace_state() == self._trace else None
+        return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
     def rows(self, place: int, table: Array, ids: Array) -> Array:
         """The rows, whose gradient is kept here and does not reach the table."""

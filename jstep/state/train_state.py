@@ -21,7 +21,7 @@ from jstep.core.when_concrete import collecting_checks, run_checks
 from jstep.sharding import layout
 from jstep.state.create import is_abstract, made_on
 from jstep.state.global_step import create_global_step
-from jstep.state.variables import refuse_untrained
+from jstep.state.untrained import refuse_untrained
 
 MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"

@@ -12,7 +12,7 @@ from jstep.core import contexts, trees
 from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.operations import Subprogram, body_of
-from jstep.tools.nonfinite.inside import evaluated
+from jstep.tools.nonfinite.loop_arguments import evaluated
 from jstep.tools.nonfinite.numbers import Range, is_inexact, range_of
 from jstep.tools.nonfinite.origin import Reader, origin
 from jstep.tools.nonfinite.search import Found, Search

@@ -10,7 +10,7 @@ from jstep.core.checks import as_int, shown
 from jstep.core.contexts import internal_transfers
 from jstep.loop.batch_feeder import Call, copied_batches, make_calls
 from jstep.loop.checks import check, check_alive
-from jstep.loop.options import check_places
+from jstep.loop.options import check_locations
 from jstep.loop.positions import saved_position
 from jstep.loop.programs import Programs
 from jstep.loop.run_steps import run_steps
@@ -96,9 +96,9 @@ def replay(
     check(state, step)
     if isinstance(checkpoint_dir, Saver) and prefix == "model":
         prefix = checkpoint_dir.prefix
-    check_places(checkpoint_dir, prefix, None, batch_sharding)
+    check_locations(checkpoint_dir, prefix, None, batch_sharding)
 
-    start, state, position = _begun(state, checkpoint_dir, prefix, step)
+    start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
     source = _seekable(source_of(batches, start, step + 1, position), batches, start, position)
     items = copied_batches(source)
     programs = Programs(stages, several=steps_per_call > 1)
@@ -109,10 +109,10 @@ def replay(
         made = make_calls(
             items, start, between, batch_sharding, on_device=programs.on_device, stack_one=programs.stacks_one
         )
-        at = run_steps(programs, state, _exactly(made, step - start), start, step)
-        if at.step < step:
-            raise _too_few(at.step, step)
-        state = at.state
+        loop = run_steps(programs, state, _exactly(made, step - start), start, step)
+        if loop.step < step:
+            raise _too_few(loop.step, step)
+        state = loop.state
     last = next(make_calls(items, step, None, batch_sharding, on_device=programs.on_device), None)
     if last is None:
         raise _too_few(step, step)
@@ -125,7 +125,7 @@ def replay(
     return Replay(state, last.args)
 
 
-def _begun(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:
+def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:
     """The step to start from, the state, and the position of the batches, if it was kept."""
     before: list[int] = []
     there: list[int] = []
@@ -137,8 +137,8 @@ def _begun(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tu
             if before:
                 with internal_transfers():
                     state = saver.restore(state, step=before[-1])
-                    kept = saver.extra(before[-1])
-                return before[-1], state, saved_position(kept) if isinstance(kept, dict) else None
+                    extra = saver.extra(before[-1])
+                return before[-1], state, saved_position(extra) if isinstance(extra, dict) else None
     with internal_transfers():
         start = global_step(state) if not _donated(state) else None
     if start is None or start > step:

@@ -16,8 +16,8 @@ from jstep.core.memory import sharded
 from jstep.core.meshes import Attempts, is_traced, mesh_of, sharded_like, using_mesh
 from jstep.optimizers.metrics import SKIPPED
 from jstep.state import TrainState, require_alive
+from jstep.training.call_errors import explain, is_spent, refuse_shared_buffers
 from jstep.training.constants import Constants, split_constants
-from jstep.training.refused import explain, is_spent, refuse_shared_buffers
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from jstep.core.operations import MOVES, Operation, Subprogram, apply, read, walk
 from jstep.core.scans import counts_of
-from jstep.tools.nonfinite.inside import arguments_of, evaluated
+from jstep.tools.nonfinite.loop_arguments import arguments_of, evaluated
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
 from jstep.tools.nonfinite.search import Step, entered, last_uses
 

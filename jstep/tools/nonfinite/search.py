@@ -10,8 +10,8 @@ import numpy as np
 from jax.extend import core
 
 from jstep.core.operations import HARMLESS, Operation, Subprogram, apply, path_to
-from jstep.tools.nonfinite.first import NONE, Look
-from jstep.tools.nonfinite.inside import arguments_of
+from jstep.tools.nonfinite.first_nonfinite import NONE, Look
+from jstep.tools.nonfinite.loop_arguments import arguments_of
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, on_mesh_of, probe
 from jstep.tools.nonfinite.shards import first_shard, name_of, numbers_of
 

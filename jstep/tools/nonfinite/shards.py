@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jstep.core.operations import Operation, Subprogram, apply, path_to, read, shard_counts
-from jstep.tools.nonfinite.inside import arguments_of
+from jstep.tools.nonfinite.loop_arguments import arguments_of
 
 
 def manual_axes(operation: Operation) -> tuple[str, ...]:

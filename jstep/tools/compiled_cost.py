@@ -28,7 +28,7 @@ _TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available \w+ \(([\d.]
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def measured(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
+def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
     """The fields of the `Cost` of a compiled step."""
     traced = _traced(step, state, args)
     work = work_of(body_of(traced))

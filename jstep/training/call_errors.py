@@ -45,7 +45,7 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
             "is donated. Set jax_debug_nans before the first step of the run, which then donates nothing, or call "
             "jstep.find_nonfinite(train_step, state, ...)"
         ) from error
-    if len(_places((state, args))) > 1:
+    if len(_placements((state, args))) > 1:
         error.add_note(_ON_ONE_MESH)
 
 
@@ -109,7 +109,7 @@ def _buffer(leaf: Any) -> Any:
         return id(leaf)
 
 
-def _places(tree: Any) -> set[Any]:
+def _placements(tree: Any) -> set[Any]:
     """The meshes, or sets of devices, that arrays are committed to."""
     return {
         leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else frozenset(leaf.sharding.device_set)

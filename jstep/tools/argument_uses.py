@@ -26,7 +26,7 @@ def uses_of(traced: Any) -> list[float]:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jstep.tools.uses import uses_of
+        >>> from jstep.tools.argument_uses import uses_of
         >>> def f(stacked, x):
         ...     return jax.lax.scan(lambda x, w: (x @ w, None), x, stacked)[0]
         >>> uses_of(jax.make_jaxpr(f)(jnp.ones((5, 4, 4)), jnp.ones((2, 4))))[0]

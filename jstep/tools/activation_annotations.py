@@ -16,15 +16,15 @@ def is_annotated(traced: Any) -> bool:
     Args:
         traced: The jaxpr of the step.
     """
-    return _places(getattr(traced, "jaxpr", traced), in_loss=False)
+    return _places_activations(getattr(traced, "jaxpr", traced), in_loss=False)
 
 
-def _places(jaxpr: core.Jaxpr, *, in_loss: bool) -> bool:
+def _places_activations(jaxpr: core.Jaxpr, *, in_loss: bool) -> bool:
     for eqn in jaxpr.eqns:
         here = in_loss or _OF_THE_LOSS in str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
         if here and (eqn.primitive.name in _PLACING or any(map(_is_explicit, eqn.outvars))):
             return True
-        if any(_places(inner, in_loss=here) for inner in _inner(eqn)):
+        if any(_places_activations(inner, in_loss=here) for inner in _inner(eqn)):
             return True
     return False
 
