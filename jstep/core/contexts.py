@@ -108,9 +108,9 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
 
     Example:
         >>> import jax, numpy as np
-        >>> from jstep.core.contexts import own_transfers
+        >>> from jstep.core.contexts import internal_transfers
         >>> with jax.transfer_guard("disallow"):
-        ...     with own_transfers():
+        ...     with internal_transfers():
         ...         x = jax.numpy.add(np.float32(1), np.float32(2))
         >>> float(x)
         3.0

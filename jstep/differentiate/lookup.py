@@ -28,7 +28,7 @@ class Tables:
         self._trace = get_opaque_trace_state()
         self._taken: list[tuple[int, Array, Array]] = []
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forgets the leaves: they are tracers, which nothing may hold when the loss is traced."""
         self._leaves, self._indices = [], {}
 
@@ -95,7 +95,7 @@ def tables(leaves: list[Array]) -> Iterator[Tables]:
         yield made
     finally:
         _active.reset(token)
-        made.let_go()
+        made.release()
 
 
 def lookup(table: Any, ids: Any) -> Array:

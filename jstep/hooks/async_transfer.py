@@ -63,7 +63,7 @@ class TransferQueue:
         self.failed_owner: Any = None
 
     def add(self, step: int, values: PendingValues, deliver: Deliver, owner: Any) -> None:
-        """Takes the values of a step, and starts to fetch them; `hand_over(step, numbers)` gets them."""
+        """Takes the values of a step, and starts to fetch them; `deliver(step, numbers)` gets them."""
         values.start()
         self._queue.append(_Entry(step, values, deliver, owner))
 

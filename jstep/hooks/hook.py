@@ -77,7 +77,7 @@ class RunInfo:
 
     Attributes:
         last_step: Where the run ends.
-        sums: What hooks add up over intervals: a `Sums`.
+        sums: What hooks add up over intervals: a `MetricSums`.
         transfers: What hooks report, in the order of steps: a `TransferQueue`.
         steps_per_call: How many steps a call takes.
         logdir: Where event files go, or None.
@@ -87,7 +87,7 @@ class RunInfo:
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
         stop_requested: Whether a signal wishes the run to stop; all processes have to ask equally often.
-        dispatched: The steps that the run has handed to its devices: a `Dispatched`.
+        dispatched: The steps that the run has handed to its devices: a `DispatchedSteps`.
     """
 
     last_step: int

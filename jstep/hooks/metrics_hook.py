@@ -55,7 +55,7 @@ class MetricsHook(ReportingHook):
         >>> to_json = lambda step, values: print(json.dumps({"step": step, **values}), file=file, flush=True)
         >>> hooks = [jstep.MetricsHook(to_csv), jstep.MetricsHook(to_json, every_n_steps=10, mean=True)]
 
-        Results of evaluations go the same way from `EvaluationHook(evaluate, then=[…])`:
+        Results of evaluations go the same way from `EvaluationHook(evaluate, callbacks=[…])`:
 
         >>> then = [lambda step, state, results: wandb.log(results, step=step)]
     """

@@ -14,14 +14,14 @@ from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
 from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
 from jstep.state import START_STEP
 
-Around: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]
+WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]
 """`update(updates, inner, own, params, step, h, context) -> (updates, inner, own)`, the slots of either apart."""
 
 
 def wrap_optimizer(
     optimizer: Optimizer,
     by: str,
-    update: Around,
+    update: WrappedUpdate,
     *,
     added: Mapping[str, Callable[[Params, Step], Any]] | None = None,
     hyper: Mapping[str, Any] | None = None,
