@@ -85,15 +85,15 @@ def numbers_of(
         chain: The operations inside, from the outermost in, the last of them the one to look at.
         at: The iterations of the loops around it.
     """
-    operation = chain[-1][1]
+    last = chain[-1][1]
 
     def run(values: Any) -> Any:
         ins = _operands(chain, values, at)
-        made = [out for out in apply(operation, ins) if out is not None]
+        made = [out for out in apply(last, ins) if out is not None]
         return [], [jnp.asarray(one) for one in (*ins, *made)]
 
     _, found = jax.jit(mapped(operation, run, results=False))(values)
-    count = len(operation.eqn.invars)
+    count = len(last.eqn.invars)
     own = [_of_shard(one, shard) for one in found]
     return own[:count], own[count:]
 
