@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,10 @@ import jstep
 PICTURES = pathlib.Path(__file__).parent / "pictures"
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 INK, RED, BLUE, GREY, PAPER = "#333344", "#c0392b", "#4527a0", "#9a9ab0", "#f4f2fa"
+PARTS_OF_TIME = {
+    "productive": BLUE, "rewound": "#b39ddb", "starting": "#e67e22", "waiting": "#f1c40f",
+    "saving": "#16a085", "evaluating": "#2e86c1", "hooks": GREY, "down": RED,
+}  # fmt: skip
 mpl.rcParams.update(
     {
         "font.size": 10,
@@ -252,6 +257,59 @@ def width_transfer(path: pathlib.Path) -> None:
 # Diagrams.
 
 
+def _language_run(directory: str) -> None:
+    """Trains the transformer of `examples/char_lm.py` up to step 600."""
+    sys.path.insert(0, str(EXAMPLES))
+    import char_lm
+
+    train_rows, held_out_rows = char_lm.load()
+    optimizer = jstep.adam(1e-3)
+    params = char_lm.init_params(jax.random.key(0))
+    held_out = [jstep.batches(held_out_rows, batch_size=256)[0]]
+    evaluate = jstep.evaluator(lambda params, rows: {"loss": char_lm.loss_fn(params, rows)}, held_out)
+    jstep.train(
+        jstep.minimize(char_lm.loss_fn, optimizer),
+        jstep.TrainState.create(params, optimizer),
+        jstep.batches(train_rows, batch_size=32, seed=0),
+        last_step=600,
+        hooks=[jstep.EvaluationHook(evaluate, every_n_steps=50), jstep.AuditHook(every_n_steps=50)],
+        checkpoint_dir=directory,
+        save_checkpoint_steps=50,
+        progress=False,
+    )
+
+
+def goodput(path: pathlib.Path) -> None:
+    """Where the time of a run goes that is killed twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        for kill_at in (200, 400, None):
+            process = subprocess.Popen([sys.executable, __file__, "--language", folder])
+            while kill_at is not None and process.poll() is None:
+                found = jstep.latest_checkpoint(folder)
+                if found is not None and int(found.rsplit("-", 1)[1]) >= kill_at:
+                    time.sleep(1.5)  # some steps are lost
+                    process.kill()
+                time.sleep(0.1)
+            assert process.wait() == (0 if kill_at is None else -signal.SIGKILL)
+            time.sleep(0 if kill_at is None else 2)
+        found = jstep.goodput(folder)
+    figure, axis = plt.subplots(figsize=(8, 1.9))
+    left = 0.0
+    for name, color in PARTS_OF_TIME.items():
+        seconds = getattr(found, name)
+        axis.barh(0, seconds, left=left, color=color, label=f"{name} {seconds:.1f} s ({seconds / found.total:.0%})")
+        left += seconds
+    axis.set_xlim(0, found.total)
+    axis.set_yticks([])
+    axis.spines["left"].set_visible(False)
+    axis.set_xlabel("seconds")
+    axis.set_title(f"{found.steps} steps in {found.starts} starts", fontsize=9, loc="left")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    figure.savefig(path)
+    plt.close(figure)
+    print(found)
+
+
 def _box(x, y, width, height, text, fill=PAPER, ink=INK, bold=False) -> str:
     lines = text.split("\n")
     middle = y + height / 2 - 8.5 * (len(lines) - 1) + 4.5
@@ -335,12 +393,15 @@ MAKERS = {
     "plan.png": plan,
     "schedules.png": schedules,
     "width_transfer.png": width_transfer,
+    "goodput.png": goodput,
     "clock.svg": clock,
     "commit.svg": commit,
 }
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--run"]:
     _digits_run(sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4]))
+elif __name__ == "__main__" and sys.argv[1:2] == ["--language"]:
+    _language_run(sys.argv[2])
 elif __name__ == "__main__":
     for name in sys.argv[1:] or MAKERS:
         MAKERS[name](PICTURES / name)

@@ -104,6 +104,7 @@ def build_hooks(
         evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),
         stop_requested=stop_requested,
         dispatched=programs.dispatched,
+        watch=callbacks.watch,
     )
     for hook in hooks:
         if isinstance(hook, RunHook):
