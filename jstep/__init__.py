@@ -51,19 +51,19 @@ Summaries for TensorBoard: summary.scalar and others, summary.SummaryWriter. `py
 __version__ = "0.2.0"
 
 
-def _places() -> dict[str, str]:
+def _exports() -> dict[str, str]:
     """The public names, and the module that each comes from: what the stub beside this file says."""
     stub = __spec__.loader.get_data(__file__.removesuffix("c") + "i").decode()  # type: ignore
-    places, module = {}, ""
+    exports, module = {}, ""
     for line in stub.splitlines():
         words = line.replace(",", " ").split()
         module = words[1] if words[:1] == ["from"] else module
-        places.update((words[i + 1], module) for i, word in enumerate(words) if word == "as")
-    return places
+        exports.update((words[i + 1], module) for i, word in enumerate(words) if word == "as")
+    return exports
 
 
-_PLACES = _places()
-__all__ = sorted(_PLACES)
+_EXPORTS = _exports()
+__all__ = sorted(_EXPORTS)
 
 # A name is loaded when it is asked for, so that `import jstep` is quick, and what a run does not use costs it nothing.
 
@@ -72,8 +72,8 @@ def __getattr__(name: str) -> object:
     import importlib
     import sys
 
-    place = _PLACES.get(name)
-    if place == "jstep" or (place is None and f"jstep.{name}" in _PLACES.values()):  # a package
+    place = _EXPORTS.get(name)
+    if place == "jstep" or (place is None and f"jstep.{name}" in _EXPORTS.values()):  # a package
         return importlib.import_module(f"jstep.{name}")
     if place is None:
         raise AttributeError(f"module 'jstep' has no attribute {name!r}", name=name, obj=sys.modules[__name__])

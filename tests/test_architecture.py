@@ -46,7 +46,7 @@ BUILDERS = {"sharding.layout"}
 """A state too large for one device is made under jit, once; nothing there steps or donates."""
 STAGES = {"checkpoint.stage"}
 """Copies a state into memory that a Saver keeps for it: donates its own arrays, never a state."""
-SUMS = {"hooks.sums_program"}
+SUMS = {"hooks.metric_sums_program"}
 """Adds metrics up in an array of its own, which it donates; never a state."""
 LOADED_WHEN_USED = {"checkpoint.store.orbax_arrays": {"orbax"}, "checkpoint.store.tensors": {"tensorstore"}}
 """Modules that a bare `import jstep` does not load, and what they may import at their top."""
@@ -55,7 +55,7 @@ SHARED_TRACES = {
     "clipping.norms",
     "optimizers.leafwise",
     "optimizers.apply_updates",
-    "optimizers.chosen",
+    "optimizers.conditional_update",
     "optimizers.eigenbases",
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",
@@ -185,9 +185,9 @@ def test_the_package_only_reexports() -> None:
     for node in tree.body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = isinstance(node, ast.Assign) and all(
-            isinstance(t, ast.Name) and t.id in ("__all__", "__version__", "_PLACES") for t in node.targets
+            isinstance(t, ast.Name) and t.id in ("__all__", "__version__", "_EXPORTS") for t in node.targets
         )
-        lazy = isinstance(node, ast.FunctionDef) and node.name in ("_places", "__getattr__", "__dir__")
+        lazy = isinstance(node, ast.FunctionDef) and node.name in ("_exports", "__getattr__", "__dir__")
         assert docstring or names or lazy, ast.unparse(node)
 
 

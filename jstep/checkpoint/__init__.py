@@ -4,8 +4,8 @@ from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store.open import open_store
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 
 __all__ = ["CheckpointError", "Saver", "checkpoint_name", "latest_checkpoint", "open_store"]
 
-_publish(globals())
+_set_public_module(globals())

@@ -8,7 +8,7 @@ import numpy as np
 _SMALLEST = 1024  # bytes that are exchanged at least
 
 
-def of_the_first(number: int) -> int:
+def broadcast_first(number: int) -> int:
     """The number that the first process has."""
     if jax.process_count() == 1:
         return number
@@ -18,7 +18,7 @@ def of_the_first(number: int) -> int:
     return int(agreed)
 
 
-def on_any(true: bool) -> bool:
+def any_process(true: bool) -> bool:
     """Whether it is true on any process."""
     if jax.process_count() == 1:
         return true
@@ -27,7 +27,7 @@ def on_any(true: bool) -> bool:
     return bool(np.any(multihost_utils.process_allgather(np.array([true]))))
 
 
-def texts_of_all(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """The text of each process, in their order."""
     if jax.process_count() == 1:
         return [text]

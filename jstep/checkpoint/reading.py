@@ -10,13 +10,13 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import processes
-from jstep.checkpoint.format import ages, left_out, placed
+from jstep.checkpoint.format import ages, left_out, place_leaf
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.format.match import Match, Names, check_averages, listing, match
 from jstep.checkpoint.format.match_params import PARAMS, match_params
 from jstep.checkpoint.store.protocol import DamagedError, Store
 from jstep.core import trees
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 
 _TRIES = 10  # a writer beside us evicts a checkpoint at each of its saves, and a read takes no longer than a few
 _logger = logging.getLogger("jstep")
@@ -45,7 +45,7 @@ class Reader:
             if target is None:
                 return self._looked_at(path, manifest, averages)
             found = match(target, manifest.leaves, averages, partial, names, path, manifest.left_out)
-            with own_transfers():
+            with internal_transfers():
                 values = self._filled(path, manifest, found)
             self._mention(path, manifest.step, target, found, values)
             self._compare(path, found, values)
@@ -61,7 +61,7 @@ class Reader:
             if averages is not None:
                 check_averages(averages, manifest.leaves, path)
             found = match_params(target, manifest, averages, names, path)
-            with own_transfers():
+            with internal_transfers():
                 values = self._filled(path, manifest, found)
             self._compare(path, found, values)
             return jax.tree.unflatten(trees.structure(target), values)[PARAMS]
@@ -81,7 +81,7 @@ class Reader:
         """The path and manifest of a checkpoint, the same on every process."""
         step = self._newest() if step is None else step
         path = self._store.at(self._prefix, step)
-        if processes.on_any(path is None):
+        if processes.any_process(path is None):
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
             raise FileNotFoundError(
                 f"step={step}: there is no whole checkpoint {self._prefix}-{step} in {self._store.directory}; "
@@ -95,14 +95,14 @@ class Reader:
             pass
         except CheckpointError as error:
             problem = str(error)
-        if processes.on_any(manifest is None and not problem):
+        if processes.any_process(manifest is None and not problem):
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
             problem = (
                 f"its name says step {step}, and it holds step {manifest.step}: a copy, or renamed; "
                 f"give it its name {self._prefix}-{manifest.step}, or delete it"
             )
-        if processes.on_any(bool(problem)):
+        if processes.any_process(bool(problem)):
             raise self._damaged(path, [problem or "another process says why"])
         assert manifest is not None
         return path, manifest
@@ -111,7 +111,7 @@ class Reader:
         """The highest step, of which there has to be a whole checkpoint: older ones are not taken in silence."""
         newest = next(self._store.newest_first(self._prefix), None)
         broken = self._store.broken(self._prefix, -1 if newest is None else newest[0])
-        step = processes.of_the_first(-2 if broken else -1 if newest is None else newest[0])
+        step = processes.broadcast_first(-2 if broken else -1 if newest is None else newest[0])
         if step == -2:
             path, _, problem = (broken or [f"{self._prefix}-*: another process says why"])[0].partition(": ")
             raise self._damaged(path, [problem])
@@ -121,16 +121,20 @@ class Reader:
 
     def _looked_at(self, path: str, manifest: Manifest, averages: str | None) -> dict[str, Any]:
         arrays = self._read(path, manifest, {leaf.array: None for leaf in manifest.leaves if leaf.array is not None})
-        return placed.looked_at(manifest.leaves, arrays, averages)
+        return place_leaf.nested_values(manifest.leaves, arrays, averages)
 
     def _filled(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
-        left = {i: placed.left_as_is(want, manifest.step) for i, want in enumerate(found.wanted) if want.source is None}
+        left = {
+            i: place_leaf.keep_target_leaf(want, manifest.step)
+            for i, want in enumerate(found.wanted)
+            if want.source is None
+        }
         sources = [want.source for want in found.wanted if want.source is not None]
         uses = Counter(source.array for source in sources)
         shardings: dict[str, Any] = {}
         for want in found.wanted:
             if want.source is not None and want.source.array is not None:
-                shardings.setdefault(want.source.array, placed.stored_sharding(want))
+                shardings.setdefault(want.source.array, place_leaf.stored_sharding(want))
         arrays = self._read(path, manifest, shardings)
 
         def value(i: int) -> Any:
@@ -139,13 +143,13 @@ class Reader:
                 return left[i]
             array: Any = arrays.get(want.source.array or "")
             shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
-            return placed.placed(want, array.copy() if shared else array)
+            return place_leaf.place_leaf(want, array.copy() if shared else array)
 
         return [value(i) for i in range(len(found.wanted))]
 
     def _compare(self, path: str, found: Match, values: Sequence[Any]) -> None:
         """Warns of leaves that were left out of the checkpoint and have other values in the target."""
-        with own_transfers():
+        with internal_transfers():
             pairs = zip(found.wanted, values, strict=True)
             changed = left_out.changed((one.left_out, value) for one, value in pairs if one.left_out is not None)
         if changed:
@@ -197,8 +201,8 @@ class Reader:
                 failure = error
             if verdict is not None:
                 problems = verdict.result() or problems
-        if processes.on_any(bool(problems) or failure is not None):
-            if processes.on_any(self._is_gone(path, manifest)):
+        if processes.any_process(bool(problems) or failure is not None):
+            if processes.any_process(self._is_gone(path, manifest)):
                 raise _GoneError(path)
             if failure is not None and not problems:
                 raise CheckpointError(f"{path} could not be read: {short(failure)}") from failure

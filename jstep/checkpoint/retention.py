@@ -18,7 +18,7 @@ _logger = logging.getLogger("jstep")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class RetainedSteps:
     """What is remembered from save to save, and written into every manifest.
 
     Attributes:
@@ -35,14 +35,18 @@ class Kept:
         return {"kept": sorted(self.steps), "since": self.since}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Kept":
+    def from_json(cls, data: Mapping[str, Any]) -> "RetainedSteps":
         """What `to_json` wrote."""
         return cls(frozenset(data["kept"]), data["since"])
 
 
 def evictions(
-    saved_at: Mapping[int, float], new: int, kept: Kept, max_to_keep: int | None, every_n_hours: float | None
-) -> tuple[list[int], Kept]:
+    saved_at: Mapping[int, float],
+    new: int,
+    retained: RetainedSteps,
+    max_to_keep: int | None,
+    every_n_hours: float | None,
+) -> tuple[list[int], RetainedSteps]:
     """Which checkpoints to delete now that `new` is there, and what to remember.
 
     As in TF: a checkpoint that falls out of the last `max_to_keep` is kept for good where more than `every_n_hours`
@@ -51,25 +55,25 @@ def evictions(
     Args:
         saved_at: Step → time of saving in seconds, of all checkpoints there are, the new one included.
         new: The step just saved. Neither it nor the highest step is evicted.
-        kept: What was remembered before.
+        retained: What was remembered before.
         max_to_keep: How many of the others stay; None for all.
         every_n_hours: None where none is kept for good.
     """
-    for_good, since = (kept.steps & saved_at.keys()) - {new}, kept.since
-    passing = sorted(step for step in saved_at if step not in for_good)
-    excess = 0 if max_to_keep is None else len(passing) - max_to_keep
+    for_good, since = (retained.steps & saved_at.keys()) - {new}, retained.since
+    evictable = sorted(step for step in saved_at if step not in for_good)
+    excess = 0 if max_to_keep is None else len(evictable) - max_to_keep
     victims: list[int] = []
-    for step in [step for step in passing if step not in (new, max(saved_at))][: max(excess, 0)]:
+    for step in [step for step in evictable if step not in (new, max(saved_at))][: max(excess, 0)]:
         hours = (saved_at[step] - since) / 3600
         if every_n_hours is not None and hours > every_n_hours:
             for_good |= {step}
             since += 3600 * every_n_hours * math.floor(hours / every_n_hours)
         else:
             victims.append(step)
-    return victims, Kept(frozenset(for_good), since)
+    return victims, RetainedSteps(frozenset(for_good), since)
 
 
-class Keeper:
+class RetentionManager:
     """Seals what was saved, and deletes the checkpoints whose time has passed.
 
     What has to be remembered lies in the manifest of the newest checkpoint, whoever wrote it.
@@ -81,32 +85,32 @@ class Keeper:
         self._store, self._prefix = store, prefix
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
-        self._kept: Kept | None = None
+        self._retained: RetainedSteps | None = None
         self._mentioned = False
         self._times: dict[int, float] = {}
         self._whole: set[int] = set()
 
-    def commit_of(self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]) -> "Saving":
+    def commit_of(self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]) -> "PendingCommit":
         """What ends the save of a manifest that lacks files, retention, and what was left out."""
-        return Saving(self, manifest, left_out)
+        return PendingCommit(self, manifest, left_out)
 
-    def decide(self, manifest: Manifest) -> tuple[list[str], Kept]:
+    def decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
         """The paths of the checkpoints to delete once this one is there, and what to remember."""
-        kept = self._kept or self._remembered()
+        retained = self._retained or self._remembered()
         if self._max_to_keep is None:
-            return [], kept
-        found = dict(self._store.newest_first(self._prefix, trusted=kept.steps | self._whole))
+            return [], retained
+        found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._whole))
         self._whole = set(found)  # not looked into at the next save
         found.pop(manifest.step, None)
-        times = {step: self._saved_at(step, path, kept) for step, path in found.items()}
+        times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
         times[manifest.step] = manifest.saved_at
-        victims, kept = evictions(times, manifest.step, kept, self._max_to_keep, self._every_n_hours)
+        victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours)
         self._mention_later(manifest.step, max(times))
-        return [found[step] for step in victims], kept
+        return [found[step] for step in victims], retained
 
-    def done(self, manifest: Manifest, kept: Kept, victims: list[str]) -> None:
+    def done(self, manifest: Manifest, retained: RetainedSteps, victims: list[str]) -> None:
         """The checkpoint is there."""
-        self._kept = kept
+        self._retained = retained
         self._times[manifest.step] = manifest.saved_at
         self._whole.add(manifest.step)
         for path in victims:
@@ -119,19 +123,19 @@ class Keeper:
             FileNotFoundError: There is none.
         """
         path = self._store.at(self._prefix, step)
-        if processes.on_any(path is None):
+        if processes.any_process(path is None):
             raise FileNotFoundError(
                 f"step={step}: there is no checkpoint {name(self._prefix, step)} in {self._store.directory}"
             )
         if jax.process_index() == 0 and path is not None:
             self._store.evict(path)
         self._times.pop(step, None)
-        processes.on_any(False)
+        processes.any_process(False)
 
-    def passing(self) -> list[str]:
+    def evictable(self) -> list[str]:
         """The paths of the checkpoints that are not kept for good, lowest step first."""
         found = dict(self._store.newest_first(self._prefix))
-        for_good = (self._kept or self._remembered()).steps
+        for_good = (self._retained or self._remembered()).steps
         return [found[step] for step in sorted(found) if step not in for_good]
 
     def _mention_later(self, step: int, highest: int) -> None:
@@ -143,41 +147,47 @@ class Keeper:
                 name(self._prefix, highest),
             )
 
-    def _saved_at(self, step: int, path: str, kept: Kept) -> float:
-        if self._every_n_hours is None or step in kept.steps:
+    def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
+        if self._every_n_hours is None or step in retained.steps:
             return 0.0
         if step not in self._times:
             try:
                 self._times[step] = self._store.manifest(path).saved_at
             except (CheckpointError, OSError):
-                self._times[step] = kept.since  # nothing to keep for good
+                self._times[step] = retained.since  # nothing to keep for good
         return self._times[step]
 
-    def _remembered(self) -> Kept:
+    def _remembered(self) -> RetainedSteps:
         for _, path in self._store.newest_first(self._prefix):
             with contextlib.suppress(CheckpointError, OSError):
                 retention = self._store.manifest(path).retention
-                return Kept.from_json(retention) if "kept" in retention else Kept(frozenset(), self._since)
-        return Kept(frozenset(), self._since)
+                return (
+                    RetainedSteps.from_json(retention)
+                    if "kept" in retention
+                    else RetainedSteps(frozenset(), self._since)
+                )
+        return RetainedSteps(frozenset(), self._since)
 
 
-class Saving:
+class PendingCommit:
     """The end of one save: a `Commit`."""
 
-    def __init__(self, keeper: Keeper, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]) -> None:
-        self._keeper, self._manifest, self._left_out = keeper, manifest, left_out
+    def __init__(
+        self, retention: RetentionManager, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]
+    ) -> None:
+        self._retention, self._manifest, self._left_out = retention, manifest, left_out
         self.saved_at = manifest.saved_at
         self._victims: list[str] = []
-        self._kept: Kept | None = None
+        self._retained: RetainedSteps | None = None
 
     def seal(self, files: Files) -> Manifest:
         """As `Commit.seal`."""
-        self._victims, self._kept = self._keeper.decide(self._manifest)
+        self._victims, self._retained = self._retention.decide(self._manifest)
         return dataclasses.replace(
-            self._manifest, retention=self._kept.to_json(), files=files, left_out=self._left_out()
+            self._manifest, retention=self._retained.to_json(), files=files, left_out=self._left_out()
         )
 
     def committed(self) -> None:
         """As `Commit.committed`."""
-        assert self._kept is not None
-        self._keeper.done(self._manifest, self._kept, self._victims)
+        assert self._retained is not None
+        self._retention.done(self._manifest, self._retained, self._victims)

@@ -12,7 +12,7 @@ from jstep.checkpoint import arguments as checked
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.restorer import Restorer
-from jstep.checkpoint.retention import Keeper
+from jstep.checkpoint.retention import RetentionManager
 from jstep.checkpoint.store.open import leave, open_store
 from jstep.checkpoint.writing import Writer
 from jstep.core.checks import as_bool
@@ -97,7 +97,7 @@ class Saver(Restorer):
         self.prefix = checked.prefix(prefix)
         self._clock = checked.clock(clock)
         self._store = open_store(self.directory, self.prefix)
-        self._keeper = Keeper(
+        self._retention = RetentionManager(
             self._store,
             self.prefix,
             checked.max_to_keep(max_to_keep),
@@ -108,7 +108,7 @@ class Saver(Restorer):
         compress = None if compress is None else as_bool(compress, "compress")
         check_form(leave_out, "leave_out")
         self.leave_out = leave_out
-        self._writer = Writer(self._store, self.prefix, self._keeper, compress, as_bool(stage, "stage"), leave_out)
+        self._writer = Writer(self._store, self.prefix, self._retention, compress, as_bool(stage, "stage"), leave_out)
         self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
@@ -170,7 +170,7 @@ class Saver(Restorer):
         """
         with self._lock:
             self.claim()
-            self._keeper.delete(checked.step(step))
+            self._retention.delete(checked.step(step))
 
     def all_steps(self) -> list[int]:
         """The steps of all whole checkpoints, in order."""
@@ -189,7 +189,7 @@ class Saver(Restorer):
         """The paths of the last `max_to_keep` checkpoints, oldest first, without those kept for good."""
         with self._lock:
             self.wait()
-            return self._keeper.passing()
+            return self._retention.evictable()
 
     def wait(self) -> None:
         """Waits until what was saved is on disk.

@@ -9,11 +9,11 @@ from jstep.checkpoint.format import compression, leaves, left_out
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.reading import newest_in_words, short
-from jstep.checkpoint.retention import Keeper
+from jstep.checkpoint.retention import RetentionManager
 from jstep.checkpoint.stage import Stage
 from jstep.checkpoint.step_of import step_of
 from jstep.checkpoint.store.protocol import Store
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList
 
 
@@ -21,10 +21,16 @@ class Writer:
     """Writes the checkpoints of one prefix, and deletes those whose time has passed."""
 
     def __init__(
-        self, store: Store, prefix: str, keeper: Keeper, compress: bool | None, stage: bool, leave_out: VarList
+        self,
+        store: Store,
+        prefix: str,
+        retention: RetentionManager,
+        compress: bool | None,
+        stage: bool,
+        leave_out: VarList,
     ) -> None:
         self._leave_out = leave_out
-        self._store, self._prefix, self._keeper = store, prefix, keeper
+        self._store, self._prefix, self._retention = store, prefix, retention
         self._compress, self._stage = compress, Stage() if stage else None
         self._saving: str | None = None
 
@@ -39,7 +45,7 @@ class Writer:
                 self._store.claim(self._prefix)
             except (OSError, CheckpointError) as failure:
                 error = failure
-        if processes.on_any(error is not None):
+        if processes.any_process(error is not None):
             raise error or CheckpointError(
                 f"{self._prefix}-* in {self._store.directory} cannot be written; process 0 says why"
             )
@@ -55,7 +61,7 @@ class Writer:
             self.wait()
         except CheckpointError as error:
             failure = error
-        if processes.on_any(failure is not None):
+        if processes.any_process(failure is not None):
             raise failure or CheckpointError("the last checkpoint was not saved; another process says why")
 
     def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
@@ -67,11 +73,11 @@ class Writer:
             TypeError: A leaf of the state cannot be saved (names it).
             ValueError: A leaf was donated (names it), or the state has no step.
         """
-        with own_transfers():
+        with internal_transfers():
             return self._save(state, step, saved_at, extra)
 
     def _save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
-        absent = left_out.places(state, self._leave_out)
+        absent = left_out.left_out_indices(state, self._leave_out)
         everything = leaves.named(state)
         named = [one for i, one in enumerate(everything) if i not in absent]
         step = step_of(state, step)
@@ -85,7 +91,7 @@ class Writer:
             if self._stage is not None:
                 arrays = self._stage.copy(arrays)
             compress = compression.pays(arrays.values()) if self._compress is None else self._compress
-            self._store.save(path, arrays, compress, self._keeper.commit_of(manifest, records))
+            self._store.save(path, arrays, compress, self._retention.commit_of(manifest, records))
         except Exception as error:
             self._give_up(error)
         return path

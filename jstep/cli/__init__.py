@@ -1,10 +1,10 @@
 """`python -m jstep …`."""
 
 from jstep.cli.main import main
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 
 __all__ = [
     "main",
 ]
 
-_publish(globals())
+_set_public_module(globals())

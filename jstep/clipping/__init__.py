@@ -3,7 +3,7 @@
 from jstep.clipping.by_global_norm import clip_by_global_norm, global_norm
 from jstep.clipping.by_norm import clip_by_average_norm, clip_by_norm
 from jstep.clipping.by_value import clip_by_value
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 
 __all__ = [
     "clip_by_average_norm",
@@ -13,4 +13,4 @@ __all__ = [
     "global_norm",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -9,9 +9,9 @@ import numpy as np
 from jstep.clipping.norms import clipped, factors, norm_of
 from jstep.clipping.parts import check_clip_norm, map_leaves, number
 from jstep.core import trees
+from jstep.core.execution_order import compute_first
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
 from jstep.core.meshes import on_any_mesh
-from jstep.core.ordering import made_first
 from jstep.core.types import Array, Number
 
 
@@ -41,7 +41,7 @@ def global_norm(tree: Any) -> Array:
         array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, "global_norm")
         array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
         # Made first, or on a CPU an optimizer's own g² would be taken for the same array and kept in memory for both.
-        arrays += made_first(array)
+        arrays += compute_first(array)
     return norm_of(arrays)
 
 

@@ -1,7 +1,7 @@
 """Words, trees and checks that all packages share; nothing here compiles or counts."""
 
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.core.types import Context, Optimizer, Schedule
 
 __all__ = [
@@ -11,4 +11,4 @@ __all__ = [
     "Schedule",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -100,7 +100,7 @@ class Thread(threading.Thread):
             contexts.run(super().run)
 
 
-def own_transfers() -> contextlib.AbstractContextManager[object]:
+def internal_transfers() -> contextlib.AbstractContextManager[object]:
     """The context for transfers of jstep's own, between host and devices or devices: no guard of the caller stops them.
 
     For transfers alone: a user's function that is called inside would not see its guard. It costs almost nothing when
@@ -108,9 +108,9 @@ def own_transfers() -> contextlib.AbstractContextManager[object]:
 
     Example:
         >>> import jax, numpy as np
-        >>> from jstep.core.contexts import own_transfers
+        >>> from jstep.core.contexts import internal_transfers
         >>> with jax.transfer_guard("disallow"):
-        ...     with own_transfers():
+        ...     with internal_transfers():
         ...         x = jax.numpy.add(np.float32(1), np.float32(2))
         >>> float(x)
         3.0

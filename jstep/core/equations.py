@@ -122,12 +122,12 @@ class Traced(NamedTuple):
 
     Attributes:
         closed: The program, whose results are the arrays among the leaves of what the function returned.
-        places: The places of these among all leaves.
+        indices: The places of these among all leaves.
         whole: From the values of the program's results to the result of the function.
     """
 
     closed: Any
-    places: list[int]
+    indices: list[int]
     whole: Callable[[list[Any]], Any]
 
 
@@ -137,19 +137,19 @@ def traced(fn: Callable[..., Any], *args: Any) -> Traced:
 
     def arrays_of(*args: Any) -> list[Any]:
         leaves, treedef = jax.tree.flatten(fn(*args))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
         # No tracer outlives its trace.
         others = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-        found.append((treedef, places, others))
-        return [leaves[i] for i in places]
+        found.append((treedef, indices, others))
+        return [leaves[i] for i in indices]
 
     closed = jax.make_jaxpr(arrays_of)(*args)
-    treedef, places, others = found[-1]
+    treedef, indices, others = found[-1]
 
     def whole(values: list[Any]) -> Any:
         leaves = list(others)
-        for i, value in zip(places, values, strict=True):
+        for i, value in zip(indices, values, strict=True):
             leaves[i] = value
         return treedef.unflatten(leaves)
 
-    return Traced(closed, places, whole)
+    return Traced(closed, indices, whole)

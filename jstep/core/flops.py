@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jstep.core.sites import MOVES, Body, Site, shard_counts
+from jstep.core.operations import MOVES, Operation, Subprogram, shard_counts
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
 """They move numbers and compute none."""
@@ -69,34 +69,34 @@ class Work(NamedTuple):
         )
 
 
-def work_of(body: Body) -> Work:
+def work_of(body: Subprogram) -> Work:
     """The work of a program."""
     total = Work()
-    for site in body.sites:
-        total = total.plus(_of_site(site))
+    for operation in body.operations:
+        total = total.plus(_work_of_operation(operation))
     return total
 
 
-def _of_site(site: Site) -> Work:
-    inner = [work_of(body) for body in site.bodies]
-    if site.kind == "call":
+def _work_of_operation(operation: Operation) -> Work:
+    inner = [work_of(body) for body in operation.bodies]
+    if operation.kind == "call":
         return inner[0]
-    if site.kind == "shard_map":
-        shards = math.prod(shard_counts(site).values())
+    if operation.kind == "shard_map":
+        shards = math.prod(shard_counts(operation).values())
         return inner[0].times(shards, shards)
-    if site.kind == "cond":
+    if operation.kind == "cond":
         return max(inner, key=lambda work: work.all)
-    if site.kind == "while":
+    if operation.kind == "while":
         both = inner[0].plus(inner[1])
-        return both._replace(unknown=both.unknown + (not _is_over_host(site.eqn)))
-    if site.kind == "scan":
-        length = site.eqn.params["length"]
-        unroll = min(max(1, int(site.eqn.params["unroll"])), max(1, length))
+        return both._replace(unknown=both.unknown + (not _is_over_host(operation.eqn)))
+    if operation.kind == "scan":
+        length = operation.eqn.params["length"]
+        unroll = min(max(1, int(operation.eqn.params["unroll"])), max(1, length))
         # The rest of a loop that does not divide is a second copy of its program.
         return inner[0].times(unroll + length % unroll if length > unroll else max(1, length), length)
-    flops = _flops(site.eqn)
-    moved = sum(_bytes(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars))
-    product = _product(site.eqn)
+    flops = _flops(operation.eqn)
+    moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
+    product = _product(operation.eqn)
     return Work(flops, flops, moved, moved, products=_NONE if product is None else {product: flops})
 
 

@@ -114,7 +114,7 @@ def run_loop(loop: Loop, env: Env, placed: Placed) -> list[Any]:
     return jax.lax.fori_loop(0, count, one_slice, start)
 
 
-def is_alike(var: Any, leaf: Any) -> bool:
+def has_same_type(var: Any, leaf: Any) -> bool:
     """Whether an array has the shape and dtype of a variable."""
     return bool(var.aval.shape == leaf.shape and var.aval.dtype == leaf.dtype)
 
@@ -134,12 +134,12 @@ def _slices(loop: Loop, placed: Placed) -> int:
     """The number of slices; 1 if the equations cannot be computed slice by slice."""
     shape = loop.due[0][0].aval.shape
     atoms = [*_free(loop), *(var for var, _ in loop.due)]
-    places = {var: i for i, var in enumerate(loop.jaxpr.invars)}
+    indices = {var: i for i, var in enumerate(loop.jaxpr.invars)}
     fits = (
         len(shape) > 0
         and all(var.aval.shape == shape for var, _ in loop.due)
         and all(var.aval.shape in ((), shape) for var in atoms)
-        and all(places[var] in placed.whole for var in atoms if var in places and var.aval.shape == shape)
+        and all(indices[var] in placed.whole for var in atoms if var in indices and var.aval.shape == shape)
         and all(is_elementwise(eqn, shape) for eqn in loop.eqns)
     )
     if not fits:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import on_host
 
 _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
@@ -29,10 +29,10 @@ def as_key(value: Any, argument: str) -> Any:
         raise TypeError(f"{argument}={shown(value)}: must be a key, such as jax.random.key(0), got {kind(value)}")
     if np.ndim(value) != (0 if typed else 1):
         raise ValueError(f"{argument}: must be one key, got {np.shape(value)} of them; take one, or jax.random.split")
-    return anywhere(value)
+    return without_mesh(value)
 
 
-def anywhere(key: Any) -> Any:
+def without_mesh(key: Any) -> Any:
     """A key that may be used beside arrays on any mesh: of one that is on a mesh, a copy that is on none."""
     if not isinstance(key, jax.Array) or trees.is_traced(key):
         return key
@@ -40,7 +40,7 @@ def anywhere(key: Any) -> Any:
     data = on_host(jax.random.key_data(key) if typed else key)
     if data is None:
         return key
-    with own_transfers(), jax.set_mesh(_NO_MESH):
+    with internal_transfers(), jax.set_mesh(_NO_MESH):
         return (
             jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(key)) if typed else jnp.asarray(data)
         )

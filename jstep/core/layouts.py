@@ -16,7 +16,7 @@ _LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep
 
 
 @contextlib.contextmanager
-def laid_out(layouts: Layouts) -> Iterator[None]:
+def using_layouts(layouts: Layouts) -> Iterator[None]:
     """Within, leaves are known to be sharded so."""
     token = _LAYOUTS.set(layouts)
     try:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -57,11 +57,11 @@ def on_host(value: Any) -> np.ndarray[Any, Any] | None:
         return None
     if not isinstance(value.sharding, NamedSharding) or not (value.is_fully_replicated or value.is_fully_addressable):
         return None
-    with own_transfers():
+    with internal_transfers():
         return np.asarray(value)
 
 
-def setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """The context in which `mesh` is the one that is set; nothing changes if it already is, or is None."""
     if mesh is None:
         return contextlib.nullcontext()
@@ -71,12 +71,12 @@ def setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
         return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def instead_of_another(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+def overriding_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """The context in which `mesh` is set if another one was; where none is set, none is."""
     try:
-        return contextlib.nullcontext() if jax.sharding.get_mesh().empty else setting(mesh)
+        return contextlib.nullcontext() if jax.sharding.get_mesh().empty else using_mesh(mesh)
     except ValueError:  # inside a function that JAX is tracing
-        return setting(mesh)
+        return using_mesh(mesh)
 
 
 def explicit_mesh(tree: Any) -> AbstractMesh | None:
@@ -105,7 +105,7 @@ def reduced(total: Any) -> Any:
     return jax.sharding.reshard(total, NamedSharding(mesh, PartitionSpec(*spec_of(total).partitions)))
 
 
-def like(*trees: Any) -> Callable[[Any], Any]:
+def sharded_like(*trees: Any) -> Callable[[Any], Any]:
     """From a result to its specs: those of the leaves of equal path and shape in `trees`, else replicated."""
 
     def specs(result: Any) -> Any:
@@ -123,7 +123,7 @@ def like(*trees: Any) -> Callable[[Any], Any]:
     return specs
 
 
-def in_auto_axes(
+def without_explicit_axes(
     fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None, mesh: AbstractMesh | None = None
 ) -> _R:
     """`fn(*args)`, with Auto axes inside: for what jstep computes itself.
@@ -139,15 +139,15 @@ def in_auto_axes(
     mesh = mesh or explicit_mesh(args)
     if mesh is None:
         return fn(*args)
-    with setting(mesh_of(args)):
+    with using_mesh(mesh_of(args)):
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))):
             result = fn(*jax.tree.map(_entered, args))
-        specs = (place or like())(result)
+        specs = (place or sharded_like())(result)
         return jax.tree.map(functools.partial(_left, mesh), result, specs)
 
 
 def leaving_auto_axes(fn: Callable[[Any], _R], params: Any) -> Callable[[Any], _R]:
-    """A function of parameters that works on the axis types of its mesh, to be called within `in_auto_axes`.
+    """A function of parameters that works on the axis types of its mesh, to be called within `without_explicit_axes`.
 
     Args:
         fn: The function.
@@ -156,7 +156,7 @@ def leaving_auto_axes(fn: Callable[[Any], _R], params: Any) -> Callable[[Any], _
     mesh = explicit_mesh(params)
     if mesh is None:
         return fn
-    place = like(params)
+    place = sharded_like(params)
 
     def outside(params: Any) -> _R:
         with jax.sharding.use_abstract_mesh(mesh):
@@ -207,12 +207,12 @@ def on_any_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(fn)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with own_transfers():
+        with internal_transfers():
             if explicit_mesh((args, kwargs)) is None:
                 return fn(*args, **kwargs)
             first = args[0] if args else next(iter(kwargs.values()))
-            place = like(first, (first,))
-            return in_auto_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, place=place)
+            place = sharded_like(first, (first,))
+            return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, place=place)
 
     return run
 
@@ -231,7 +231,7 @@ class Attempts:
         self._name, self._is_logged = name, False
 
     def __call__(self, fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None) -> _R:
-        """`fn(*args)`; `place` is that of `in_auto_axes`.
+        """`fn(*args)`; `place` is that of `without_explicit_axes`.
 
         Raises:
             Exception: Both were refused: what was said of the types given, with a note on what to do.
@@ -240,7 +240,7 @@ class Attempts:
         if mesh is None:
             return fn(*args)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(setting(mesh_of(args)))
+            stack.enter_context(using_mesh(mesh_of(args)))
             if jax.sharding.get_abstract_mesh() != mesh:
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
             try:
@@ -248,9 +248,9 @@ class Attempts:
             except Exception as error:
                 refusal = error
             try:
-                result = in_auto_axes(fn, *args, place=place)
+                result = without_explicit_axes(fn, *args, place=place)
             except Exception as error:
-                if _told_apart(error) != _told_apart(refusal):
+                if _signature(error) != _signature(refusal):
                     refusal.add_note(_WAYS_OUT)
                 raise refusal from refusal.__cause__
             finally:
@@ -264,7 +264,7 @@ class Attempts:
         return result
 
 
-def _told_apart(error: Exception) -> tuple[type, str]:
+def _signature(error: Exception) -> tuple[type, str]:
     """What tells an error from others: its type and its first line, whatever that says of shardings.
 
     A bug of the function's own is the same on all types of axes; the lines that follow say where it was traced.
@@ -283,15 +283,15 @@ def atomic(fn: Callable[..., _R], *args: Any) -> _R:
     leaves: list[Any]
     treedef: Any
     leaves, treedef = jax.tree.flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
     def whole(arrays: list[Any]) -> Any:
         filled = list(leaves)
-        for i, array in zip(places, arrays, strict=True):
+        for i, array in zip(indices, arrays, strict=True):
             filled[i] = array
         return fn(*treedef.unflatten(filled))
 
-    arrays = [leaves[i] for i in places]
+    arrays = [leaves[i] for i in indices]
     if any(map(is_traced, arrays)):
         result: _R = jax.jit(whole)(arrays)
         return result

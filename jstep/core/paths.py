@@ -28,7 +28,7 @@ def matches(names: tuple[str, ...], entry: str) -> bool:
     return any(name == entry or fnmatch.fnmatchcase(name, entry) for name in names)
 
 
-def place_of(tree: Any, path: str, what: str) -> int | None:
+def index_of(tree: Any, path: str, what: str) -> int | None:
     """The place, among the leaves of a tree, of the one at a path; None where there is none.
 
     Args:
@@ -41,11 +41,11 @@ def place_of(tree: Any, path: str, what: str) -> int | None:
     """
     everything = names_of(tree)
     for depth in (0, 1):
-        places = [i for i, names in enumerate(everything) if len(names) > depth and names[depth] == path]
-        if len(places) > 1:
-            raise ValueError(ambiguous(what, path, len(places)))
-        if places:
-            return places[0]
+        indices = [i for i, names in enumerate(everything) if len(names) > depth and names[depth] == path]
+        if len(indices) > 1:
+            raise ValueError(ambiguous(what, path, len(indices)))
+        if indices:
+            return indices[0]
     return None
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 
 _ORIGINS = {"name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin"}
 _RULES = {"jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd"}
@@ -182,7 +182,7 @@ def _array_text(x: Any) -> str:
             return f"{x.dtype} {_array_text(jax.random.key_data(x))}"
         if not x.is_fully_addressable:  # its values are on other hosts
             return f"{x.dtype}{list(x.shape)} of several processes"
-    with own_transfers():
+    with internal_transfers():
         array = np.ascontiguousarray(x)
     values = array.view(np.uint8) if array.dtype.kind == "V" else array
     return f"{array.dtype}{list(np.shape(x))} {hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()}"

@@ -5,7 +5,7 @@ import types
 from typing import Any
 
 
-def publish(namespace: dict[str, Any]) -> None:
+def set_public_module(namespace: dict[str, Any]) -> None:
     """Lets the functions and classes that a package exports say as their `__module__` where users find them.
 
     That is `jstep` for what is at the root, and the package itself for the rest. Errors, reprs and documentation

@@ -41,12 +41,12 @@ def stack_trees(trees: Sequence[Any], what: str) -> Any:
 
 def _stack_leaves(leaves: list[Any], path: str, what: str) -> Any:
     if all(isinstance(leaf, jax.Array) for leaf in leaves):
-        _check_alike(leaves, path, what)
+        _check_same(leaves, path, what)
         return jnp.stack(leaves)  # without a wait for the device
     arrays = [np.asarray(leaf) for leaf in leaves]
     first = arrays[0]
     if not all(a.dtype == first.dtype and a.shape == first.shape for a in arrays):
-        _check_alike(arrays, path, what)
+        _check_same(arrays, path, what)
         return np.stack(arrays)  # texts of several lengths
     if first.ndim == 0:
         return np.array(leaves, dtype=first.dtype)
@@ -56,7 +56,7 @@ def _stack_leaves(leaves: list[Any], path: str, what: str) -> Any:
     return batch
 
 
-def _check_alike(arrays: Sequence[Any], path: str, what: str) -> None:
+def _check_same(arrays: Sequence[Any], path: str, what: str) -> None:
     def check(name: str, of: Callable[[Any], Any]) -> None:
         for i, array in enumerate(arrays):
             if of(array) != of(arrays[0]):

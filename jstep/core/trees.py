@@ -97,10 +97,10 @@ def compute_dtype(dtype: Any) -> Any:
     return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
 
 
-def with_leaves(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
     """The leaves, with others at some places."""
     changed = list(leaves)
-    for place, value in zip(places, values, strict=True):
+    for place, value in zip(indices, values, strict=True):
         changed[place] = value
     return changed
 

@@ -25,14 +25,14 @@ def selected(params: Params, var_list: VarList, argument: str = "var_list") -> l
         TypeError: `var_list` is none of these.
         ValueError: An entry matches nothing (names the nearest paths), or nothing is left to train.
     """
-    places = [i for i, wanted in enumerate(flags(params, var_list, argument)) if wanted]
-    if not places:
+    indices = [i for i, wanted in enumerate(flags(params, var_list, argument)) if wanted]
+    if not indices:
         named = trees.leaves_with_paths(params)
         raise ValueError(
             f"No variables to optimize: {argument}={_shown(var_list)} leaves none of "
             f"{[path for path, _ in named][:20]}, of which only floating-point leaves can be trained"
         )
-    return places
+    return indices
 
 
 def flags(params: Params, var_list: VarList, argument: str = "var_list") -> list[bool]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeAlias
 
 from jstep.core import trees
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 
 Check: TypeAlias = Callable[..., None]
 Waiting: TypeAlias = dict[tuple[str, Check, tuple[Hashable, ...]], None]
@@ -42,7 +42,7 @@ def run_checks(waiting: Waiting, params: Any) -> None:
     """Runs what was collected on parameters that have values; those that still have none are left alone."""
     if waiting:
         leaves = dict(trees.leaves_with_paths(params))
-        with own_transfers():
+        with internal_transfers():
             for path, check, args in waiting:
                 if path in leaves:
                     check(path, leaves[path], *args)

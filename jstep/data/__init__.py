@@ -1,6 +1,6 @@
 """Batches as a function of the step, and on their way to the device."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.data.batches import Batches, batches
 from jstep.data.mixture import Mixture, mixture
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
@@ -17,4 +17,4 @@ __all__ = [
     "prefetch_to_device",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.trees import flatten, leaves_with_paths, quoted, structure
 from jstep.data._permutation import Rows
 
 
-def check_alike(samples: Mapping[str, Any]) -> None:
+def check_same_structure(samples: Mapping[str, Any]) -> None:
     """Refuses sources whose batches cannot be one.
 
     Args:
@@ -50,26 +50,26 @@ def _described(leaf: Any) -> str:
     return f"{dtype}{list(leaf.shape[1:])}"
 
 
-def merge(parts: Sequence[Any], places: Sequence[Rows]) -> Any:
+def merge(parts: Sequence[Any], indices: Sequence[Rows]) -> Any:
     """One batch of the rows of several.
 
     Args:
         parts: Trees of arrays, all of one structure.
-        places: For each the places of its rows in the batch; together they are all of them.
+        indices: For each the places of its rows in the batch; together they are all of them.
     """
     if len(parts) == 1:
         return parts[0]
     columns = [flatten(part)[0] for part in parts]
-    return structure(parts[0]).unflatten([_merge_leaves(leaves, places) for leaves in zip(*columns, strict=True)])
+    return structure(parts[0]).unflatten([_merge_leaves(leaves, indices) for leaves in zip(*columns, strict=True)])
 
 
-def _merge_leaves(leaves: Sequence[Any], places: Sequence[Rows]) -> Any:
-    with own_transfers():
+def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Rows]) -> Any:
+    with internal_transfers():
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            return jnp.concatenate(leaves)[np.argsort(np.concatenate(places))]
+            return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]
         arrays = [np.asarray(leaf) for leaf in leaves]
     dtype = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)  # that of the longest texts
     merged = np.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), dtype)
-    for array, where in zip(arrays, places, strict=True):
+    for array, where in zip(arrays, indices, strict=True):
         merged[where] = array
     return merged

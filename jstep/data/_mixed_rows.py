@@ -50,17 +50,17 @@ class Mix(NamedTuple):
     weights: Staircase[Weights]
 
 
-class Taken(NamedTuple):
+class SourceRows(NamedTuple):
     """Rows of one source in a batch.
 
     Attributes:
         source: The number of the source.
-        places: Where they are in this process's part of the batch, ascending.
+        indices: Where they are in this process's part of the batch, ascending.
         rows: Their numbers.
     """
 
     source: int
-    places: _permutation.Rows
+    indices: _permutation.Rows
     rows: RowNumbers
 
 
@@ -79,7 +79,7 @@ class MixedRows:
         self._domain = _permutation.domain(mix.sizes.runs[0].size)
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(mix.streams))
 
-    def of(self, step: int) -> Iterator[Taken]:
+    def of(self, step: int) -> Iterator[SourceRows]:
         """The rows of this process in the batch of a step, source by source."""
         mix = self._mix
         before, size = mix.sizes.before(step), mix.sizes.at(step)
@@ -93,10 +93,10 @@ class MixedRows:
         ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
         sources = np.searchsorted(ends, self._order(step, size), side="right")
         for source in np.unique(sources[low:high]).tolist():
-            places = np.flatnonzero(sources[low:high] == source)
+            indices = np.flatnonzero(sources[low:high] == source)
             # In their places, rows are in the order of the stream: those of a process are a stretch of it.
             start = first[source] + int(np.count_nonzero(sources[:low] == source))
-            yield Taken(source, places, self._streams[source].rows(start, len(places)))
+            yield SourceRows(source, indices, self._streams[source].rows(start, len(indices)))
 
     def _order(self, step: int, size: int) -> _permutation.Rows:
         domain = self._domain

@@ -5,7 +5,7 @@ from typing import Any
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
 from jstep.core.staircase import Staircase, as_staircase
-from jstep.data._merged import check_alike, merge
+from jstep.data._merged import check_same_structure, merge
 from jstep.data._mixed_rows import Mix, MixedRows, Stream, derived_seed
 from jstep.data._processes import Share, given_process
 from jstep.data._sizes import Run, Sizes, sizes_of
@@ -100,7 +100,7 @@ def _open(sources: Any) -> dict[str, Rows]:
     names = [as_text(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     # Two rows, for what takes a list of indices is told from what does not by them.
-    check_alike({name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()})
+    check_same_structure({name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()})
     return rows
 
 
@@ -187,8 +187,8 @@ class Reader:
 
     def __call__(self, step: int) -> Any:
         """The batch of a step."""
-        parts, places = [], []
+        parts, indices = [], []
         for taken in self._mixed.of(step):
             parts.append(self._sources[taken.source].take(taken.rows))
-            places.append(taken.places)
-        return merge(parts, places)
+            indices.append(taken.indices)
+        return merge(parts, indices)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core.checks import kind, shown
 from jstep.core.compile_only import refuse_compile_only
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.trees import leaves_with_paths, path_str, quoted
 from jstep.sharding.rows import place_rows
 
@@ -34,7 +34,7 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
     def place(item: Any) -> Any:
         item = _as_known(item)
         try:
-            with own_transfers():
+            with internal_transfers():
                 if local:
                     return jax.device_put(item, sharding)
                 return jax.tree.map(place_rows, item, jax.tree.broadcast(sharding, item))
@@ -47,7 +47,7 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
 
 def _place_on_default_device(item: Any) -> Any:
     item = _as_known(item)
-    with own_transfers():
+    with internal_transfers():
         # An array of JAX lies where somebody put it, perhaps over other processes too.
         return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), item)
 

@@ -50,10 +50,10 @@ class BatchSequence(abc.ABC):
             return "without end" if endless else f"{self._count} steps"
         if not parts:
             return "0 steps"
-        told = [str(range(p.start, p[-1] + (1 if p.step > 0 else -1), p.step)) for p in parts]
+        ranges = [str(range(p.start, p[-1] + (1 if p.step > 0 else -1), p.step)) for p in parts]
         if endless:
-            told[-1] = f"{parts[-1].start}, {parts[-1].start + parts[-1].step}, …"
-        return "steps " + ", then ".join(told if len(told) <= 4 else [*told[:2], "…", told[-1]])
+            ranges[-1] = f"{parts[-1].start}, {parts[-1].start + parts[-1].step}, …"
+        return "steps " + ", then ".join(ranges if len(ranges) <= 4 else [*ranges[:2], "…", ranges[-1]])
 
     @property
     def batch_size(self) -> int | dict[int, int]:

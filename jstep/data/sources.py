@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import shown
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.stack import stack_trees
 from jstep.core.trees import flatten, path_str, quoted
 from jstep.data import _permutation
@@ -22,7 +22,7 @@ class ArraySource:
 
     def __init__(self, array: Any, path: str) -> None:
         # The base class: rows of a memory map are plain arrays.
-        with own_transfers():
+        with internal_transfers():
             self._array: np.ndarray[Any, Any] = np.asarray(array)
         self.path = path
         # np.take is the faster gather, but would first copy all of an array that is not contiguous.
@@ -51,7 +51,7 @@ class KeySource:
 
     def rows(self, rows: RowNumbers) -> Any:
         """These keys, a JAX array."""
-        with own_transfers():
+        with internal_transfers():
             return self._keys[rows]
 
 
@@ -101,7 +101,7 @@ class ItemSource:
         trees = [_as_item(item) for item in items]
         if len(trees) != count:
             raise ValueError(f"{self._what}: __getitems__ gave {len(trees)} items for {count} indices")
-        with own_transfers():
+        with internal_transfers():
             return stack_trees(trees, self._what)
 
     def _list_gives_rows(self, numbers: list[int]) -> bool:
@@ -250,7 +250,7 @@ def _is_plain_list(x: Any) -> bool:
 
 
 def _same(item: Any, rows: Any, i: int) -> bool:
-    with own_transfers():
+    with internal_transfers():
         a, b = np.asarray(item), np.asarray(rows[i])
     if a.shape != b.shape or a.dtype.kind != b.dtype.kind:
         return False

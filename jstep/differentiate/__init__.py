@@ -1,6 +1,6 @@
 """From a loss to gradients."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.differentiate.compute_gradients import compute_gradients
 from jstep.differentiate.gating import GATE_GRAPH, GATE_NONE, GATE_OP
 from jstep.differentiate.gradients import gradients, stop_gradient
@@ -20,4 +20,4 @@ __all__ = [
     "stop_gradient",
 ]
 
-_publish(globals())
+_set_public_module(globals())

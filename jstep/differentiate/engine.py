@@ -10,17 +10,17 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, shown
-from jstep.core.collecting import collecting
 from jstep.core.loops import Unroll, as_unroll
-from jstep.core.meshes import Attempts, in_auto_axes, like
+from jstep.core.meshes import Attempts, sharded_like, without_explicit_axes
+from jstep.core.summary_collection import collect_summaries
 from jstep.core.types import Array, Params
 from jstep.core.var_list import VarList, check_form, selected
-from jstep.differentiate.connected import watched
+from jstep.differentiate.connected_params import track_connected
 from jstep.differentiate.gating import GATE_OP, GATES, gated
 from jstep.differentiate.lookup import tables
+from jstep.differentiate.loss_outputs import checked_aux, checked_loss, same_kind, split_outputs
 from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, number_of_parts, specs_of_rows, split
 from jstep.differentiate.noise import squared_norm
-from jstep.differentiate.returned import checked_aux, checked_loss, same_kind, taken_apart
 from jstep.differentiate.sharpness import checked_sharpness, perturbed
 from jstep.differentiate.unreduced import reduced_once, zeros_of_gradient
 
@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
         args: The batch.
         kwargs: What reaches the loss as it is.
         key: A PRNG key for the loss.
-        rows: Shardings or specs of args, where they are known.
+        batch_specs: Shardings or specs of args, where they are known.
         scale: By what the loss is multiplied before it is differentiated; gradients come out so multiplied.
     """
 
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
     key: Any = None
-    rows: Any = None
+    batch_specs: Any = None
     scale: Array | None = None
 
 
@@ -104,8 +104,8 @@ class Differentiation:
                     f"params: the leaf at {trees.quoted(path)} is {type(leaf).__name__}, which is no array or number; "
                     "keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
                 )
-        given = given._replace(rows=specs_of_rows(given.args, given.rows) if self.looks_at_rows else None)
-        there = like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
+        given = given._replace(batch_specs=specs_of_rows(given.args, given.batch_specs) if self.looks_at_rows else None)
+        there = sharded_like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
         assert self.attempts is not None  # since it was made
         return self.attempts(self._of_batch, given, place=there)
 
@@ -117,39 +117,39 @@ class Differentiation:
     def _of_batch(self, given: Inputs) -> Part:
         params = given.params
         leaves, treedef = trees.flatten(params)
-        places = selected(params, self.var_list)
-        part = self._whole(given, places)
+        indices = selected(params, self.var_list)
+        part = self._whole(given, indices)
         if self.sharpness is not None:
-            some = [jnp.asarray(leaves[i]) for i in places]
+            some = [jnp.asarray(leaves[i]) for i in indices]
             move = functools.partial(perturbed, adaptive=self.adaptive)
-            there = in_auto_axes(move, some, part.gradients, self.sharpness, place=like(some))
-            moved = treedef.unflatten(trees.with_leaves(leaves, places, there))
+            there = without_explicit_axes(move, some, part.gradients, self.sharpness, place=sharded_like(some))
+            moved = treedef.unflatten(trees.with_leaves(leaves, indices, there))
             calm = dataclasses.replace(self, gathers=False)
-            again = calm._whole(given._replace(params=moved), places)
+            again = calm._whole(given._replace(params=moved), indices)
             part = part._replace(gradients=again.gradients, squares=again.squares)
         grads = gated(part.gradients, self.gate_gradients)
-        return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), places, grads)))
+        return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
-    def _whole(self, given: Inputs, places: list[int]) -> Part:
-        """The whole batch, at once or in microbatches; gradients are a list, of the leaves at `places`."""
+    def _whole(self, given: Inputs, indices: list[int]) -> Part:
+        """The whole batch, at once or in microbatches; gradients are a list, of the leaves at `indices`."""
         key = given.key
-        n = number_of_parts(given.args, given.rows, self.num_microbatches, self.max_rows_per_device)
+        n = number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
         if n == 1:
             return self._one(
-                given if key is None else given._replace(kwargs={**(given.kwargs or {}), "rng": key}), places
+                given if key is None else given._replace(kwargs={**(given.kwargs or {}), "rng": key}), indices
             )
 
-        parts = split(given.args, n, given.rows)
+        parts = split(given.args, n, given.batch_specs)
 
         def run(params: Params, parts: tuple[Any, ...]) -> Part:
             def part_fn(model_state: Any, batch: Any, i: Array) -> Part:
                 kwargs = given.kwargs or {}
                 kwargs = kwargs if key is None else {**kwargs, "rng": jax.random.fold_in(key, i)}
                 of_part = given._replace(params=params, model_state=model_state, args=batch, kwargs=kwargs)
-                return self._one(of_part, places)
+                return self._one(of_part, indices)
 
             leaves = jax.tree.leaves(params)
-            sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in places]
+            sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
             method = self.aggregation_method
             square = functools.partial(squared_norm, scale=given.scale) if self.squares else None
             return accumulate(part_fn, parts, given.model_state, sums, n, self.weight_fn, method, self.unroll, square)
@@ -163,30 +163,30 @@ class Differentiation:
             kwargs = kwargs if key is None else {**kwargs, "rng": key}
             return self._one(given._replace(params=params, args=batch, kwargs=kwargs), []).loss
 
-        return reduced_once(run, given.params, parts, loss, places)
+        return reduced_once(run, given.params, parts, loss, indices)
 
-    def _one(self, given: Inputs, places: list[int]) -> Part:
+    def _one(self, given: Inputs, indices: list[int]) -> Part:
         leaves, treedef = trees.flatten(given.params)
         connected: set[int] = set()
         looked_up: Any = None
 
         def of_some(some: list[Array]) -> tuple[Array, Any]:
             nonlocal looked_up
-            some = watched(some, connected)
-            whole = treedef.unflatten(trees.with_leaves(leaves, places, some))
+            some = track_connected(some, connected)
+            whole = treedef.unflatten(trees.with_leaves(leaves, indices, some))
             before = (given.model_state,) if self.has_model_state else ()
 
             def call() -> Any:
                 return self.loss_fn(whole, *before, *given.args, **(given.kwargs or {}))
 
             with tables(some) as looked_up:
-                out, summaries = collecting(call) if self.gathers else (call(), None)
-            loss, model_state, aux = taken_apart(out, self.has_aux, self.has_model_state)
+                out, summaries = collect_summaries(call) if self.gathers else (call(), None)
+            loss, model_state, aux = split_outputs(out, self.has_aux, self.has_model_state)
             loss = checked_loss(loss)
             others = same_kind(given.model_state, model_state), checked_aux(aux), summaries
             return _scaled(loss, given.scale), (loss, *others)
 
-        some = [jnp.asarray(leaves[i]) for i in places]
+        some = [jnp.asarray(leaves[i]) for i in indices]
         (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(of_some, has_aux=True)(some)
         grads = [looked_up.gradient(i, g if i in connected else None) for i, g in enumerate(dense)]
         return Part(loss, model_state, aux, grads, summaries)

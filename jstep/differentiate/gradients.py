@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, kind
-from jstep.core.meshes import Attempts, like
+from jstep.core.meshes import Attempts, sharded_like
 from jstep.core.types import Array
 
 
@@ -40,21 +40,21 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
     for path, leaf in trees.leaves_with_paths(xs):
         if not (trees.is_array(leaf) or isinstance(leaf, bool | int | float | complex)):
             raise TypeError(f"xs: at {trees.quoted(path)} stands {kind(leaf)}, which is no array or number")
-    places = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
-    if not places:
+    indices = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    if not indices:
         raise TypeError(f"xs: no leaf is floating point, got dtypes {[str(jnp.result_type(leaf)) for leaf in leaves]}")
 
     def of_some(some: list[Any]) -> Any:
-        return _checked(fn(treedef.unflatten(trees.with_leaves(leaves, places, some))))
+        return _checked(fn(treedef.unflatten(trees.with_leaves(leaves, indices, some))))
 
     def pulled_back(some: list[Any], weights: Any) -> list[Any]:
         ys, pull_back = jax.vjp(of_some, some)
         (found,) = pull_back(_cotangents(ys, weights))
         return list(found)
 
-    some = [jnp.asarray(leaves[i]) for i in places]
-    found = Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=like(some))
-    return treedef.unflatten(trees.with_leaves([None] * len(leaves), places, found))
+    some = [jnp.asarray(leaves[i]) for i in indices]
+    found = Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=sharded_like(some))
+    return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, found))
 
 
 def _checked(ys: Any) -> Any:

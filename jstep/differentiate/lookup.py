@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.meshes import explicit_mesh, in_auto_axes, like, spec_of
+from jstep.core.meshes import explicit_mesh, sharded_like, spec_of, without_explicit_axes
 from jstep.core.types import Array
 
 
@@ -24,17 +24,17 @@ class Tables:
     def __init__(self, leaves: list[Array]) -> None:
         self._leaves = leaves  # alive, so that no other array takes the id of one
         self._shapes = [leaf.shape for leaf in leaves]
-        self._places = {id(leaf): i for i, leaf in enumerate(leaves)}
+        self._indices = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._trace = get_opaque_trace_state()
         self._taken: list[tuple[int, Array, Array]] = []
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forgets the leaves: they are tracers, which nothing may hold when the loss is traced."""
-        self._leaves, self._places = [], {}
+        self._leaves, self._indices = [], {}
 
-    def place_of(self, table: Any) -> int | None:
+    def index_of(self, table: Any) -> int | None:
         """The place of a table among the leaves; None for anything else, and under another transformation."""
-        return self._places.get(id(table)) if get_opaque_trace_state() == self._trace else None
+        return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
     def rows(self, place: int, table: Array, ids: Array) -> Array:
         """The rows, whose gradient is kept here and does not reach the table."""
@@ -58,7 +58,9 @@ class Tables:
         taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
         if not taken:
             return dense
-        return in_auto_axes(functools.partial(_joined, self._shapes[place]), taken, dense, place=like(dense))
+        return without_explicit_axes(
+            functools.partial(_joined, self._shapes[place]), taken, dense, place=sharded_like(dense)
+        )
 
 
 def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Array | None) -> Any:
@@ -93,7 +95,7 @@ def tables(leaves: list[Array]) -> Iterator[Tables]:
         yield made
     finally:
         _active.reset(token)
-        made.let_go()
+        made.release()
 
 
 def lookup(table: Any, ids: Any) -> Array:
@@ -131,7 +133,7 @@ def lookup(table: Any, ids: Any) -> Array:
     if not (trees.is_array(table) or isinstance(table, list | tuple)):
         raise TypeError(f"table: must be an array of rows, got {kind(table)}")
     found = _active.get()
-    place = None if found is None else found.place_of(table)
+    place = None if found is None else found.index_of(table)
     table, ids = jnp.asarray(table), jnp.asarray(ids)
     if table.ndim == 0:
         raise ValueError("table: must have rows, got a scalar")

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.loops import Unroll, scan
-from jstep.core.meshes import explicit_mesh, in_auto_axes, reduced, spec_of
+from jstep.core.meshes import explicit_mesh, reduced, spec_of, without_explicit_axes
 from jstep.core.types import Array
 from jstep.differentiate.noise import Square, Squares
 from jstep.sharding.of_batches import fitting_spec
@@ -130,7 +130,7 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
         shape = (n, size // n, *np.shape(leaf)[1:])
         fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
         if explicit_mesh(leaf) is not None:
-            return in_auto_axes(in_parts, leaf, place=(lambda _: whole) if fits else None)
+            return without_explicit_axes(in_parts, leaf, place=(lambda _: whole) if fits else None)
         parts = in_parts(leaf)
         return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, whole)) if fits else parts
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined
-from jstep.core.meshes import in_auto_axes
+from jstep.core.meshes import without_explicit_axes
 from jstep.core.types import Array, GradientNoise
 
 Square: TypeAlias = Callable[[Sequence[Any]], Array]
@@ -51,7 +51,7 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
             total = total + jnp.sum(jnp.square(values)).astype(total.dtype)
         return total
 
-    return in_auto_axes(computed, [g for g in gradients if g is not None], scale)
+    return without_explicit_axes(computed, [g for g in gradients if g is not None], scale)
 
 
 def together_squared(found: Sequence[Squares | None]) -> Squares | None:
@@ -82,4 +82,4 @@ def estimated(squares: Squares) -> GradientNoise:
         noise = (jnp.sum(weighed) / total - whole) * (total / others)
         return GradientNoise(noise, whole - noise / total)
 
-    return in_auto_axes(computed, *squares)
+    return without_explicit_axes(computed, *squares)

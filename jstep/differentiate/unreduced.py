@@ -21,7 +21,7 @@ _CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_
 
 
 def reduced_once(
-    run: Callable[[Any, Any], Any], params: Any, parts: Any, loss: Callable[[Any, Any], Array], places: list[int]
+    run: Callable[[Any, Any], Any], params: Any, parts: Any, loss: Callable[[Any, Any], Array], indices: list[int]
 ) -> Any:
     """`run(params, parts)`, with parameters typed so that their gradients are reduced once, if the loss allows it.
 
@@ -30,11 +30,11 @@ def reduced_once(
         params: The parameters.
         parts: The batch, split, with the parts in front.
         loss: `loss(params, part)`, to see how it uses the parameters.
-        places: Which of the parameters are differentiated.
+        indices: Which of the parameters are differentiated.
     """
     axes = _axes_of_rows(parts)
     leaves, treedef = trees.flatten(params)
-    able = [i for i in places if axes and _is_able(leaves[i], axes)]
+    able = [i for i in indices if axes and _is_able(leaves[i], axes)]
     if able:
         first = jax.tree.map(lambda part: part[0], parts)
         jaxpr = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(

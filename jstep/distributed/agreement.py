@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 
 # JAX counts the calls of its own synchronization point for the whole life of a process.
 _calls = itertools.count(1)
@@ -29,7 +29,7 @@ def reached_stop() -> bool:
         return False
 
 
-def tell_all_to_stop() -> None:
+def request_stop() -> None:
     """Starts the protocol that `reached_stop` ends: JAX's service listens for SIGTERM."""
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -68,25 +68,25 @@ class AgreedClock:
         self._ask_at = 0
 
 
-def told_to_all(data: bytes) -> bytes:
+def broadcast_bytes(data: bytes) -> bytes:
     """What process 0 gives, on every process; to be called by all of them, and a wait for all."""
     size = int(_of_process_0(np.array([len(data)], np.int32))[0])
     mine = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
     return _of_process_0(mine).astype(np.uint8).tobytes() if size else b""
 
 
-def largest_of_all(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def max_over_processes(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The largest of what the processes give, element by element; to be called by all of them, and a wait for all."""
-    with own_transfers():
+    with internal_transfers():
         return np.asarray(multihost_utils.process_allgather(mine)).max(axis=0)
 
 
 def _of_process_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array that process 0 gives, on every process; no guard of the caller's stops it."""
-    with own_transfers():
+    with internal_transfers():
         return np.asarray(multihost_utils.broadcast_one_to_all(mine))
 
 
-def is_alone() -> bool:
+def is_single_process() -> bool:
     """Whether this is the only process."""
     return jax.process_count() == 1

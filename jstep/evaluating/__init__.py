@@ -1,6 +1,6 @@
 """Evaluating exactly, and steering by what comes of it."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.evaluating.early_stopping import EarlyStopping
 from jstep.evaluating.evaluator import evaluator
 from jstep.evaluating.keep_best import KeepBest
@@ -13,4 +13,4 @@ __all__ = [
     "evaluator",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -8,17 +8,17 @@ import jax
 
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.evaluating.scores import (
+    as_count,
     checked_key,
     checked_metric,
-    count_in,
-    found,
+    deserialized,
     is_better,
-    is_its_own,
-    kept,
+    is_compatible_state,
     score,
-    starts_fresh,
+    serialized,
+    warn_starts_fresh,
 )
-from jstep.hooks.memory import key_of
+from jstep.hooks.hook_state import key_of
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -129,20 +129,20 @@ class EarlyStopping:
     def get_state(self) -> Any:
         """The best value, the patience used, and at which step it was over; for which metric and mode."""
         watched = {"metric": self.metric, "mode": self._mode}
-        return {**watched, "best": kept(self.best), "bad": self.bad, "stopped_at": self._stopped_at}
+        return {**watched, "best": serialized(self.best), "bad": self.bad, "stopped_at": self._stopped_at}
 
     def set_state(self, value: Any) -> bool:
         """Gives them back; true if patience was over. What is not its own is a log line, and forgotten."""
         if self._reset:
-            starts_fresh(self, "is forgotten, as reset=True says")
+            warn_starts_fresh(self, "is forgotten, as reset=True says")
             return False
-        if not is_its_own(self, value, {"metric": self.metric, "mode": self._mode}):
+        if not is_compatible_state(self, value, {"metric": self.metric, "mode": self._mode}):
             return False
         try:
-            best, bad, step = found(value["best"]), count_in(value["bad"]), value["stopped_at"]
-            step = None if step is None else count_in(step)
+            best, bad, step = deserialized(value["best"]), as_count(value["bad"]), value["stopped_at"]
+            step = None if step is None else as_count(step)
         except (KeyError, TypeError, ValueError) as error:
-            starts_fresh(self, f"cannot be read ({type(error).__name__}: {error})")
+            warn_starts_fresh(self, f"cannot be read ({type(error).__name__}: {error})")
             return False
         self.best, self.bad = best, bad
         if bad >= self._patience:

@@ -11,16 +11,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_bool, as_function
 from jstep.core.compile_only import refuse_shapes
-from jstep.core.contexts import own_transfers
-from jstep.core.meshes import Attempts, mesh_of, setting
+from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import Attempts, mesh_of, using_mesh
 from jstep.data import BatchSequence
 from jstep.distributed import agreement
-from jstep.evaluating.counted import rows_of
-from jstep.evaluating.objects import Merger, numbers_of_objects
-from jstep.evaluating.passes import Passes
-from jstep.evaluating.rows import placer
+from jstep.evaluating.batch_placement import make_placer
+from jstep.evaluating.evaluation_loop import EvaluationBatches
+from jstep.evaluating.metric_objects import Merger, numbers_of_objects
+from jstep.evaluating.num_examples import num_examples
 from jstep.evaluating.totals import OBJECT, Totals, kinds_of
-from jstep.hooks.interruption import leave_if_wished
+from jstep.hooks.interruption import raise_if_stop_requested
 from jstep.optimizers import averaged_params, schedule_free_params
 from jstep.optimizers.wrappers.exponential_moving_average import NAME
 from jstep.state import MODEL_STATE, TrainState, require_alive, require_state
@@ -93,13 +93,13 @@ def evaluator(
     if not isinstance(use_averages, str):
         use_averages = as_bool(use_averages, "use_averages")
     has_model_state = as_bool(has_model_state, "has_model_state")
-    passes, placed = Passes(batches), placer(batch_sharding)
+    passes, placed = EvaluationBatches(batches), make_placer(batch_sharding)
     compute, merge = _Compute(metric_fn), Merger()
 
     def evaluate(state: TrainState) -> dict[str, float]:
         require_alive(require_state(state))
         refuse_shapes(state, "state")
-        if batch_sharding is None and isinstance(batches, BatchSequence) and not agreement.is_alone():
+        if batch_sharding is None and isinstance(batches, BatchSequence) and not agreement.is_single_process():
             raise ValueError(
                 "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes one "
                 "global batch of them, as in train"
@@ -108,10 +108,11 @@ def evaluator(
         totals, objects = Totals(), dict[str, Any]()
         pending: deque[tuple[Any, Any, int | str]] = deque()
         for args, rows in placed(passes):
-            mesh = None if agreement.is_alone() else _mesh_of((params, args))
-            if mesh is not None or agreement.is_alone():  # else the processes may have different numbers of batches
-                leave_if_wished()
-            with setting(mesh_of((params, args))):
+            mesh = None if agreement.is_single_process() else _mesh_of((params, args))
+            # Else the processes may have different numbers of batches.
+            if mesh is not None or agreement.is_single_process():
+                raise_if_stop_requested()
+            with using_mesh(mesh_of((params, args))):
                 values, kinds = compute(params, args, rows, mesh)
                 found = {name: value for name, value in values.items() if kinds[name] == OBJECT}
                 objects = merge(objects, found, mesh)
@@ -120,7 +121,7 @@ def evaluator(
                 totals.add(*pending.popleft())
         while pending:
             totals.add(*pending.popleft())
-        with setting(mesh_of(objects)):
+        with using_mesh(mesh_of(objects)):
             computed = numbers_of_objects(objects)
         return _in_order(totals.means(), computed, compute.names)
 
@@ -140,7 +141,7 @@ class _Compute:
         def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> dict[str, Any]:
             def checked(params: tuple[Any, ...], args: tuple[Any, ...]) -> dict[str, Any]:
                 found = metric_fn(*params, *args)
-                self.names = tuple(kinds_of(found, rows_of(args)))
+                self.names = tuple(kinds_of(found, num_examples(args)))
                 return dict(found)
 
             return attempts(checked, params, args)
@@ -157,10 +158,10 @@ class _Compute:
             everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
             self._jitted[mesh] = jax.jit(self._compute, out_shardings=everywhere)
         # On several processes NumPy arrays, the same on all, become global ones here.
-        with contextlib.nullcontext() if mesh is None else own_transfers():
+        with contextlib.nullcontext() if mesh is None else internal_transfers():
             values = self._jitted[mesh](params, args)
         kinds = kinds_of(values, rows)
-        with own_transfers():
+        with internal_transfers():
             for leaf in jax.tree.leaves({name: value for name, value in values.items() if kinds[name] != OBJECT}):
                 if isinstance(leaf, jax.Array):
                     leaf.copy_to_host_async()
@@ -197,7 +198,7 @@ def _params_of(state: TrainState, use_averages: bool | str) -> Any:
     if use_averages is False:
         return state.params
     name = NAME if use_averages is True else use_averages
-    with own_transfers():
+    with internal_transfers():
         if use_averages is True and name not in state.slots:
             free = _schedule_free(state)
             if free is not None:

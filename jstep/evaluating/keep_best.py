@@ -10,7 +10,7 @@ import jax
 
 from jstep.checkpoint import CheckpointError, Saver, checkpoint_name
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList, check_form
 from jstep.evaluating.scores import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo
@@ -112,7 +112,7 @@ class KeepBest:
         saver = self._saver or self._open()
         if not math.isfinite(value) or not self._is_among_the_best(step, value):
             return
-        with own_transfers():
+        with internal_transfers():
             saver.save(state, extra={self.metric: value})
             self.values[step] = value
             # Whatever happens, the best is on disk before another is deleted.

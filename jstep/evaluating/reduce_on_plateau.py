@@ -8,16 +8,16 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_int, as_number, as_text
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.evaluating.scores import (
+    as_count,
     checked_key,
     checked_metric,
-    count_in,
-    found,
-    is_its_own,
-    kept,
+    deserialized,
+    is_compatible_state,
     score,
-    starts_fresh,
+    serialized,
+    warn_starts_fresh,
 )
 from jstep.optimizers import get_hyperparameter, set_hyperparameter
 from jstep.state import TrainState
@@ -127,7 +127,7 @@ class ReduceOnPlateau:
             KeyError: The state holds no such hyperparameter; names those it does.
         """
         self._forget()
-        with own_transfers():
+        with internal_transfers():
             get_hyperparameter(state, self._name)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
@@ -147,7 +147,7 @@ class ReduceOnPlateau:
         if self.bad <= self._patience:
             return None
         self.bad, self._cooling = 0, self._cooldown
-        with own_transfers():
+        with internal_transfers():
             old = get_hyperparameter(state, self._name)
             new = max(old * self._factor, self._min_value)
             if old - new <= _EPSILON:
@@ -165,15 +165,15 @@ class ReduceOnPlateau:
 
     def get_state(self) -> Any:
         """What it remembers; of which metric, hyperparameter and mode."""
-        return {**self._watched, "best": kept(self.best), "bad": self.bad, "cooling": self._cooling}
+        return {**self._watched, "best": serialized(self.best), "bad": self.bad, "cooling": self._cooling}
 
     def set_state(self, value: Any) -> None:
         """Gives it back. What is not its own is a log line, and forgotten."""
-        if not is_its_own(self, value, self._watched):
+        if not is_compatible_state(self, value, self._watched):
             return
         try:
-            best, bad, cooling = found(value["best"]), count_in(value["bad"]), count_in(value["cooling"])
+            best, bad, cooling = deserialized(value["best"]), as_count(value["bad"]), as_count(value["cooling"])
         except (KeyError, TypeError, ValueError) as error:
-            starts_fresh(self, f"cannot be read ({type(error).__name__}: {error})")
+            warn_starts_fresh(self, f"cannot be read ({type(error).__name__}: {error})")
             return
         self.best, self.bad, self._cooling = best, bad, cooling

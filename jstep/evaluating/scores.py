@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jstep.core.checks import as_text, one_of
-from jstep.hooks.memory import key_of
+from jstep.hooks.hook_state import key_of
 from jstep.hooks.values import is_number, read
 
 _logger = logging.getLogger("jstep")
@@ -59,13 +59,13 @@ def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) 
     return value < than - margin if mode == "min" else value > than + margin
 
 
-def kept(value: float | None) -> float | str | None:
-    """A number as JSON can hold it; `found` gives it back."""
+def serialized(value: float | None) -> float | str | None:
+    """A number as JSON can hold it; `deserialized` gives it back."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def found(value: Any) -> float | None:
-    """The number that `kept` was given.
+def deserialized(value: Any) -> float | None:
+    """The number that `serialized` was given.
 
     Raises:
         ValueError: It is something else.
@@ -77,7 +77,7 @@ def found(value: Any) -> float | None:
     raise ValueError(f"{value!r} is not a number")
 
 
-def count_in(value: Any) -> int:
+def as_count(value: Any) -> int:
     """A number of evaluations that was remembered.
 
     Raises:
@@ -88,7 +88,7 @@ def count_in(value: Any) -> int:
     return value
 
 
-def is_its_own(one: Any, value: Any, watched: Mapping[str, Any]) -> bool:
+def is_compatible_state(one: Any, value: Any, watched: Mapping[str, Any]) -> bool:
     """Whether what a checkpoint remembers was written by an object that watched the same; a log line if not.
 
     Args:
@@ -97,15 +97,15 @@ def is_its_own(one: Any, value: Any, watched: Mapping[str, Any]) -> bool:
         watched: What the object watches: its metric, its mode.
     """
     if not isinstance(value, Mapping) or not watched.keys() <= value.keys():
-        starts_fresh(one, "was written by another version of it")
+        warn_starts_fresh(one, "was written by another version of it")
         return False
     for name, here in watched.items():
         if value[name] != here:
-            starts_fresh(one, f"is that of {name}={value[name]!r}, and it has {name}={here!r}")
+            warn_starts_fresh(one, f"is that of {name}={value[name]!r}, and it has {name}={here!r}")
             return False
     return True
 
 
-def starts_fresh(one: Any, why: str) -> None:
+def warn_starts_fresh(one: Any, why: str) -> None:
     """The log line of an object that cannot use what a checkpoint remembers of it."""
     _logger.warning("%s starts fresh: what the checkpoint remembers of it %s", key_of(one), why)

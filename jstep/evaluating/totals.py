@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jstep.core.checks import kind
-from jstep.core.contexts import own_transfers
-from jstep.evaluating.objects import is_object
+from jstep.core.contexts import internal_transfers
+from jstep.evaluating.metric_objects import is_object
 
 PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
 
@@ -89,7 +89,7 @@ class Totals:
 
     def add(self, values: Mapping[str, Any], kinds: Mapping[str, str], rows: int | str) -> None:
         """Takes the metrics of a batch; waits for them. Objects are merged elsewhere, and only waited for."""
-        with own_transfers():
+        with internal_transfers():
             for name, value in values.items():
                 if kinds[name] == OBJECT:
                     jax.block_until_ready(value)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.fingerprints.fingerprint import named_leaves, stacked
 
 _ABSENT = -1
@@ -29,7 +29,7 @@ class ByDevice(NamedTuple):
     def words(self) -> dict[Any, np.ndarray[Any, Any]]:
         """Device → int64 `[leaves, 2]`, −1 where it holds nothing of a leaf; waits. The host's are under None."""
         found: dict[Any, np.ndarray[Any, Any]] = {}
-        with own_transfers():
+        with internal_transfers():
             for numbers, part in self.parts:
                 for device, words in _on_each(part):
                     mine = found.setdefault(device, np.full((len(self.paths), 2), _ABSENT, np.int64))

@@ -54,7 +54,7 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
         found = list(device.fingerprints(leaves, keys))
         return dict(zip(paths, found, strict=True)) if per_leaf else _sum(found)
     # Inside a function that is being traced, what is concrete stays so.
-    with contexts.own_transfers(), jax.ensure_compile_time_eval():
+    with contexts.internal_transfers(), jax.ensure_compile_time_eval():
         parts = _by_place(leaves, keys, "apart" if per_leaf else "summed")
         if not per_leaf:
             return _sum_over_places([part for _, part in parts])
@@ -92,7 +92,7 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]
 
 def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """The fingerprints of leaves, started and not waited for: which leaves, and theirs as uint32 `[n, 2]`."""
-    with contexts.own_transfers():
+    with contexts.internal_transfers():
         return _by_place(leaves, keys, "stacked")
 
 

@@ -1,6 +1,6 @@
 """Hooks: what happens around the steps of `train`, one per file."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.hooks.audit import AuditHook
 from jstep.hooks.audit_result import AuditError
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
@@ -39,4 +39,4 @@ __all__ = [
     "log_every_n",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jstep.core.checks import as_int, one_of
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.notes import note
 from jstep.core.trees import is_array
 from jstep.fingerprints.by_device import by_device
@@ -35,7 +35,7 @@ Take = Callable[[Any, Any], Any]
 """Takes the steps of a call: `take(state, call) -> (state, metrics)`."""
 StepOf = Callable[[Any], Callable[..., Any]]
 """From a call to the training step that takes it."""
-Apart = Callable[[], contextlib.AbstractContextManager[Any]]
+TimedSection = Callable[[], contextlib.AbstractContextManager[Any]]
 """What the time of an audit is accounted in: `with apart(): …`."""
 
 
@@ -90,7 +90,7 @@ class AuditHook(RunHook):
         """The steps N whose update N → N + 1 is audited, in a run from `start` to `last_step`."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def take(self, take: Take, step_of: StepOf, apart: Apart, state: Any, call: _Call) -> Any:
+    def take(self, take: Take, step_of: StepOf, apart: TimedSection, state: Any, call: _Call) -> Any:
         """Takes the steps of a call by `take`, and once more, apart, if they are to be audited.
 
         Raises:
@@ -124,7 +124,7 @@ class AuditHook(RunHook):
         return result
 
 
-def audited(take: Take, step_of: StepOf, hooks: Iterable[Any], apart: Apart = contextlib.nullcontext) -> Take:
+def audited(take: Take, step_of: StepOf, hooks: Iterable[Any], apart: TimedSection = contextlib.nullcontext) -> Take:
     """What takes the steps of a call, with the audits of the hooks; `take` itself if there is none among them."""
     for hook in hooks:
         if isinstance(hook, AuditHook):
@@ -141,7 +141,7 @@ def _kept(step: Any, state: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any,
 
 def _copied(tree: Any) -> Any:
     """Copies that are sharded, and compiled for, as the originals."""
-    with own_transfers():
+    with internal_transfers():
         return jax.tree.map(_copy, tree)
 
 

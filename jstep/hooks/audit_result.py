@@ -73,7 +73,7 @@ def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
         )
     devices = jax.devices()
     marks = _marks(first, second, devices)
-    found = marks if agreement.is_alone() else agreement.largest_of_all(marks)
+    found = marks if agreement.is_single_process() else agreement.max_over_processes(marks)
     differ, of_devices = found[: len(first.paths)], found[len(first.paths) :]
     if not differ.any():
         return None

@@ -13,15 +13,15 @@ from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState
 
 
-class _Unsaid(int):
+class _Unset(int):
     """A number of steps that the caller did not say: it is an object of its own, whatever it equals."""
 
 
-UNSAID = _Unsaid(100)
+UNSET = _Unset(100)
 """Every 100 steps, unless seconds are given."""
 
 
-class Every:
+class CadenceTimer:
     """A cadence: every so many steps, or seconds of an injected clock, or whichever comes first.
 
     Steps are multiples counted from 0, so that a resumed run keeps its cadence; seconds count from the
@@ -60,7 +60,7 @@ class Every:
 
 
 class CadencedHook(RunHook):
-    """A hook that is due as an `Every` says.
+    """A hook that is due as a `CadenceTimer` says.
 
     Args:
         cadence: When it is due.
@@ -70,7 +70,7 @@ class CadencedHook(RunHook):
         asks_clock: Whether it is to be called after every call, and `next_due` is always None.
     """
 
-    def __init__(self, cadence: Every, *, together: bool = False) -> None:
+    def __init__(self, cadence: CadenceTimer, *, together: bool = False) -> None:
         self._every, self._together = cadence, together
         self._agreed: agreement.AgreedClock | None = None
         self.asks_clock = cadence.secs is not None
@@ -78,12 +78,12 @@ class CadencedHook(RunHook):
     def begin(self, state: TrainState) -> bool | None:
         """Seconds count from here."""
         self._every.start()
-        if self._together and self._every.secs is not None and not agreement.is_alone():
+        if self._together and self._every.secs is not None and not agreement.is_single_process():
             self._agreed = agreement.AgreedClock(self._every.secs, self._every.clock)
         return None
 
     @property
-    def timer(self) -> Every | None:
+    def timer(self) -> CadenceTimer | None:
         """What to look at after every call instead of calling the hook; None if the hook has to be called.
 
         Nothing is due between two multiples of its steps until the deadline has passed. Valid once it has begun.
@@ -132,16 +132,16 @@ def _positive_secs(name: str, value: Any) -> Any:
     return float(value)
 
 
-def cadence(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, at_least_one: bool = True) -> Every:
-    """An `Every` whose errors speak of the caller's arguments, given as (name, value).
+def cadence(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, at_least_one: bool = True) -> CadenceTimer:
+    """A `CadenceTimer` whose errors speak of the caller's arguments, given as (name, value).
 
-    Steps that are `UNSAID` count where no seconds are given.
+    Steps that are `UNSET` count where no seconds are given.
     """
     if not callable(clock):
         raise TypeError(f"clock={clock!r}: must be a function that returns seconds, such as time.monotonic")
     name, number = steps
-    if number is UNSAID:
-        number = None if secs[1] is not None else int(UNSAID)
+    if number is UNSET:
+        number = None if secs[1] is not None else int(UNSET)
     if at_least_one and number is None and secs[1] is None:
         raise ValueError(f"{name}=None and {secs[0]}=None: say how often, in one of them")
-    return Every(positive(name, number), _positive_secs(*secs), clock)
+    return CadenceTimer(positive(name, number), _positive_secs(*secs), clock)

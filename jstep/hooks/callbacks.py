@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jstep.core.checks import kind, shown
-from jstep.hooks import memory
-from jstep.hooks.answers import StopWith, taken_answer
+from jstep.hooks import hook_state
 from jstep.hooks.hook import name_of
+from jstep.hooks.hook_results import StopWith, check_hook_result
 from jstep.state import TrainState
 
-Then = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
+EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
 _WHERE = "EvaluationHook(then=…)"
 
@@ -28,7 +28,7 @@ class Callbacks:
         TypeError: They are not a sequence of functions.
     """
 
-    def __init__(self, functions: Sequence[Then], argument: str) -> None:
+    def __init__(self, functions: Sequence[EvaluationCallback], argument: str) -> None:
         self._functions = _checked(functions, argument)
         self.stopped_by: str | None = None
 
@@ -46,17 +46,17 @@ class Callbacks:
         Raises:
             ValueError: Two have the same `key`.
         """
-        memory.check(self._functions, _WHERE)
+        hook_state.check_keys(self._functions, _WHERE)
         self.stopped_by = None
         return any(self.each("begin", state))
 
     def get_state(self) -> Any:
         """What they remember."""
-        return memory.states_of(self._functions, _WHERE)
+        return hook_state.get_states(self._functions, _WHERE)
 
     def set_state(self, value: Any) -> bool:
         """Gives it back; whether one of them wants no further step."""
-        return memory.set_states(self._functions, value, _WHERE)
+        return hook_state.set_states(self._functions, value, _WHERE)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any], *, on_cadence: bool) -> Any:
         """What they make of the results: both answers may come of one evaluation, and none is lost.
@@ -71,10 +71,10 @@ class Callbacks:
         for function in self._functions:
             if not on_cadence and getattr(function, "on_cadence_only", False):
                 continue
-            answer = function(step, given, results)
-            stop_now, given = taken_answer(answer, given, step, f"then: {name_of(function)}")
+            result = function(step, given, results)
+            stop_now, given = check_hook_result(result, given, step, f"then: {name_of(function)}")
             if stop_now and self.stopped_by is None:
-                self.stopped_by = memory.key_of(function)
+                self.stopped_by = hook_state.key_of(function)
             stop = stop or stop_now
         if stop and given is not state:
             return StopWith(given)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_function, kind
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.hooks.cadence import CadencedHook, cadence
 from jstep.hooks.hook import Clock, Metrics, check_step
 from jstep.state import TrainState
@@ -107,7 +107,7 @@ class CheckpointSaverHook(CadencedHook):
             if self._saver is None:  # it was closed with the run before
                 self._saver = Saver(self._directory or "")
             extra = self._extra() if self._extra else None
-            with own_transfers():
+            with internal_transfers():
                 self._saver.save(state, extra=extra)
             self.is_saved(step, state)
             self.has_happened()

@@ -11,15 +11,15 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.distributed import agreement
-from jstep.hooks.answers import StopWith
 from jstep.hooks.cadence import CadencedHook, cadence
-from jstep.hooks.callbacks import Callbacks, Then
+from jstep.hooks.callbacks import Callbacks, EvaluationCallback
+from jstep.hooks.evaluation_results import numbers_of
 from jstep.hooks.hook import Clock, Metrics, RunInfo
+from jstep.hooks.hook_results import StopWith
+from jstep.hooks.hook_state import key_of
 from jstep.hooks.interruption import EvaluationAbandoned, interruptible
-from jstep.hooks.memory import key_of
-from jstep.hooks.results import numbers_of
 from jstep.hooks.summaries import scalar
 from jstep.hooks.values import read, text
 from jstep.hooks.writers import check_writer
@@ -90,8 +90,8 @@ class EvaluationHook(CadencedHook):
         *,
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
-        then: Sequence[Then] = (),
-        callbacks: Sequence[Then] | None = None,
+        then: Sequence[EvaluationCallback] = (),
+        callbacks: Sequence[EvaluationCallback] | None = None,
         summary_writer: Any = None,
         prefix: str = "eval",
         key: str | None = None,
@@ -102,9 +102,9 @@ class EvaluationHook(CadencedHook):
         self._takes_writer = summary_writer is None
         self.key = None if key is None else as_text(key, "key", "the name that checkpoints keep its memory under")
         if callbacks is None:
-            self._then = Callbacks(then, "then")
+            self._callbacks = Callbacks(then, "then")
         elif isinstance(then, tuple) and not then:
-            self._then = Callbacks(callbacks, "callbacks")
+            self._callbacks = Callbacks(callbacks, "callbacks")
         else:
             raise TypeError("then and callbacks are two names of one argument: give one of them")
         super().__init__(
@@ -113,9 +113,9 @@ class EvaluationHook(CadencedHook):
         )
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
-        self._told: int | None = None
+        self._reported_step: int | None = None
         self._owed: int | None = None
-        self._stop_wished: Callable[[], bool] = lambda: False
+        self._stop_requested: Callable[[], bool] = lambda: False
         self._is_kept = False
 
     @property
@@ -126,12 +126,12 @@ class EvaluationHook(CadencedHook):
     @property
     def why(self) -> str | None:
         """Why no step is to be made, as the function that wants none says it; None if none does."""
-        return self._then.why
+        return self._callbacks.why
 
     @property
     def stopped_by(self) -> str | None:
         """The function in `then` that stopped the run, or None."""
-        return self._then.stopped_by
+        return self._callbacks.stopped_by
 
     def use_run(self, run: RunInfo) -> None:
         """Takes the writer of `train`, if the hook was made without one, and hands the run on; refuses a twin."""
@@ -143,18 +143,18 @@ class EvaluationHook(CadencedHook):
         super().use_run(run)
         if self._takes_writer:
             self._writer = run.writer
-        self._is_kept, self._stop_wished = run.saver is not None, run.stop_wished
-        self._then.each("use_run", run)
+        self._is_kept, self._stop_requested = run.saver is not None, run.stop_requested
+        self._callbacks.each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
         """Seconds count from here; a true result of one of `then`'s: no step is made."""
-        self.results, self.newest, self._told, self._owed = {}, None, None, None
+        self.results, self.newest, self._reported_step, self._owed = {}, None, None, None
         super().begin(state)
-        return self._then.begin(state)
+        return self._callbacks.begin(state)
 
     def get_state(self) -> Any:
         """What those in `then` remember, the step they were told of last, and that of an evaluation cut short."""
-        return {"step": self._told, "owed": self._owed, "then": self._then.get_state()}
+        return {"step": self._reported_step, "owed": self._owed, "then": self._callbacks.get_state()}
 
     def set_state(self, value: Any) -> bool:
         """Gives it back; true if the run had stopped. What is not its own is a log line."""
@@ -163,16 +163,16 @@ class EvaluationHook(CadencedHook):
         if not all(step is None or type(step) is int for step in steps):
             _logger.warning("hooks: %s cannot read what the checkpoint remembers of it: it starts fresh", key_of(self))
             return False
-        self._told, self._owed = steps
-        return self._then.set_state(fields.get("then"))
+        self._reported_step, self._owed = steps
+        return self._callbacks.set_state(fields.get("then"))
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
         """Called once after a restore: the evaluation that a signal cut short at this step."""
         if self._owed != step:
             self._owed = None
             return None
-        answer = self._run(step, state, self._is_on_cadence(step))
-        return True if self._owed == step else answer  # cut short again
+        result = self._run(step, state, self._is_on_cadence(step))
+        return True if self._owed == step else result  # cut short again
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Evaluates when due; what those in `then` made of it is the answer."""
@@ -187,18 +187,18 @@ class EvaluationHook(CadencedHook):
         """Evaluates the last state, unless that is done."""
         if step in self.results:
             return None
-        answer = self._run(step, state, self._is_on_cadence(step))
-        answer = answer.state if isinstance(answer, StopWith) else answer
-        return answer if isinstance(answer, TrainState) else None
+        result = self._run(step, state, self._is_on_cadence(step))
+        result = result.state if isinstance(result, StopWith) else result
+        return result if isinstance(result, TrainState) else None
 
     def before_save(self, step: int) -> bool | None:
         """Asks those in `then` that have something to say."""
-        return any(self._then.each("before_save", step))
+        return any(self._callbacks.each("before_save", step))
 
     def close(self) -> None:
         """Closes those in `then`."""
         super().close()
-        self._then.each("close")
+        self._callbacks.each("close")
 
     def _is_on_cadence(self, step: int) -> bool:
         """Whether an evaluation is due at this step by itself, or was when it was cut short."""
@@ -210,9 +210,9 @@ class EvaluationHook(CadencedHook):
         if self.run is not None:
             with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a step that failed says so below
                 jax.block_until_ready(state)
-            self.run.pending.hand_over_all()  # rows of earlier steps come before the results of this one
+            self.run.transfers.deliver_all()  # rows of earlier steps come before the results of this one
         try:
-            with interruptible(self._stop_wished):
+            with interruptible(self._stop_requested):
                 values = self._evaluate(state)
         except EvaluationAbandoned:
             if jax.process_index() == 0:
@@ -228,7 +228,7 @@ class EvaluationHook(CadencedHook):
                 "without donation, or a copy: jax.tree.map(jnp.copy, state)"
             )
         self._owed = None
-        if self._then and not agreement.is_alone():
+        if self._callbacks and not agreement.is_single_process():
             values = {**values, **_of_process_0(values)}
         self.results[step] = values
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
@@ -236,21 +236,21 @@ class EvaluationHook(CadencedHook):
         if jax.process_index() == 0:
             _logger.info("step %d  %s", step, text(named))
         if self._writer is not None:
-            with own_transfers():
+            with internal_transfers():
                 for name, value in named.items():
                     self._writer.add_summary(scalar(name, value), step)
         # A finished run that is started again evaluates its last state once more; it is no second evaluation.
-        if self._told == step:
+        if self._reported_step == step:
             return None
-        self._told = step
-        answer = self._then(step, state, values, on_cadence=on_cadence)
+        self._reported_step = step
+        result = self._callbacks(step, state, values, on_cadence=on_cadence)
         if self._is_kept and len(self.results) == 1:
             self.get_state()  # what no checkpoint can hold is said now, not at the first save, perhaps in an hour
-        return answer
+        return result
 
 
 def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of the first process, for all to decide alike by."""
     numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
-    told = agreement.told_to_all(json.dumps(numbers).encode())
-    return {name: float(value) for name, value in json.loads(told).items()}
+    shared = agreement.broadcast_bytes(json.dumps(numbers).encode())
+    return {name: float(value) for name, value in json.loads(shared).items()}

@@ -42,7 +42,7 @@ class _Pending(NamedTuple):
 
     def words(self) -> np.ndarray[Any, Any]:
         found = np.zeros((len(self.paths), 2), np.uint32)
-        with contexts.own_transfers():
+        with contexts.internal_transfers():
             for numbers, part in self.parts:
                 found[numbers] = np.asarray(part)
         return found
@@ -127,8 +127,8 @@ class FingerprintHook(RunHook):
         if jax.process_index() == 0:
             self._before = _entries_of(self._path)
             self._file = _log.appender(self._path)
-        if self._raises and not agreement.is_alone():
-            self._before = _told_to_all(self._before)
+        if self._raises and not agreement.is_single_process():
+            self._before = _broadcast(self._before)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """When due, starts a fingerprint; writes those that the device has finished.
@@ -146,7 +146,7 @@ class FingerprintHook(RunHook):
                 part.copy_to_host_async()
         self._pending.append(pending)
         # Where processes have to raise together, each looks at the same steps: those up to the last time.
-        together = self._raises and not agreement.is_alone()
+        together = self._raises and not agreement.is_single_process()
         while self._pending and (self._pending[0].step <= before if together else self._pending[0].is_ready()):
             self._finish(self._pending.popleft())
         if self._file is not None:
@@ -234,7 +234,7 @@ def _entries_of(path: str) -> dict[int, _log.Entry]:
     return dict(found.entries)
 
 
-def _told_to_all(entries: dict[int, _log.Entry]) -> dict[int, _log.Entry]:
+def _broadcast(entries: dict[int, _log.Entry]) -> dict[int, _log.Entry]:
     """What process 0 read, on all processes."""
-    lines = agreement.told_to_all("".join(entry.line() for entry in entries.values()).encode())
+    lines = agreement.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
     return dict(_log.parsed(lines).entries)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.state import TrainState, global_step
 from jstep.timeline import Stopwatch
 
@@ -78,8 +78,8 @@ class RunInfo:
 
     Attributes:
         last_step: Where the run ends.
-        sums: What hooks add up over intervals: a `Sums`.
-        pending: What hooks report, in the order of steps: a `Pending`.
+        sums: What hooks add up over intervals: a `MetricSums`.
+        transfers: What hooks report, in the order of steps: a `TransferQueue`.
         steps_per_call: How many steps a call takes.
         logdir: Where event files go, or None.
         writer: The writer of event files in it, or None.
@@ -87,14 +87,14 @@ class RunInfo:
         constant_metrics: Names of metrics that never change, once the first step was taken.
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
-        stop_wished: Whether a signal wishes the run to stop; all processes have to ask equally often.
-        dispatched: The steps that the run has handed to its devices: a `Dispatched`.
+        stop_requested: Whether a signal wishes the run to stop; all processes have to ask equally often.
+        dispatched: The steps that the run has handed to its devices: a `DispatchedSteps`.
         watch: Where the time goes.
     """
 
     last_step: int
     sums: Any
-    pending: Any
+    transfers: Any
     steps_per_call: int = 1
     logdir: str | os.PathLike[str] | None = None
     writer: Any = None
@@ -102,7 +102,7 @@ class RunInfo:
     constant_metrics: Callable[[], Collection[str]] = tuple
     counter: Any = None
     evaluations: tuple[Any, ...] = ()
-    stop_wished: Callable[[], bool] = lambda: False
+    stop_requested: Callable[[], bool] = lambda: False
     dispatched: Any = None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
@@ -115,7 +115,7 @@ def name_of(hook: Any) -> str:
 
 def check_step(step: int, state: TrainState) -> None:
     """Refuses a state that is not where the loop is; waits for the device."""
-    with own_transfers():
+    with internal_transfers():
         found = global_step(state)
     if found != step:
         raise ValueError(

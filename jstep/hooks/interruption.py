@@ -4,7 +4,9 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 
-_stop_wished: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar("stop_wished", default=None)
+_stop_requested: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
+    "stop_requested", default=None
+)
 
 
 class EvaluationAbandoned(BaseException):
@@ -15,25 +17,25 @@ class EvaluationAbandoned(BaseException):
 
 
 @contextlib.contextmanager
-def interruptible(stop_wished: Callable[[], bool]) -> Iterator[None]:
+def interruptible(stop_requested: Callable[[], bool]) -> Iterator[None]:
     """Lets evaluators that are called inside ask whether to go on.
 
     Args:
-        stop_wished: Whether the run is to stop; on several processes to be asked equally often by all of them.
+        stop_requested: Whether the run is to stop; on several processes to be asked equally often by all of them.
     """
-    token = _stop_wished.set(stop_wished)
+    token = _stop_requested.set(stop_requested)
     try:
         yield
     finally:
-        _stop_wished.reset(token)
+        _stop_requested.reset(token)
 
 
-def leave_if_wished() -> None:
+def raise_if_stop_requested() -> None:
     """To be called between batches; outside of `interruptible` it does nothing.
 
     Raises:
         EvaluationAbandoned: The run is to stop.
     """
-    stop_wished = _stop_wished.get()
-    if stop_wished is not None and stop_wished():
+    stop_requested = _stop_requested.get()
+    if stop_requested is not None and stop_requested():
         raise EvaluationAbandoned

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_function
-from jstep.hooks.cadence import UNSAID, cadence
+from jstep.hooks.cadence import UNSET, cadence
+from jstep.hooks.evaluation_results import NewResults, PendingWithResults
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.log_every_n import as_level
-from jstep.hooks.numbers_hook import NumbersHook
-from jstep.hooks.results import NewResults, WithResults
+from jstep.hooks.reporting_hook import ReportingHook
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.hooks.utilization import shown_share
 from jstep.hooks.values import LeaveOut, nothing, text
@@ -19,7 +19,7 @@ from jstep.hooks.values import LeaveOut, nothing, text
 _logger = logging.getLogger("jstep")
 
 
-class LoggingHook(NumbersHook):
+class LoggingHook(ReportingHook):
     """Logs the numbers among the metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
     Where the peak of the device is known, the share of it that the run reaches stands behind the rate (see
@@ -42,7 +42,7 @@ class LoggingHook(NumbersHook):
     def __init__(
         self,
         *,
-        every_n_steps: int | None = UNSAID,
+        every_n_steps: int | None = UNSET,
         every_n_secs: float | None = None,
         counter: StepCounterHook | None = None,
         leave_out: LeaveOut = nothing,
@@ -69,8 +69,8 @@ class LoggingHook(NumbersHook):
         self._results = NewResults(run.evaluations)
 
     def _hold(self, step: int, metrics: Metrics) -> None:
-        values = WithResults(self._numbers(step, metrics, self._leave_out()), self._results.take())
-        self._pending.add(step, values, self._hand_over, self)
+        values = PendingWithResults(self._numbers(step, metrics, self._leave_out()), self._results.take())
+        self._transfers.add(step, values, self._deliver, self)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:

@@ -8,17 +8,17 @@ import jax
 
 from jstep.core.checks import as_function, as_int
 from jstep.core.notes import note
-from jstep.hooks.cadence import Every
+from jstep.hooks.async_transfer import PendingValues
+from jstep.hooks.cadence import CadenceTimer
 from jstep.hooks.hook import Metrics
-from jstep.hooks.numbers_hook import NumbersHook
-from jstep.hooks.pending import Values
+from jstep.hooks.reporting_hook import ReportingHook
 from jstep.hooks.values import names_of_arrays
 from jstep.state import TrainState
 
 _logger = logging.getLogger("jstep")
 
 
-class MetricsHook(NumbersHook):
+class MetricsHook(ReportingHook):
     """Passes the numbers among the metrics to a function: of W&B, MLflow, a CSV file, JSON lines, a list.
 
     Rows come in the order of steps, when the device has their values, so that the loop never waits. Rows of earlier
@@ -55,7 +55,7 @@ class MetricsHook(NumbersHook):
         >>> to_json = lambda step, values: print(json.dumps({"step": step, **values}), file=file, flush=True)
         >>> hooks = [jstep.MetricsHook(to_csv), jstep.MetricsHook(to_json, every_n_steps=10, mean=True)]
 
-        Results of evaluations go the same way from `EvaluationHook(evaluate, then=[…])`:
+        Results of evaluations go the same way from `EvaluationHook(evaluate, callbacks=[…])`:
 
         >>> then = [lambda step, state, results: wandb.log(results, step=step)]
     """
@@ -64,14 +64,16 @@ class MetricsHook(NumbersHook):
         self, write: Callable[[int, dict[str, float]], object], *, every_n_steps: int = 100, mean: bool = False
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
-        super().__init__(Every(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), None), mean, self._give)
+        super().__init__(
+            CadenceTimer(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), None), mean, self._give
+        )
 
     def begin(self, state: TrainState) -> bool | None:
         """Forgets earlier runs."""
         self._named: set[str] = set()
         return super().begin(state)
 
-    def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> Values:
+    def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
         """The numbers to hand over; what is an array instead is named once a run."""
         names = sorted({*names_of_arrays(metrics)} - self._named)
         self._named.update(names)

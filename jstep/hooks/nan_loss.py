@@ -4,11 +4,11 @@ import logging
 from typing import Any
 
 from jstep.core.checks import as_bool, as_int
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import Metrics, RunInfo
+from jstep.hooks.metric_sums import BadStep, Interval, MetricSums
+from jstep.hooks.metric_sums_layout import LOSS
 from jstep.hooks.run_hook import RunHook
-from jstep.hooks.sums import BadStep, Interval, Sums
-from jstep.hooks.sums_layout import LOSS
 from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")
@@ -60,7 +60,7 @@ class NanLossHook(RunHook):
         self._forget()
 
     def _forget(self) -> None:
-        self._sums = Sums()
+        self._sums = MetricSums()
         self._number = self._sums.subscribe(self._max_skipped, means=False)
         self._held: Interval | None = None
         self._looked = 0
@@ -77,7 +77,7 @@ class NanLossHook(RunHook):
         if self.run is None:
             self._forget()
         self._held = None
-        with own_transfers():
+        with internal_transfers():
             self._looked, self._bad, self._over = global_step(state), False, False
 
     def close(self) -> None:
@@ -129,11 +129,11 @@ class NanLossHook(RunHook):
     def _look_at(self, interval: Interval | None) -> None:
         if interval is None or self._bad or self._over:
             return
-        bad, over = interval.first_bad(), interval.one_too_many()
+        bad, over = interval.first_bad(), interval.first_over_limit()
         if bad is not None and (over is None or bad.step <= over):
             # Also where it raises: the state is not saved on the way out either.
             self._bad = True
-            self._stop(_words_of_nan(bad), bad.step, prevents_saving=True)
+            self._stop(_nan_message(bad), bad.step, prevents_saving=True)
         elif over is not None:
             self._over = True
             self._bad = bad is not None
@@ -151,7 +151,7 @@ class NanLossHook(RunHook):
         _logger.warning("%s Stopping.", message)
 
 
-def _words_of_nan(bad: BadStep) -> str:
+def _nan_message(bad: BadStep) -> str:
     step = bad.step
     return (
         f"the loss is {bad.loss} at step {step} (the update {step - 1} → {step}). Look at batch {step - 1}, lower the "

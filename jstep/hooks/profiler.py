@@ -5,7 +5,7 @@ import os
 import jax
 
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import NEVER, Metrics
 from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState, global_step
@@ -40,7 +40,7 @@ class ProfilerHook(RunHook):
     def begin(self, state: TrainState) -> None:
         """Starts at once where the run begins within the steps."""
         self._running = False
-        with own_transfers():
+        with internal_transfers():
             begins_within = self._start <= global_step(state) < self._stop
         if begins_within:
             self._begin_trace()

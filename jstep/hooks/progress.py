@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from jstep.core.checks import as_int, as_number
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
+from jstep.hooks.evaluation_results import NewResults
 from jstep.hooks.hook import Clock, Metrics, RunInfo
-from jstep.hooks.results import NewResults
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.utilization import shown_share
 from jstep.hooks.values import is_ready, scalars, start_transfer, text
@@ -58,7 +58,7 @@ class ProgressHook(RunHook):
         self._names = frozenset({"loss", *held_values(state.slots)})
         unknown = _is_of_no_size(self._file or sys.stderr)
         size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
-        with own_transfers():
+        with internal_transfers():
             start = global_step(state)
         self._bar = self._tqdm(total=self._last_step, initial=start, unit="step", file=self._file, **size)
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jstep.hooks.cadence import UNSAID, CadencedHook, cadence
-from jstep.hooks.dispatched import Steps
+from jstep.hooks.cadence import UNSET, CadencedHook, cadence
+from jstep.hooks.dispatched_steps import Steps
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.utilization import Utilization, UtilizationMeter
 from jstep.hooks.writers import check_writer
@@ -18,7 +18,7 @@ _KEPT = 1000
 """How many figures are kept for lines that come late."""
 
 
-class _Held(NamedTuple):
+class _UnfinishedInterval(NamedTuple):
     step: int
     markers: list[Any]
     since: float
@@ -92,7 +92,7 @@ class StepCounterHook(CadencedHook):
     def __init__(
         self,
         *,
-        every_n_steps: int | None = UNSAID,
+        every_n_steps: int | None = UNSET,
         every_n_secs: float | None = None,
         summary_writer: Any = None,
         peak_flops: float | None = None,
@@ -110,7 +110,7 @@ class StepCounterHook(CadencedHook):
     def _forget(self) -> None:
         self._since: tuple[int, float, Steps | None] | None = None
         self._compiled = 0
-        self._held: deque[_Held] = deque()
+        self._unfinished: deque[_UnfinishedInterval] = deque()
         self._unfinished_at = 0.0
         self._figures: deque[_Figure] = deque(maxlen=_KEPT)
         self._sizes: list[tuple[int, int | None]] = []  # the rows of a batch from each step on
@@ -201,7 +201,7 @@ class StepCounterHook(CadencedHook):
             self.started(range(step, step + 1), metrics, None)
         elif self._every.due(step):
             self._every.done()
-            self._held.append(_Held(step, _markers(metrics), self._clock(), self._meter.steps()))
+            self._unfinished.append(_UnfinishedInterval(step, _markers(metrics), self._clock(), self._meter.steps()))
         self.look()
 
     @property
@@ -210,27 +210,27 @@ class StepCounterHook(CadencedHook):
 
     def next_due(self, step: int) -> int | None:
         """The next multiple; None as long as it waits for the device."""
-        return None if self._held else super().next_due(step)
+        return None if self._unfinished else super().next_due(step)
 
     def after_last(self, step: int, metrics: Metrics) -> None:
         """Waits for the device and takes the last figures."""
-        for held in tuple(self._held):
+        for held in tuple(self._unfinished):
             jax.block_until_ready(held.markers)
             self.look()
 
     def look(self) -> None:
         """Counts the steps that the device has finished since the last look."""
-        if not self._held:
+        if not self._unfinished:
             return
         before, finished = self._clock(), []
-        while self._held and all(marker.is_ready() for marker in self._held[0].markers):
-            finished.append(self._held.popleft())
+        while self._unfinished and all(marker.is_ready() for marker in self._unfinished[0].markers):
+            finished.append(self._unfinished.popleft())
         if finished and self._since is not None and finished[-1].step > self._since[0]:
             self._count(finished, self._since, self._clock())
-        if self._held:
+        if self._unfinished:
             self._unfinished_at = before
 
-    def _count(self, finished: list[_Held], since: tuple[int, float, Steps | None], now: float) -> None:
+    def _count(self, finished: list[_UnfinishedInterval], since: tuple[int, float, Steps | None], now: float) -> None:
         (first, then, before), last = since, finished[-1]
         # The steps after it end later than all of this: so the next figure is not higher than the device's rate.
         self._since = (last.step, max(last.since, self._unfinished_at), last.dispatched)

@@ -1,6 +1,6 @@
 """Stop at a step."""
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.hooks.cadence import positive
 from jstep.hooks.hook import Hook, Metrics
 from jstep.state import TrainState, global_step
@@ -24,7 +24,7 @@ class StopAtStepHook(Hook):
 
     def begin(self, state: TrainState) -> bool:
         """Counts num_steps from here; true where a run that was restored is at last_step already."""
-        with own_transfers():
+        with internal_transfers():
             step = global_step(state)
         if self._num_steps is not None:
             self._last_step = step + self._num_steps

@@ -4,16 +4,16 @@ import time
 from typing import Any
 
 from jstep.core.checks import as_function, kind, shown
-from jstep.hooks.cadence import UNSAID, cadence
+from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo
-from jstep.hooks.numbers_hook import NumbersHook
+from jstep.hooks.reporting_hook import ReportingHook
 from jstep.hooks.summaries import Selection, histograms_of, made_in, of_metrics, scalars_summary
 from jstep.hooks.values import LeaveOut, nothing
 from jstep.hooks.writers import check_writer
 from jstep.state import TrainState
 
 
-class SummarySaverHook(NumbersHook):
+class SummarySaverHook(ReportingHook):
     """Writes the numbers and the summaries among the metrics, and histograms of the state if asked.
 
     Args:
@@ -41,7 +41,7 @@ class SummarySaverHook(NumbersHook):
         self,
         summary_writer: Any = None,
         *,
-        save_steps: int | None = UNSAID,
+        save_steps: int | None = UNSET,
         save_secs: float | None = None,
         histograms: Selection = (),
         leave_out: LeaveOut = nothing,
@@ -79,7 +79,7 @@ class SummarySaverHook(NumbersHook):
         """Hands the values over; whoever writes them waits for them."""
         leave_out = {*self._leave_out(), *self._constants()}
         if self._mean:
-            self._pending.add(step, self._numbers(step, metrics, leave_out), self._hand_over, self)
+            self._transfers.add(step, self._numbers(step, metrics, leave_out), self._deliver, self)
         for summary in made_in(metrics) if self._mean else of_metrics(metrics, leave_out):
             self._writer.add_summary(summary, step)
         if self._histograms:
@@ -88,7 +88,7 @@ class SummarySaverHook(NumbersHook):
     def after_last(self, step: int, metrics: Metrics) -> None:
         """Writes the means that are left; a last, partial interval is none of them."""
         if self.run is None:
-            self._pending.hand_over_all()
+            self._transfers.deliver_all()
 
     def _write_means(self, step: int, values: dict[str, Any]) -> None:
         if values:

@@ -7,7 +7,7 @@ import jax
 
 from jstep.core.checks import as_number
 from jstep.core.devices import device_of
-from jstep.hooks.dispatched import Dispatched, Steps, StepWork
+from jstep.hooks.dispatched_steps import DispatchedSteps, Steps, StepWork
 from jstep.state import TrainState
 from jstep.topologies.peaks import has_peaks, peak_of
 
@@ -43,10 +43,10 @@ class UtilizationMeter:
     def __init__(self, peak_flops: float | None = None, flops_per_step: float | None = None) -> None:
         self._peak = _positive(peak_flops, "peak_flops", "operations a second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
-        self._dispatched: Dispatched | None = None
+        self._dispatched: DispatchedSteps | None = None
         self._warned: set[str] = set()
 
-    def begin(self, dispatched: Dispatched | None, state: TrainState) -> None:
+    def begin(self, dispatched: DispatchedSteps | None, state: TrainState) -> None:
         """Asks for the steps of a run, if the peak of its device is known."""
         self._dispatched, self._warned = None, set()
         if dispatched is None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import Metrics
 
 
@@ -64,7 +64,7 @@ def _arrays(values: Mapping[str, Any]) -> list[Any]:
 
 def read(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as Python numbers. Waits for them."""
-    with own_transfers():
+    with internal_transfers():
         return {name: host(value).item() for name, value in values.items()}
 
 

@@ -1,6 +1,6 @@
 """The training loop."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.loop.signals import Preempted
 from jstep.loop.train import train
 
@@ -9,4 +9,4 @@ __all__ = [
     "train",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -16,9 +16,9 @@ from jstep.core import trees
 from jstep.core.program_hash import ProgramHash, digest_of, program_hash, sharding_text, without_addresses
 from jstep.data import BatchSequence
 from jstep.data.definition import definition_of
-from jstep.hooks.memory import key_of
-from jstep.loop import surroundings
-from jstep.loop.ahead import shapes_of
+from jstep.hooks.hook_state import key_of
+from jstep.loop import run_environment
+from jstep.loop.background_compiler import shapes_of
 from jstep.loop.options import Options
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.training import TrainStep
@@ -47,10 +47,10 @@ def card(
     return {
         "card": 1,
         "step": step,
-        "versions": surroundings.versions(),
-        "environment": surroundings.environment(),
-        "settings": surroundings.settings(),
-        "devices": surroundings.devices(state),
+        "versions": run_environment.versions(),
+        "environment": run_environment.environment(),
+        "settings": run_environment.settings(),
+        "devices": run_environment.devices(state),
         "state": _state(state, held),
         "batches": _batches(batches),
         "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
@@ -129,10 +129,10 @@ def _arguments(options: Options) -> dict[str, Any]:
         if field.name == "hooks":
             found["hooks"] = [without_addresses(key_of(hook)) for hook in value]
         elif isinstance(value, Saver):
-            found[field.name] = surroundings.without_login(value.directory)
+            found[field.name] = run_environment.without_login(value.directory)
         elif field.name in PLACES:
             is_place = not isinstance(value, bool | None)  # compile_cache=True
-            found[field.name] = surroundings.without_login(os.fspath(value)) if is_place else value
+            found[field.name] = run_environment.without_login(os.fspath(value)) if is_place else value
         elif field.name == "batch_sharding":
             found[field.name] = _short([_place_text(one) for one in jax.tree.leaves(value, is_leaf=_is_place)]) or None
         else:

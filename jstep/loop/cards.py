@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jstep.core.contexts import Thread
-from jstep.core.meshes import mesh_of, setting
-from jstep.loop.beginning import Beginning
+from jstep.core.meshes import mesh_of, using_mesh
 from jstep.loop.card import card, program_card, trace_of
 from jstep.loop.options import Options
+from jstep.loop.restore_or_init import RunStart
 from jstep.loop.stages import TrainSteps
 from jstep.state import TrainState
 
@@ -58,7 +58,7 @@ class Cards:
         if not isinstance(state, TrainState):
             return  # which the run refuses
         try:
-            with setting(mesh_of((state, args))):
+            with using_mesh(mesh_of((state, args))):
                 traced = trace_of(step, state, args)
             constants = _constants(step, metrics)
         except Exception as error:
@@ -96,7 +96,7 @@ def cards_of(
     write: Write | None,
     options: Options,
     stages: TrainSteps,
-    begun: Beginning,
+    start: RunStart,
     batches: Any,
     stack: contextlib.ExitStack,
 ) -> Cards | None:
@@ -106,13 +106,13 @@ def cards_of(
         write: Takes the lines.
         options: The arguments of `train`.
         stages: The training steps.
-        begun: Where the run begins.
+        start: Where the run begins.
         batches: What `train` was given.
         stack: Closes it.
     """
     if write is None:
         return None
-    make = functools.partial(card, options, stages, begun.state, batches, begun.step, begun.held)
+    make = functools.partial(card, options, stages, start.state, batches, start.step, start.held)
     found = Cards(write, make)
     stack.callback(found.close)
     return found

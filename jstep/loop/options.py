@@ -53,7 +53,7 @@ class Options:
             object.__setattr__(self, name, value)
         for name in _CADENCES:
             check_cadence(name, getattr(self, name))
-        check_places(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
+        check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
         cache_directory(self.compile_cache, self.checkpoint_dir)
 
 
@@ -63,7 +63,7 @@ def check_cadence(name: str, value: Any) -> None:
     cadence(steps=steps, secs=secs, clock=time.monotonic, at_least_one=False)
 
 
-def check_places(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:
+def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:
     """Refuses places that cannot hold checkpoints, event files or batches; nothing is opened."""
     if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
         raise TypeError(

@@ -21,11 +21,11 @@ _DEEPEST = 50  # levels that are kept as JSON; a checkpoint takes 100
 _LONGEST = 4096  # bits of an integer: Python refuses to write much longer ones
 
 
-class Kept(NamedTuple):
+class SavedPosition(NamedTuple):
     """What a checkpoint says of the position of this process's loader.
 
     Attributes:
-        value: The position, as `encoded` made it; None if there is none.
+        value: The position, as `encode_position` made it; None if there is none.
         error: Why it cannot be had, where it matters; "" if it can.
         warning: What to say when it is used; "" for nothing.
     """
@@ -35,7 +35,7 @@ class Kept(NamedTuple):
     warning: str = ""
 
 
-def encoded(position: Any, owner: str) -> Any:
+def encode_position(position: Any, owner: str) -> Any:
     """A position as JSON can hold it, and a copy: loaders may return the very dict that they go on changing.
 
     What JSON would change (tuples, keys that are not strings, arrays, generators of random numbers) is pickled.
@@ -79,8 +79,8 @@ def _copy(value: Any) -> Any:
     return [_copy(item) for item in value] if type(value) is list else value
 
 
-def decoded(kept: Any, owner: str) -> Any:
-    """The position that `encoded` was given. A pickle runs code: a checkpoint is read that is trusted.
+def decode_position(kept: Any, owner: str) -> Any:
+    """The position that `encode_position` was given. A pickle runs code: a checkpoint is read that is trusted.
 
     Raises:
         ValueError: It cannot be read, as a class in it is not there any more; names the loader.
@@ -102,7 +102,7 @@ def decoded(kept: Any, owner: str) -> Any:
         ) from error
 
 
-def kept_in(extra: Mapping[str, Any]) -> Kept | None:
+def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     """The position of this process's loader in what was kept with a checkpoint; None if there is none."""
     of_all, first, count = extra.get(POSITIONS), extra.get(POSITION), jax.process_count()
     if of_all is None and first is None:
@@ -110,18 +110,18 @@ def kept_in(extra: Mapping[str, Any]) -> Kept | None:
     if of_all is not None:
         before, positions = of_all[_PROCESSES], of_all["positions"]
         if len(positions) == 1:  # they were all equal
-            return Kept(positions[0])
+            return SavedPosition(positions[0])
     else:
         only_one = (
             f"The checkpoint has one position of a loader for {count} processes: it was saved by one process, or by a "
             "version of jstep that kept that of process 0 alone. Every process resumes from it, which is wrong if "
             "their loaders do not move together."
         )
-        return Kept(first, warning=only_one if count > 1 else "")
+        return SavedPosition(first, warning=only_one if count > 1 else "")
     if before == count:
         mine = positions[jax.process_index()]
-        return None if mine is None else Kept(mine)
-    return Kept(
+        return None if mine is None else SavedPosition(mine)
+    return SavedPosition(
         None,
         f"the checkpoint was saved by {before} processes, whose loaders had positions of their own, and this run has "
         f"{count}: a position of one process says nothing about the share of another. Start the run with {before} "
@@ -130,15 +130,15 @@ def kept_in(extra: Mapping[str, Any]) -> Kept | None:
     )
 
 
-def of_all_processes(position: Any) -> dict[str, Any]:
+def gather_positions(position: Any) -> dict[str, Any]:
     """What to keep with a checkpoint: the positions of all processes, which all of them call this with.
 
     Args:
-        position: That of this process, as `encoded` made it; None if nobody can tell.
+        position: That of this process, as `encode_position` made it; None if nobody can tell.
     """
     if jax.process_count() == 1:
         return {} if position is None else {POSITION: position}
-    positions = [json.loads(text) for text in processes.texts_of_all(json.dumps(position))]
+    positions = [json.loads(text) for text in processes.gather_texts(json.dumps(position))]
     if all(one is None for one in positions):
         return {}
     first = {} if positions[0] is None else {POSITION: positions[0]}

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 from jstep.core.notes import note
-from jstep.hooks.dispatched import Dispatched
-from jstep.hooks.skipped import skip_metric_of
-from jstep.loop.ahead import Ahead
+from jstep.hooks.dispatched_steps import DispatchedSteps
+from jstep.hooks.skipped_updates import skip_metric_of
+from jstep.loop.background_compiler import BackgroundCompiler
+from jstep.loop.batch_feeder import Call
 from jstep.loop.cards import Cards
 from jstep.loop.compilations import compilations_here, seconds_here
-from jstep.loop.feed import Call
 from jstep.loop.stages import TrainSteps, name_of_step
-from jstep.loop.traced import traced
+from jstep.loop.trace_step import trace_step
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import STARTING
 from jstep.training import TrainStep, scanned_step
@@ -42,8 +42,8 @@ class Programs:
     Attributes:
         on_device: Whether batches have to be put on the device, for a step that is not compiled.
         stacks_one: Whether calls of one step have to be stacked, too: a step that is not compiled is compiled for that.
-        starting: What compiles the first program in the background; None if nothing does.
-        ahead: What compiles later ones.
+        first_compiler: What compiles the first program in the background; None if nothing does.
+        ahead_compiler: What compiles later ones.
         dispatched: The steps that were taken, if anybody wants to know.
         cards: What records each program when it has run; None if nothing does.
     """
@@ -60,10 +60,10 @@ class Programs:
         self._stages, self._unroll, self._has_several = stages, unroll, several
         are_compiled = all(map(is_compiled, stages.values))
         self.stacks_one, self.on_device = several and not are_compiled, not (several or are_compiled)
-        self.starting: Ahead | None = None
-        self.ahead: Ahead | None = None
+        self.first_compiler: BackgroundCompiler | None = None
+        self.ahead_compiler: BackgroundCompiler | None = None
         self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
-        self.dispatched = Dispatched()
+        self.dispatched = DispatchedSteps()
         self.cards: Cards | None = None
         self._begun: set[tuple[int, int]] = set()
         self._prepared: set[Any] = set()
@@ -109,11 +109,11 @@ class Programs:
     def __call__(self, state: Any, call: Call) -> Any:
         """The state after the steps of a call, and their metrics."""
         step = self.step_of(call)
-        if self.starting is not None:
-            self.starting.before(call.first)
-            self.starting = None
-        if self.ahead is not None:
-            self.ahead.before(call.first, self._as_starting)
+        if self.first_compiler is not None:
+            self.first_compiler.before(call.first)
+            self.first_compiler = None
+        if self.ahead_compiler is not None:
+            self.ahead_compiler.before(call.first, self._as_starting)
         self._latest = step
         is_first = (self._stage, call.steps) not in self._begun
         if is_first:
@@ -138,9 +138,9 @@ class Programs:
                 self._say_again(call)
         if self.dispatched.is_wanted and isinstance(result, tuple):
             program, new = (self._stage, call.steps), result[0]
-            self.dispatched.add(program, call.steps, new, call.args, lambda: traced(step, new, call.args))
-        if self.ahead is not None and isinstance(result, tuple):
-            self.ahead.after(result[0], call.args, stacked=call.stacked)
+            self.dispatched.add(program, call.steps, new, call.args, lambda: trace_step(step, new, call.args))
+        if self.ahead_compiler is not None and isinstance(result, tuple):
+            self.ahead_compiler.after(result[0], call.args, stacked=call.stacked)
         if is_first and self.cards is not None and isinstance(result, tuple) and len(result) == 2:
             self.cards.ran(step, self._first, call.steps, *result, call.args)
         return result

@@ -6,27 +6,27 @@ import logging
 from typing import Any, NoReturn
 
 from jstep.core.notes import note
-from jstep.hooks import CheckpointSaverHook, memory
+from jstep.hooks import CheckpointSaverHook, hook_state
 from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step, name_of
-from jstep.loop.accounts import Accounts
-from jstep.loop.around import Around
-from jstep.loop.beginning import Beginning, beginning, opened
+from jstep.loop.batch_feeder import BatchFeeder, FetchCounter, copied_batches, make_calls
+from jstep.loop.build_hooks import HookSet, build_hooks
 from jstep.loop.cards import cards_of
-from jstep.loop.drive import At, drive
-from jstep.loop.early import Early, early_of, read_from
-from jstep.loop.endings import ended_early, why_done
-from jstep.loop.equipment import Equipment, equipment
-from jstep.loop.feed import Feed, Fetched, calls, owned
+from jstep.loop.compile_ahead import compile_ahead
+from jstep.loop.end_messages import reason_done, report_early_end
+from jstep.loop.hook_runner import HookRunner
 from jstep.loop.options import Options
-from jstep.loop.positions import POSITION, POSITIONS, of_all_processes
+from jstep.loop.overlapped_start import OverlappedStart, open_source, overlap_start
+from jstep.loop.positions import POSITION, POSITIONS, gather_positions
 from jstep.loop.programs import Programs
-from jstep.loop.rescue import batches_named, is_past_a_nan, rescue
-from jstep.loop.saving import HOOKS, STOPPED, Wiring
-from jstep.loop.score import ahead_of
+from jstep.loop.restore_or_init import RunStart, open_checkpoints, restore_or_init
+from jstep.loop.run_saver_hook import HOOKS, STOPPED, SaverCallbacks
+from jstep.loop.run_steps import LoopState, run_steps
+from jstep.loop.save_on_failure import format_batches, is_loss_nonfinite, save_on_failure
 from jstep.loop.signals import StopSignals, StopWaiting
-from jstep.loop.stages import Edges, TrainSteps
-from jstep.loop.start import StartTimes
+from jstep.loop.stages import StageBoundaries, TrainSteps
+from jstep.loop.start_times import StartTimes
+from jstep.loop.timeline_recorder import TimelineRecorder
 from jstep.state import TrainState
 from jstep.timeline import stopwatch
 
@@ -47,173 +47,175 @@ class Run:
         self._options, self._stages, self._times = options, stages, times
         several = options.steps_per_call > 1
         self._signals = StopSignals(self._before_the_first_step)
-        self._at = At(0, state)
-        self._accounts = Accounts(options, self._at)
-        watch = self._accounts.watch
+        self._loop = LoopState(0, state)
+        self._recorder = TimelineRecorder(options, self._loop)
+        watch = self._recorder.watch
         self._programs = Programs(stages, options.unroll, several=several, first_call=times.compiling, watch=watch)
-        self._begun: Beginning | None = None
-        self._equipped: Equipment | None = None
-        self._around: Around | None = None
-        self._feed: Feed | None = None
-        self._fetched = Fetched()
+        self._run_start: RunStart | None = None
+        self._hook_set: HookSet | None = None
+        self._runner: HookRunner | None = None
+        self._feeder: BatchFeeder | None = None
+        self._fetched = FetchCounter()
 
     def go(self, batches: Any) -> TrainState:
         """Runs to its end; returns the last state."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._accounts)  # closed last
+            stack.enter_context(self._recorder)  # closed last
             stack.enter_context(self._signals)
             try:
-                accounts = self._accounts
-                opening = opened(self._options, self._at.state, stack, self._signals, accounts.open)
-                self._fetched = Fetched()
-                early = early_of(
+                recorder = self._recorder
+                checkpoints = open_checkpoints(self._options, self._loop.state, stack, self._signals, recorder.open)
+                self._fetched = FetchCounter()
+                overlapped = overlap_start(
                     batches,
-                    opening,
+                    checkpoints,
                     self._options,
                     self._stages,
                     self._programs,
-                    self._at.state,
+                    self._loop.state,
                     self._fetched,
                     self._times,
                     stack,
                     stopping=lambda: self._signals.interrupts,
                 )
-                with contextlib.nullcontext() if opening.latest is None else self._times.part("restore"):
-                    begun = self._begun = beginning(opening, self._at.state)
-                self._at.step, self._at.state = begun.step, begun.state
-                accounts.began(begun.step)
-                write = accounts.write if accounts.is_open else None
-                self._programs.cards = cards_of(write, self._options, self._stages, begun, batches, stack)
-                written = accounts.before_save
-                wiring = Wiring(self._positions, self._stopped_by, self._before_save, accounts.watch, written)
-                equipped = self._equipped = equipment(
-                    self._options, begun, self._programs, wiring, stack, self._signals.to_stop
+                with contextlib.nullcontext() if checkpoints.latest is None else self._times.part("restore"):
+                    start = self._run_start = restore_or_init(checkpoints, self._loop.state)
+                self._loop.step, self._loop.state = start.step, start.state
+                recorder.began(start.step)
+                write = recorder.write if recorder.is_open else None
+                self._programs.cards = cards_of(write, self._options, self._stages, start, batches, stack)
+                written = recorder.before_save
+                callbacks = SaverCallbacks(
+                    self._positions, self._stopped_by, self._before_save, recorder.watch, written
                 )
-                around = self._around = Around(
-                    equipped.hooks,
-                    begun.step,
-                    equipped.run.sums,
-                    equipped.run.pending,
+                hook_set = self._hook_set = build_hooks(
+                    self._options, start, self._programs, callbacks, stack, self._signals.to_stop
+                )
+                runner = self._runner = HookRunner(
+                    hook_set.hooks,
+                    start.step,
+                    hook_set.run.sums,
+                    hook_set.run.transfers,
                     to_stop=self._signals.to_stop,
-                    watch=accounts.watch,
-                    on_first=self._times.log if equipped.logs_lines else lambda: None,
+                    watch=recorder.watch,
+                    on_first=self._times.log if hook_set.logs_lines else lambda: None,
                 )
-                self._feed = self._fed(batches, early, begun, equipped, around, stack)
-                return self._run(begun, around)
+                self._feeder = self._make_feeder(batches, overlapped, start, hook_set, runner, stack)
+                return self._run(start, runner)
             except BaseException as error:
-                self._rescue(error)
+                self._save_on_failure(error)
                 if self._signals.at_once and isinstance(error, KeyboardInterrupt):
-                    again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {self._at.step}")
+                    again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {self._loop.step}")
                     again.state = getattr(error, "state", None)  # type: ignore[attr-defined]
                     # From inside of whatever was at work, a traceback of many pages would come.
                     raise again.with_traceback(None) from None
                 raise
             finally:
-                self._accounts.watch.switch(stopwatch.SAVING)  # what is left is to wait for what is being written
+                self._recorder.watch.switch(stopwatch.SAVING)  # what is left is to wait for what is being written
                 # What refers to the run from its hooks and signals is not to keep its state alive.
-                self._equipped = self._around = self._feed = None
-                self._programs.starting = self._programs.ahead = self._programs.cards = None
-                self._signals.on_first = _no_haste
+                self._hook_set = self._runner = self._feeder = None
+                self._programs.first_compiler = self._programs.ahead_compiler = self._programs.cards = None
+                self._signals.on_first = _do_nothing
 
-    def _fed(
+    def _make_feeder(
         self,
         batches: Any,
-        early: Early | None,
-        begun: Beginning,
-        equipped: Equipment,
-        around: Around,
+        overlapped: OverlappedStart | None,
+        start: RunStart,
+        hook_set: HookSet,
+        runner: HookRunner,
         stack: contextlib.ExitStack,
-    ) -> Feed | None:
+    ) -> BatchFeeder | None:
         """The batches as calls, once the hooks have begun; None where no step is to be made."""
         options = self._options
-        if early is not None:
-            source, items = early.source, iter(early.first)
+        if overlapped is not None:
+            source, items = overlapped.source, iter(overlapped.first)
         else:
-            is_kept = begun.saver is not None
-            source = read_from(batches, begun.step, options.last_step, begun.kept, is_kept=is_kept)
-            items = self._times.first_of(owned(source, self._fetched))
-        memory.check(equipped.hooks)
-        done = around.begin(begun.state)
-        if begun.restored is not None:
-            done = memory.set_states(equipped.hooks, begun.kept.get(HOOKS)) or done
-            if equipped.saving is not None:
-                equipped.saving.restored(begun.restored, begun.state)
-            done = around.resume(self._at) or done
-        if done or begun.step >= options.last_step:
-            _logger.info("the run is at step %d already: no step is made%s", begun.step, why_done(begun, options))
+            is_kept = start.saver is not None
+            source = open_source(batches, start.step, options.last_step, start.extra, is_kept=is_kept)
+            items = self._times.first_of(copied_batches(source, self._fetched))
+        hook_state.check_keys(hook_set.hooks)
+        done = runner.begin(start.state)
+        if start.restored is not None:
+            done = hook_state.set_states(hook_set.hooks, start.extra.get(HOOKS)) or done
+            if hook_set.saving is not None:
+                hook_set.saving.restored(start.restored, start.state)
+            done = runner.resume(self._loop) or done
+        if done or start.step >= options.last_step:
+            _logger.info("the run is at step %d already: no step is made%s", start.step, reason_done(start, options))
             return None
-        if begun.kept.get(STOPPED) is not None:
-            _logger.info("%s stopped this run at step %d; it resumes", begun.kept[STOPPED], begun.step)
-        edges = Edges(self._stages, source.next_change)
-        self._programs.ahead = ahead_of(
+        if start.extra.get(STOPPED) is not None:
+            _logger.info("%s stopped this run at step %d; it resumes", start.extra[STOPPED], start.step)
+        boundaries = StageBoundaries(self._stages, source.next_change)
+        self._programs.ahead_compiler = compile_ahead(
             self._programs,
-            edges,
+            boundaries,
             source,
-            self._at.state,
-            begun.step,
+            self._loop.state,
+            start.step,
             options.last_step,
             options.steps_per_call,
             options.batch_sharding,
             stopping=lambda: self._signals.interrupts,
         )
-        if self._programs.ahead is not None:
-            stack.callback(self._programs.ahead.close)
+        if self._programs.ahead_compiler is not None:
+            stack.callback(self._programs.ahead_compiler.close)
         stacked = options.steps_per_call > 1
-        made = calls(
+        made = make_calls(
             items,
-            begun.step,
-            around.lengths(options.last_step, options.steps_per_call, edges) if stacked else None,
+            start.step,
+            runner.lengths(options.last_step, options.steps_per_call, boundaries) if stacked else None,
             options.batch_sharding,
             on_device=self._programs.on_device,
             stack_one=self._programs.stacks_one,
-            why_one=lambda: around.why_one,
+            single_step_reason=lambda: runner.single_step_reason,
         )
-        feed = Feed(source, made, stopping=lambda: self._signals.interrupts, watch=self._accounts.watch)
-        stack.callback(feed.close)
+        feeder = BatchFeeder(source, made, stopping=lambda: self._signals.interrupts, watch=self._recorder.watch)
+        stack.callback(feeder.close)
         self._signals.on_first = self._while_it_runs
-        return feed
+        return feeder
 
-    def _run(self, begun: Beginning, around: Around) -> TrainState:
-        at, last_step = self._at, self._options.last_step
-        called_off = False
-        if self._feed is not None:
+    def _run(self, start: RunStart, runner: HookRunner) -> TrainState:
+        loop, last_step = self._loop, self._options.last_step
+        interrupted = False
+        if self._feeder is not None:
             try:
-                apart = functools.partial(self._accounts.watch.part, stopwatch.HOOKS)
-                take = audited(self._programs, self._programs.step_of, around.hooks, apart)
-                drive(take, at.state, self._feed, begun.step, last_step, around.after, at, around.before)
+                apart = functools.partial(self._recorder.watch.part, stopwatch.HOOKS)
+                take = audited(self._programs, self._programs.step_of, runner.hooks, apart)
+                run_steps(take, loop.state, self._feeder, start.step, last_step, runner.after, loop, runner.before)
             except StopWaiting:
-                called_off = True
-            called_off = called_off or around.called_off
-            self._signals.on_first = _no_haste
-            if at.step < last_step and not (called_off or around.stopped_by is not None):
-                ended_early(at, begun, last_step)
+                interrupted = True
+            interrupted = interrupted or runner.interrupted
+            self._signals.on_first = _do_nothing
+            if loop.step < last_step and not (interrupted or runner.stopped_by is not None):
+                report_early_end(loop, start, last_step)
         else:
-            self._signals.on_first = _no_haste
-        around.last(at)
-        check_step(at.step, at.state)
-        if not called_off:
-            around.end(at)
+            self._signals.on_first = _do_nothing
+        runner.last(loop)
+        check_step(loop.step, loop.state)
+        if not interrupted:
+            runner.end(loop)
         if self._signals.received is not None:  # also where it came meanwhile
-            self._leave()
-        return at.state
+            self._exit_on_signal()
+        return loop.state
 
     def _positions(self) -> dict[str, Any]:
-        if self._begun is None:
+        if self._run_start is None:
             return {}
-        if self._feed is None:  # no step was made: they are where they were
-            return {key: self._begun.kept[key] for key in (POSITION, POSITIONS) if key in self._begun.kept}
+        if self._feeder is None:  # no step was made: they are where they were
+            return {key: self._run_start.extra[key] for key in (POSITION, POSITIONS) if key in self._run_start.extra}
         # A batch that was handed out and made no step is to come again.
-        return of_all_processes(self._feed.position_after(self._at.step - self._begun.step))
+        return gather_positions(self._feeder.position_after(self._loop.step - self._run_start.step))
 
     def _stopped_by(self) -> str | None:
         """Who stopped the run, now or, where no step follows, when it ran."""
-        if self._around is None or self._begun is None:
+        if self._runner is None or self._run_start is None:
             return None
-        kept = self._begun.kept.get(STOPPED) if self._feed is None else None
-        return self._around.stopped_by or kept
+        kept = self._run_start.extra.get(STOPPED) if self._feeder is None else None
+        return self._runner.stopped_by or kept
 
     def _before_save(self, step: int) -> bool:
-        return self._around is not None and self._around.before_save(step)
+        return self._runner is not None and self._runner.before_save(step)
 
     # Signals.
 
@@ -221,66 +223,72 @@ class Run:
         raise self._signals.stopped("before its first step")
 
     def _while_it_runs(self) -> None:
-        if self._feed is not None and self._feed.waiting:
+        if self._feeder is not None and self._feeder.waiting:
             raise StopWaiting
 
-    def _leave(self) -> NoReturn:
-        at, savers = self._at, self._savers()
-        when = f"after step {at.step}"
-        if savers and is_past_a_nan(at, self._programs.skip_metric):
-            self._before_save(at.step)  # a hook that looks for it says more
+    def _exit_on_signal(self) -> NoReturn:
+        loop, savers = self._loop, self._savers()
+        when = f"after step {loop.step}"
+        if savers and is_loss_nonfinite(loop, self._programs.skip_metric):
+            self._before_save(loop.step)  # a hook that looks for it says more
             raise self._signals.stopped(f"{when}, which is not saved: its loss is not finite")
-        saved = [hook.save(at.step, at.state, wait=True) for hook in savers]
+        saved = [hook.save(loop.step, loop.state, wait=True) for hook in savers]
         if saved:
             outcome = "is saved; start the run again to go on" if all(saved) else "is not saved, as a hook demands"
             when = f"{when}, which {outcome}"
         raise self._signals.stopped(when)
 
     def _savers(self) -> list[CheckpointSaverHook]:
-        return [] if self._equipped is None else self._equipped.all_saving
+        return [] if self._hook_set is None else self._hook_set.all_saving
 
     # Errors.
 
-    def _rescue(self, error: BaseException) -> None:
-        self._signals.on_first = _no_haste
-        at, around = self._at, self._around
-        savers = [] if self._feed is None else self._savers()
-        if self._begun is None or around is None:
-            rescue(error, at, None, during="", savers=[], skip_metric=None)
+    def _save_on_failure(self, error: BaseException) -> None:
+        self._signals.on_first = _do_nothing
+        loop, runner = self._loop, self._runner
+        savers = [] if self._feeder is None else self._savers()
+        if self._run_start is None or runner is None:
+            save_on_failure(error, loop, None, during="", savers=[], skip_metric=None)
             return
         during = self._during()
         if self._signals.at_once or (self._signals.received is not None and not isinstance(error, Exception)):
             savers = []  # it is saved, or is not to be
         if not self._signals.at_once:
-            around.last(at, failed=lambda other: None if other is error else note(error, f"Besides, {other}"))
-        rescue(error, at, self._begun.step, during=during, savers=savers, skip_metric=self._programs.skip_metric)
+            runner.last(loop, failed=lambda other: None if other is error else note(error, f"Besides, {other}"))
+        save_on_failure(
+            error, loop, self._run_start.step, during=during, savers=savers, skip_metric=self._programs.skip_metric
+        )
 
     def _during(self) -> str:
         """What was under way, in words that name step and batch."""
-        at, around, feed = self._at, self._around, self._feed
-        assert around is not None
-        at_step = f"at step {at.step}"
-        last = f", which batch {at.step - 1} made" if self._begun is not None and at.step > self._begun.step else ""
-        if around.acting is not None:
-            hook, method = around.acting
+        loop, runner, feeder = self._loop, self._runner, self._feeder
+        assert runner is not None
+        at_step = f"at step {loop.step}"
+        last = (
+            f", which batch {loop.step - 1} made"
+            if self._run_start is not None and loop.step > self._run_start.step
+            else ""
+        )
+        if runner.current_call is not None:
+            hook, method = runner.current_call
             return f"{at_step}{last}, in {name_of(hook)}.{method}"
-        if feed is None:
+        if feeder is None:
             return at_step
-        if feed.waiting:
+        if feeder.waiting:
             return f"{at_step}{last}, while batch {self._being_fetched()} was fetched"
-        if self._signals.received is not None or at.step >= self._options.last_step or around.stopped_by is not None:
+        if self._signals.received is not None or loop.step >= self._options.last_step or runner.stopped_by is not None:
             return f"{at_step}{last}"
-        return f"{at_step}{last}, in the step that takes {batches_named(at.step, self._steps())}"
+        return f"{at_step}{last}, in the step that takes {format_batches(loop.step, self._steps())}"
 
     def _being_fetched(self) -> int:
         """With several steps a call, the batches before it in that call are there already."""
-        if self._begun is None:
-            return self._at.step
-        return self._begun.step + self._fetched.count
+        if self._run_start is None:
+            return self._loop.step
+        return self._run_start.step + self._fetched.count
 
     def _steps(self) -> int:
-        return 1 if self._feed is None else self._feed.steps
+        return 1 if self._feeder is None else self._feeder.steps
 
 
-def _no_haste() -> None:
+def _do_nothing() -> None:
     """The first signal where nothing is waited for: it is looked for when there is time."""

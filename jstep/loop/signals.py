@@ -53,7 +53,7 @@ class StopSignals:
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.on_first = on_first
-        self._alone = agreement.is_alone()
+        self._alone = agreement.is_single_process()
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
         self.at_once = self.interrupts = self._agreed = False
@@ -82,7 +82,7 @@ class StopSignals:
             self.interrupts = True
             self.on_first()
         else:
-            agreement.tell_all_to_stop()
+            agreement.request_stop()
 
     def to_stop(self) -> bool:
         """Whether the run stops after this call; to be asked after each, and between the batches of an evaluation."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from jstep.core.checks import shown
 from jstep.data import BatchIterator, BatchSequence
-from jstep.loop.positions import Kept, decoded, encoded
+from jstep.loop.positions import SavedPosition, decode_position, encode_position
 
 _logger = logging.getLogger("jstep")
 
@@ -83,7 +83,8 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
             be indexed and iterated over and is no sequence, it is indexed if it has an item for the first step.
         start: The first step number.
         last_step: Where to end.
-        position: What `encoded` made of the position in an earlier run, or that as `Kept`; None in a fresh one.
+        position: What `encode_position` made of the position in an earlier run, or that as
+            `SavedPosition`; None in a fresh one.
         is_kept: Whether the run keeps checkpoints, from which it may be resumed later.
     """
     check_batches(batches)
@@ -191,14 +192,14 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
     """The batches of a loader or iterator that says where it is."""
     get, set_to = _methods(owner)
     name = type(owner).__name__
-    kept = position if isinstance(position, Kept) or position is None else Kept(position)
+    kept = position if isinstance(position, SavedPosition) or position is None else SavedPosition(position)
     if kept is not None and start < last_step:
         if kept.error:
             raise ValueError(f"batches: the position of the {name} is not known: {kept.error}")
         if kept.warning:
             _logger.warning("%s (the %s of process %d)", kept.warning, name, jax.process_index())
     if kept is not None and kept.value is not None:
-        value = decoded(kept.value, name)
+        value = decode_position(kept.value, name)
         try:
             set_to(value)  # before iter: loaders look at it when they begin
         except Exception as error:
@@ -219,7 +220,7 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
 
     def where() -> Any:
         state = get()
-        return None if state is None else encoded(state, name)
+        return None if state is None else encode_position(state, name)
 
     return Source(items, where, begin=None if kept is None else lambda: kept.value)
 
@@ -235,7 +236,7 @@ def keeps_position(batches: Any) -> bool:
 def position_of(batches: Any) -> Any:
     """Where a loader that keeps its position is; None if it does not know yet."""
     state = _methods(batches)[0]()
-    return None if state is None else encoded(state, type(batches).__name__)
+    return None if state is None else encode_position(state, type(batches).__name__)
 
 
 def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

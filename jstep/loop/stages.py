@@ -48,7 +48,7 @@ def name_of_step(step: Any) -> str:
     return str(getattr(step, "title", None) or getattr(step, "__name__", "train_step"))
 
 
-class Edges:
+class StageBoundaries:
     """Where calls have to end because another program follows.
 
     Args:
@@ -89,12 +89,12 @@ class Edges:
             first = stop
 
 
-def lengths(
+def call_lengths(
     start: int,
     stop: int,
     steps_per_call: int,
     end_after: Callable[[int], tuple[int, str]],
-    why_one: Callable[[str], None] = lambda why: None,
+    single_step_reason: Callable[[str], None] = lambda why: None,
 ) -> Iterator[int]:
     """How many steps each call takes: `steps_per_call`, or one at a time if a call has to end before.
 
@@ -103,7 +103,7 @@ def lengths(
         stop: Where to end.
         steps_per_call: How many steps a call takes.
         end_after: From a step to the next one at which a call has to end, and the reason.
-        why_one: Takes the reason of calls of one step.
+        single_step_reason: Takes the reason of calls of one step.
     """
     step = start
     while step < stop:
@@ -113,7 +113,7 @@ def lengths(
             step += steps_per_call
             yield steps_per_call
             continue
-        why_one(why)
+        single_step_reason(why)
         for _ in range(end - step):
             yield 1
         step = end

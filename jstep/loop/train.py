@@ -9,15 +9,15 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import Saver
-from jstep.core.meshes import instead_of_another, mesh_of
-from jstep.hooks.visible import visible_logging
+from jstep.core.meshes import mesh_of, overriding_mesh
+from jstep.hooks.log_handler import log_to_stderr
 from jstep.loop.checks import check
 from jstep.loop.compile_cache import persistent_cache
 from jstep.loop.options import Options
 from jstep.loop.run import Run
 from jstep.loop.sources import check_batches
 from jstep.loop.stages import stages_of
-from jstep.loop.start import StartTimes
+from jstep.loop.start_times import StartTimes
 from jstep.state import TrainState
 
 
@@ -119,7 +119,7 @@ def train(
     times = StartTimes()
     with times.part("devices"):
         jax.devices()
-    log = visible_logging() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
+    log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # If another mesh is set, hooks and evaluations compute with that of the state all the same.
-    with instead_of_another(mesh_of(state)), log, persistent_cache(options.cache_directory):
+    with overriding_mesh(mesh_of(state)), log, persistent_cache(options.cache_directory):
         return Run(options, stages, state, times).go(batches)

@@ -1,6 +1,6 @@
 """Metrics that are not means over examples: objects for `jstep.evaluator`, with `merge` and `compute`."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.metrics.accuracy import accuracy
 from jstep.metrics.auc import auc
 from jstep.metrics.confusion_matrix import confusion_matrix
@@ -15,4 +15,4 @@ __all__ = [
     "perplexity",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import as_int, one_of
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.types import Array
 from jstep.metrics import checks
 from jstep.metrics.counts import counted
@@ -41,7 +41,7 @@ class AUC:
         """The area; NaN where it is not defined, or a score is NaN."""
         kept = self.thresholds
         positive, negative = (count.exact()[::-1].astype(np.float64) for count in (kept.positive, kept.negative))
-        with own_transfers():
+        with internal_transfers():
             low, high = (np.asarray(end, np.float64)[::-1] for end in (kept.low, kept.high))
         seen = positive + negative > 0
         if not seen.any() or np.isnan(low[seen]).any():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.types import Array
 
 _BITS = 12
@@ -43,7 +43,7 @@ class Count:
 
     def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         """On the host."""
-        with own_transfers():
+        with internal_transfers():
             high, low = (np.asarray(part).astype(np.int64) for part in (self.high, self.low))
         return (high << _BITS) + low
 

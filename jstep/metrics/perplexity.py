@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.types import Array
 from jstep.metrics import checks
 from jstep.metrics.counts import Count, counted
@@ -42,7 +42,7 @@ class Perplexity:
     def compute(self) -> float:
         """exp(mean of −log p(label)); NaN without labels."""
         total = int(self.total.exact())
-        with own_transfers():
+        with internal_transfers():
             loss, rest = (float(np.asarray(part, np.float64)) for part in (self.loss, self.rest))
         if not total:
             return math.nan

@@ -1,6 +1,6 @@
 """Optimizers: one algorithm per file, each a function that returns an `Optimizer` of pure functions."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.core.types import Context, Optimizer, Schedule
 from jstep.optimizers.adabelief import adabelief
 from jstep.optimizers.adadelta import adadelta
@@ -154,4 +154,4 @@ __all__ = [
     "yogi",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jstep.core.ordering import made_first
+from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import average, corrections, direction
 from jstep.optimizers.arguments import adam_hyper
@@ -54,6 +54,6 @@ def adabelief(
 
 def adabelief_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update and moments."""
-    m, g = made_first(average(slots["m"], g, h["beta1"]), g)
+    m, g = compute_first(average(slots["m"], g, h["beta1"]), g)
     v = average(slots["v"], jnp.square(g - m), h["beta2"]) + h["epsilon_root"]
     return -h["learning_rate"] * direction(m, v, h), {"m": m, "v": v}

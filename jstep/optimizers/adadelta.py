@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jstep.core.ordering import after_parameter, made_first, ordered_after
+from jstep.core.execution_order import after_parameter, compute_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import average
 from jstep.optimizers.arguments import rate
@@ -49,7 +49,7 @@ def adadelta(
 def adadelta_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update and averages."""
     e, x = average(slots["accumulator"], g * g, h["rho"]), slots["accumulator_update"]
-    e, x, g = made_first(e, x, g)
+    e, x, g = compute_first(e, x, g)
     u = -h["learning_rate"] * step(g, x, e, h)
     new_p, e, x, g = after_parameter(p, u, h["dtype"], e, x, g)
     new_x = average(x, jnp.square(step(g, x, e, h)), h["rho"])

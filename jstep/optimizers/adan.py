@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jstep.core.ordering import made_first, ordered_after
+from jstep.core.execution_order import compute_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average, corrections
@@ -73,9 +73,9 @@ def adan_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
     """A leaf's update, averages and gradient."""
     old = slots["previous"]
     m, d = average(slots["m"], g, h["beta1"]), average(slots["d"], difference(g, old, h), h["beta2"])
-    m, d, g, old = made_first(m, d, g, old)
+    m, d, g, old = compute_first(m, d, g, old)
     n = ordered_after(average(slots["v"], jnp.square(g + h["beta2"] * difference(g, old, h)), h["beta3"]), d)
-    m, d, n, g = made_first(m, d, n, g)
+    m, d, n, g = compute_first(m, d, n, g)
     u = h["unbias1"] * m + h["beta2"] * h["unbias2"] * d
     update = -h["learning_rate"] * u / (jnp.sqrt(h["unbias3"] * n) + h["epsilon"])
     if decays(h):

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jstep.core.ordering import made_first, ordered_after
+from jstep.core.execution_order import compute_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.arguments import adam_hyper
 from jstep.optimizers.hyper import checked
@@ -61,6 +61,6 @@ def adopt_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
     """A leaf's update and moments."""
     u = jnp.clip(g / jnp.maximum(jnp.sqrt(slots["v"]), h["epsilon"]), -h["bound"], h["bound"])
     m = h["kept_m"] * slots["m"] + h["new_m"] * u
-    m, g = made_first(m, g)
+    m, g = compute_first(m, g)
     v = ordered_after(h["kept_v"] * slots["v"] + h["new_v"] * (g * g), m)
     return -h["learning_rate"] * h["moves"] * m, {"m": m, "v": v}

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.execution_order import after_parameter, ordered_after
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
 from jstep.core.meshes import on_any_mesh
-from jstep.core.ordering import after_parameter, ordered_after
 from jstep.core.types import Array, Params, Slots, Updates
 
 

@@ -15,7 +15,7 @@ FIRST, NEXT, SAME = 0, 1, 2
 """What becomes of the bases at a step: made by eigh, moved along by one power iteration, or left as they are."""
 
 
-class Turned(NamedTuple):
+class EigenbasisUpdate(NamedTuple):
     """What turns together at a leaf: the matrices, one basis for each, and the moment in their coordinates.
 
     Attributes:
@@ -29,7 +29,7 @@ class Turned(NamedTuple):
     v: Array
 
 
-def turn_bases(turn: Array, leaves: Sequence[Turned]) -> list[Turned]:
+def update_eigenbases(turn: Array, leaves: Sequence[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
     """The bases of all leaves made, moved along or left alone; each v follows where its coordinates change places.
 
     CPUs and GPUs call a library for each matrix. A TPU has no such library: XLA compiles a program for each call, which
@@ -42,28 +42,28 @@ def turn_bases(turn: Array, leaves: Sequence[Turned]) -> list[Turned]:
     """
     if not leaves:
         return []
-    answers: list[Turned] = jax.lax.platform_dependent(turn, list(leaves), tpu=in_loops, default=one_by_one)
+    answers: list[EigenbasisUpdate] = jax.lax.platform_dependent(turn, list(leaves), tpu=in_loops, default=one_by_one)
     return answers
 
 
-def one_by_one(turn: Array, leaves: list[Turned]) -> list[Turned]:
+def one_by_one(turn: Array, leaves: list[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
     """By the routines of a library."""
     return [_leaf(turn, leaf) for leaf in leaves]
 
 
 @jax.jit
-def _leaf(turn: Array, leaf: Turned) -> Turned:
+def _leaf(turn: Array, leaf: EigenbasisUpdate) -> EigenbasisUpdate:
     # Traced and lowered once for all leaves of one shape.
-    answer: Turned = jax.lax.switch(turn, [_first, _next, lambda leaf: leaf], leaf)
+    answer: EigenbasisUpdate = jax.lax.switch(turn, [_first, _next, lambda leaf: leaf], leaf)
     return answer
 
 
-def _first(leaf: Turned) -> Turned:
+def _first(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
     """Eigenvectors, those of the largest eigenvalues first."""
     return leaf._replace(bases={i: jnp.flip(jnp.linalg.eigh(gram)[1], 1) for i, gram in leaf.grams.items()})
 
 
-def _next(leaf: Turned) -> Turned:
+def _next(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
     """One power iteration and QR."""
     bases, v = {}, leaf.v
     for axis, gram in leaf.grams.items():
@@ -88,8 +88,8 @@ def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
 
 
 def in_loops(
-    turn: Array, leaves: list[Turned], first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors
-) -> list[Turned]:
+    turn: Array, leaves: list[EigenbasisUpdate], first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors
+) -> list[EigenbasisUpdate]:
     """By loops, one for all matrices of a size.
 
     Args:

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jstep.core.ordering import made_first, ordered_after
+from jstep.core.execution_order import compute_first, ordered_after
 from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -79,7 +79,7 @@ def ftrl_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
     linear = jnp.where(moves, linear, slots["linear"])
     # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Left to
     # itself XLA computes them from the old slots in another order, and copies what it has to overwrite.
-    linear, old, g = made_first(linear, old, g)
+    linear, old, g = compute_first(linear, old, g)
     accum = ordered_after(old + g * g, linear)
     quadratic = rate_power(accum) / lr + 2 * (h["l2_regularization_strength"] + h["beta"] / (2 * lr))
     outweighs = jnp.abs(linear) > l1

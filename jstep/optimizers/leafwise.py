@@ -40,14 +40,14 @@ from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, within
 from jstep.core.types import Array, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import age_of, new_start_step
-from jstep.optimizers.answered import answered
 from jstep.optimizers.apply_updates import written_late
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper as Hyper
 from jstep.optimizers.hyper import checked, report, value_at, values_at
 from jstep.optimizers.masks import Flag, own_leaves
-from jstep.optimizers.matched import matched_gradients, missing_slot, slot_leaves
+from jstep.optimizers.match_gradients import match_gradients, missing_slot, slot_leaves
 from jstep.optimizers.names import Init, Role, Roles
+from jstep.optimizers.rule_result import check_rule_result
 from jstep.state import START_STEP
 
 LeafSlots: TypeAlias = dict[str, Any]
@@ -155,11 +155,11 @@ def leafwise(
         fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
         return fresh | held_slots(hyper)
 
-    on_leaf = _shared_by_leaves_of_a_shape(answered(rule), sparse=sparse and measure is None)
+    on_leaf = _shared_by_leaves_of_a_shape(check_rule_result(rule), sparse=sparse and measure is None)
     measure_leaf = None if measure is None else _shared_by_leaves_of_a_shape(measure, sparse=False)
 
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        gradients = matched_gradients(updates, params)
+        gradients = match_gradients(updates, params)
         treedef, specs = trees.structure(params), specs_for(params)
         mine = {name: slot_leaves(given, name, params, spec.shape) for name, spec in specs.items()}
         for name in scalar_names:
@@ -170,8 +170,8 @@ def leafwise(
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
         if aged:
             h["age"] = age_of(step, kept[START_STEP])
-        told = {name: flag(params) for name, flag in flags.items()}
-        statics = [tuple((name, values[i]) for name, values in told.items()) for i in range(len(gradients))]
+        flag_values = {name: flag(params) for name, flag in flags.items()}
+        statics = [tuple((name, values[i]) for name, values in flag_values.items()) for i in range(len(gradients))]
         leaves = [
             (i, gradient, leaf)
             for i, (gradient, leaf) in enumerate(zip(gradients, jax.tree.leaves(params), strict=True))
@@ -228,8 +228,8 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
         shape = spec.shape(path, like)
         return None if shape is None else jnp.full(shape, value, dtype)
 
-    told = zip(own_leaves(params), jax.tree.leaves(params), strict=True)
-    return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in told])
+    pairs = zip(own_leaves(params), jax.tree.leaves(params), strict=True)
+    return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in pairs])
 
 
 def _split(h: Hyper) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:

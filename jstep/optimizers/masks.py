@@ -18,7 +18,7 @@ _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params
 
 
 @contextlib.contextmanager
-def part_of(params: Params) -> Iterator[None]:
+def partial_params(params: Params) -> Iterator[None]:
     """Within, what is handed on has None or another dtype for some leaves of `params`, which masks go on to see."""
     token = _WHOLE.set(params if _WHOLE.get() is None else _WHOLE.get())
     try:

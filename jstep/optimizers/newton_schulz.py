@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.types import Array
-from jstep.optimizers.spread import Layout, spread
+from jstep.optimizers.distribute_matrices import Layout, distribute_matrices
 
 SMALL = 64 * 64
 """Matrices of up to so many elements are faster in one batch on a CPU, too; larger ones one by one."""
@@ -57,7 +57,7 @@ def orthogonalized(
     for (shape, _, layout), places in groups.items():
         members = [matrices[i] for i in places]
         if layout is not None and sum(math.prod(member.shape[:-2]) for member in members) > 1:
-            together = spread(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
+            together = distribute_matrices(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
         elif len(members) == 1:
             together = [newton_schulz(members[0], epsilon, iteration)]
         elif math.prod(shape) <= SMALL:

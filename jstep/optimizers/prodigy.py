@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
-from jstep.core.ordering import ordered_after
+from jstep.core.execution_order import ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers import age as ages

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jstep.core.ordering import after_parameter, made_first, ordered_after
+from jstep.core.execution_order import after_parameter, compute_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import checked, constant
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -64,4 +64,4 @@ def rprop_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
     # The parameter and the step sizes are there before the old gradient is overwritten.
     (new_p,) = after_parameter(p, u, h["dtype"])
     size = ordered_after(size, new_p)
-    return u, {"step_size": size, "previous": ordered_after(g, made_first(size)[0])}
+    return u, {"step_size": size, "previous": ordered_after(g, compute_first(size)[0])}

@@ -5,15 +5,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.execution_order import compute_first
 from jstep.core.memory import on_devices
 from jstep.core.meshes import on_any_mesh
-from jstep.core.ordering import made_first
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.arguments import beta, decay_flags, decay_hyper, rate, with_decay
-from jstep.optimizers.found import found_slot
+from jstep.optimizers.find_slot import find_slot
 from jstep.optimizers.hyper import checked, constant
 from jstep.optimizers.leafwise import Hyper, Slot, leafwise
 
@@ -169,9 +169,9 @@ def sgd_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Arr
 def adamw_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update, z and second moment."""
     # The direction is made twice, for z and for y, rather than kept in between: z first, y of the new z.
-    v, g, p = made_first(average(slots["v"], g * g, h["beta2"]), g, p)
+    v, g, p = compute_first(average(slots["v"], g * g, h["beta2"]), g, p)
     z = slots["z"] - h["learning_rate"] * adamw_direction(g, v, p, h)
-    z, v, g, p = made_first(z, v, g, p)
+    z, v, g, p = compute_first(z, v, g, p)
     return h["c"] * (z - p) - h["of_u"] * adamw_direction(g, v, p, h), {"z": z, "v": v}
 
 
@@ -209,7 +209,7 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
         return all(trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS)
 
     hint = "The state has no slots of a schedule-free optimizer; schedule_free_adamw and schedule_free_sgd make them."
-    prefix = found_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
+    prefix = find_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
     params, slots = state.params, state.slots
     leaves, treedef = trees.flatten(params)
     masters = [treedef.flatten_up_to(tree) for tree in _masters_around(prefix, params, slots)]

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
-from jstep.core.ordering import made_first
+from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers.arguments import decay_flags, decay_hyper, rate, with_decay
@@ -98,7 +98,7 @@ def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tupl
     """A leaf's update along the gradient and the new buffer."""
     a = buffer(with_decay(g, p, h), slots, h)
     # The buffer is there before the parameter, which would else be computed from the old one, and that copied.
-    a, g, p = made_first(a, g, p)
+    a, g, p = compute_first(a, g, p)
     return -h["learning_rate"] * (with_decay(g, p, h) + h["momentum"] * a), {"momentum": a}
 
 

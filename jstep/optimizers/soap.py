@@ -12,7 +12,7 @@ from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, 
 from jstep.core.var_list import VarList
 from jstep.optimizers.age import age_of, bias_correction
 from jstep.optimizers.arguments import adam_hyper, beta, decay_flags, decay_hyper, decays
-from jstep.optimizers.eigenbases import FIRST, NEXT, SAME, Turned, turn_bases
+from jstep.optimizers.eigenbases import FIRST, NEXT, SAME, EigenbasisUpdate, update_eigenbases
 from jstep.optimizers.leafwise import Hyper, Slot, leafwise
 from jstep.state import START_STEP
 
@@ -112,9 +112,9 @@ def with_turned_bases(slots: dict[str, list[Any]], turn: Array, has_update: list
         own = [axis for axis in axes if slots[f"gg_{axis}"][i] is not None]
         if own and has_update[i]:
             grams, bases = ({axis: slots[f"{name}_{axis}"][i] for axis in own} for name in ("gg", "q"))
-            leaves[i] = Turned(grams, bases, v)
+            leaves[i] = EigenbasisUpdate(grams, bases, v)
     slots = {name: list(values) for name, values in slots.items()}
-    for i, leaf in zip(leaves, turn_bases(turn, list(leaves.values())), strict=True):
+    for i, leaf in zip(leaves, update_eigenbases(turn, list(leaves.values())), strict=True):
         slots["v"][i] = leaf.v
         for axis, basis in leaf.bases.items():
             slots[f"q_{axis}"][i] = basis

@@ -1,6 +1,6 @@
 """Feeding a loop from threads: queues, the threads that fill them, and what stops all together."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.errors import CancelledError, OutOfRangeError
 from jstep.queues.queue_runner import QueueRunner
@@ -18,4 +18,4 @@ __all__ = [
     "start_queue_runners",
 ]
 
-_publish(globals())
+_set_public_module(globals())

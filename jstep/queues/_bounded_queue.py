@@ -5,7 +5,7 @@ from collections import deque
 from typing import Any
 
 from jstep.core.checks import as_bool, as_int
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.stack import stack_trees
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
@@ -152,7 +152,7 @@ class BoundedQueue:
             elements = [self._take() for _ in range(n)]
             self._wake_producers()
         try:
-            with own_transfers():
+            with internal_transfers():
                 return stack_trees(elements, f"dequeue_many(n={n})")
         except BaseException:
             with self._mutex:

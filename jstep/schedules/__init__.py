@@ -1,6 +1,6 @@
 """Schedules: functions from the global step to a scalar, exact at every representable step."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.schedules.ademamix import ademamix_alpha, ademamix_beta3
 from jstep.schedules.compose import constant, join, linear_warmup, piecewise_constant, shift, times
 from jstep.schedules.cosine import cosine_decay, cosine_decay_restarts, linear_cosine_decay
@@ -32,4 +32,4 @@ __all__ = [
     "warmup_stable_decay",
 ]
 
-_publish(globals())
+_set_public_module(globals())

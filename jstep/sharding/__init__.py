@@ -1,6 +1,6 @@
 """Where arrays lie on a mesh: specs, layouts, rows."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.sharding.fsdp_specs import fsdp_specs
 from jstep.sharding.shard_batch import shard_batch
 
@@ -9,4 +9,4 @@ __all__ = [
     "shard_batch",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -1,6 +1,6 @@
 """The training state: its fields, its one clock, its slots, and where it lies."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.state.global_step import (
     create_global_step,
     get_global_step,
@@ -30,4 +30,4 @@ __all__ = [
     "step_of",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh
 
 from jstep.core import trees
 from jstep.core.compile_only import compiles_only, is_shape
-from jstep.core.contexts import own_transfers
-from jstep.core.meshes import in_auto_axes, setting
+from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import using_mesh, without_explicit_axes
 from jstep.sharding import layout
 
 
@@ -46,7 +46,7 @@ def made_on(
         tree = jax.tree_util.tree_map_with_path(prepared, tree)
         return jax.tree.map(layout.put, tree, shardings(tree))
 
-    with own_transfers():
+    with internal_transfers():
         given = None if is_function else placed(params, of_params)
         others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
 
@@ -57,10 +57,10 @@ def made_on(
         def specs(state: Any) -> Any:
             return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
 
-        return in_auto_axes(whole, given, others, place=specs, mesh=mesh.abstract_mesh)
+        return without_explicit_axes(whole, given, others, place=specs, mesh=mesh.abstract_mesh)
 
     build = layout.planned if abstract else layout.build
-    with setting(mesh):
+    with using_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
             # On Auto axes each device draws its own part of random numbers, on Explicit ones the whole, unless
             # the function says otherwise; then it is refused on Auto axes.

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.memory import checked_memory
 from jstep.core.meshes import require_mesh
 from jstep.sharding.layout import ParamSpecs, in_memory, put, state_shardings
@@ -57,5 +57,5 @@ def shard_state(
     params, slots, everywhere = state_shardings(state.params, state.slots, require_mesh(mesh), param_specs, slot_axis)
     slots = in_memory(slots, state.slots, checked_memory(slots_memory, mesh, "slots_memory"))
     step: Any = None if state.global_step is None else everywhere
-    with own_transfers():
+    with internal_transfers():
         return jax.tree.map(put, state, TrainState(params, slots, step))

@@ -7,7 +7,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text
-from jstep.core.paths import place_of
+from jstep.core.paths import index_of
 from jstep.core.types import Params
 from jstep.state.require import require_state
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
@@ -85,5 +85,5 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     tree = require_state(state).slots.get(as_text(name, "name"))
     if path is None or tree is None:
         return tree
-    place = place_of(tree, as_text(path, "path"), "get_slot")
+    place = index_of(tree, as_text(path, "path"), "get_slot")
     return None if place is None else jax.tree.leaves(tree)[place]

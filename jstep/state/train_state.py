@@ -13,15 +13,15 @@ import numpy as np
 
 from jstep.core import html, trees
 from jstep.core.checks import as_bool
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.memory import checked_memory
-from jstep.core.meshes import explicit_mesh, in_auto_axes, require_mesh, spec_of
+from jstep.core.meshes import explicit_mesh, require_mesh, spec_of, without_explicit_axes
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.core.when_concrete import collecting_checks, run_checks
 from jstep.sharding import layout
 from jstep.state.create import is_abstract, made_on
 from jstep.state.global_step import create_global_step
-from jstep.state.variables import refuse_untrained
+from jstep.state.untrained import refuse_untrained
 
 MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
@@ -98,7 +98,7 @@ class TrainState:
 
         def make(params: Any, model_state: Any) -> TrainState:
             params = params() if is_function else params
-            with own_transfers():
+            with internal_transfers():
                 step = create_global_step(global_step)
                 return _fresh(cls, params, optimizer, step, model_state, copy=copy)
 
@@ -191,14 +191,14 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array) -> Slots:
     def place(slots: Slots) -> Any:
         return jax.tree.map(lambda one: one.spec, layout.state_shardings(params, slots, mesh, specs)[1])
 
-    return in_auto_axes(lambda params, step: dict(optimizer.init(params, step)), params, step, place=place)
+    return without_explicit_axes(lambda params, step: dict(optimizer.init(params, step)), params, step, place=place)
 
 
 def _is_equal(a: Any, b: Any) -> bool:
     """Whether two trees are the same, bit for bit; of leaves that have no values to look at, whether they are one."""
     (leaves, structure), (others, other) = trees.flatten(a), trees.flatten(b)
     try:
-        with own_transfers():
+        with internal_transfers():
             return bool(structure == other) and all(map(_has_same_bits, leaves, others))
     except Exception:  # static parts of a user's class that cannot be compared
         return False

@@ -5,7 +5,7 @@ Summaries are values: pytrees that may be made inside a compiled step, returned 
 google-crc32c), which is imported when the first file is opened.
 """
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.summary.collected import collect, merge_all
 from jstep.summary.graph.write_graph import write_graph
 from jstep.summary.make.histogram import histogram
@@ -37,4 +37,4 @@ __all__ = [
     "zero_fraction",
 ]
 
-_publish(globals())
+_set_public_module(globals())

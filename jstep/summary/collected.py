@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 from jax.extend.core import get_opaque_trace_state
 
 from jstep.core.checks import as_function, as_text, shown
-from jstep.core.collecting import is_lost
-from jstep.core.collecting import register as register_with_steps
+from jstep.core.summary_collection import note_lost_summary
+from jstep.core.summary_collection import register as register_with_steps
 from jstep.summary.values import Part, Summary, find_summaries, has_tracers
 
 P = ParamSpec("P")
@@ -62,7 +62,7 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
         return
     collectors = _active.get()
     if not any(collector.key == SUMMARIES for collector in collectors):
-        is_lost()
+        note_lost_summary()
     if not collectors:
         names = _checked(collections)
         if not has_tracers(part):

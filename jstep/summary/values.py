@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.trees import is_traced
 
 _STATIC = {"static": True}
@@ -157,7 +157,7 @@ def keep(x: Any) -> Any:
         return x
     if isinstance(x, jax.Array):
         if is_here(x):
-            with own_transfers():
+            with internal_transfers():
                 return np.array(x)
         if not x.is_fully_addressable and x.is_fully_replicated:
             x = x.addressable_data(0)

@@ -1,6 +1,6 @@
 """What only one clock can give."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.tools.collectives import Collective
 from jstep.tools.cost import Cost, cost
 from jstep.tools.find_nonfinite import NonFinite, find_nonfinite
@@ -25,4 +25,4 @@ __all__ = [
     "verify_resume",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_function
-from jstep.core.meshes import mesh_of, setting
+from jstep.core.meshes import mesh_of, using_mesh
 from jstep.state import require_state
 from jstep.tools import cost_table
 from jstep.tools.collectives import Collective
-from jstep.tools.measured import measured
+from jstep.tools.compiled_cost import compiled_cost
 from jstep.tools.on_topology import on_topology, refuse_other_devices
 
 
@@ -111,6 +111,6 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
     if topology is not None:
         state, args = on_topology(topology, train_step, state, args)
     state, args = refuse_other_devices(state, args)
-    with setting(mesh_of((state, args))):
+    with using_mesh(mesh_of((state, args))):
         step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
-        return Cost(**measured(step, state, args))
+        return Cost(**compiled_cost(step, state, args))

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jstep.core import contexts, trees
 from jstep.core.checks import as_function
-from jstep.core.meshes import mesh_of, setting
-from jstep.core.sites import Body, body_of
-from jstep.tools.nonfinite.inside import evaluated
+from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core.operations import Subprogram, body_of
+from jstep.tools.nonfinite.loop_arguments import evaluated
 from jstep.tools.nonfinite.numbers import Range, is_inexact, range_of
 from jstep.tools.nonfinite.origin import Reader, origin
 from jstep.tools.nonfinite.search import Found, Search
@@ -95,7 +95,7 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
         ('log', 'float32[2] from 0 to 2')
     """
     as_function(fn, "fn", "(*args)")
-    with setting(mesh_of(args)):
+    with using_mesh(mesh_of(args)):
         return _first(fn.__wrapped__ if isinstance(fn, TrainStep) else fn, args)
 
 
@@ -105,32 +105,32 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
     arrays = [i for i, leaf in enumerate(leaves) if trees.is_array(leaf)]
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, float | complex) and i not in arrays]
 
-    def traced(places: list[int]) -> Any:
+    def traced(indices: list[int]) -> Any:
         def fn(*given: Any) -> Any:
             whole = list(leaves)
-            for i, one in zip(places, given, strict=True):
+            for i, one in zip(indices, given, strict=True):
                 whole[i] = one
             result = step(*treedef.unflatten(whole))
             return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
 
-        return jax.make_jaxpr(fn)(*(leaves[i] for i in places))
+        return jax.make_jaxpr(fn)(*(leaves[i] for i in indices))
 
     # The user's switches are for the user's function; here NaNs are what is sought.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
         try:
-            closed, places = traced(arrays + numbers), arrays + numbers
+            closed, indices = traced(arrays + numbers), arrays + numbers
         except Exception:
             if not numbers:
                 raise
             # It may ask such a number `if rate:`, which nothing that is traced could answer.
-            closed, places = traced(arrays), arrays
-        given = [leaves[i] for i in places]
-        with contexts.own_transfers():
+            closed, indices = traced(arrays), arrays
+        given = [leaves[i] for i in indices]
+        with contexts.internal_transfers():
             given = [one if trees.is_array(one) else jnp.asarray(one) for one in given]
             return _found(body_of(closed), given)
 
 
-def _found(body: Body, given: list[Any]) -> NonFinite | None:
+def _found(body: Subprogram, given: list[Any]) -> NonFinite | None:
     search = Search()
     try:
         results = [value for value, _ in search.run(body, given, [True] * len(given))]
@@ -147,10 +147,10 @@ def _found(body: Body, given: list[Any]) -> NonFinite | None:
 
 
 def _report(found: Found | Reader, reaches: bool, constant: Range | None = None) -> NonFinite:
-    site, path = found.site, found.path
+    operation, path = found.operation, found.path
     return NonFinite(
-        site.eqn.primitive.name,
-        line_of([site.eqn, *(step.site.eqn for step in reversed(path))], site.jaxpr.eqns),
+        operation.eqn.primitive.name,
+        line_of([operation.eqn, *(step.operation.eqn for step in reversed(path))], operation.jaxpr.eqns),
         ", ".join(step.words for step in path),
         tuple(map(range_of, found.ins)),
         tuple(range_of(out) for out in found.outs if out is not None),

@@ -12,11 +12,11 @@ import numpy as np
 
 from jstep.core import html
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.types import Optimizer, Schedule
 from jstep.loop.checks import list_of_hooks
-from jstep.tools import due as _due
-from jstep.tools import score
+from jstep.tools import due_steps as _due
+from jstep.tools import run_schedule
 from jstep.tools import table as _table
 
 
@@ -75,8 +75,8 @@ class Plan:
 
     def __str__(self) -> str:
         text = _table.plan_text(self.steps, self.hyperparameters, self._dues(), self.last_step)
-        score = _table.score_text(self.stages, self.batch_size, self.rows, self.passes)
-        return f"{text}\n\n{score}" if score else text
+        schedule = _table.score_text(self.stages, self.batch_size, self.rows, self.passes)
+        return f"{text}\n\n{schedule}" if schedule else text
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan.
@@ -90,7 +90,7 @@ class Plan:
         Raises:
             ImportError: matplotlib is not installed: `pip install jstep[plot]`.
         """
-        from jstep.tools.picture import draw_plan
+        from jstep.tools.figures import draw_plan
 
         draw_plan(
             os.fspath(path),
@@ -104,8 +104,8 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        score = _table.score_text(self.stages, self.batch_size, self.rows, self.passes)
-        text = _table.plan_html(self.steps, self.hyperparameters, self._dues(), self.last_step, score)
+        schedule = _table.score_text(self.stages, self.batch_size, self.rows, self.passes)
+        text = _table.plan_html(self.steps, self.hyperparameters, self._dues(), self.last_step, schedule)
         return text + html.picture(self._picture(), "the plan, drawn")
 
     def _picture(self) -> bytes | None:
@@ -184,8 +184,8 @@ def plan(
         )
     steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64)) if points > 1 else None
     steps = np.array([start]) if steps is None else steps
-    stages = {} if train_step is None else score.stages(train_step, start, last_step)
-    data = score.data(batches, start, last_step, steps)
+    stages = {} if train_step is None else run_schedule.stages(train_step, start, last_step)
+    data = run_schedule.data(batches, start, last_step, steps)
     pairs = [(hook, _due.steps_of(hook, start, last_step)) for hook in list_of_hooks(hooks)]
     return Plan(
         steps,
@@ -226,7 +226,7 @@ def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, 
     """The values at each step, computed as a compiled step computes them; by the host where they cannot be traced."""
     compiled = jax.jit(lambda step: {name: jnp.asarray(value) for name, value in function(step).items()})
     try:
-        with own_transfers():
+        with internal_transfers():
             rows = jax.device_get([compiled(np.asarray(step, dtype)) for step in steps])
     except jax.errors.ConcretizationTypeError:
         rows = [{name: np.asarray(value) for name, value in function(int(step)).items()} for step in steps]

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_int, shown
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
+from jstep.loop.batch_feeder import Call, copied_batches, make_calls
 from jstep.loop.checks import check, check_alive
-from jstep.loop.drive import drive
-from jstep.loop.feed import Call, calls, owned
-from jstep.loop.options import check_places
-from jstep.loop.positions import kept_in
+from jstep.loop.options import check_locations
+from jstep.loop.positions import saved_position
 from jstep.loop.programs import Programs
+from jstep.loop.run_steps import run_steps
 from jstep.loop.sources import Source, source_of
-from jstep.loop.stages import Edges, lengths, stages_of
+from jstep.loop.stages import StageBoundaries, call_lengths, stages_of
 from jstep.state import TrainState, global_step
 
 
@@ -96,25 +96,27 @@ def replay(
     check(state, step)
     if isinstance(checkpoint_dir, Saver) and prefix == "model":
         prefix = checkpoint_dir.prefix
-    check_places(checkpoint_dir, prefix, None, batch_sharding)
+    check_locations(checkpoint_dir, prefix, None, batch_sharding)
 
-    start, state, position = _begun(state, checkpoint_dir, prefix, step)
+    start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
     source = _seekable(source_of(batches, start, step + 1, position), batches, start, position)
-    items = owned(source)
+    items = copied_batches(source)
     programs = Programs(stages, several=steps_per_call > 1)
     if step > start:
-        edges = Edges(stages, source.next_change)
-        steps = lengths(start, step, steps_per_call, lambda n: edges.after(n, step))
+        boundaries = StageBoundaries(stages, source.next_change)
+        steps = call_lengths(start, step, steps_per_call, lambda n: boundaries.after(n, step))
         between = None if steps_per_call == 1 else steps
-        made = calls(items, start, between, batch_sharding, on_device=programs.on_device, stack_one=programs.stacks_one)
-        at = drive(programs, state, _exactly(made, step - start), start, step)
-        if at.step < step:
-            raise _too_few(at.step, step)
-        state = at.state
-    last = next(calls(items, step, None, batch_sharding, on_device=programs.on_device), None)
+        made = make_calls(
+            items, start, between, batch_sharding, on_device=programs.on_device, stack_one=programs.stacks_one
+        )
+        loop = run_steps(programs, state, _exactly(made, step - start), start, step)
+        if loop.step < step:
+            raise _too_few(loop.step, step)
+        state = loop.state
+    last = next(make_calls(items, step, None, batch_sharding, on_device=programs.on_device), None)
     if last is None:
         raise _too_few(step, step)
-    with own_transfers():
+    with internal_transfers():
         arrived = global_step(state)
     if arrived != step:
         raise ValueError(
@@ -123,7 +125,7 @@ def replay(
     return Replay(state, last.args)
 
 
-def _begun(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:
+def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:
     """The step to start from, the state, and the position of the batches, if it was kept."""
     before: list[int] = []
     there: list[int] = []
@@ -133,11 +135,11 @@ def _begun(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tu
             there = saver.all_steps()
             before = [one for one in there if one <= step]
             if before:
-                with own_transfers():
+                with internal_transfers():
                     state = saver.restore(state, step=before[-1])
-                    kept = saver.extra(before[-1])
-                return before[-1], state, kept_in(kept) if isinstance(kept, dict) else None
-    with own_transfers():
+                    extra = saver.extra(before[-1])
+                return before[-1], state, saved_position(extra) if isinstance(extra, dict) else None
+    with internal_transfers():
         start = global_step(state) if not _donated(state) else None
     if start is None or start > step:
         where = "no checkpoint_dir was given" if checkpoint_dir is None else f"{os.fspath(_directory(checkpoint_dir))} "

@@ -14,11 +14,11 @@ from jstep.checkpoint import Saver
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind
 from jstep.core.compile_only import refuse_shapes
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
+from jstep.loop.batch_feeder import copied_batches, make_calls
 from jstep.loop.checks import check_alive
-from jstep.loop.drive import drive
-from jstep.loop.feed import calls, owned
 from jstep.loop.programs import Programs
+from jstep.loop.run_steps import run_steps
 from jstep.loop.sources import Source, keeps_position, position_of, source_of
 from jstep.loop.stages import stages_of
 from jstep.state import TrainState, global_step
@@ -102,12 +102,12 @@ def verify_resume(
         batches, kept = list(itertools.islice(batches, steps)), True
 
     def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Source]:
-        with own_transfers():
+        with internal_transfers():
             first = global_step(state)
         source = source_of(batches, first, first + count, position)
         # No batch more than there are steps: its position counts.
-        made = itertools.islice(calls(owned(source), first, None), count)
-        at = drive(Programs(stages, several=False), state, made, first, first + count)
+        made = itertools.islice(make_calls(copied_batches(source), first, None), count)
+        at = run_steps(Programs(stages, several=False), state, made, first, first + count)
         if at.step < first + count:
             raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
         return at.state, source

@@ -1,6 +1,6 @@
 """The training step: the only place that compiles a step, donates a state and advances the global step."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.training.apply import apply_gradients
 from jstep.training.minimize import minimize
 from jstep.training.scan import last_of, scan_steps, scanned_step
@@ -16,4 +16,4 @@ __all__ = [
     "scanned_step",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.compile_only import refuse_shapes
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.host_loops import Placed, is_worth_a_sequence, whole_on_first_axis
-from jstep.core.layouts import laid_out
+from jstep.core.host_offload import compute_offloaded
+from jstep.core.layouts import using_layouts
 from jstep.core.memory import back, is_on_host, on_devices
-from jstep.core.meshes import in_auto_axes, leaving_auto_axes, like
-from jstep.core.sequenced import sequenced
+from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.matched import matched_gradients
+from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
+from jstep.optimizers.match_gradients import match_gradients
 from jstep.optimizers.names import AGES, Role, Roles, roles_of
-from jstep.optimizers.updated import NOTHING, updated
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import ASKED, LEFT_OUT
@@ -64,8 +64,8 @@ def apply_gradients(
     as_bool(increment_global_step, "increment_global_step")
     if not (context is None or isinstance(context, Context)):
         raise TypeError(f"context: must be a jstep.Context or None, got {kind(context)}")
-    with own_transfers():
-        return applied(state, grads, optimizer, increment_global_step, context or NOTHING).state
+    with internal_transfers():
+        return applied(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
 
 
 class Applied(NamedTuple):
@@ -96,40 +96,40 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
         return _applied(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
 
-    place = like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
+    place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     if is_worth_a_sequence(state):
         run, here = functools.partial(_leaf_by_leaf, run), state
     else:
         here = state.replace(slots=on_devices(state.slots))
-    with laid_out(layouts_of(state)):
-        done = in_auto_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
+    with using_layouts(layouts_of(state)):
+        done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
     return done._replace(state=jax.tree.map(back, done.state, state))
 
 
 def _leaf_by_leaf(run: Callable[..., Applied], state: TrainState, grads: Updates, known: Context) -> Applied:
     """What `run` returns, with slots on the host brought in and sent back a few at a time."""
     leaves, treedef = trees.flatten(state)
-    places = treedef.unflatten(range(len(leaves)))
+    indices = treedef.unflatten(range(len(leaves)))
 
     def replaced(done: Applied) -> list[int | None]:
-        slots = {name: places.slots[name] for name in done.slots}
-        new: list[int | None] = [*jax.tree.leaves(places), *[None] * len(jax.tree.leaves(done.updates))]
+        slots = {name: indices.slots[name] for name in done.slots}
+        new: list[int | None] = [*jax.tree.leaves(indices), *[None] * len(jax.tree.leaves(done.updates))]
         return [*new, *jax.tree.leaves(slots), *[None] * len(jax.tree.leaves((done.roles, done.left_out)))]
 
     once = jnp.where(step_of(state) >= 0, 1, 0)
-    placed = Placed(leaves, _groups(state, places), whole_on_first_axis(state), once)
-    return sequenced(lambda leaves: run(treedef.unflatten(leaves), grads, known), placed, replaced)
+    placed = Placed(leaves, _groups(state, indices), whole_on_first_axis(state), once)
+    return compute_offloaded(lambda leaves: run(treedef.unflatten(leaves), grads, known), placed, replaced)
 
 
-def _groups(state: TrainState, places: TrainState) -> dict[int, int]:
+def _groups(state: TrainState, indices: TrainState) -> dict[int, int]:
     """The places of the slots on the host → that of their parameter, or their own if they have none."""
     found: dict[int, int] = {}
     for name, tree in state.slots.items():
         if trees.is_like(state.params, tree):
-            own = trees.flatten_like(state.params, places.slots[name], f"slot {name!r}")
-            pairs = list(zip(own, jax.tree.leaves(places.params), strict=True))
+            own = trees.flatten_like(state.params, indices.slots[name], f"slot {name!r}")
+            pairs = list(zip(own, jax.tree.leaves(indices.params), strict=True))
         else:
-            pairs = [(i, i) for i in jax.tree.leaves(places.slots[name])]
+            pairs = [(i, i) for i in jax.tree.leaves(indices.slots[name])]
         found |= dict(pairs)
     leaves = jax.tree.leaves(state)
     return {i: group for i, group in found.items() if i is not None and is_on_host(leaves[i])}
@@ -137,14 +137,14 @@ def _groups(state: TrainState, places: TrainState) -> dict[int, int]:
 
 def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
     step = step_of(state)
-    matched_gradients(grads, state.params)  # also where no element of a chain looks at them
+    match_gradients(grads, state.params)  # also where no element of a chain looks at them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     roles = roles_of(optimizer, state.params)
     loss_scale_of(roles, held)
     noise_slots(roles)
     guards = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     asked = {name: jnp.full_like(held[name], ASKED) for name in guards}
-    updates, own = updated(optimizer, grads, held | asked, state.params, step, context)
+    updates, own = call_update(optimizer, grads, held | asked, state.params, step, context)
     _check_slots(held, own)
     left_out = {name: own[name] == LEFT_OUT for name in guards}
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}

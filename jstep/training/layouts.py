@@ -21,11 +21,11 @@ def layouts_of(state: TrainState) -> Layouts:
     known = shardings_of(state) or [sharding_of(leaf) for leaf in leaves]
     if not any(known):
         return {}
-    places = treedef.unflatten(range(len(leaves)))
+    indices = treedef.unflatten(range(len(leaves)))
     found: dict[str, NamedSharding] = {}
     params = trees.leaves_with_paths(state.params)
-    alike = [places.slots[name] for name, tree in state.slots.items() if trees.is_like(state.params, tree)]
-    for tree in (places.params, *alike):
+    like_params = [indices.slots[name] for name, tree in state.slots.items() if trees.is_like(state.params, tree)]
+    for tree in (indices.params, *like_params):
         for (path, param), place in zip(params, trees.flatten_like(state.params, tree, "slots"), strict=True):
             sharding = None if place is None else known[place]
             if sharding is None or leaves[place].shape != param.shape:

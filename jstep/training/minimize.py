@@ -11,7 +11,7 @@ import numpy as np
 from jstep.clipping import global_norm
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
-from jstep.core.keys import anywhere
+from jstep.core.keys import without_mesh
 from jstep.core.loops import Unroll
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
 from jstep.core.var_list import VarList
@@ -19,10 +19,10 @@ from jstep.differentiate import GATE_OP, AggregationMethod
 from jstep.differentiate.engine import Differentiation, Inputs
 from jstep.differentiate.noise import estimated
 from jstep.differentiate.sharpness import checked_radius
+from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.hyper import value_at
 from jstep.optimizers.metrics import SKIPPED, shown_slots, skips, spoiled
 from jstep.optimizers.names import is_guarded, roles_of
-from jstep.optimizers.updated import NOTHING
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite
@@ -136,7 +136,7 @@ def minimize(
     """
     require_optimizer("optimizer", optimizer)
     norms, measures_noise = asked_metrics(metrics, num_microbatches)
-    rng = anywhere(_checked_key(rng))
+    rng = without_mesh(_checked_key(rng))
     radius = checked_radius(sharpness)
     scheduled = callable(radius)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
@@ -169,7 +169,9 @@ def minimize(
     else:
         differentiate = of_one(loss_fn, var_list)
 
-    def parts(state: TrainState, args: tuple[Any, ...], rows: Any) -> tuple[TrainState, dict[str, Any], Constants]:
+    def parts(
+        state: TrainState, args: tuple[Any, ...], batch_specs: Any
+    ) -> tuple[TrainState, dict[str, Any], Constants]:
         step = step_of(require_state(state))
         if has_model_state and MODEL_STATE not in state.slots:
             raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
@@ -181,12 +183,12 @@ def minimize(
         kwargs = None if averages is None else {"averages": averages_for(state, averages)}
         # Several losses have no owner for a model_state: it stays as it is.
         model_state = None if isinstance(differentiate, SeveralLosses) else state.slots.get(MODEL_STATE)
-        inputs = Inputs(state.params, model_state, args, kwargs, key, rows, scale)
+        inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale)
         at_radius = differentiate
         if scheduled:
             at_radius = replaced(differentiate, sharpness=value_at("sharpness", radius, step), adaptive=adaptive)
         part = at_radius(inputs)
-        context = NOTHING
+        context = EMPTY_CONTEXT
         if optimizer.takes_context:
             plain = replaced(differentiate, sharpness=None, adaptive=False, squares=False)
             own_key = None if key is None else jax.random.fold_in(key, OF_CONTEXT)

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.loops import Unroll, as_unroll, scan
-from jstep.core.meshes import mesh_of, setting
+from jstep.core.meshes import mesh_of, using_mesh
 from jstep.state import TrainState
 from jstep.training.constants import Constants
 from jstep.training.step import PureStep, TrainStep, pure
@@ -50,12 +50,12 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
     unroll = as_unroll(unroll)
     step = pure(train_step)
 
-    def parts(state: TrainState, stacked: tuple[Any, ...], rows: Any) -> tuple[TrainState, Any, Constants]:
+    def parts(state: TrainState, stacked: tuple[Any, ...], batch_specs: Any) -> tuple[TrainState, Any, Constants]:
         k = _leading_size(stacked, length)
-        rows = None if rows is None else jax.tree.map(_without_step_axis, rows)
+        batch_specs = None if batch_specs is None else jax.tree.map(_without_step_axis, batch_specs)
 
         def body(state: TrainState, args: Any) -> tuple[TrainState, Any]:
-            state, computed, constants = step.parts(state, args, rows)
+            state, computed, constants = step.parts(state, args, batch_specs)
             return state, (computed, constants)
 
         state, (computed, constants) = scan(body, state, stacked, k, unroll)
@@ -104,7 +104,7 @@ def last_of(stacked: Any) -> Any:
         return leaf.addressable_data(0) if is_global else leaf
 
     stacked = jax.tree.map(here, stacked)
-    with setting(mesh_of(stacked)), own_transfers():
+    with using_mesh(mesh_of(stacked)), internal_transfers():
         return _last_of(stacked)
 
 

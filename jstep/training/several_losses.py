@@ -9,7 +9,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text, kind, shown
-from jstep.core.collecting import together, with_returned
+from jstep.core.summary_collection import join_returned, merge_summaries
 from jstep.core.types import Array, Params
 from jstep.core.var_list import VarList, check_form, selected
 from jstep.differentiate import GATE_NONE
@@ -60,7 +60,7 @@ class SeveralLosses:
             None,
             {name: (part.loss, part.aux) for name, part in parts.items()},
             treedef.unflatten(gated(gradients, self.gate_gradients)),
-            together([part.summaries for part in parts.values()]),
+            merge_summaries([part.summaries for part in parts.values()]),
             together_squared([part.squares for part in parts.values()]),
         )
 
@@ -106,7 +106,7 @@ def replaced(differentiate: Differentiation | SeveralLosses, **changes: Any) -> 
 def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
     """What metrics show of the losses, their aux and their summaries, by what it is."""
     if not is_several:
-        aux, made = with_returned(_by_name(part.aux), part.summaries)
+        aux, made = join_returned(_by_name(part.aux), part.summaries)
         found = {"the loss": {"loss": part.loss}, "aux": aux if has_aux else {}}
     else:
         made, found = part.summaries, {"the sum of the losses": {"loss": part.loss}}
@@ -141,8 +141,8 @@ def _without_overlap(params: Params, var_lists: Mapping[str, VarList]) -> dict[s
     chosen: dict[str, list[int]] = {}
     for name, var_list in var_lists.items():
         chosen[name] = selected(params, var_list, f"loss_fn[{name!r}][1]")
-        for other, places in chosen.items():
-            both = sorted(set(places) & set(chosen[name]))
+        for other, indices in chosen.items():
+            both = sorted(set(indices) & set(chosen[name]))
             if both and other != name:
                 paths = trees.paths_of(params)
                 raise ValueError(

@@ -11,18 +11,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function
 from jstep.core.compile_only import refuse_shapes
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.memory import sharded
-from jstep.core.meshes import Attempts, is_traced, like, mesh_of, setting
+from jstep.core.meshes import Attempts, is_traced, mesh_of, sharded_like, using_mesh
 from jstep.optimizers.metrics import SKIPPED
 from jstep.state import TrainState, require_alive
+from jstep.training.call_errors import explain, is_spent, refuse_shared_buffers
 from jstep.training.constants import Constants, split_constants
-from jstep.training.refused import explain, is_spent, refuse_shared_buffers
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]
-"""`parts(state, args, rows) -> (state, computed, constants)`: a step, told the shardings of args (None: unknown), that
-keeps apart what it computes and what is known without it."""
+"""`parts(state, args, batch_specs) -> (state, computed, constants)`: a step with the shardings of args (None: unknown)
+that keeps apart what it computes and what is known without it."""
 
 
 class PureStep:
@@ -55,10 +55,10 @@ class PureStep:
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """One step."""
         refuse_shapes((state, args), "state and batch")
-        with setting(mesh_of((state, args))):
-            return whole(self.parts, state, args, self.rows(args))
+        with using_mesh(mesh_of((state, args))):
+            return whole(self.parts, state, args, self.batch_specs(args))
 
-    def rows(self, args: tuple[Any, ...]) -> Any:
+    def batch_specs(self, args: tuple[Any, ...]) -> Any:
         """The shardings of a batch, where they count and are known; None of a batch that is on no mesh, or traced."""
         if not self.looks_at_rows or mesh_of(args) is None:
             return None
@@ -83,14 +83,14 @@ def pure(step: Callable[..., Any]) -> PureStep:
     name = getattr(step, "__name__", "train_step")
     attempts = Attempts(name)
 
-    def parts(state: Any, args: tuple[Any, ...], rows: Any) -> tuple[Any, Any, Constants]:
+    def parts(state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any, Constants]:
         def one(state: Any, args: tuple[Any, ...]) -> Any:
             result = step(state, *args)
             if not isinstance(result, tuple | list) or len(result) != 2:
                 raise TypeError(f"the step returned a {type(result).__name__}; it must return (state, metrics)")
             return tuple(result)
 
-        new, metrics = attempts(one, state, args, place=like((state,)))
+        new, metrics = attempts(one, state, args, place=sharded_like((state,)))
         # A function that is not of jstep's says by the name that jstep's metric has that its update was skipped.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return (new, *split_constants(metrics, SKIPPED if is_guarded else None))
@@ -98,9 +98,9 @@ def pure(step: Callable[..., Any]) -> PureStep:
     return PureStep(parts, name=name)
 
 
-def whole(parts: Parts, state: Any, args: tuple[Any, ...], rows: Any) -> tuple[Any, Any]:
+def whole(parts: Parts, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any]:
     """A step of its parts: the new state and all metrics."""
-    state, computed, constants = parts(state, args, rows)
+    state, computed, constants = parts(state, args, batch_specs)
     return state, {**computed, **constants.arrays()} if constants.values else computed
 
 
@@ -138,12 +138,12 @@ class TrainStep:
         # The state last returned, the program that made it, its mesh: one attribute, so that threads see all or none.
         self._latest: tuple[Callable[[], Any], Any, Any] = (lambda: None, None, None)
 
-    def _jit(self, kind: str, rows: Any, shardings: Any, *, donate: bool) -> Any:
+    def _jit(self, kind: str, batch_specs: Any, shardings: Any, *, donate: bool) -> Any:
         parts = self._pure.parts
 
         def function(state: TrainState, *args: Any) -> Any:
             with sharded(shardings):
-                return parts(state, args, rows) if kind == "call" else whole(parts, state, args, rows)
+                return parts(state, args, batch_specs) if kind == "call" else whole(parts, state, args, batch_specs)
 
         function.__name__ = function.__qualname__ = self.__name__
         # Left to XLA, an output may lie otherwise than its input: donation would be lost, and the step compiled again
@@ -154,13 +154,17 @@ class TrainStep:
 
     def _for(self, state: Any, args: Any, kind: str = "call") -> Any:
         """The program for where state and rows lie: its call gives the parts, or `kind="whole"` state and metrics."""
-        shardings, rows = _mesh_shardings(state), self._pure.rows(args)
+        shardings, batch_specs = _mesh_shardings(state), self._pure.batch_specs(args)
         if shardings is not None:
             require_alive(state)  # of a state on a mesh JAX would not say it, but crash
         donate = self.donate and not _debugs()
-        key = (kind, donate, *((trees.structure(tree), tuple(jax.tree.leaves(tree))) for tree in (shardings, rows)))
+        key = (
+            kind,
+            donate,
+            *((trees.structure(tree), tuple(jax.tree.leaves(tree))) for tree in (shardings, batch_specs)),
+        )
         if key not in self._programs:
-            self._programs[key] = self._jit(kind, rows, shardings, donate=donate)
+            self._programs[key] = self._jit(kind, batch_specs, shardings, donate=donate)
         return self._programs[key]
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -177,7 +181,7 @@ class TrainStep:
         if mesh is None:
             new, metrics, constants = self._run(program, state, args, is_latest)
         else:
-            with setting(mesh):
+            with using_mesh(mesh):
                 new, metrics, constants = self._run(program, state, args, is_latest)
         if constants.values:
             metrics.update(constants.arrays())
@@ -189,7 +193,7 @@ class TrainStep:
 
     def _run(self, program: Any, state: Any, args: tuple[Any, ...], is_latest: bool) -> Any:
         was_spent = not is_latest and is_spent(state)
-        transfers = own_transfers()
+        transfers = internal_transfers()
         try:
             if isinstance(transfers, contextlib.nullcontext):
                 return program(state, *args)
@@ -203,17 +207,17 @@ class TrainStep:
 
     def lower(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).lower`."""
-        with setting(mesh_of((state, args))):
+        with using_mesh(mesh_of((state, args))):
             return self._whole(state, args).lower(state, *args)
 
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
-        with setting(mesh_of((state, args))):
+        with using_mesh(mesh_of((state, args))):
             return self._whole(state, args).trace(state, *args)
 
     def traced_call(self, state: TrainState, *args: Any) -> Any:
         """Return the trace of what a call runs; compiled for shapes, it is not compiled again by the call."""
-        with setting(mesh_of((state, args))):
+        with using_mesh(mesh_of((state, args))):
             return self._for(state, args).trace(state, *args)
 
     def _whole(self, state: Any, args: Any) -> Any:
@@ -221,9 +225,11 @@ class TrainStep:
 
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """The shapes of the new state and of all metrics; the state is sharded as the one given."""
-        with setting(mesh_of((state, args))):
-            rows = self._pure.rows(args)
-            new, metrics = jax.eval_shape(lambda state, *args: whole(self._pure.parts, state, args, rows), state, *args)
+        with using_mesh(mesh_of((state, args))):
+            batch_specs = self._pure.batch_specs(args)
+            new, metrics = jax.eval_shape(
+                lambda state, *args: whole(self._pure.parts, state, args, batch_specs), state, *args
+            )
         shardings = _mesh_shardings(state)
         if shardings is not None and trees.structure(new) == trees.structure(shardings):
             new = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), new, shardings)

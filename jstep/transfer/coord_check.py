@@ -12,7 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind, shown
 from jstep.core.types import Array
 from jstep.state import TrainState
-from jstep.tools.picture import figure
+from jstep.tools.figures import figure
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Weights of other toolkits, in and out: files in the safetensors format, as Hugging Face names them."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.weights.load import load_weights
 from jstep.weights.save import save_weights
 
@@ -9,4 +9,4 @@ __all__ = [
     "save_weights",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -15,7 +15,7 @@ from jstep.checkpoint.format.match import has_value
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.compile_only import refuse_compile_only
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.weights.find import find_weights
 from jstep.weights.fit import Fit, Wanted, fit, with_transforms_tried
 from jstep.weights.names import Names, transformed
@@ -117,7 +117,7 @@ def _transformed(wanted: Wanted, file: io.RawIOBase) -> np.ndarray[Any, Any]:
     assert wanted.tensor is not None
     assert wanted.rule.transform is not None
     result = transformed(wanted.rule.transform, read_whole(file, wanted.tensor), wanted.path)
-    with own_transfers():
+    with internal_transfers():
         return np.asarray(result)
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.placed import sharding_of
-from jstep.core.contexts import own_transfers
+from jstep.checkpoint.format.place_leaf import sharding_of
+from jstep.core.contexts import internal_transfers
 from jstep.weights.fit import Wanted
 from jstep.weights.read import Index, bounds, read_parts, read_whole
 
@@ -42,7 +42,7 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
         return np.array(array)
     sharding = sharding_of(wanted.leaf, wanted.path)
     if sharding is None:
-        with own_transfers():
+        with internal_transfers():
             return jnp.array(array)
     indices = sharding.addressable_devices_indices_map(wanted.shape).values()
     keys = {bounds(index, wanted.shape) for index in indices}
@@ -54,7 +54,7 @@ def _sharded(wanted: Wanted, sharding: Any, parts: dict[Any, np.ndarray[Any, Any
     def part(index: Index | None) -> np.ndarray[Any, Any]:
         return parts[bounds(index or (), wanted.shape)]
 
-    with own_transfers():
+    with internal_transfers():
         made = jax.make_array_from_callback(wanted.shape, sharding, part, dtype=wanted.dtype)
         # The copy of an array on Explicit axes spells its sharding out.
         return jax.device_put(made.copy(), sharding) if _is_lent(made, parts) else made

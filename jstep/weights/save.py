@@ -13,8 +13,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.compile_only import refuse_shapes
-from jstep.core.contexts import own_transfers
-from jstep.distributed.agreement import largest_of_all
+from jstep.core.contexts import internal_transfers
+from jstep.distributed.agreement import max_over_processes
 from jstep.weights.dtypes import bits_of, code_of
 from jstep.weights.find import INDEX, local
 from jstep.weights.fit import made_of_ones
@@ -100,7 +100,7 @@ def save_weights(
             failure = error
     if jax.process_count() > 1:
         collections.deque(arrays, maxlen=0)
-        if largest_of_all(np.array([failure is not None])).any() and failure is None:
+        if max_over_processes(np.array([failure is not None])).any() and failure is None:
             raise RuntimeError(f"path={path!r}: process 0 could not save the weights; its error says why")
     if failure is not None:
         raise failure
@@ -206,13 +206,13 @@ def _call(rule: Rule, array: Any, path: str) -> np.ndarray[Any, Any]:
     array = array.view()
     array.flags.writeable = False  # it may be the user's own
     result = transformed(rule.transform, array, path)
-    with own_transfers():
+    with internal_transfers():
         return np.asarray(result)
 
 
 def _host(leaf: Any) -> np.ndarray[Any, Any]:
     """A leaf on the host, whichever processes have its parts: on several processes a collective."""
-    with own_transfers():
+    with internal_transfers():
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf, _kind(leaf)[1])
         if leaf.is_fully_addressable or leaf.is_fully_replicated:

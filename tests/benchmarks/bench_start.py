@@ -43,7 +43,7 @@ def slow(self, *args, **kwargs):
     return restore(self, *args, **kwargs)
 jstep.Saver.restore = slow
 if kind == "serial":
-    run.early_of = lambda *args, **kwargs: None
+    run.overlap_start = lambda *args, **kwargs: None
 data = jstep.batches(np.ones((4096, WIDTH), np.float32), 64)
 if kind == "make":
     with jstep.Saver(directory) as saver:

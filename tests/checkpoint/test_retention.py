@@ -92,7 +92,7 @@ class TestRetention:
     def test_is_that_of_tf(self, gaps, max_to_keep, hours):
         """tf.train.Saver's bookkeeping, line by line, where saves come oftener than the hours."""
         last, kept_by_tf, next_time, now = [], [], hours * 3600, 0.0
-        there, kept = {}, _retention.Kept(frozenset(), 0.0)
+        there, kept = {}, _retention.RetainedSteps(frozenset(), 0.0)
         for step, gap in enumerate(gaps):
             now += gap * hours * 3600
             last.append((step, now))
@@ -111,9 +111,9 @@ class TestRetention:
     def test_a_pause_counts_once(self):
         hour = 3600.0
         there = {step: 100 * hour + step for step in range(5)}
-        victims, kept = _retention.evictions(there, 4, _retention.Kept(frozenset(), 0.0), 1, 1.0)
+        victims, kept = _retention.evictions(there, 4, _retention.RetainedSteps(frozenset(), 0.0), 1, 1.0)
         assert victims == [1, 2, 3]
-        assert kept == _retention.Kept(frozenset({0}), 100 * hour)
+        assert kept == _retention.RetainedSteps(frozenset({0}), 100 * hour)
 
     def test_what_is_deleted_is_not_half_there(self, tmp_path, monkeypatch):
         with Saver(tmp_path, max_to_keep=1) as saver:

@@ -15,7 +15,7 @@ from checkpoint_states import fail, listing, save_all, state_at
 
 from jstep import checkpoint
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
-from jstep.checkpoint.store import manifest_file, stragglers
+from jstep.checkpoint.store import manifest_file, orbax_writes
 from jstep.checkpoint.store import orbax_arrays as _orbax
 from jstep.checkpoint.store.in_flight import IN_FLIGHT
 
@@ -164,7 +164,7 @@ def test_a_loop_is_closed_when_its_tasks_have_ended():
 
     async def writes():
         for _ in range(2):
-            stragglers.finish_before_closing(loop)
+            orbax_writes.finish_before_closing(loop)
         await asyncio.gather(fails(), lasts(), lasts())
 
     with pytest.raises(OSError, match="No space left"):

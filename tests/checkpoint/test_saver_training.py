@@ -10,7 +10,7 @@ from checkpoint_states import assert_same, state_at
 
 import jstep
 from jstep.checkpoint import Saver
-from jstep.checkpoint.format import placed as _restored
+from jstep.checkpoint.format import place_leaf as _restored
 
 
 class TestTraining:

@@ -165,7 +165,7 @@ def test_an_error_in_the_thread_leaves_the_contexts_behind():
 @pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
 def test_own_transfers_pass_the_guard_and_the_guard_stays(level):
     with jax.transfer_guard(level):
-        with contexts.own_transfers():
+        with contexts.internal_transfers():
             jax.device_put(np.ones(3))
             jnp.add(np.float32(1), np.float32(2))
         with pytest.raises(Exception, match=r"[Dd]isallowed"):
@@ -173,9 +173,9 @@ def test_own_transfers_pass_the_guard_and_the_guard_stays(level):
 
 
 def test_own_transfers_leave_a_guard_that_only_logs():
-    with jax.transfer_guard("log"), contexts.own_transfers():
+    with jax.transfer_guard("log"), contexts.internal_transfers():
         assert jax.config.jax_transfer_guard_host_to_device == "log"
 
 
 def test_own_transfers_without_a_guard_do_nothing():
-    assert isinstance(contexts.own_transfers(), contextlib.nullcontext)
+    assert isinstance(contexts.internal_transfers(), contextlib.nullcontext)

@@ -238,7 +238,7 @@ def test_batches_without_end(batches):
 
 
 def test_a_generator_without_end(monkeypatch):
-    monkeypatch.setattr("jstep.evaluating.passes.MOST", 20)
+    monkeypatch.setattr("jstep.evaluating.evaluation_loop.MOST", 20)
     with pytest.raises(ValueError, match="no end after 20"):
         jstep.evaluator(metrics, (X for _ in itertools.count()))(make_state())
     assert jstep.evaluator(metrics, itertools.repeat(X, 2))(make_state()) == pytest.approx(EXPECTED, rel=1e-6)

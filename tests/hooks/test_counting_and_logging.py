@@ -76,12 +76,12 @@ class Late:
 @pytest.fixture
 def late(monkeypatch):
     """Arrays that are ready when told, and say whether they were read."""
-    from jstep.hooks import logging_hook, numbers_hook, pending
+    from jstep.hooks import async_transfer, logging_hook, reporting_hook
 
-    monkeypatch.setattr(numbers_hook, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(pending, "start_transfer", lambda values: None)
-    monkeypatch.setattr(pending, "is_ready", lambda values: all(value.ready for value in values.values()))
-    monkeypatch.setattr(pending, "read", lambda values: values)
+    monkeypatch.setattr(reporting_hook, "scalars", lambda metrics, leave_out: metrics)
+    monkeypatch.setattr(async_transfer, "start_transfer", lambda values: None)
+    monkeypatch.setattr(async_transfer, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(async_transfer, "read", lambda values: values)
     monkeypatch.setattr(
         logging_hook, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
     )

@@ -53,12 +53,12 @@ class Late:
 
 
 def test_it_never_waits(monkeypatch):
-    from jstep.hooks import metrics_hook, numbers_hook, pending
+    from jstep.hooks import async_transfer, metrics_hook, reporting_hook
 
-    monkeypatch.setattr(numbers_hook, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(pending, "start_transfer", lambda values: None)
-    monkeypatch.setattr(pending, "is_ready", lambda values: values["loss"].ready)
-    monkeypatch.setattr(pending, "read", lambda values: {"loss": 1.0})
+    monkeypatch.setattr(reporting_hook, "scalars", lambda metrics, leave_out: metrics)
+    monkeypatch.setattr(async_transfer, "start_transfer", lambda values: None)
+    monkeypatch.setattr(async_transfer, "is_ready", lambda values: values["loss"].ready)
+    monkeypatch.setattr(async_transfer, "read", lambda values: {"loss": 1.0})
     monkeypatch.setattr(metrics_hook, "names_of_arrays", lambda metrics: [])
     rows, values = [], [Late() for _ in range(5)]
     hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10)

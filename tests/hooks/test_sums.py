@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.hooks import sums_program
-from jstep.hooks.sums import Sums
+from jstep.hooks import metric_sums_program
+from jstep.hooks.metric_sums import MetricSums
 
 
 def means(rows, steps_per_call=1, names=("m",), **kwargs):
     """The means over all rows, dicts of one step each, added in calls of so many steps."""
-    sums = Sums(**kwargs)
+    sums = MetricSums(**kwargs)
     number = sums.subscribe()
     for first in range(0, len(rows), steps_per_call):
         some = rows[first : first + steps_per_call]
@@ -84,7 +84,7 @@ def test_a_skipped_step_makes_no_mean_nan(steps_per_call):
 @pytest.mark.parametrize("steps_per_call", [1, 3, 7])
 @pytest.mark.parametrize("bad", [1, 2, 16, 17, 40])
 def test_the_first_bad_step_is_named(bad, steps_per_call):
-    sums = Sums()
+    sums = MetricSums()
     mine, other = sums.subscribe(), sums.subscribe()
     for first in range(0, 42, steps_per_call):
         loss = np.array([math.nan if n + 1 in (bad, bad + 1) else 1.0 for n in range(first, first + steps_per_call)])
@@ -101,7 +101,7 @@ def test_the_first_bad_step_is_named(bad, steps_per_call):
 @pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize("every", [1, 2, 5, 100])
 def test_skips_in_a_row_are_counted_across_intervals_and_layouts(every, change):
-    sums = Sums()
+    sums = MetricSums()
     number = sums.subscribe(3)
     pattern = [0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1]
     found = []
@@ -109,12 +109,12 @@ def test_skips_in_a_row_are_counted_across_intervals_and_layouts(every, change):
         more = {"more": jnp.float32(1)} if change and n % 2 else {}
         sums.add(n, 1, {"loss": jnp.float32(math.nan), "skipped": jnp.float32(skipped), **more}, stacked=False)
         if (n + 1) % every == 0 or n + 1 == len(pattern):
-            found.append(sums.take(number).one_too_many())
+            found.append(sums.take(number).first_over_limit())
     assert next(step for step in found if step is not None) == 7
 
 
 def test_losses_of_several_numbers_and_of_the_host():
-    sums = Sums()
+    sums = MetricSums()
     number = sums.subscribe()
     for n in range(5):
         sums.add(n, 1, {"loss": jnp.array([1.0, math.inf if n == 3 else 2.0])}, stacked=False)
@@ -126,9 +126,11 @@ def test_losses_of_several_numbers_and_of_the_host():
 
 def test_one_program_and_few_dispatches(monkeypatch):
     calls = []
-    real = sums_program.program
-    monkeypatch.setattr(sums_program, "program", lambda *args: lambda *given: calls.append(1) or real(*args)(*given))
-    sums = Sums()
+    real = metric_sums_program.program
+    monkeypatch.setattr(
+        metric_sums_program, "program", lambda *args: lambda *given: calls.append(1) or real(*args)(*given)
+    )
+    sums = MetricSums()
     number, _ = sums.subscribe(), sums.subscribe()
     for n in range(100):
         sums.add(n, 1, {"loss": jnp.float32(n), "acc": jnp.float32(1)}, stacked=False)
@@ -160,14 +162,14 @@ def test_metrics_on_a_mesh(kind):
 
 
 def test_what_nobody_wants_the_mean_of_is_left_alone():
-    sums = Sums()
+    sums = MetricSums()
     number = sums.subscribe(means=False)
     for n in range(40):
         sums.add(n, 1, {"loss": jnp.float32(math.nan if n == 33 else 1), "host": 0.5, "other": jnp.float32(n)}, False)
     interval = sums.take(number)
     assert interval.names() == ["loss"]
     assert interval.first_bad().step == 34
-    sums = Sums()
+    sums = MetricSums()
     watching, averaging = sums.subscribe(means=False), sums.subscribe()
     sums.add(0, 1, {"loss": jnp.float32(1), "host": 0.5}, stacked=False)
     assert sums.take(averaging).means(["loss", "host"]) == {"loss": 1.0, "host": 0.5}

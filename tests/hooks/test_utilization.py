@@ -12,7 +12,7 @@ from stock import Writer, state_at
 
 import jstep
 from jstep.hooks import utilization
-from jstep.hooks.dispatched import Dispatched
+from jstep.hooks.dispatched_steps import DispatchedSteps
 from jstep.topologies import peaks
 
 SIDE = 16
@@ -185,7 +185,7 @@ def test_a_format_without_a_figure(monkeypatch, caplog):
 def test_a_cpu_shows_nothing_unless_asked(caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="jstep")
     writer, added = Writer(), []
-    monkeypatch.setattr(Dispatched, "add", lambda self, *args: added.append(args))
+    monkeypatch.setattr(DispatchedSteps, "add", lambda self, *args: added.append(args))
     train(counter(summary_writer=writer), progress=None)
     assert {tag for _, tags in writer.points for tag in tags} == {"global_step/sec"}
     assert not added  # and it costs nothing
@@ -195,7 +195,7 @@ def test_a_cpu_shows_nothing_unless_asked(caplog, monkeypatch):
 
 
 def test_a_step_that_cannot_be_counted_is_not_stopped(monkeypatch, caplog):
-    monkeypatch.setattr("jstep.hooks.dispatched.body_of", lambda traced: 1 / 0)
+    monkeypatch.setattr("jstep.hooks.dispatched_steps.body_of", lambda traced: 1 / 0)
     hook = counter(peak_flops=PEAK)
     assert train(hook).global_step == 8
     assert hook.mfu is None

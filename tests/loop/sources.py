@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from jstep.loop.feed import calls, owned
+from jstep.loop.batch_feeder import copied_batches, make_calls
 from jstep.loop.sources import source_of
 
 
 def handed_out(source, lengths=None, **kwargs):
-    return list(calls(owned(source), 0, lengths, **kwargs))
+    return list(make_calls(copied_batches(source), 0, lengths, **kwargs))
 
 
 def numbers(batches, start=0, last_step=100, position=None, lengths=None):

@@ -62,10 +62,10 @@ def test_prefetch_keeps_what_it_was_given(offset):
 
 
 def test_batches_are_new_arrays_and_not_copied_again(monkeypatch):
-    from jstep.loop import feed
+    from jstep.loop import batch_feeder
 
     seen = []
-    monkeypatch.setattr(feed, "copied", lambda batch, fresh: seen.append(fresh) or batch)
+    monkeypatch.setattr(batch_feeder, "copied", lambda batch, fresh: seen.append(fresh) or batch)
     train(4, DATA)
     train(4, DATA.from_step(0))
     assert set(seen) == {True}

@@ -16,9 +16,9 @@ import pytest
 from cards import card_of, loss
 
 import jstep
-from jstep.loop import surroundings
-from jstep.loop.accounts import Accounts
+from jstep.loop import run_environment
 from jstep.loop.card_difference import card_difference
+from jstep.loop.timeline_recorder import TimelineRecorder
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_two_equal_starts_have_equal_cards(base):
 
 
 def test_no_other_variables_and_no_secrets():
-    found = surroundings.environment(
+    found = run_environment.environment(
         {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--a=1",
@@ -190,7 +190,7 @@ def test_what_cannot_be_recorded_ends_no_run(caplog):
         def __len__(self):
             raise RuntimeError("no length")
 
-    write = Accounts.write
+    write = TimelineRecorder.write
 
     def refused(accounts, kind, **fields):
         if kind == "card":

@@ -11,7 +11,7 @@ import pytest
 from sources import Positioned, handed_out
 
 import jstep
-from jstep.loop.feed import Feed, calls, owned
+from jstep.loop.batch_feeder import BatchFeeder, copied_batches, make_calls
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source, source_of
 
@@ -98,7 +98,7 @@ class Clock:
 
 def feed(batches, secs, start=0, position=None, lengths=None, **kwargs):
     source = source_of(batches, start, 100, position)
-    return Feed(source, calls(owned(source), 0, lengths), clock=Clock(secs), **kwargs)
+    return BatchFeeder(source, make_calls(copied_batches(source), 0, lengths), clock=Clock(secs), **kwargs)
 
 
 @pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
@@ -112,7 +112,7 @@ def test_ahead_and_direct_hand_out_the_same(secs, lengths, end):
         got += np.ravel(call.args[0]).tolist()
         steps += call.steps
         assert one.position == {"value": steps}  # of what was handed out, not of what was read
-    assert (one._ahead is not None) == (secs == 1.0 and len(got) >= (4 if lengths is None else 9))
+    assert (one._prefetch is not None) == (secs == 1.0 and len(got) >= (4 if lengths is None else 9))
     assert got == [10 * i for i in range(end)]
     one.close()
 
@@ -134,16 +134,16 @@ def test_errors_of_the_source_come_out(secs):
 def test_only_the_slow_are_made_ahead():
     quick = feed(lambda step: step, 1e-6)
     list(quick)
-    assert quick._ahead is None
+    assert quick._prefetch is None
 
     def slow(step):
         time.sleep(0.001)
         return step
 
     source = source_of(slow, 0, 10, None)
-    real = Feed(source, calls(owned(source), 0, None))
+    real = BatchFeeder(source, make_calls(copied_batches(source), 0, None))
     assert len(list(real)) == 10
-    assert real._ahead is not None
+    assert real._prefetch is not None
     real.close()
 
 

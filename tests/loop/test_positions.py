@@ -7,7 +7,7 @@ import jax
 import pytest
 from sources import Positioned, Stateful
 
-from jstep.loop.positions import POSITION, POSITIONS, kept_in, of_all_processes
+from jstep.loop.positions import POSITION, POSITIONS, gather_positions, saved_position
 from jstep.loop.sources import source_of
 
 
@@ -31,7 +31,7 @@ A, B = {"value": {"at": 3}}, {"value": {"at": 5}}
 def test_each_process_has_its_own(process, loader, caplog):
     for index, first in enumerate((30, 50)):
         process(index, 2)
-        assert next(source_of(loader(), 4, 9, kept_in(of(A, B))).items) == first
+        assert next(source_of(loader(), 4, 9, saved_position(of(A, B))).items) == first
     assert not caplog.records
 
 
@@ -39,57 +39,57 @@ def test_each_process_has_its_own(process, loader, caplog):
 def test_another_number_is_an_error_that_names_both(process, count):
     process(0, count)
     with pytest.raises(ValueError, match=rf"Stateful.*saved by 2 processes.*has {count}.*jstep\.batches") as error:
-        source_of(Stateful(), 4, 9, kept_in(of(A, B)))
+        source_of(Stateful(), 4, 9, saved_position(of(A, B)))
     assert "Saver.restore" in str(error.value)
     # What has no position of its own does not care, and neither does a run that is at its end.
-    assert next(source_of([0, 1, 2, 3, 4], 4, 9, kept_in(of(A, B))).items) == 4
-    source_of(Stateful(), 9, 9, kept_in(of(A, B)))
+    assert next(source_of([0, 1, 2, 3, 4], 4, 9, saved_position(of(A, B))).items) == 4
+    source_of(Stateful(), 9, 9, saved_position(of(A, B)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_equal_positions_suit_any_number(process, count, caplog):
     process(count - 1, count)
     equal = {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}}
-    assert next(source_of(Stateful(), 4, 9, kept_in(equal)).items) == 30
+    assert next(source_of(Stateful(), 4, 9, saved_position(equal)).items) == 30
     assert not caplog.records
 
 
 def test_what_users_kept_under_the_same_name(process):
     for count in (1, 2):
         process(0, count)
-        assert next(source_of([0, 1, 2, 3, 4], 4, 9, kept_in({POSITION: 3})).items) == 4
+        assert next(source_of([0, 1, 2, 3, 4], 4, 9, saved_position({POSITION: 3})).items) == 4
         with pytest.raises(ValueError, match="Stateful is not one, but an int"):
-            source_of(Stateful(), 4, 9, kept_in({POSITION: 3}))
+            source_of(Stateful(), 4, 9, saved_position({POSITION: 3}))
 
 
 def test_an_old_checkpoint_has_that_of_process_0_alone(process, caplog):
     for index in range(2):
         process(index, 2)
-        assert next(source_of(Stateful(), 4, 9, kept_in({POSITION: A})).items) == 30
+        assert next(source_of(Stateful(), 4, 9, saved_position({POSITION: A})).items) == 30
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 2
     assert "one position of a loader for 2 processes" in caplog.text
     caplog.clear()
     process(0, 1)
-    assert next(source_of(Stateful(), 4, 9, kept_in({POSITION: A})).items) == 30
+    assert next(source_of(Stateful(), 4, 9, saved_position({POSITION: A})).items) == 30
     assert not caplog.records
 
 
 def test_one_without_a_position_among_others(process, caplog):
     process(1, 2)
-    source_of(Stateful(), 4, 9, kept_in(of(A, None)))
+    source_of(Stateful(), 4, 9, saved_position(of(A, None)))
     assert "there is no position for the Stateful" in caplog.text
-    assert kept_in({}) is None
-    assert kept_in({"hooks": {}}) is None
+    assert saved_position({}) is None
+    assert saved_position({"hooks": {}}) is None
 
 
 def test_what_is_kept(process, monkeypatch):
-    assert of_all_processes(A) == {POSITION: A}
-    assert of_all_processes(None) == {}
+    assert gather_positions(A) == {POSITION: A}
+    assert gather_positions(None) == {}
     process(0, 2)
     for others, kept in ((B, of(A, B)), (A, {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}})):
-        monkeypatch.setattr("jstep.checkpoint.processes.texts_of_all", lambda text, o=others: [text, json.dumps(o)])
-        assert of_all_processes(A) == kept
-    monkeypatch.setattr("jstep.checkpoint.processes.texts_of_all", lambda text: [text, text])
-    assert of_all_processes(None) == {}
-    monkeypatch.setattr("jstep.checkpoint.processes.texts_of_all", lambda text: [text, json.dumps(B)])
-    assert of_all_processes(None) == {POSITIONS: {"processes": 2, "positions": [None, B]}}
+        monkeypatch.setattr("jstep.checkpoint.processes.gather_texts", lambda text, o=others: [text, json.dumps(o)])
+        assert gather_positions(A) == kept
+    monkeypatch.setattr("jstep.checkpoint.processes.gather_texts", lambda text: [text, text])
+    assert gather_positions(None) == {}
+    monkeypatch.setattr("jstep.checkpoint.processes.gather_texts", lambda text: [text, json.dumps(B)])
+    assert gather_positions(None) == {POSITIONS: {"processes": 2, "positions": [None, B]}}

@@ -10,7 +10,7 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.loop.ahead import Ahead, Job
+from jstep.loop.background_compiler import BackgroundCompiler, CompileJob
 from jstep.loop.signals import StopWaiting
 
 BATCHES = [np.full(3, n, np.float32) for n in range(40)]
@@ -238,7 +238,7 @@ def test_a_run_that_is_to_stop_waits_for_no_compiler():
         return let_go.wait(60)
 
     stop = []
-    ahead = Ahead([Job(5, "slow", slow)], stopping=lambda: bool(stop))
+    ahead = BackgroundCompiler([CompileJob(5, "slow", slow)], stopping=lambda: bool(stop))
     ahead.before(4)
     ahead.after({"w": jnp.ones(3)}, (), stacked=False)
     assert begun.wait(60)
@@ -251,6 +251,6 @@ def test_a_run_that_is_to_stop_waits_for_no_compiler():
 
 
 def test_what_nobody_began_is_left_to_the_step():
-    ahead = Ahead([Job(5, "late", lambda *_: pytest.fail("began"))])
+    ahead = BackgroundCompiler([CompileJob(5, "late", lambda *_: pytest.fail("began"))])
     ahead.before(5)
     ahead.after({}, (), stacked=False)

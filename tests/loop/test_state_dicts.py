@@ -11,8 +11,8 @@ import pytest
 from sources import Positioned, Stateful, StatefulIterable, numbers
 
 import jstep
-from jstep.loop.feed import owned
-from jstep.loop.positions import decoded, encoded
+from jstep.loop.batch_feeder import copied_batches
+from jstep.loop.positions import decode_position, encode_position
 from jstep.loop.sources import source_of
 
 OPTIMIZER = jstep.gradient_descent(0.5)
@@ -100,7 +100,7 @@ def test_whoever_has_the_state(batches):
 
 def test_the_state_is_that_after_each_batch_though_the_loop_reads_ahead():
     source = source_of(Stateful(20), 0, 100)
-    pairs = list(owned(source))
+    pairs = list(copied_batches(source))
     assert [position for _, position in pairs] == [{"value": {"at": n + 1}} for n in range(20)]
 
 
@@ -113,8 +113,8 @@ def test_the_state_is_that_after_each_batch_though_the_loop_reads_ahead():
     ids=repr,
 )  # fmt: skip
 def test_it_comes_back_as_it_was(value):
-    kept = json.loads(json.dumps(encoded(value, "Loader")))
-    found = decoded(kept, "Loader")
+    kept = json.loads(json.dumps(encode_position(value, "Loader")))
+    found = decode_position(kept, "Loader")
     assert found == value
     assert repr(found) == repr(value)
     assert type(found) is type(value)
@@ -124,13 +124,13 @@ def test_a_deep_state_and_one_that_holds_itself(tmp_path):
     deep = []
     for _ in range(300):
         deep = [deep]
-    assert decoded(json.loads(json.dumps(encoded(deep, "L"))), "L") == deep
+    assert decode_position(json.loads(json.dumps(encode_position(deep, "L"))), "L") == deep
     loop = {}
     loop["self"] = loop
-    found = decoded(encoded(loop, "L"), "L")
+    found = decode_position(encode_position(loop, "L"), "L")
     assert found["self"] is found
     with jstep.Saver(tmp_path) as saver:
-        saver.save(state(), extra={"batches": encoded(deep, "L")})
+        saver.save(state(), extra={"batches": encode_position(deep, "L")})
 
 
 @pytest.mark.parametrize(

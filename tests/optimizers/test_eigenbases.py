@@ -58,7 +58,7 @@ def leaves_of(shapes):
             q = np.linalg.qr(random.normal(size=(n, n)))[0]
             grams[axis] = jnp.asarray(q * 2.0 ** random.permutation(n) @ q.T, jnp.float32)
             bases[axis] = jnp.asarray(np.linalg.qr(q + 0.05 * random.normal(size=(n, n)))[0], jnp.float32)
-        leaves.append(eigenbases.Turned(grams, bases, jnp.asarray(random.uniform(size=shape), jnp.float32)))
+        leaves.append(eigenbases.EigenbasisUpdate(grams, bases, jnp.asarray(random.uniform(size=shape), jnp.float32)))
     return leaves
 
 

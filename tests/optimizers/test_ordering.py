@@ -9,7 +9,7 @@ import pytest
 from optimizer_table import TABLE
 
 import jstep
-from jstep.core.ordering import made_first, ordered_after
+from jstep.core.execution_order import compute_first, ordered_after
 
 IN_ORDER = ("lion", "sgd_nesterov", "schedule_free_adamw", "adabelief", "adan", "adopt", "adadelta", "ftrl")
 
@@ -37,13 +37,13 @@ def test_cpus_do(name):
 
 def test_nothing_but_the_order_changes():
     a, b = jnp.arange(6.0).reshape(2, 3), jnp.asarray([[1.0, -2.0, 0.0]] * 2)
-    tree, same = made_first({"a": a, "none": None}, b)
+    tree, same = compute_first({"a": a, "none": None}, b)
     np.testing.assert_array_equal(tree["a"], a)
     assert tree["none"] is None
     np.testing.assert_array_equal(same, b)
     np.testing.assert_array_equal(ordered_after(a, b), a)
     np.testing.assert_array_equal(jax.vmap(ordered_after)(a, b), a)
-    np.testing.assert_array_equal(jax.grad(lambda a: jnp.sum(ordered_after(made_first(a)[0] ** 2, b)))(a), 2 * a)
+    np.testing.assert_array_equal(jax.grad(lambda a: jnp.sum(ordered_after(compute_first(a)[0] ** 2, b)))(a), 2 * a)
 
 
 def test_norms_outside_of_a_step_compile_once(compilations):

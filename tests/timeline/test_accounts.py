@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.loop import accounts, feed
+from jstep.loop import batch_feeder, timeline_recorder
 
 OPTIMIZER = jstep.gradient_descent(0.25)
 STEP = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, OPTIMIZER)
@@ -22,7 +22,9 @@ class Clock:
         self.now, self.before = now, before
 
     def clocks(self):
-        return accounts.Clocks(seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, before=lambda: self.before)
+        return timeline_recorder.Clocks(
+            seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, before=lambda: self.before
+        )
 
     def takes(self, seconds, result=None):
         def function(*args):
@@ -35,8 +37,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(accounts, "CLOCKS", clock.clocks())
-    monkeypatch.setattr(feed, "_WORTH_A_THREAD_SECS", math.inf)  # a thread would move the clock during a step
+    monkeypatch.setattr(timeline_recorder, "CLOCKS", clock.clocks())
+    monkeypatch.setattr(batch_feeder, "_WORTH_A_THREAD_SECS", math.inf)  # a thread would move the clock during a step
     return clock
 
 
@@ -91,7 +93,7 @@ def test_what_an_audit_computes_is_not_productive(clock, tmp_path):
 
 
 def test_a_compilation_in_the_middle_is_not_productive(tmp_path, monkeypatch):
-    monkeypatch.setattr(accounts, "CLOCKS", accounts.Clocks(before=lambda: 0.0))
+    monkeypatch.setattr(timeline_recorder, "CLOCKS", timeline_recorder.Clocks(before=lambda: 0.0))
 
     def loss(params, x):
         time.sleep(len(x) - 1.0)  # while it is traced
@@ -154,11 +156,11 @@ def test_a_timeline_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog)
 KILLED = """
 import json, os, signal, sys, time
 import jax.numpy as jnp, jstep
-from jstep.loop import accounts, feed
+from jstep.loop import batch_feeder, timeline_recorder
 directory, now, before, die_at, last_step = sys.argv[1], *map(float, sys.argv[2:4]), *map(int, sys.argv[4:6])
 clock = [now]
-accounts.CLOCKS = accounts.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
-feed._WORTH_A_THREAD_SECS = float("inf")
+timeline_recorder.CLOCKS = timeline_recorder.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
+batch_feeder._WORTH_A_THREAD_SECS = float("inf")
 optimizer = jstep.gradient_descent(0.25)
 minimize = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
 steps = []

@@ -8,7 +8,7 @@ import numpy as np
 
 from jstep.checkpoint.format.manifest import Leaf, LeftOut
 from jstep.core import trees
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList, meant
 from jstep.fingerprints.fingerprint import as_text, stacked
 from jstep.fingerprints.mix import leaf_key
@@ -18,7 +18,7 @@ ARGUMENT = "leave_out"
 _PARAMS, _SLOTS = "params", "slots"
 
 
-def places(state: Any, leave_out: VarList) -> set[int]:
+def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
     """The places, among the leaves of a state, of the parameters that are left out and of their slots.
 
     Raises:
@@ -82,7 +82,7 @@ def _started(kinds: Sequence[tuple[str, str, tuple[int, ...]]], values: Sequence
 
 def _texts(begun: Sequence[tuple[list[int], Any]], count: int) -> list[str]:
     texts = [""] * count
-    with own_transfers():
+    with internal_transfers():
         for numbers, pairs in begun:
             for number, pair in zip(numbers, np.asarray(pairs), strict=True):
                 texts[number] = as_text(pair)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 
 Box = tuple[slice, ...]
 
@@ -41,14 +41,14 @@ def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
         if isinstance(array, jax.Array):
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:
-                    with own_transfers():
+                    with internal_transfers():
                         shard.data.copy_to_host_async()
                     shards.append((name, shard.index, shard.data))
         elif jax.process_index() == 0:
             shards.append((name, (slice(None),) * array.ndim, array))
     blocks = []
     for name, index, data in shards:
-        with own_transfers():
+        with internal_transfers():
             host = np.asarray(jax.device_get(data))
         start = tuple(0 if part.start is None else part.start for part in index)
         for box in boxes(host.shape, host.dtype.itemsize, most):

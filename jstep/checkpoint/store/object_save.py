@@ -69,7 +69,7 @@ class ObjectSave:
         self.thread = Thread(target=self._run, name=f"jstep-save-{name}", daemon=True)
         self.thread.start()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Lets the interpreter end without it."""
         _under_way.discard(self)
 

@@ -181,7 +181,7 @@ class ObjectStore(ObjectReader):
     def close(self, wait: bool = True) -> None:
         """As `Store.close`."""
         if not wait and self._save is not None:
-            self._save.let_go()
+            self._save.detach()
         if self._claimed is not None:
             self._claimed.release(HURRIED if wait else 1)
             self._claimed = None

@@ -18,10 +18,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jstep.checkpoint.store import checksums, quiet
+from jstep.checkpoint.store import checksums, orbax_logs
 from jstep.checkpoint.store.in_flight import IN_FLIGHT
 from jstep.checkpoint.store.listing import TEMPORARY
-from jstep.checkpoint.store.stragglers import ToTheEnd
+from jstep.checkpoint.store.orbax_writes import TrackedWrites
 
 _TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
 
@@ -82,11 +82,11 @@ def _ended(futures: Sequence[Any], timeout: float | None = None) -> list[Excepti
     return errors
 
 
-class _Arrays(ToTheEnd, ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
+class _Arrays(TrackedWrites, ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
     """Writes `jax.Array`s."""
 
 
-class _NumpyArrays(ToTheEnd, ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
+class _NumpyArrays(TrackedWrites, ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
     """Writes NumPy arrays."""
 
 
@@ -159,7 +159,7 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 class Checkpointer:
     """Orbax, as far as it is needed: named arrays into a folder, by all processes together."""
 
-    @quiet.quietly()
+    @orbax_logs.silenced()
     def __init__(self, prefix: str) -> None:
         begun: list[Any] = []
         registry = ocp.type_handlers.create_type_handler_registry(
@@ -180,12 +180,12 @@ class Checkpointer:
             temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
         )
 
-    @quiet.quietly()
+    @orbax_logs.silenced()
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, publish: Callable[[str, str], None]) -> None:
         """Starts to write; returns when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
         if path + TEMPORARY not in IN_FLIGHT:
-            quiet.begin()
+            orbax_logs.silence()
         IN_FLIGHT[path + TEMPORARY] = self
         _finish_at_exit()
         self._async.save(path, args=SaveArgs(dict(arrays), compress))
@@ -201,7 +201,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a fork has none of the threads
         try:
-            with quiet.quietly():
+            with orbax_logs.silenced():
                 self._async.wait_until_finished()
             if self._failure.error is not None:
                 raise self._failure.error
@@ -212,9 +212,9 @@ class Checkpointer:
     def _forget(self) -> None:
         for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
             del IN_FLIGHT[path]
-            quiet.end()
+            orbax_logs.unsilence()
 
-    @quiet.quietly()
+    @orbax_logs.silenced()
     def close(self) -> None:
         """Ends its threads."""
         self._async.close()

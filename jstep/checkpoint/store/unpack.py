@@ -15,7 +15,7 @@ from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.blocks import Box, overlap
 from jstep.checkpoint.store.packs import Stored
 from jstep.checkpoint.store.protocol import DamagedError
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.stores import Objects, Pending, TruncatedError
 
 _Key = tuple[tuple[int, int], ...]
@@ -95,7 +95,7 @@ def arrays(
             shape = kinds[name][0]
             index = sharding.addressable_devices_indices_map(shape)
             # Of its own memory: on the CPU an array may be built on NumPy's, which then is not reused when donated.
-            with own_transfers():
+            with internal_transfers():
                 local = [
                     jax.device_put(mine[_key(box, shape)].values, at, may_alias=False) for at, box in index.items()
                 ]

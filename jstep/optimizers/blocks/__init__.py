@@ -1,6 +1,6 @@
 """Elements of a chain."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.optimizers.blocks.add_noise import add_noise
 from jstep.optimizers.blocks.add_weight_decay import add_weight_decay
 from jstep.optimizers.blocks.centralize_gradients import centralize_gradients
@@ -35,4 +35,4 @@ __all__ = [
     "trace",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -66,11 +66,11 @@ def normalize_neurons(
     """
     chosen = checked_axes(axes)
     whose = one_of(over, "over", ["neuron", "short"])
-    told = "of which the neurons are normalized", partition_shown("normuon", NORMUON)
+    wording = "of which the neurons are normalized", partition_shown("normuon", NORMUON)
 
     def mean_and_matrix(path: str, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of the mean, and those of the matrix."""
-        rows, columns = axes_of(path, leaf, chosen, *told)
+        rows, columns = axes_of(path, leaf, chosen, *wording)
         sizes = [math.prod(np.shape(leaf)[axis] for axis in part) for part in (rows, columns)]
         return columns if whose == "short" and sizes[1] < sizes[0] else rows, rows + columns
 

@@ -80,13 +80,13 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     and its AdamH and MuonH in Levanter, which take the norm of this step as well.
     """
     chosen = checked_axes(axes)
-    told = (
+    wording = (
         "to keep its norm",
         partition_shown("ball", "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"),
     )
 
     def matrix_axes(path: str, leaf: Any) -> MatrixAxes:
-        return axes_of(path, leaf, chosen, *told)
+        return axes_of(path, leaf, chosen, *wording)
 
     hyper: dict[str, Any] = {"learning_rate": rate(learning_rate)}
     flags = {"axes": by_path(matrix_axes)}

@@ -14,15 +14,15 @@ from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.layouts import layout_of
 from jstep.core.types import Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers.arguments import low_dtype
+from jstep.optimizers.distribute_matrices import layout_of_matrix
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import checked, report, value_at
 from jstep.optimizers.masks import own_leaves
-from jstep.optimizers.matched import matched_gradients, missing_slot
+from jstep.optimizers.match_gradients import match_gradients, missing_slot
 from jstep.optimizers.matrix_axes import Axes, axes_of, checked_axes, partition_shown
 from jstep.optimizers.names import Init, Role, Roles
 from jstep.optimizers.newton_schulz import Iteration, Normalization, as_matrix, orthogonalized
 from jstep.optimizers.ns_presets import COEFFICIENTS, triples_and_safety
-from jstep.optimizers.spread import layout_of_matrix
 
 Scale = Literal["rms", "original"]
 SCALES: dict[str | None, Callable[[int, int], float]] = {
@@ -90,11 +90,11 @@ def orthogonalize(
     factor = SCALES[one_of(scale, "scale", list(SCALES))]
     chosen = checked_axes(axes)
     is_spread = as_bool(distribute, "distribute")
-    told = "to be made orthogonal", partition_shown("muon", "jstep.muon(1e-3)")
+    wording = "to be made orthogonal", partition_shown("muon", "jstep.muon(1e-3)")
 
     def matrix_axes(params: Params) -> list[Any]:
         return [
-            axes_of(path, leaf, chosen, *told) if trees.is_trainable(leaf) else None
+            axes_of(path, leaf, chosen, *wording) if trees.is_trainable(leaf) else None
             for path, leaf in own_leaves(params)
         ]
 
@@ -103,7 +103,7 @@ def orthogonalize(
         return held_slots(hyper)
 
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        gradients, treedef = matched_gradients(updates, params), trees.structure(params)
+        gradients, treedef = match_gradients(updates, params), trees.structure(params)
         for name in held_names(hyper):
             if name not in given:
                 raise missing_slot(name, given)

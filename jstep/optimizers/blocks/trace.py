@@ -1,7 +1,7 @@
 """Momentum, as an element of a chain."""
 
 from jstep.core.checks import as_bool
-from jstep.core.ordering import made_first
+from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -41,5 +41,5 @@ def trace_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """Likewise, with a look ahead; the buffer is there first, or the old one would have to be copied."""
-    a, g = made_first(h["momentum"] * slots["momentum"] + g, g)
+    a, g = compute_first(h["momentum"] * slots["momentum"] + g, g)
     return g + h["momentum"] * a, {"momentum": a}

@@ -1,6 +1,6 @@
 """Optimizers made of optimizers."""
 
-from jstep.core.public import publish as _publish
+from jstep.core.public import set_public_module as _set_public_module
 from jstep.optimizers.wrappers.cautious import cautious
 from jstep.optimizers.wrappers.chain import chain
 from jstep.optimizers.wrappers.decay_weights import decay_weights
@@ -39,4 +39,4 @@ __all__ = [
     "with_noise_scale",
 ]
 
-_publish(globals())
+_set_public_module(globals())

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.indexed_slices import is_slices
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper
-from jstep.optimizers.updated import updated
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 LEAST_SHARE = 1e-3
 
@@ -45,7 +45,7 @@ def cautious(optimizer: Optimizer) -> Optimizer:
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
         gradients = jax.tree.map(lambda g: g.to_dense() if is_slices(g) else g, updates, is_leaf=is_slices)
-        updates, inner = updated(optimizer, gradients, inner, params, step, context)
+        updates, inner = call_update(optimizer, gradients, inner, params, step, context)
         found, given = (
             trees.flatten_like(params, tree, what, is_leaf=is_slices)
             for tree, what in ((updates, "updates"), (gradients, "gradients"))
@@ -53,7 +53,7 @@ def cautious(optimizer: Optimizer) -> Optimizer:
         careful = [None if u is None else _careful(u, g) for u, g in zip(found, given, strict=True)]
         return trees.structure(params).unflatten(careful), inner, {}
 
-    return wrapped(optimizer, "cautious", update)
+    return wrap_optimizer(optimizer, "cautious", update)
 
 
 def _careful(u: Any, g: Any) -> Array:

@@ -5,9 +5,9 @@ import warnings
 
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import ordered_outside, written_late
+from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
 from jstep.optimizers.merge import check_names, merged_hyperparameters, merged_roles, merged_slots
 from jstep.optimizers.names import Init, is_guarded, late_slots, makes_finished_updates, own_slots
-from jstep.optimizers.updated import NOTHING, updated
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -59,13 +59,13 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     late = tuple(name for one in optimizers for name in late_slots(one))
 
     def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         new: Slots = {}
         for optimizer in optimizers:
             mine = own_slots(optimizer, slots, params)
             with ordered_outside() if late_slots(optimizer) else contextlib.nullcontext():
-                updates, own = updated(optimizer, updates, mine, params, step, context)
+                updates, own = call_update(optimizer, updates, mine, params, step, context)
             new |= own
         return updates, written_late(new, late, params, updates)
 

@@ -12,7 +12,7 @@ from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Upd
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.names import Role, Roles
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite, unless_skipped
 
 LOSS_SCALE, SCALE_SINCE = "loss_scale", "scale_since"
@@ -81,7 +81,7 @@ def dynamic_loss_scale(
 
     added = {LOSS_SCALE: scale_slot, SCALE_SINCE: lambda params, step: new_start_step(step)}
     roles = {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE}
-    return wrapped(
+    return wrap_optimizer(
         optimizer,
         "dynamic_loss_scale",
         update,

@@ -11,11 +11,11 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.types import Context, Held, Optimizer, Params, Slots, Step, Updates
+from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked, report
-from jstep.optimizers.matched import matched_gradients, missing_slot
+from jstep.optimizers.match_gradients import match_gradients, missing_slot
 from jstep.optimizers.names import Init, Roles
-from jstep.optimizers.updated import NOTHING
 from jstep.optimizers.wrappers.optax_arguments import EXTRA, dense, extra_arguments, takes_extra
 
 
@@ -94,9 +94,9 @@ def from_optax(
             return Roles(complete=False)
 
     def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        gradients = matched_gradients(updates, params)
+        gradients = match_gradients(updates, params)
         leaves, treedef = trees.flatten(params)
         grads = treedef.unflatten(
             [dense(g, p) if trees.is_trainable(p) else None for g, p in zip(gradients, leaves, strict=True)]

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_int
+from jstep.core.execution_order import compute_first
 from jstep.core.indexed_slices import is_slices
-from jstep.core.ordering import made_first
 from jstep.core.types import (
     Array,
     Context,
@@ -20,10 +20,10 @@ from jstep.core.types import (
 )
 from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
-from jstep.optimizers.updated import updated
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 from jstep.optimizers.wrappers.moving_average import params_from_slot
 from jstep.state import START_STEP, TrainState
 
@@ -64,7 +64,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
         due = age_of(step, own[START_STEP]) % period == 0
-        updates, inner = updated(optimizer, updates, inner, params, step, context)
+        updates, inner = call_update(optimizer, updates, inner, params, step, context)
         treedef = trees.structure(params)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
@@ -75,7 +75,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
                 found[i], slows[i] = _synchronised(dense, p, slows[i], rate, due)
         return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
 
-    return wrapped(
+    return wrap_optimizer(
         optimizer,
         "lookahead",
         update,
@@ -92,7 +92,7 @@ def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> t
     back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
     update = back * (slow - p.astype(dtype)) + jnp.where(due, rate, 1.0).astype(dtype) * u.astype(dtype)
     # The parameters first, and the slow weights from them: the other way round XLA copies what it overwrites.
-    nearer = made_first(apply_updates(p, update))[0] if p.dtype == dtype else p.astype(dtype) + update
+    nearer = compute_first(apply_updates(p, update))[0] if p.dtype == dtype else p.astype(dtype) + update
     return update, jnp.where(due, nearer, slow)
 
 

@@ -10,10 +10,10 @@ from jstep.core.checks import kind, shown
 from jstep.core.indexed_slices import is_slices
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.call_update import call_update, inner_context
 from jstep.optimizers.hyper import Hyper
-from jstep.optimizers.masks import part_of
-from jstep.optimizers.updated import seen_through, updated
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.masks import partial_params
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 MASTER = "master"
 
@@ -65,9 +65,9 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         leaves, treedef = trees.flatten(params)
         kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
-        at_rounding = seen_through(context, lambda masters: jax.tree.map(_rounded, params, masters))
-        with part_of(params):
-            updates, inner = updated(optimizer, updates, inner, whole, step, at_rounding)
+        at_rounding = inner_context(context, lambda masters: jax.tree.map(_rounded, params, masters))
+        with partial_params(params):
+            updates, inner = call_update(optimizer, updates, inner, whole, step, at_rounding)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         moved = trees.flatten(apply_updates(whole, updates))[0]
         rounded: list[Any] = [
@@ -76,7 +76,7 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         new = treedef.unflatten([None if m is None else n for m, n in zip(kept, moved, strict=True)])
         return treedef.unflatten(rounded), inner, {MASTER: new}
 
-    return wrapped(
+    return wrap_optimizer(
         optimizer, "master_weights", update, added={MASTER: fresh}, init_on=lambda params: jax.tree.map(widened, params)
     )
 

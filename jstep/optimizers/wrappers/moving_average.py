@@ -5,16 +5,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.execution_order import compute_first
 from jstep.core.memory import on_devices
-from jstep.core.ordering import made_first
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.found import found_slot
+from jstep.optimizers.call_update import call_update
+from jstep.optimizers.find_slot import find_slot
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.masks import mask
-from jstep.optimizers.updated import updated
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 from jstep.optimizers.wrappers.exponential_moving_average import NAME, ExponentialMovingAverage
 from jstep.state import START_STEP, TrainState
 
@@ -58,15 +58,15 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
     def update(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = updated(optimizer, updates, inner, params, step, context)
+        updates, inner = call_update(optimizer, updates, inner, params, step, context)
         after = jnp.asarray(step) + 1
         age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
         # The averages read the new parameters from memory. Without the barrier XLA computes them a second
         # time from the slots it is about to overwrite.
-        (moved,) = made_first(apply_updates(params, updates))
+        (moved,) = compute_first(apply_updates(params, updates))
         return updates, inner, {ema.name: ema.apply(own[ema.name], moved, after, age=age)}
 
-    return wrapped(optimizer, "with_moving_average", update, added={ema.name: fresh}, aged=ema.zero_debias)
+    return wrap_optimizer(optimizer, "with_moving_average", update, added={ema.name: fresh}, aged=ema.zero_debias)
 
 
 def averaged_params(state: TrainState, name: str = NAME) -> Params:
@@ -108,7 +108,7 @@ def params_from_slot(state: TrainState, name: str, hint: str) -> Params:
         name: The name of the slot, with its prefix or without.
         hint: What makes such a slot, for the error.
     """
-    slot = found_slot(state, name, hint)
+    slot = find_slot(state, name, hint)
     found = trees.flatten_like(state.params, state.slots[slot], f"slot {slot!r}")
     leaves, treedef = trees.flatten(state.params)
     return treedef.unflatten(

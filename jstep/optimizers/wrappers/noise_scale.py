@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Context, GradientNoise, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper, constant
 from jstep.optimizers.names import Role, Roles
-from jstep.optimizers.updated import updated
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 SLOTS = {
     "noise/gradient_noise": Role.NOISE,
@@ -66,10 +66,10 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
     def update(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = updated(optimizer, updates, inner, params, step, context)
+        updates, inner = call_update(optimizer, updates, inner, params, step, context)
         return updates, inner, own if context.noise is None else _averaged(own, context.noise, share)
 
-    return wrapped(
+    return wrap_optimizer(
         optimizer,
         "with_noise_scale",
         update,

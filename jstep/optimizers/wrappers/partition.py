@@ -9,12 +9,12 @@ from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.indexed_slices import is_slices
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update, inner_context
 from jstep.optimizers.held import check_prefix
-from jstep.optimizers.masks import own_leaves, part_of
-from jstep.optimizers.matched import NoGradientsError
+from jstep.optimizers.masks import own_leaves, partial_params
+from jstep.optimizers.match_gradients import NoGradientsError
 from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
 from jstep.optimizers.names import AGES, Init, Roles, is_guarded, makes_finished_updates, roles_of
-from jstep.optimizers.updated import NOTHING, seen_through, updated
 from jstep.optimizers.wrappers.scope import scope
 
 
@@ -75,7 +75,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         return {label: _Part(one, params, [mine == label for mine in labelled]) for label, one in parts.items()}
 
     def init(params: Params, global_step: Step = 0) -> Slots:
-        with part_of(params):
+        with partial_params(params):
             made = [
                 (name, part.optimizer.init(part.params, global_step))
                 for name, part in zip(called, split(params).values(), strict=True)
@@ -83,20 +83,20 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         return merge(made, "slot")
 
     def roles(params: Params) -> Roles:
-        with part_of(params):
+        with partial_params(params):
             found = Roles()
             for part in split(params).values():
                 found = found.joined(roles_of(part.optimizer, part.params))
         return found.beside_others()
 
     def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         merged: list[Any] = [None] * len(gradients)
         new: Slots = {}
         idle = 0
-        with part_of(params):
+        with partial_params(params):
             divided = split(params)
             known = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
             for label, part in divided.items():
@@ -156,8 +156,8 @@ class _Part:
         own = self._restricted(gradients)
         if not jax.tree.leaves(own, is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this part are None.")
-        own_context = seen_through(context, self._in_whole, self._of_gradients)
-        return updated(self.optimizer, own, slots, self.params, step, own_context)
+        own_context = inner_context(context, self._in_whole, self._of_gradients)
+        return call_update(self.optimizer, own, slots, self.params, step, own_context)
 
 
 def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:

@@ -2,10 +2,10 @@
 
 from jstep.core.checks import as_text
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.merge import prefixed
 from jstep.optimizers.names import Init, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
-from jstep.optimizers.updated import NOTHING, updated
 
 
 def scope(name: str, optimizer: Optimizer) -> Optimizer:
@@ -36,10 +36,10 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
         return roles_of(optimizer, params).prefixed(name)
 
     def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = NOTHING, /
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         mine = own_slots(optimizer, slots, params, f"{name}/")
-        updates, own = updated(optimizer, updates, mine, params, step, context)
+        updates, own = call_update(optimizer, updates, mine, params, step, context)
         return updates, prefixed(name, own)
 
     return Optimizer(

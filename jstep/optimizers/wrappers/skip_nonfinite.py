@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jstep.clipping import global_norm
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
-from jstep.optimizers.chosen import chosen_update
+from jstep.optimizers.conditional_update import conditional_update
 from jstep.optimizers.hyper import Hyper
-from jstep.optimizers.matched import matched_gradients
+from jstep.optimizers.match_gradients import match_gradients
 from jstep.optimizers.names import Role
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 LAST_FINITE_STEP = "last_finite_step"
 ASKED = -1
@@ -59,7 +59,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
     added = {LAST_FINITE_STEP: lambda params, step: new_start_step(step)}
     roles = {LAST_FINITE_STEP: Role.LAST_FINITE}
-    return wrapped(optimizer, "skip_nonfinite", update, added=added, roles=roles, guarded=True)
+    return wrap_optimizer(optimizer, "skip_nonfinite", update, added=added, roles=roles, guarded=True)
 
 
 def _left_out(last: Array) -> Array:
@@ -71,17 +71,17 @@ def all_finite(gradients: Updates, params: Params) -> Array:
 
     A finite gradient whose square overflows would poison the slots.
     """
-    return jnp.isfinite(jnp.square(global_norm(matched_gradients(gradients, params))))
+    return jnp.isfinite(jnp.square(global_norm(match_gradients(gradients, params))))
 
 
 def unless_skipped(
     finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step, context: Context
 ) -> tuple[Updates, Slots]:
     """The update of an optimizer where `finite`; else none, all slots as they are, and ages a step on."""
-    kept = {
+    slot_rules = {
         # A loss scale is there to change when an update is skipped.
         Role.LOSS_SCALE: lambda old, new: new,
         Role.SCALE_SINCE: lambda old, new: new,
         Role.LAST_FINITE: lambda old, new: jnp.where(finite, new, _left_out(old)),
     }
-    return chosen_update(finite, optimizer, updates, slots, params, step, context, kept=kept)
+    return conditional_update(finite, optimizer, updates, slots, params, step, context, slot_rules=slot_rules)

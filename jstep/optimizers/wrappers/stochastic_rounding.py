@@ -10,10 +10,10 @@ from jstep.core.indexed_slices import is_slices
 from jstep.core.keys import as_key
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.masks import leaf_numbers
-from jstep.optimizers.updated import updated
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 
 def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
@@ -47,7 +47,7 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
     def update(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = updated(optimizer, updates, inner, params, step, context)
+        updates, inner = call_update(optimizer, updates, inner, params, step, context)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         of_step = jax.random.fold_in(key, step)
         numbers = leaf_numbers(params)
@@ -57,7 +57,7 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
                 found[i] = _rounded(p, dense.astype(jnp.float32), jax.random.fold_in(of_step, numbers[i]))
         return trees.structure(params).unflatten(found), inner, {}
 
-    return wrapped(optimizer, "stochastic_rounding", update)
+    return wrap_optimizer(optimizer, "stochastic_rounding", update)
 
 
 def _rounded(p: Array, u: Array, key: Array) -> Array:

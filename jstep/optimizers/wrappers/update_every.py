@@ -8,12 +8,12 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
 from jstep.core.indexed_slices import IndexedSlices, combined
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.chosen import chosen_update
+from jstep.optimizers.conditional_update import conditional_update
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.leafwise import Slot, fresh_slot
-from jstep.optimizers.matched import matched_gradients, slot_leaves
+from jstep.optimizers.match_gradients import match_gradients, slot_leaves
 from jstep.optimizers.names import Roles
-from jstep.optimizers.wrapped import wrapped
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"
 
@@ -68,13 +68,13 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
     def of_one_step(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        return *chosen_update(due_at(step), optimizer, updates, inner, params, step, context), own
+        return *conditional_update(due_at(step), optimizer, updates, inner, params, step, context), own
 
     def of_the_mean(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
         due, treedef = due_at(step), trees.structure(params)
-        gradients = matched_gradients(updates, params)
+        gradients = match_gradients(updates, params)
         sums = slot_leaves(own, GRADIENT_SUM, params)
         counts = slot_leaves(own, GRADIENT_COUNT, params, _scalar)
         means: list[Any] = [None] * len(gradients)
@@ -82,7 +82,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
             if g is not None:
                 sums[i], counts[i] = _added(sums[i], g), counts[i] + 1
                 means[i] = sums[i] * (1 / counts[i])  # a quotient XLA would keep in memory
-        updates, inner = chosen_update(due, optimizer, treedef.unflatten(means), inner, params, step, context)
+        updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, params, step, context)
         for i, g in enumerate(gradients):
             if g is not None:
                 sums[i], counts[i] = (jnp.where(due, jnp.zeros_like(x), x) for x in (sums[i], counts[i]))
@@ -93,7 +93,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(), params, step),
         GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, count, params, step),
     }
-    return wrapped(
+    return wrap_optimizer(
         optimizer,
         "update_every",
         of_the_mean if accumulate else of_one_step,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import on_any_mesh
 from jstep.core.trees import is_traced
 from jstep.core.types import Array
@@ -76,13 +76,13 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     """
     check_tag(tag, "histogram")
     if not is_traced(values):
-        with own_transfers():
+        with internal_transfers():
             values = _eager(tag, values)
     if not (
         jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == bool
     ):
         raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
-    with own_transfers():
+    with internal_transfers():
         part = values_of.Histogram((tag,), **_count(values))
     register(part, collections)
     return Summary((part,))

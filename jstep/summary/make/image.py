@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import as_int
-from jstep.core.contexts import own_transfers
-from jstep.core.meshes import in_auto_axes
+from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import without_explicit_axes
 from jstep.core.trees import is_array
 from jstep.core.types import Array
 from jstep.summary.collected import DEFAULT, register
@@ -80,7 +80,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
     count = min(max_images, shape[0])
     # The tag follows the number asked for, so that a short batch does not start another series.
     tags = (f"{tag}/image",) if max_images == 1 else tuple(f"{tag}/image/{i}" for i in range(count))
-    with own_transfers():
+    with internal_transfers():
         pixels = _pixels(tensor, count)
     part = Images(tags[:count], pixels, np.int32(1))
     register(part, collections)
@@ -89,7 +89,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
 
 @partial(jax.jit, static_argnums=1)
 def _pixels(x: Array, count: int) -> Array:
-    return in_auto_axes(partial(_first_as_uint8, count=count), x)
+    return without_explicit_axes(partial(_first_as_uint8, count=count), x)
 
 
 def _first_as_uint8(x: Array, count: int) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import kind, shown
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.core.trees import is_array, is_traced
 from jstep.core.types import Array
 from jstep.summary.collected import DEFAULT, register
@@ -142,7 +142,7 @@ def zero_fraction(value: Any) -> Array:
     """
     if not is_traced(value) and not isinstance(value, jax.Array):
         value = _as_numbers(value)
-    with own_transfers():
+    with internal_transfers():
         value = jnp.asarray(value)
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
             raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}")

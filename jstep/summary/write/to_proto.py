@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jstep.core.contexts import own_transfers
+from jstep.core.contexts import internal_transfers
 from jstep.summary.proto import proto
 from jstep.summary.values import Summary, has_tracers
 from jstep.summary.write.encode import encode
@@ -34,7 +34,7 @@ def to_proto(summary: Summary) -> Any:
     for part in summary.parts:
         if has_tracers(part):
             raise TypeError(f"summary {part.tags[0]!r} is traced and has no value; return it from the traced function")
-    with own_transfers():
+    with internal_transfers():
         events, errors = encode(summary, None, 0.0)
     if errors:
         raise errors[0]

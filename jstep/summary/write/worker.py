@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from jstep.core.contexts import Thread, own_transfers
+from jstep.core.contexts import Thread, internal_transfers
 from jstep.summary.records import frame
 from jstep.summary.write.sinks import Sink
 
@@ -167,7 +167,7 @@ class Worker:
 
     def _write(self, what: Any, step: Any, wall_time: float) -> None:
         try:
-            with own_transfers():
+            with internal_transfers():
                 events, errors = self._encode(what, step, wall_time)
             records = [frame(event) for event in events]
         except Exception as error:

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from jstep.core.operations import MOVES, Operation, Subprogram, apply, read, walk
 from jstep.core.scans import counts_of
-from jstep.core.sites import MOVES, Body, Site, apply, read, walk
-from jstep.tools.nonfinite.inside import arguments_of, evaluated
+from jstep.tools.nonfinite.loop_arguments import arguments_of, evaluated
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, probe
 from jstep.tools.nonfinite.search import Step, entered, last_uses
 
@@ -27,13 +27,13 @@ class Reader:
 
     Attributes:
         path: The operations it is in, from the outermost in.
-        site: The operation.
+        operation: The operation.
         ins: Its operands.
         outs: Its results.
     """
 
     path: tuple[Step, ...]
-    site: Site
+    operation: Operation
     ins: list[Any]
     outs: list[Any]
 
@@ -51,7 +51,7 @@ class Origin:
     constant: Any = None
 
 
-def origin(body: Body, args: list[Any], results: Sequence[Any]) -> Origin | None:
+def origin(body: Subprogram, args: list[Any], results: Sequence[Any]) -> Origin | None:
     """The first constant, or operation on constants, that makes a result non-finite.
 
     Args:
@@ -70,22 +70,22 @@ def origin(body: Body, args: list[Any], results: Sequence[Any]) -> Origin | None
     computed = [
         one for one in found.origins if one.constant is None or has_nan(one.constant) or not _returned(body, one)
     ]
-    return min(computed, key=lambda one: one.reader.site.number if one.reader else -1, default=None)
+    return min(computed, key=lambda one: one.reader.operation.number if one.reader else -1, default=None)
 
 
-def _returned(body: Body, one: Origin) -> bool:
+def _returned(body: Subprogram, one: Origin) -> bool:
     """Whether a constant comes out of the program as it went in, at most moved."""
     if one.reader is None:
         return True
     if one.reader.path:
         return False
-    moved = {one.reader.site.eqn.outvars[0]}
-    for site in body.sites:
-        if moved.intersection(atom for atom in site.eqn.invars if not isinstance(atom, core.Literal)):
-            if site.eqn.primitive.name not in MOVES:
+    moved = {one.reader.operation.eqn.outvars[0]}
+    for operation in body.operations:
+        if moved.intersection(atom for atom in operation.eqn.invars if not isinstance(atom, core.Literal)):
+            if operation.eqn.primitive.name not in MOVES:
                 return False
-            moved.update(site.eqn.outvars)
-    return one.reader.site.eqn.primitive.name in MOVES
+            moved.update(operation.eqn.outvars)
+    return one.reader.operation.eqn.primitive.name in MOVES
 
 
 @dataclasses.dataclass
@@ -99,19 +99,19 @@ class _Trail:
 class _Backwards:
     """A program, evaluated, to be followed backwards from some of its results."""
 
-    def __init__(self, body: Body, args: list[Any], path: tuple[Step, ...]) -> None:
+    def __init__(self, body: Subprogram, args: list[Any], path: tuple[Step, ...]) -> None:
         self._body, self._path = body, path
         self._consts = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
         # Operands and results of the operations whose results are not finite.
         self._kept: dict[int, tuple[list[Any], list[Any]]] = {}
         env = {**self._consts, **dict(zip(body.jaxpr.invars, args, strict=True))}
         last = last_uses(body)
-        for at, site in enumerate(body.sites):
-            ins = [read(env, atom) for atom in site.eqn.invars]
-            outs = apply(site, ins)
+        for at, operation in enumerate(body.operations):
+            ins = [read(env, atom) for atom in operation.eqn.invars]
+            outs = apply(operation, ins)
             if _bad(outs):
-                self._kept[site.number] = ins, outs
-            env.update(zip(site.eqn.outvars, outs, strict=True))
+                self._kept[operation.number] = ins, outs
+            env.update(zip(operation.eqn.outvars, outs, strict=True))
             for var in last.get(at, ()):
                 env.pop(var, None)
 
@@ -120,13 +120,13 @@ class _Backwards:
         trail = _Trail([], {})
         sought: dict[Any, Reader | None] = {}
         self._note([(self._body.jaxpr.outvars[i], None) for i in wanted], sought, trail)
-        for site in reversed(self._body.sites):
-            made = [i for i, var in enumerate(site.eqn.outvars) if var in sought]
+        for operation in reversed(self._body.operations):
+            made = [i for i, var in enumerate(operation.eqn.outvars) if var in sought]
             if made:
-                readers = self._through(site, made, trail)
-                self._note([(site.eqn.invars[i], reader) for i, reader in readers.items()], sought, trail)
-        places = {var: i for i, var in enumerate(self._body.jaxpr.invars)}
-        trail.readers.update((places[var], reader) for var, reader in sought.items() if var in places)
+                readers = self._through(operation, made, trail)
+                self._note([(operation.eqn.invars[i], reader) for i, reader in readers.items()], sought, trail)
+        indices = {var: i for i, var in enumerate(self._body.jaxpr.invars)}
+        trail.readers.update((indices[var], reader) for var, reader in sought.items() if var in indices)
         return trail
 
     def _note(self, needed: list[tuple[Any, Reader | None]], sought: dict[Any, Reader | None], trail: _Trail) -> None:
@@ -137,47 +137,53 @@ class _Backwards:
             else:
                 sought[atom] = reader
 
-    def _reader(self, site: Site) -> Reader:
-        return Reader(self._path, site, *self._kept[site.number])
+    def _reader(self, operation: Operation) -> Reader:
+        return Reader(self._path, operation, *self._kept[operation.number])
 
-    def _through(self, site: Site, made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+    def _through(self, operation: Operation, made: list[int], trail: _Trail) -> dict[int, Reader | None]:
         """The operands that these results come from, each with the operation that reads it."""
-        ins, outs = self._kept[site.number]
-        inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}.get(site.kind)
+        ins, outs = self._kept[operation.number]
+        inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}.get(operation.kind)
         if inner is not None:
-            return inner(site, ins, made, trail)
+            return inner(operation, ins, made, trail)
         bad = _worst(ins, bool(_bad([outs[i] for i in made], nan=True)))
         if not bad:
-            trail.origins.append(self._inside(site))
-        return dict.fromkeys(bad, self._reader(site))
+            trail.origins.append(self._inside(operation))
+        return dict.fromkeys(bad, self._reader(operation))
 
-    def _inside(self, site: Site) -> Origin:
+    def _inside(self, operation: Operation) -> Origin:
         """An operation that made it, or a constant inside of one that is seen from outside."""
-        for body in site.bodies:
+        for body in operation.bodies:
             for one in walk(body):
                 for atom in one.eqn.invars:
                     if isinstance(atom, core.Literal) and is_inexact(atom.val) and not np.isfinite(probe(atom.val)):
-                        step = Step(site, site.eqn.primitive.name)
+                        step = Step(operation, operation.eqn.primitive.name)
                         return Origin(Reader((*self._path, step), one, [atom.val], []), atom.val)
-        return Origin(self._reader(site))
+        return Origin(self._reader(operation))
 
     def _into(
-        self, site: Site, body: Body, args: list[Any], wanted: list[int], trail: _Trail, at: list[int] | None = None
+        self,
+        operation: Operation,
+        body: Subprogram,
+        args: list[Any],
+        wanted: list[int],
+        trail: _Trail,
+        at: list[int] | None = None,
     ) -> dict[int, Reader | None]:
-        inner = _Backwards(body, args, (*self._path, Step(site, entered(site, body, at or ())))).run(wanted)
-        own = self._reader(site)
+        inner = _Backwards(body, args, (*self._path, Step(operation, entered(operation, body, at or ())))).run(wanted)
+        own = self._reader(operation)
         trail.origins.extend(Origin(one.reader or own, one.constant) for one in inner.origins)
         return {i: reader or own for i, reader in inner.readers.items()}
 
-    def _call(self, site: Site, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
-        return self._into(site, site.bodies[0], ins, made, trail)
+    def _call(self, operation: Operation, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+        return self._into(operation, operation.bodies[0], ins, made, trail)
 
-    def _cond(self, site: Site, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
-        taken = site.bodies[min(max(int(ins[0]), 0), len(site.bodies) - 1)]
-        return {i + 1: one for i, one in self._into(site, taken, ins[1:], made, trail).items()}
+    def _cond(self, operation: Operation, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+        taken = operation.bodies[min(max(int(ins[0]), 0), len(operation.bodies) - 1)]
+        return {i + 1: one for i, one in self._into(operation, taken, ins[1:], made, trail).items()}
 
-    def _scan(self, site: Site, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
-        params, body = site.eqn.params, site.bodies[0]
+    def _scan(self, operation: Operation, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+        params, body = operation.eqn.params, operation.bodies[0]
         consts, carry = counts_of(params)
         length, reverse = params["length"], params["reverse"]
 
@@ -193,10 +199,10 @@ class _Backwards:
         def at(i: int) -> int:
             return length - 1 - i if reverse else i
 
-        return self._iterations(site, body, ins, made, order, at, consts, carry, trail)
+        return self._iterations(operation, body, ins, made, order, at, consts, carry, trail)
 
-    def _while(self, site: Site, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
-        params, body = site.eqn.params, site.bodies[-1]
+    def _while(self, operation: Operation, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+        params, body = operation.eqn.params, operation.bodies[-1]
         before, consts = params["cond_nconsts"], params["body_nconsts"]
         first = before + consts
         given = ins[before:first]
@@ -208,22 +214,24 @@ class _Backwards:
             return i + 1, outs, jnp.where((since < 0) & _states(outs), i, since)
 
         def again(state: Any) -> Any:
-            return evaluated(site.bodies[0], [*ins[:before], *state[1]])[0]
+            return evaluated(operation.bodies[0], [*ins[:before], *state[1]])[0]
 
         start = jnp.full((len(ins) - first, 2), -1, jnp.int32)
         count, _, since = jax.jit(lambda held: lax.while_loop(again, step, (jnp.int32(0), held, start)))(ins[first:])
         states = np.asarray(since)
         order = (np.arange(int(states.max(initial=0)) + 1)[:, None, None] == states) if int(count) else None
         if order is None:  # no iteration: the results are the operands
-            return {first + i: self._reader(site) for i in made}
+            return {first + i: self._reader(operation) for i in made}
         order = np.logical_or.accumulate(order)
-        found = self._iterations(site, body, ins[before:], made, order, lambda i: i, consts, len(ins) - first, trail)
+        found = self._iterations(
+            operation, body, ins[before:], made, order, lambda i: i, consts, len(ins) - first, trail
+        )
         return {before + i: reader for i, reader in found.items()}
 
     def _iterations(
         self,
-        site: Site,
-        body: Body,
+        operation: Operation,
+        body: Subprogram,
         ins: list[Any],
         made: list[int],
         states: Any,
@@ -235,7 +243,7 @@ class _Backwards:
         """Goes back from the first iteration that had what the results have, to those before that it was handed by.
 
         Args:
-            site: The loop.
+            operation: The loop.
             body: What it repeats.
             ins: Its operands, without those of a condition.
             made: The results to follow.
@@ -253,11 +261,11 @@ class _Backwards:
             first = min((int(one[0]) for one in when if one.size), default=None)
             if first is None:
                 break
-            iterations = [0] * (site.depth + 1)
-            iterations[site.depth] = at(first)
-            args = arguments_of(site, body, self._kept[site.number][0], at(first))
+            iterations = [0] * (operation.depth + 1)
+            iterations[operation.depth] = at(first)
+            args = arguments_of(operation, body, self._kept[operation.number][0], at(first))
             bad = [i for i, one in zip(wanted, when, strict=True) if one.size and one[0] == first]
-            found = self._into(site, body, args, bad, trail, iterations)
+            found = self._into(operation, body, args, bad, trail, iterations)
             readers.update((i, one) for i, one in found.items() if not consts <= i < consts + carry)
             handed = [i - consts for i in found if consts <= i < consts + carry]
             if not first:

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jstep.core.sites import HARMLESS, Body, Site, apply, path_to
-from jstep.tools.nonfinite.first import NONE, Look
-from jstep.tools.nonfinite.inside import arguments_of
+from jstep.core.operations import HARMLESS, Operation, Subprogram, apply, path_to
+from jstep.tools.nonfinite.first_nonfinite import NONE, Look
+from jstep.tools.nonfinite.loop_arguments import arguments_of
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, on_mesh_of, probe
 from jstep.tools.nonfinite.shards import first_shard, name_of, numbers_of
 
@@ -28,7 +28,7 @@ _probe = jax.jit(probe)
 class Step:
     """An operation on the way in, and where it is entered: the iteration of a loop, a branch, a condition."""
 
-    site: Site
+    operation: Operation
     words: str
 
 
@@ -37,19 +37,19 @@ class Found(Exception):  # noqa: N818  it ends the search
 
     Attributes:
         path: The operations it is in, from the outermost in.
-        site: The operation.
+        operation: The operation.
         ins: Its operands.
         outs: Its results.
     """
 
-    def __init__(self, path: tuple[Step, ...], site: Site, ins: list[Any], outs: list[Any]) -> None:
-        super().__init__(site.eqn.primitive.name)
-        self.path, self.site, self.ins, self.outs = path, site, ins, outs
+    def __init__(self, path: tuple[Step, ...], operation: Operation, ins: list[Any], outs: list[Any]) -> None:
+        super().__init__(operation.eqn.primitive.name)
+        self.path, self.operation, self.ins, self.outs = path, operation, ins, outs
 
 
 class _Made(NamedTuple):
     path: tuple[Step, ...]
-    site: Site
+    operation: Operation
     ins: list[Any]
     outs: list[Any]
     depends: bool
@@ -63,7 +63,7 @@ class Search:
         self._made: list[_Made] = []
         self._bytes, self._together = 0, _FIRST
 
-    def run(self, body: Body, args: list[Any], depends: list[bool], path: tuple[Step, ...] = ()) -> list[Any]:
+    def run(self, body: Subprogram, args: list[Any], depends: list[bool], path: tuple[Step, ...] = ()) -> list[Any]:
         """The results of a program, and whether they depend on an argument of the outermost one.
 
         Raises:
@@ -76,12 +76,12 @@ class Search:
             return (atom.val, False) if isinstance(atom, core.Literal) else env[atom]
 
         last = last_uses(body)
-        for at, site in enumerate(body.sites):
-            pairs = [value(atom) for atom in site.eqn.invars]
+        for at, operation in enumerate(body.operations):
+            pairs = [value(atom) for atom in operation.eqn.invars]
             ins, on = [one for one, _ in pairs], [which for _, which in pairs]
-            with on_mesh_of(site.eqn.outvars[0].aval) if site.eqn.outvars else contextlib.nullcontext():
-                outs = getattr(self, f"_{site.kind}")(site, ins, on, path)
-            env.update(zip(site.eqn.outvars, ((out, any(on)) for out in outs), strict=True))
+            with on_mesh_of(operation.eqn.outvars[0].aval) if operation.eqn.outvars else contextlib.nullcontext():
+                outs = getattr(self, f"_{operation.kind}")(operation, ins, on, path)
+            env.update(zip(operation.eqn.outvars, ((out, any(on)) for out in outs), strict=True))
             for var in last.get(at, ()):
                 env.pop(var, None)
         return [value(atom) for atom in body.jaxpr.outvars]
@@ -105,78 +105,82 @@ class Search:
             new_nan = any(map(has_nan, outs)) and not any(map(has_nan, ins))
             # Infinities that depend on nothing are the user's constants; a NaN never is one.
             if new_nan or (of_finite and one.depends):
-                raise Found(one.path, one.site, one.ins, one.outs)
+                raise Found(one.path, one.operation, one.ins, one.outs)
 
-    def _operation(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        outs = apply(site, ins)
+    def _operation(self, operation: Operation, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        outs = apply(operation, ins)
         inexact = [out for out in outs if out is not None and is_inexact(out)]
-        if inexact and site.eqn.primitive.name not in HARMLESS:
-            self._made.append(_Made(path, site, ins, outs, any(on), [_probe(out) for out in inexact]))
+        if inexact and operation.eqn.primitive.name not in HARMLESS:
+            self._made.append(_Made(path, operation, ins, outs, any(on), [_probe(out) for out in inexact]))
             self._bytes += sum(out.nbytes for out in inexact)
             if len(self._made) >= self._together or self._bytes >= _BYTES:
                 self.finish()
         return outs
 
-    def _call(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        return _values(self.run(site.bodies[0], ins, on, (*path, Step(site, entered(site, site.bodies[0])))))
+    def _call(self, operation: Operation, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        return _values(
+            self.run(operation.bodies[0], ins, on, (*path, Step(operation, entered(operation, operation.bodies[0]))))
+        )
 
-    def _cond(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        taken = site.bodies[min(max(int(ins[0]), 0), len(site.bodies) - 1)]
-        return _values(self.run(taken, ins[1:], on[1:], (*path, Step(site, entered(site, taken)))))
+    def _cond(self, operation: Operation, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        taken = operation.bodies[min(max(int(ins[0]), 0), len(operation.bodies) - 1)]
+        return _values(self.run(taken, ins[1:], on[1:], (*path, Step(operation, entered(operation, taken)))))
 
-    def _shard_map(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+    def _shard_map(self, operation: Operation, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
         """It is made whole, as its shards work together; what is sought in it is made a second time."""
         self.finish()
         depends = (any(on),) * len(on)
         outs: list[Any] = []
         for operands in (False, True):
-            outs, firsts = jax.jit(Look(site, operands=operands).of_shards, static_argnums=1)(ins, depends)
+            outs, firsts = jax.jit(Look(operation, operands=operands).of_shards, static_argnums=1)(ins, depends)
             numbers, at = (np.asarray(one).tolist() for one in firsts)
             if all(number == NONE for number in numbers):
                 return outs
-        shard = first_shard(site, numbers, at, NONE)
-        chain = path_to(site.bodies[0], numbers[shard])
-        made_of, made = numbers_of(site, ins, shard, chain, at[shard])
-        inside = [Step(site, f"shard_map ({name_of(site, shard)})")]
+        shard = first_shard(operation, numbers, at, NONE)
+        chain = path_to(operation.bodies[0], numbers[shard])
+        made_of, made = numbers_of(operation, ins, shard, chain, at[shard])
+        inside = [Step(operation, f"shard_map ({name_of(operation, shard)})")]
         for (_, one), (body, _) in itertools.pairwise(chain):
             inside.append(Step(one, entered(one, body, at[shard])))
         raise Found((*path, *inside), chain[-1][1], made_of, made)
 
-    def _scan(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        return self._loop(site, ins, on, path)
+    def _scan(self, operation: Operation, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        return self._loop(operation, ins, on, path)
 
-    def _while(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        return self._loop(site, ins, on, path)
+    def _while(self, operation: Operation, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+        return self._loop(operation, ins, on, path)
 
-    def _loop(self, site: Site, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
+    def _loop(self, operation: Operation, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
         """A loop is made whole; only the iteration that is the first to make something non-finite is gone into."""
         self.finish()
         # What comes out of an iteration goes into the next: all depends on all.
         depends = (any(on),) * len(on)
         outs: list[Any] = []
         for operands in (False, True):
-            outs, (number, at) = jax.jit(Look(site, operands=operands), static_argnums=1)(ins, depends)
+            outs, (number, at) = jax.jit(Look(operation, operands=operands), static_argnums=1)(ins, depends)
             if int(number) == NONE:
                 return outs
-            self._enter(site, ins, depends[0], path, int(number), np.asarray(at).tolist())
+            self._enter(operation, ins, depends[0], path, int(number), np.asarray(at).tolist())
         return outs
 
     def _enter(
-        self, site: Site, ins: list[Any], depends: bool, path: tuple[Step, ...], number: int, at: list[int]
+        self, operation: Operation, ins: list[Any], depends: bool, path: tuple[Step, ...], number: int, at: list[int]
     ) -> None:
-        inner = next(body for body in site.bodies if path_to(body, number))
-        args = arguments_of(site, inner, ins, at[site.depth])
-        self.run(inner, args, [depends] * len(args), (*path, Step(site, entered(site, inner, at))))
+        inner = next(body for body in operation.bodies if path_to(body, number))
+        args = arguments_of(operation, inner, ins, at[operation.depth])
+        self.run(inner, args, [depends] * len(args), (*path, Step(operation, entered(operation, inner, at))))
         self.finish()
 
 
-def entered(site: Site, inner: Body, at: list[int] | tuple[()] = ()) -> str:
+def entered(operation: Operation, inner: Subprogram, at: list[int] | tuple[()] = ()) -> str:
     """What to call an operation that is gone into."""
-    eqn = site.eqn
-    if site.kind == "cond":
+    eqn = operation.eqn
+    if operation.kind == "cond":
         return f"cond {inner.label}"
-    if site.kind in ("scan", "while"):
-        words = " ".join([site.kind, *([inner.label] if inner.label else []), "iteration", str(at[site.depth])])
+    if operation.kind in ("scan", "while"):
+        words = " ".join(
+            [operation.kind, *([inner.label] if inner.label else []), "iteration", str(at[operation.depth])]
+        )
         return words + (", backwards" if eqn.params.get("reverse") else "")
     kind = {"remat2": "remat", "checkpoint": "remat", "pjit": "jit"}.get(eqn.primitive.name, eqn.primitive.name)
     called = eqn.params.get("name")
@@ -187,11 +191,11 @@ def _values(pairs: list[Any]) -> list[Any]:
     return [value for value, _ in pairs]
 
 
-def last_uses(body: Body) -> dict[int, list[Any]]:
+def last_uses(body: Subprogram) -> dict[int, list[Any]]:
     """The variables that an operation is the last to need: they need not be kept."""
     last: dict[Any, int] = {}
-    for at, site in enumerate(body.sites):
-        for atom in (*site.eqn.invars, *site.eqn.outvars):
+    for at, operation in enumerate(body.operations):
+        for atom in (*operation.eqn.invars, *operation.eqn.outvars):
             if not isinstance(atom, core.Literal):
                 last[atom] = at
     for atom in body.jaxpr.outvars:

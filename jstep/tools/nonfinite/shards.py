@@ -9,26 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jstep.core.sites import Body, Site, apply, path_to, read, shard_counts
-from jstep.tools.nonfinite.inside import arguments_of
+from jstep.core.operations import Operation, Subprogram, apply, path_to, read, shard_counts
+from jstep.tools.nonfinite.loop_arguments import arguments_of
 
 
-def manual_axes(site: Site) -> tuple[str, ...]:
+def manual_axes(operation: Operation) -> tuple[str, ...]:
     """The names of these axes."""
-    return tuple(shard_counts(site))
+    return tuple(shard_counts(operation))
 
 
-def mapped(site: Site, fn: Callable[[Any], Any], *, results: bool = True) -> Callable[[Any], Any]:
+def mapped(operation: Operation, fn: Callable[[Any], Any], *, results: bool = True) -> Callable[[Any], Any]:
     """A function of the operands of a shard_map, whose `fn` is called on each shard's.
 
     Args:
-        site: The shard_map.
+        operation: The shard_map.
         fn: Returns the results that the program of the shard_map has, and anything else, which comes out with the
             shards on a leading axis.
         results: Whether it returns these results; else an empty list.
     """
-    params = site.eqn.params
-    stacked = PartitionSpec(manual_axes(site))
+    params = operation.eqn.params
+    stacked = PartitionSpec(manual_axes(operation))
 
     def on_shard(values: Any) -> Any:
         outs, more = fn(values)
@@ -39,16 +39,16 @@ def mapped(site: Site, fn: Callable[[Any], Any], *, results: bool = True) -> Cal
         mesh=params["mesh"],
         in_specs=(list(params["in_specs"]),),
         out_specs=(list(params["out_specs"]) if results else [], stacked),
-        axis_names=set(manual_axes(site)),
+        axis_names=set(manual_axes(operation)),
         check_vma=params["check_vma"],
     )
 
 
-def first_shard(site: Site, numbers: list[int], at: list[list[int]], none: int) -> int:
+def first_shard(operation: Operation, numbers: list[int], at: list[list[int]], none: int) -> int:
     """Which shard was the first, by the operations and iterations that each has found.
 
     Args:
-        site: The shard_map.
+        operation: The shard_map.
         numbers: The operation that each shard has found.
         at: The iterations of the loops around it.
         none: What stands for no operation.
@@ -56,7 +56,7 @@ def first_shard(site: Site, numbers: list[int], at: list[list[int]], none: int) 
 
     def when(shard: int) -> list[int]:
         order = []
-        for _, inner in path_to(site.bodies[0], numbers[shard]):
+        for _, inner in path_to(operation.bodies[0], numbers[shard]):
             order.append(inner.number)
             if inner.kind in ("scan", "while"):
                 iteration = at[shard][inner.depth]
@@ -66,53 +66,53 @@ def first_shard(site: Site, numbers: list[int], at: list[list[int]], none: int) 
     return min((shard for shard, number in enumerate(numbers) if number != none), key=when)
 
 
-def name_of(site: Site, shard: int) -> str:
+def name_of(operation: Operation, shard: int) -> str:
     """What to call a shard: its place along the axes."""
-    counts = shard_counts(site)
+    counts = shard_counts(operation)
     place = np.unravel_index(shard, tuple(counts.values()))
     return ", ".join(f"{name} {i}" for name, i in zip(counts, place, strict=True))
 
 
 def numbers_of(
-    site: Site, values: list[Any], shard: int, chain: list[tuple[Body, Site]], at: list[int]
+    operation: Operation, values: list[Any], shard: int, chain: list[tuple[Subprogram, Operation]], at: list[int]
 ) -> tuple[list[Any], list[Any]]:
     """The operands and the results of an operation inside of a shard_map, as a shard has them.
 
     Args:
-        site: The shard_map.
+        operation: The shard_map.
         values: Its operands.
         shard: Which shard.
         chain: The operations inside, from the outermost in, the last of them the one to look at.
         at: The iterations of the loops around it.
     """
-    operation = chain[-1][1]
+    last = chain[-1][1]
 
     def run(values: Any) -> Any:
         ins = _operands(chain, values, at)
-        made = [out for out in apply(operation, ins) if out is not None]
+        made = [out for out in apply(last, ins) if out is not None]
         return [], [jnp.asarray(one) for one in (*ins, *made)]
 
-    _, found = jax.jit(mapped(site, run, results=False))(values)
-    count = len(operation.eqn.invars)
+    _, found = jax.jit(mapped(operation, run, results=False))(values)
+    count = len(last.eqn.invars)
     own = [_of_shard(one, shard) for one in found]
     return own[:count], own[count:]
 
 
-def _operands(chain: list[tuple[Body, Site]], args: list[Any], at: list[int]) -> list[Any]:
+def _operands(chain: list[tuple[Subprogram, Operation]], args: list[Any], at: list[int]) -> list[Any]:
     """The operands of the last operation, each program made up to the next."""
-    for i, (body, site) in enumerate(chain):
+    for i, (body, operation) in enumerate(chain):
         env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*body.consts, *args], strict=True))
-        for before in itertools.takewhile(lambda one: one.number < site.number, body.sites):  # noqa: B023
+        for before in itertools.takewhile(lambda one: one.number < operation.number, body.operations):  # noqa: B023
             outs = apply(before, [read(env, atom) for atom in before.eqn.invars])
             env.update(zip(before.eqn.outvars, outs, strict=True))
-        values = [read(env, atom) for atom in site.eqn.invars]
+        values = [read(env, atom) for atom in operation.eqn.invars]
         if i == len(chain) - 1:
             return values
         inner = chain[i + 1][0]
-        if site.kind in ("scan", "while"):
-            args = arguments_of(site, inner, values, at[site.depth])
+        if operation.kind in ("scan", "while"):
+            args = arguments_of(operation, inner, values, at[operation.depth])
         else:
-            args = values[1:] if site.kind == "cond" else values
+            args = values[1:] if operation.kind == "cond" else values
     return []
 
 

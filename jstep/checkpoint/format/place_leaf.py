@@ -1,0 +1,170 @@
+"""Arrays read from a checkpoint, made into the leaves a target asks for: where it asks, and nobody else's memory."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.checkpoint.format import leaves as _leaves
+from jstep.checkpoint.format.manifest import Leaf
+from jstep.checkpoint.format.match import Wanted, average_of, has_value
+from jstep.core import trees
+
+
+def sharding_of(leaf: Any, path: str) -> Any:
+    """The sharding a leaf of a target asks for; None where it leaves that to JAX.
+
+    An array that JAX put where it puts new arrays (not committed) asks for nothing, so that a restored state
+    looks to a compiled step as the one that was created.
+
+    Raises:
+        ValueError: It cannot hold the leaf, or names no devices.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return None
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        sharding = _on_devices(sharding, path)
+    try:
+        sharding.shard_shape(tuple(leaf.shape))
+    except ValueError as error:
+        raise ValueError(f"target: {path!r} cannot be sharded as asked: {error}") from None
+    return sharding
+
+
+def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
+    """The sharding over the mesh that is set, if the target's has its form: `jax.eval_shape` gives such shardings."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
+        raise ValueError(
+            f"target: the sharding of {path!r} is over an abstract mesh; give one over devices, or restore inside of "
+            "jax.set_mesh(mesh)"
+        )
+    return jax.sharding.NamedSharding(mesh, sharding.spec)
+
+
+def stored_sharding(wanted: Wanted) -> Any:
+    """The sharding to read the stored array of a leaf with; None to read it as a NumPy array."""
+    if isinstance(wanted.leaf, np.ndarray | np.generic):
+        return None
+    sharding = sharding_of(wanted.leaf, wanted.path)
+    if wanted.source is not None and wanted.source.dtype != dtype_of(wanted):
+        return None  # a count of another width: converted on the host, which has both
+    is_key = wanted.source is not None and wanted.source.key_impl is not None
+    # The data of a key has further axes, which these two leave whole.
+    fits = isinstance(sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding)
+    return sharding if fits or not is_key else None
+
+
+def dtype_of(wanted: Wanted) -> str:
+    """The dtype that a leaf of a target asks for."""
+    leaf = wanted.leaf
+    return str(leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+
+
+def place_leaf(wanted: Wanted, read: Any) -> Any:
+    """The leaf, from the array that was read for it.
+
+    Args:
+        wanted: The leaf of the target, with its source.
+        read: A NumPy array, or one with `stored_sharding`, to use up; None where nothing was stored.
+    """
+    leaf, record = wanted.leaf, wanted.source
+    assert record is not None
+    array = _zeros(record) if read is None else read
+    if record.dtype != (wanted_dtype := dtype_of(wanted)) and jnp.issubdtype(record.dtype, jnp.integer):
+        record, array = dataclasses.replace(record, dtype=wanted_dtype), _count(wanted, np.asarray(array))
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.array(_leaves.from_stored(record, np.asarray(array)), leaf.dtype)
+    sharding = sharding_of(leaf, wanted.path)
+    if sharding is None or not isinstance(array, jax.Array):
+        value = _on_default_device(wanted, record, np.asarray(array))
+        return value if sharding is None else jax.device_put(value, sharding)
+    if record.key_impl is not None or record.stored_as is not None or array.dtype != leaf.dtype:
+
+        def leaf_of(stored: Any) -> Any:
+            if record.key_impl is not None:
+                return jax.random.wrap_key_data(stored, impl=record.key_impl)
+            return _leaves.from_stored(record, stored).astype(leaf.dtype)
+
+        array = jax.jit(leaf_of, out_shardings=sharding)(array)
+    return jax.device_put(array, sharding)
+
+
+def _count(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A count in the integers that the target has."""
+    converted = array.astype(dtype_of(wanted))
+    if (converted != array).any():
+        raise ValueError(
+            f"target: {wanted.path!r} is {converted.dtype} and does not hold {array.max()}; enable jax_enable_x64"
+        )
+    return converted
+
+
+def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]) -> jax.Array:
+    if record.key_impl is not None:
+        return jax.random.wrap_key_data(_own(array), impl=record.key_impl)
+    value = _leaves.from_stored(record, array)
+    value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
+    if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+        raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX holds under jax_enable_x64 alone")
+    return _own(value)
+
+
+def _own(array: np.ndarray[Any, Any]) -> jax.Array:
+    # On the CPU JAX may build an array on a NumPy array's memory, which then is not reused when it is donated.
+    made = jax.device_put(array)
+    lent = {device.platform for device in made.devices()} == {
+        "cpu"
+    } and made.unsafe_buffer_pointer() == array.ctypes.data
+    return made.copy() if lent else made
+
+
+def _zeros(record: Leaf) -> np.ndarray[Any, Any]:
+    shape, dtype = _leaves.stored_kind(record)
+    return np.zeros(shape, jnp.dtype(dtype))
+
+
+def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str | None) -> dict[str, Any]:
+    """Nested dicts of NumPy arrays; params are their averages where asked."""
+    values = {}
+    for key, record in _leaves.by_id(leaves).items():
+        array = _zeros(record) if record.array is None else arrays[record.array]
+        values[key] = array if record.key_impl is not None else _leaves.from_stored(record, array)
+    out = []
+    for key, record in _leaves.by_id(leaves).items():
+        average = average_of(key, values, averages)
+        value = values[key] if average is None else values[average].astype(values[key].dtype)
+        out.append((record, value))
+    return _leaves.nested(out)
+
+
+def keep_target_leaf(wanted: Wanted, step: int) -> Any:
+    """A leaf of the target that nothing is restored into: a copy; of a guard's step, that of the checkpoint.
+
+    Args:
+        wanted: The leaf.
+        step: That of the checkpoint.
+
+    Raises:
+        ValueError: It has no value.
+    """
+    leaf = wanted.leaf
+    if wanted.is_guard and jnp.issubdtype(dtype_of(wanted), jnp.integer):
+        since = np.full(np.shape(leaf), step, dtype_of(wanted))
+        if isinstance(leaf, np.ndarray | np.generic):
+            return since
+        return jax.device_put(_own(since), sharding_of(leaf, wanted.path))
+    if not has_value(leaf):
+        raise ValueError(
+            f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "
+            "with partial=True give arrays where the checkpoint has none"
+        )
+    return (
+        leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+    )

@@ -1,0 +1,228 @@
+"""The operations of a traced program, numbered in the order in which they run, with those inside of them."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.extend import core
+
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+"""Where operations that merely call something keep it."""
+_OPAQUE = {"pallas_call", "custom_linear_solve", "custom_root"}
+"""They hold programs, too, but of pieces of arrays, or to be run in ways of their own: seen from outside."""
+_SHARD_MAP = ("jaxpr", "mesh", "in_specs", "out_specs", "check_vma")
+
+_REMAT = {"remat", "remat2", "checkpoint"}
+"""What versions of JAX call the operation of `jax.checkpoint`."""
+
+MOVES = frozenset(
+    [
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "concatenate",
+        "pad",
+        "rev",
+        "copy",
+        "copy_p",
+        "iota",
+        "optimization_barrier",
+        "split",
+        "stop_gradient",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "ppermute",
+    ]
+)
+"""They move numbers and compute none; what is computed with is as it was."""
+
+HARMLESS = MOVES | frozenset(
+    [
+        "select_n",
+        "neg",
+        "abs",
+        "sign",
+        "max",
+        "min",
+        "clamp",
+        "reduce_max",
+        "reduce_min",
+        "sort",
+        "floor",
+        "ceil",
+        "round",
+        "real",
+        "imag",
+        "conj",
+        "logistic",
+        "tanh",
+        "sin",
+        "cos",
+        "erf",
+        "cummax",
+        "cummin",
+        "argmax",
+        "argmin",
+        "is_finite",
+        "sharding_constraint",
+        "device_put",
+        "name",
+        "pvary",
+        "mesh_cast",
+        "reshard",
+    ]
+)
+"""Operations whose results are finite where their operands are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subprogram:
+    """A program, or one inside an operation.
+
+    Attributes:
+        jaxpr: What JAX has traced, open.
+        consts: Its constants.
+        operations: Its operations.
+        label: What it is in its operation, such as "branch 1"; empty where there is one alone.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    operations: tuple["Operation", ...]
+    label: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation at its place.
+
+    Attributes:
+        number: Its own, in the order of the program; those inside it have higher ones.
+        eqn: What JAX has traced.
+        jaxpr: The program it is in.
+        kind: "operation", "call", "scan", "while", "cond" or "shard_map".
+        depth: How many loops it is in.
+        bodies: What is inside: of a while its condition and its body, of a cond its branches, of others one.
+    """
+
+    number: int
+    eqn: Any
+    jaxpr: Any
+    kind: str
+    depth: int
+    bodies: tuple[Subprogram, ...] = ()
+
+
+def body_of(closed: Any) -> Subprogram:
+    """The whole of a traced program."""
+    return _subprogram(closed, 0, itertools.count())
+
+
+def walk(body: Subprogram) -> Iterator[Operation]:
+    """All operations, also those inside others."""
+    for operation in body.operations:
+        yield operation
+        for inner in operation.bodies:
+            yield from walk(inner)
+
+
+def path_to(body: Subprogram, number: int) -> list[tuple[Subprogram, Operation]]:
+    """The operations from the outermost in, to one; each with the program it is in."""
+    for operation in body.operations:
+        if operation.number == number:
+            return [(body, operation)]
+        for inner in operation.bodies:
+            rest = path_to(inner, number)
+            if rest:
+                return [(body, operation), *rest]
+    return []
+
+
+def _subprogram(
+    jaxpr: Any, depth: int, numbers: Iterator[int], label: str = "", *, on_shards: bool = False
+) -> Subprogram:
+    consts = tuple(getattr(jaxpr, "consts", ()))
+    jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    return Subprogram(
+        jaxpr, consts, tuple(_as_operation(eqn, jaxpr, depth, numbers, on_shards) for eqn in jaxpr.eqns), label
+    )
+
+
+def _as_operation(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_shards: bool) -> Operation:
+    number, name, params = next(numbers), eqn.primitive.name, eqn.params
+
+    def made(kind: str, *inside: tuple[Any, str]) -> Operation:
+        below = depth + (kind in ("scan", "while"))
+        shards = on_shards or kind == "shard_map"
+        bodies = tuple(_subprogram(program, below, numbers, label, on_shards=shards) for program, label in inside)
+        return Operation(number, eqn, jaxpr, kind, depth, bodies)
+
+    if name == "scan":
+        return made("scan", (params["jaxpr"], ""))
+    if name == "while":
+        return made("while", (params["cond_jaxpr"], "condition"), (params["body_jaxpr"], ""))
+    if name == "cond":
+        return made("cond", *((one, f"branch {i}") for i, one in enumerate(params["branches"])))
+    if name == "shard_map":
+        # One inside another is seen from outside, as is one of a version of JAX that keeps it otherwise.
+        known = not on_shards and all(key in params for key in _SHARD_MAP) and manual_axes(params)
+        return made("shard_map", (params["jaxpr"], "")) if known else made("operation")
+    called = next((params[key] for key in _CALLED if _is_program(params.get(key), eqn)), None)
+    return made("operation") if called is None or name in _OPAQUE else made("call", (called, ""))
+
+
+def manual_axes(params: Mapping[str, Any]) -> Any:
+    """The axes that a shard_map makes manual; JAX 0.10.0 calls them otherwise."""
+    return params.get("newly_manual_axes") or params.get("manual_axes")
+
+
+def shard_counts(operation: Operation) -> dict[str, int]:
+    """The axes over which a shard_map has a program for each shard, and how many there are."""
+    mesh, manual = operation.eqn.params["mesh"], manual_axes(operation.eqn.params)
+    return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
+
+
+def recomputes(body: Subprogram) -> bool:
+    """Whether something is computed once more for the gradient, as `jax.checkpoint` asks for."""
+    return any(
+        operation.eqn.primitive.name in _REMAT and operation.eqn.params.get("differentiated")
+        for operation in walk(body)
+    )
+
+
+def _is_program(value: Any, eqn: Any) -> bool:
+    """Whether an operation calls this: a reduction holds a program, too, but one of single numbers."""
+    jaxpr = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
+    return (
+        isinstance(jaxpr, core.Jaxpr)
+        and _shapes(jaxpr.invars) == _shapes(eqn.invars)
+        and _shapes(jaxpr.outvars) == _shapes(eqn.outvars)
+        and (isinstance(value, core.ClosedJaxpr) or not jaxpr.constvars)
+    )
+
+
+def _shapes(atoms: Any) -> list[Any]:
+    return [getattr(atom.aval, "shape", None) for atom in atoms]
+
+
+def apply(operation: Operation, values: list[Any]) -> list[Any]:
+    """Makes an operation as it stands, on values, traced or not."""
+    eqn = operation.eqn
+    needed = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not isinstance(atom, core.Literal)}
+    kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
+    # A program of this operation alone: how operations are bound changes from version to version of JAX.
+    alone = operation.jaxpr.replace(constvars=[], invars=list(needed), outvars=kept, eqns=[eqn], effects=eqn.effects)
+    results = dict(zip(kept, core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*needed.values()), strict=True))
+    return [results.get(var) for var in eqn.outvars]
+
+
+def read(env: dict[Any, Any], atom: Any) -> Any:
+    """The value of a variable or a literal."""
+    return atom.val if isinstance(atom, core.Literal) else env[atom]

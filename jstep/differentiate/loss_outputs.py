@@ -1,0 +1,84 @@
+"""What a loss returns: taken apart, and checked."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.types import Array
+
+
+def split_outputs(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
+    """Loss, model_state and aux from what loss_fn returned."""
+    if not (has_aux or has_model_state):
+        if isinstance(out, tuple | list):
+            raise TypeError(
+                f"loss_fn returned a {type(out).__name__} of {len(out)}; it must return a scalar loss. Say "
+                "has_aux=True where it returns (loss, aux), has_model_state=True where (loss, model_state)."
+            )
+        return out, None, None
+    want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
+    said = f"has_aux={has_aux}" + (", has_model_state=True" if has_model_state else "")
+    if not (isinstance(out, tuple | list) and len(out) == 2):
+        raise TypeError(f"loss_fn returned {_kind(out)}; with {said} it must return {want}")
+    loss, rest = out
+    if not has_model_state:
+        return loss, None, rest
+    if not has_aux:
+        return loss, rest, None
+    if not (isinstance(rest, tuple | list) and len(rest) == 2):
+        raise TypeError(f"loss_fn returned (loss, {_kind(rest)}); with {said} it must return {want}")
+    return loss, rest[0], rest[1]
+
+
+def _kind(x: Any) -> str:
+    return f"an array of shape {np.shape(x)}" if trees.is_array(x) else f"a {type(x).__name__}"
+
+
+def checked_loss(loss: Any) -> Array:
+    """The loss, a floating-point scalar."""
+    if not (trees.is_array(loss) or isinstance(loss, int | float)):
+        raise TypeError(f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar")
+    loss = jnp.asarray(loss)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"the loss has dtype {loss.dtype}; it must be floating point")
+    if loss.ndim:
+        raise ValueError(f"the loss has shape {loss.shape}; it must be a scalar: reduce it, for instance with jnp.mean")
+    return loss
+
+
+def checked_aux(aux: Any) -> Any:
+    """The auxiliary values, as arrays."""
+
+    def leaf(keys: Any, x: Any) -> Array:
+        if not (trees.is_array(x) or isinstance(x, bool | int | float | complex)):
+            raise TypeError(
+                f"aux: the leaf at {trees.quoted(trees.path_str(keys))} is {x!r}, which is no array or number and "
+                "cannot leave a compiled step"
+            )
+        return jnp.asarray(x)
+
+    return jax.tree_util.tree_map_with_path(leaf, aux)
+
+
+def same_kind(old: Any, new: Any) -> Any:
+    """The new model_state, with the dtypes of the old one, which it must be like."""
+    if trees.structure(old) != trees.structure(new):
+        raise ValueError(
+            f"loss_fn returned a model_state of the structure {trees.structure(new)}, the state holds "
+            f"{trees.structure(old)}; return the whole of it, changed or not (a loss takes and returns it with "
+            "has_model_state=True)"
+        )
+
+    def leaf(keys: Any, before: Any, after: Any) -> Array:
+        before, after = jnp.asarray(before), jnp.asarray(after)
+        if before.shape != after.shape:
+            raise ValueError(
+                f"loss_fn returned a model_state whose leaf {trees.quoted(trees.path_str(keys))} has shape "
+                f"{after.shape}; the state holds shape {before.shape}"
+            )
+        return after if after.dtype == before.dtype else after.astype(before.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, old, new)

@@ -1,0 +1,146 @@
+"""Batches that are gone through from beginning to end, once for each evaluation."""
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jstep.core.checks import shown
+from jstep.data import Batches, BatchSequence
+
+_logger = logging.getLogger("jstep")
+
+MOST = 1_000_000
+"""A source that does not know its length and gives more batches than this has none."""
+
+_ENDLESS = "to evaluate is to go through all of it; give batches that end, such as jstep.batches(…, num_epochs=1, "
+_ENDLESS += "shuffle=False, drop_remainder=False)"
+
+
+class EvaluationBatches:
+    """Passes over the batches of an evaluation.
+
+    Args:
+        batches: Any iterable or sequence of batches that ends. An iterator with `get_state` and `set_state` is set
+            back before each pass; another iterator can be used once.
+
+    Raises:
+        TypeError: It is one batch, or holds no batches at all.
+        ValueError: It has no end.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        if isinstance(batches, Mapping | str | bytes):
+            raise TypeError(
+                f"batches is a {type(batches).__name__}, which may be one batch, not a source of them; give [batch]"
+            )
+        iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__") or hasattr(batches, "__getitem__")
+        if not iterable and callable(batches) and not isinstance(batches, type):
+            raise ValueError(f"batches={shown(batches)}: a function of the step has no end; {_ENDLESS}")
+        if not iterable or isinstance(batches, type):
+            raise TypeError(f"batches={shown(batches)}: must be an iterable or a sequence of batches")
+        if _is_endless(batches):
+            raise ValueError(f"batches={shown(batches)}: has no end; {_ENDLESS}")
+        _warn_of_dropped_rows(batches)
+        self._batches = batches
+        self._is_iterator = hasattr(batches, "__next__")
+        self._has_state = self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
+        self._beginning = copy.deepcopy(batches.get_state()) if self._has_state else None
+        self._used = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches, from the first on.
+
+        Raises:
+            ValueError: It is an iterator that was gone through, or there is no batch, or no end.
+        """
+        if self._used and self._has_state:
+            self._batches.set_state(copy.deepcopy(self._beginning))
+        elif self._used and self._is_iterator:
+            raise ValueError(
+                f"batches={shown(self._batches)}: an iterator, which the first evaluation has gone through; give what "
+                "can be gone through again, such as a list or jstep.batches"
+            )
+        self._used = True
+        empty = True
+        for batch in _limited(self._items()):
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(f"batches={shown(self._batches)}: empty, there is nothing to evaluate")
+
+    def _items(self) -> Iterator[Any]:
+        if hasattr(self._batches, "__iter__"):
+            return iter(self._batches)
+        if self._is_iterator:  # some can be asked for the next item, but not be iterated over
+            return _asked(self._batches)
+        return _indexed(self._batches)
+
+
+def _whole(batches: Any) -> Any:
+    """The `jstep.batches`, or the slice of it, that an iterator goes over; anything else as it is."""
+    return getattr(batches, "_batches", batches)
+
+
+def _warn_of_dropped_rows(batches: Any) -> None:
+    """Says that rows are left out, if whole passes are evaluated; a slice of other steps leaves out rows on purpose."""
+    whole = _whole(batches)
+    if not isinstance(whole, Batches):
+        return
+    size = whole.batch_size
+    if not isinstance(size, int) or len(whole) % whole.steps_per_epoch:
+        return
+    dropped = whole.num_rows - whole.steps_per_epoch * size
+    if dropped > 0:
+        _logger.warning(
+            "evaluator: batches=%s: %d of %d rows are not evaluated: they do not fill a batch, and drop_remainder=True "
+            "drops them; give jstep.batches(…, drop_remainder=False)",
+            whole,
+            dropped,
+            whole.num_rows,
+        )
+
+
+def _is_endless(batches: Any) -> bool:
+    if isinstance(batches, itertools.count | itertools.cycle):
+        return True
+    if isinstance(batches, itertools.repeat):
+        return not _has(batches.__length_hint__)
+    # jstep.batches, a slice of it, or an iterator over it.
+    whole = _whole(batches)
+    return isinstance(whole, BatchSequence) and not _has(
+        batches.__len__ if hasattr(batches, "__len__") else whole.__len__
+    )
+
+
+def _has(length: Callable[[], int]) -> bool:
+    try:
+        length()
+    except TypeError:
+        return False
+    return True
+
+
+def _limited(items: Iterator[Any]) -> Iterator[Any]:
+    for number, item in enumerate(items):
+        if number >= MOST:
+            raise ValueError(f"batches: no end after {MOST} of them; {_ENDLESS}")
+        yield item
+
+
+def _asked(iterator: Any) -> Iterator[Any]:
+    while True:
+        try:
+            yield next(iterator)
+        except StopIteration:
+            return
+
+
+def _indexed(batches: Any) -> Iterator[Any]:
+    for number in itertools.count():
+        try:
+            item = batches[number]
+        except IndexError:
+            return
+        yield item

@@ -1,0 +1,117 @@
+"""What a hook answers: None, a bool, or a state to go on with."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import kind
+from jstep.core.contexts import internal_transfers
+from jstep.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class StopWith:
+    """The answer of a hook that asked several others: stop after this step, and go on with this state."""
+
+    state: TrainState
+
+
+def check_hook_result(result: Any, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
+    """What an answer means.
+
+    Args:
+        result: What a hook returned.
+        state: The state it was given.
+        step: The step of that state.
+        by: Who answered, for the error.
+
+    Returns:
+        Whether to stop after this step, and the state to go on with.
+
+    Raises:
+        RuntimeError: The state given back was donated to a step.
+        TypeError: It is no answer.
+        ValueError: The state given back differs from the one it was given in step, structure, shape or dtype.
+    """
+    if result is None:
+        return False, state
+    if isinstance(result, bool | np.bool_):
+        return bool(result), state
+    if isinstance(result, TrainState):
+        return False, check_returned_state(result, state, step, by)
+    if isinstance(result, StopWith):
+        return True, check_returned_state(result.state, state, step, by)
+    raise TypeError(
+        f"{by} returned {kind(result)}: must be None, True (stop after this step), or a TrainState to go on with"
+        + ("; make a bool of it: bool(…)" if trees.is_array(result) else "")
+    )
+
+
+def check_returned_state(given: TrainState, state: TrainState, step: int, by: str) -> TrainState:
+    """A state that somebody gave in the place of another, to go on with: laid out as that one is.
+
+    Raises:
+        RuntimeError: It was donated to a step.
+        ValueError: It differs in step, structure, shape or dtype.
+    """
+    if given is state:
+        return state
+    new, old = trees.leaves_with_paths(given), trees.leaves_with_paths(state)
+    if trees.structure(given) != trees.structure(state):
+        raise ValueError(f"{by} returned a state of another structure{_difference(new, old)}")
+    leaves: list[Any] = []
+    with internal_transfers():
+        for (path, leaf), (_, was) in zip(new, old, strict=True):
+            leaves.append(_placed_like(leaf, was, path, by))
+        if given.global_step is not state.global_step and int(np.asarray(given.global_step)) != step:
+            raise ValueError(
+                f"{by} returned a state at step {int(np.asarray(given.global_step))}: must be at step {step}; the run "
+                "alone counts steps"
+            )
+        leaves = _without_aliases(leaves)
+    return jax.tree.unflatten(trees.structure(state), leaves)
+
+
+def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
+    """The leaf as an array that lies as the one it replaces."""
+    if leaf is was:
+        return leaf
+    if not trees.is_array(leaf) or leaf.shape != was.shape or leaf.dtype != was.dtype:
+        want = f"{was.dtype} of shape {was.shape}"
+        got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else kind(leaf)
+        raise ValueError(f"{by} returned a state whose {path!r} is {got}: must be {want}, as before")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise RuntimeError(
+            f"{by} returned a state whose {path!r} was donated to a step: its memory is gone. Give the state that the "
+            "step returned, or make the step with minimize(..., donate=False)"
+        )
+    if isinstance(leaf, jax.Array) and not leaf.weak_type and leaf.sharding == was.sharding:
+        return leaf
+    if isinstance(leaf, jax.Array) and leaf.weak_type:
+        leaf = leaf.astype(leaf.dtype)  # else the step would be compiled once more
+    return jax.device_put(leaf, was.sharding if _is_committed(was) or isinstance(leaf, jax.Array) else None)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return bool(getattr(leaf, "committed", True))
+
+
+def _without_aliases(leaves: list[Any]) -> list[Any]:
+    """The leaves with memory of their own: one that stands in two places could not be donated."""
+    seen: set[int] = set()
+    apart = []
+    for leaf in leaves:
+        apart.append(leaf.copy() if id(leaf) in seen else leaf)
+        seen.add(id(leaf))
+    return apart
+
+
+def _difference(new: list[tuple[str, Any]], old: list[tuple[str, Any]]) -> str:
+    """What is missing and what is new."""
+    here, there = {path for path, _ in new}, {path for path, _ in old}
+    both = (("without", there - here), ("with", here - there))
+    words = [f"{what} {', '.join(map(repr, sorted(paths)[:5]))}" for what, paths in both if paths]
+    return f": {'; '.join(words)}" if words else ": the same paths, in other containers"

@@ -1,0 +1,194 @@
+"""What hooks remember, kept with each checkpoint and found again by who they are, never by where they stand.
+
+A hook, or a function in `then`, is known by its `key` where it has one, else by its class and what it watches
+(`EarlyStopping(loss)`). Those of one class that watch the same are twins: they are told apart by their settings, and by
+their order where these are equal too.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_logger = logging.getLogger("jstep")
+
+
+class _Owner(NamedTuple):
+    """Who a memory belongs to.
+
+    Attributes:
+        key: Its key, or its class with what it watches.
+        made_by: The module and name of its class.
+        is_given: Whether the key is its own.
+    """
+
+    key: str
+    made_by: str
+    is_given: bool
+
+
+def own_key(one: Any) -> str | None:
+    """The `key` that a hook was given, None where it has none; a `key` that is not a string means something else."""
+    key = getattr(one, "key", None)
+    return key if isinstance(key, str) and key else None
+
+
+def key_of(one: Any) -> str:
+    """A hook's own key, else its class with what it watches: what it is called in logs and checkpoints."""
+    return own_key(one) or _class_names(one)[0]
+
+
+def _class_names(one: Any) -> tuple[str, str]:
+    """The class of a hook with what it watches, and the full name of the class; a function is its own class."""
+    named = one if isinstance(getattr(one, "__qualname__", None), str) else type(one)
+    made_by = f"{named.__module__}.{named.__qualname__}"
+    watches = getattr(one, "watches", None)
+    return f"{named.__qualname__}({watches})" if isinstance(watches, str) else str(named.__qualname__), made_by
+
+
+def _owner(one: Any) -> _Owner:
+    key, (described, made_by) = own_key(one), _class_names(one)
+    return _Owner(key or described, made_by, key is not None)
+
+
+def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
+    for one in objects:
+        if callable(getattr(one, "get_state", None)) and callable(getattr(one, "set_state", None)):
+            yield _owner(one), one
+
+
+def check_keys(objects: Iterable[Any], where: str = "hooks") -> None:
+    """Refuses two with one key.
+
+    Raises:
+        ValueError: Two of those that remember something were given the same `key`.
+    """
+    seen: dict[str, Any] = {}
+    for owner, one in _stateful(objects):
+        if not owner.is_given:
+            continue
+        if owner.key in seen:
+            both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], one))
+            raise ValueError(
+                f"{where}: key={owner.key!r}: must be the key of one, got it for {both}; give each a key of its own"
+            )
+        seen[owner.key] = one
+
+
+def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
+    """What each remembers, as a list that JSON can hold; a copy.
+
+    Raises:
+        TypeError: What one remembers is not JSON; names it.
+        ValueError: Two have the same key.
+    """
+    objects = tuple(objects)
+    check_keys(objects, where)
+    return [_record(owner, one, where) for owner, one in _stateful(objects)]
+
+
+def _record(owner: _Owner, one: Any, where: str) -> dict[str, Any]:
+    value = one.get_state()
+    try:
+        state = json.loads(json.dumps(_checked(value, "get_state()", 0), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"{where}: what {owner.key}.get_state() returned is not JSON, and cannot be kept with a checkpoint: {error}"
+        ) from error
+    record = {"key": owner.key, "class": owner.made_by, "is_given": owner.is_given, "state": state}
+    settings = _settings(one)
+    return record | {"settings": settings} if settings else record
+
+
+def _settings(one: Any) -> dict[str, Any]:
+    """What tells twins apart: what a stock object was made with."""
+    settings = getattr(one, "told_apart_by", None)
+    return settings if isinstance(settings, dict) else {}
+
+
+def _checked(value: Any, where: str, depth: int) -> Any:
+    """Refuses what JSON would change: keys that are no text, and numbers of NumPy or JAX."""
+    if depth > 100:
+        raise ValueError(f"{where[:60]}… is nested more than 100 deep")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where}: the key {key!r} is {type(key).__name__}; keys of JSON are strings")
+            _checked(item, f"{where}[{key!r}]", depth + 1)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _checked(item, f"{where}[{i}]", depth + 1)
+    elif not isinstance(value, str | int | float | None):
+        hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(f"{where} is {type(value).__name__}, which is no JSON value{hint}")
+    return value
+
+
+def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool:
+    """Gives each what it remembered; whether one of them wants no further step.
+
+    A memory that cannot be given back is a log line: whoever it belonged to is gone, or is another class now, or has
+    more or fewer twins.
+    """
+    if saved is None:
+        return False
+    if not (isinstance(saved, list) and all(map(_is_record, saved))):
+        what = "an older version of jstep" if isinstance(saved, Mapping) else "something else"
+        _logger.warning("%s: what the checkpoint remembers of them was written by %s: all start fresh", where, what)
+        return False
+    here: dict[_Owner, list[Any]] = {}
+    for owner, one in _stateful(objects):
+        here.setdefault(owner, []).append(one)
+    there: dict[_Owner, list[Any]] = {}
+    for record in saved:
+        owner = _Owner(record["key"], record["class"], bool(record["is_given"]))
+        there.setdefault(owner, []).append(record)
+    stop = False
+    for owner, records in there.items():
+        twins = here.get(owner, [])
+        if len(twins) != len(records):
+            _logger.warning("%s: %s", where, _mismatch_reason(owner, records, twins, here))
+            continue
+        for one, record in _matched(twins, records, where):
+            stop = bool(one.set_state(record["state"])) or stop
+    return stop
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, dict) or not {"key", "class", "is_given", "state"} <= record.keys():
+        return False
+    return isinstance(record["key"], str) and isinstance(record["class"], str)
+
+
+def _mismatch_reason(owner: _Owner, records: Sequence[Any], twins: Sequence[Any], here: Iterable[_Owner]) -> str:
+    if twins:
+        return (
+            f"the checkpoint remembers {len(records)} of {owner.key}, and there are {len(twins)} now: it cannot be "
+            "told which is which, and all of them start fresh; give each a `key` of its own"
+        )
+    other = next((one.made_by for one in here if owner.is_given and one.is_given and one.key == owner.key), None)
+    if other is not None:
+        return f"the checkpoint has the state of {owner.key!r}, a {owner.made_by}; it is a {other} now and starts fresh"
+    return f"the checkpoint has the state of {owner.key}, which is not among them any more"
+
+
+def _matched(twins: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:
+    """Each with its record: several are told apart by their settings, and by order where these are equal."""
+    if len(twins) == 1:
+        yield twins[0], records[0]
+        return
+    left = list(records)
+    for one in twins:
+        settings = _settings(one)
+        found = next((record for record in left if record.get("settings", {}) == settings), None)
+        if found is None:
+            _logger.warning(
+                "%s: none of the %d %s that the checkpoint remembers was made with %s: it starts fresh",
+                where,
+                len(records),
+                key_of(one),
+                settings,
+            )
+            continue
+        left.remove(found)
+        yield one, found

@@ -1,0 +1,167 @@
+"""Sums of metrics over intervals of steps, kept on the device: no array for each step, and one to read an interval."""
+
+import functools
+import math
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.core.contexts import internal_transfers
+from jstep.hooks.hook import Metrics
+from jstep.hooks.metric_sums_layout import LOSS, Layout, Part
+from jstep.hooks.metric_sums_program import BAD, TOO_MANY, VALUE
+from jstep.hooks.skipped_updates import SKIPPED, SkipMetric
+from jstep.hooks.values import host, shown
+
+
+class BadStep(NamedTuple):
+    """A step that a run does not get over, and its loss."""
+
+    step: int
+    loss: float
+
+
+class MetricSums:
+    """What several hooks want to know of the metrics of all steps of an interval; each has intervals of its own.
+
+    A mean is that of the steps that have the metric. A value that is not finite does not count if the update of its
+    step was skipped. Metrics that no step computes are never added up.
+
+    Args:
+        skip_metric: The name of the metric that is 1 where the whole update was skipped.
+        constants: The names of the metrics that no step computes, once the first step was taken.
+    """
+
+    def __init__(
+        self, skip_metric: SkipMetric = lambda: SKIPPED, constants: Callable[[], Collection[str]] = tuple
+    ) -> None:
+        self._skip_metric, self._constants = skip_metric, constants
+        self._limits: list[float] = []
+        self._has_means = False
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
+        self._last: Layout | None = None
+
+    def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
+        """Return a number to take intervals with; before the first step.
+
+        Args:
+            max_skipped: How many skipped updates in a row are too many; None for no limit.
+            means: Whether means are wanted; if nobody wants them, only the loss is watched.
+        """
+        self._limits.append(math.inf if max_skipped is None else max_skipped)
+        self._has_means = self._has_means or means
+        return len(self._limits) - 1
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody wants to know."""
+        return bool(self._limits)
+
+    def add(self, first: int, steps: int, metrics: Metrics, stacked: bool) -> None:
+        """Takes the metrics of the steps after `first`; before anybody may change the mapping."""
+        layout = self._layouts.get((stacked, *metrics))
+        if layout is None or not layout.fits(metrics):
+            layout = self._layout(metrics, stacked)
+        if layout is not self._last:
+            if self._last is not None:
+                self._last.flush()
+                if self._last.sums is not None:
+                    layout.resume_from(self._last.sums)
+            self._last = layout
+        layout.add(first, steps, metrics)
+
+    def flush(self) -> None:
+        """Reads what it was given, before somebody gets it who may donate it."""
+        if self._last is not None:
+            self._last.flush()
+
+    def take(self, number: int) -> "Interval":
+        """What was added since the last time."""
+        return Interval([part for layout in self._layouts.values() if (part := layout.take(number)) is not None])
+
+    def _layout(self, metrics: Metrics, stacked: bool) -> "Layout":
+        """That of metrics that have come for the first time, or whose constants have changed: the old one is kept."""
+        key: tuple[Any, ...] = (stacked, *metrics)
+        if key in self._layouts:
+            old = self._layouts.pop(key)
+            self._layouts[(*key, len(self._layouts))] = old  # what it holds is still to be taken
+        skip = self._skip_metric()
+        if not self._has_means:
+            metrics = {name: value for name, value in metrics.items() if name in (LOSS, skip)}
+        layout = self._layouts[key] = Layout(metrics, stacked, self._limits, frozenset(self._constants()), skip)
+        return layout
+
+
+class Interval:
+    """What was added up over an interval."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._parts = parts
+        for part in parts:
+            part.row.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(part.row.is_ready() for part in self._parts)
+
+    def names(self) -> list[str]:
+        """All metrics of the interval."""
+        return list(dict.fromkeys(name for part in self._parts for name in self._all(part)))
+
+    def _all(self, part: Part) -> list[str]:
+        return [*part.names, *(name for name, _ in part.fixed)]
+
+    def means(self, names: Collection[str]) -> dict[str, float]:
+        """The means of these metrics; waits for them."""
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for part, row in self._rows:
+            m = len(part.names)
+            for i, name in enumerate(part.names):
+                if name in found:
+                    total, lost = float(row[i]), float(row[m + i])
+                    found[name].append((total + lost if math.isfinite(total) else total, float(row[2 * m + i])))
+            for name, value in part.fixed:
+                if name in found:
+                    found[name].append((float(np.mean(host(value), dtype=np.float64)) * part.steps, part.steps))
+        return {name: _mean(sums) for name, sums in found.items()}
+
+    def first_bad(self) -> BadStep | None:
+        """The first step whose loss was not finite and whose update was applied; waits."""
+        bad = [BadStep(part.step_of(int(row[BAD])), float(row[VALUE])) for part, row in self._rows if row[BAD] >= 0]
+        return min(bad, default=None)
+
+    def first_over_limit(self) -> int | None:
+        """The step with which too many in a row were skipped; waits."""
+        steps = [part.step_of(int(row[TOO_MANY])) for part, row in self._rows if row[TOO_MANY] >= 0]
+        return min(steps, default=None)
+
+    @functools.cached_property
+    def _rows(self) -> list[tuple[Part, Any]]:
+        with internal_transfers():
+            return [(part, host(part.row)) for part in self._parts]
+
+
+class PendingMeans:
+    """The means of an interval, in the order in which they are shown, on their way to the host."""
+
+    def __init__(self, interval: Interval, leave_out: Collection[str] = ()) -> None:
+        self._interval, self._names = interval, shown(interval.names(), leave_out)
+
+    def start(self) -> None:
+        """They are asked for already."""
+
+    def is_ready(self) -> bool:
+        """Whether reading them would not wait."""
+        return self._interval.is_ready()
+
+    def read(self) -> dict[str, Any]:
+        """The numbers; waits for them."""
+        return dict(self._interval.means(self._names))
+
+
+def _mean(sums: list[tuple[float, float]]) -> float:
+    if len(sums) == 1 and sums[0][1]:
+        return sums[0][0] / sums[0][1]
+    count = sum(n for _, n in sums)
+    return sum(total for total, _ in sums) / count if count else math.nan

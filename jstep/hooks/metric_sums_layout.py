@@ -1,0 +1,191 @@
+"""The sums of steps that return the same metrics."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.core.contexts import internal_transfers
+from jstep.hooks import metric_sums_program
+from jstep.hooks.hook import Metrics
+from jstep.hooks.metric_sums_program import SKIPS
+from jstep.hooks.values import host, is_number, is_numeric
+
+LOSS = "loss"
+_CALLS, _VALUES = 16, 128
+"""So many calls are added at once, if they have no more values than that: a dispatch costs as much as a small step."""
+
+
+class Part(NamedTuple):
+    """An interval's share in the steps that had the same metrics.
+
+    Attributes:
+        names: The metrics that are added up, in their order.
+        fixed: Those that are constants.
+        steps: How many steps there were.
+        row: A row of the sums, on the device.
+        step_of: From the number of a step in the interval to that of the run.
+    """
+
+    names: list[str]
+    fixed: list[tuple[str, Any]]
+    steps: int
+    row: Any
+    step_of: Callable[[int], int]
+
+
+class Layout:
+    """The sums of steps that return the same metrics."""
+
+    def __init__(
+        self, metrics: Metrics, stacked: bool, limits: list[float], constants: frozenset[str], skip: str | None
+    ) -> None:
+        numbers = [name for name, value in metrics.items() if is_number(value, int(stacked))]
+        self.fixed = [(name, metrics[name]) for name in numbers if name in constants]
+        devices = [n for n in numbers if n not in constants and isinstance(metrics[n], jax.Array)]
+        self._plain = [n for n in numbers if n not in constants and not isinstance(metrics[n], jax.Array)]
+        self.names = devices + self._plain
+        loss = self.names.index(LOSS) if LOSS in self.names else None
+        if loss is None and isinstance(metrics.get(LOSS), jax.Array) and is_numeric(metrics[LOSS]):
+            loss = -1  # several numbers a step, or a constant
+        self._wanted = [*devices, LOSS] if loss == -1 else devices
+        self._program = metric_sums_program.program(
+            loss, self.names.index(skip) if skip in self.names else None, stacked
+        )
+        self._room = 1 if stacked or loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(devices))))
+        values = [metrics[name] for name in self._wanted]
+        self._is_global = any(not value.is_fully_addressable for value in values)
+        wide = any(value.dtype.itemsize > 4 for value in values if is_numeric(value))
+        rows = metric_sums_program.empty(len(self.names), limits, np.float64 if wide else np.float32)
+        self.sums: Any = None
+        if self.names or loss is not None:
+            with internal_transfers():
+                self.sums = jax.device_put(rows, _beside(values, self._is_global))
+        self._held: list[tuple[list[Any], int]] = []
+        self._halves: list[Any] = []
+        self._total, self._stop = 0, -1
+        self._pieces: list[tuple[int, int]] = []
+        self._taken = [0] * len(limits)
+
+    def fits(self, metrics: Metrics) -> bool:
+        """Whether the constants are those of this layout."""
+        for name, value in self.fixed:
+            other = metrics[name]
+            if other is not value and not np.array_equal(host(other), host(value), equal_nan=True):
+                return False
+        return True
+
+    def add(self, first: int, steps: int, metrics: Metrics) -> None:
+        """Adds the metrics of a call, or keeps them until there are some more."""
+        if first != self._stop:
+            self._pieces.append((self._total, first + 1))
+        self._total += steps
+        self._stop = first + steps
+        if self.sums is None:
+            return
+        values = [metrics[name] for name in self._wanted]
+        if self._is_global:  # the others may not ask
+            values = [_here(value) for value in values]
+        if self._plain:
+            self._halves.append(_halves([metrics[name] for name in self._plain], self.sums.dtype))
+        self._held.append((values, steps))
+        if len(self._held) >= self._room:
+            self.flush()
+
+    def flush(self) -> None:
+        """Adds what is kept."""
+        if not self._held:
+            return
+        calls, count = [values for values, _ in self._held], sum(steps for _, steps in self._held)
+        halves, missing = self._halves, self._room - len(calls)
+        self._held, self._halves = [], []
+        calls += calls[-1:] * missing  # one program, however many there are
+        plain = np.concatenate(halves + halves[-1:] * missing, axis=1) if halves else None
+        with internal_transfers(), _without_nan_checks():
+            self.sums = self._program(self.sums, calls, plain, np.int32(count))
+
+    def resume_from(self, sums: Any) -> None:
+        """Takes over how many steps in a row were skipped."""
+        if self.sums is not None:
+            with internal_transfers(), _without_nan_checks():
+                self.sums = metric_sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
+
+    def take(self, number: int) -> Part | None:
+        """What a subscriber has not taken; None where there is nothing."""
+        before, self._taken[number] = self._taken[number], self._total
+        if self._total == before:
+            return None
+        self.flush()
+        pieces = tuple(self._pieces)
+        gone = min(self._taken)
+        while len(self._pieces) > 1 and self._pieces[1][0] <= gone:
+            del self._pieces[0]
+
+        def step_of(i: int) -> int:
+            base, step = next(piece for piece in reversed(pieces) if piece[0] <= before + i)
+            return step + before + i - base
+
+        row: Any = _Nothing()
+        if self.sums is not None:
+            with internal_transfers(), _without_nan_checks():
+                row, self.sums = metric_sums_program.take(self.sums, np.int32(number))
+        return Part(self.names, self.fixed, self._total - before, row, step_of)
+
+
+def _halves(values: list[Any], dtype: Any) -> np.ndarray[Any, Any]:
+    """Numbers of the host as two floats: [2, steps, metrics]."""
+    both = np.stack([np.asarray(value, np.float64).reshape(-1) for value in values], axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        high = both.astype(dtype)
+        low = np.where(np.isfinite(high), both - high, 0).astype(dtype)
+    return np.stack([high, low])
+
+
+class _Nothing:
+    """The row of a layout that adds nothing up."""
+
+    is_fully_addressable = True
+
+    def copy_to_host_async(self) -> None:
+        """There is nothing to copy."""
+
+    def is_ready(self) -> bool:
+        """It is."""
+        return True
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return np.full(metric_sums_program.WATCHED, -1.0)
+
+
+def _here(value: Any) -> Any:
+    """The part that this process has of a value that all have."""
+    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
+    return value.addressable_data(0) if is_global else value
+
+
+def _beside(values: list[Any], is_global: bool) -> Any:
+    """Where the sums go: to the devices that the values are on."""
+    value = next((_here(value) for value in values if getattr(value, "committed", False)), None)
+    if value is None:
+        return None
+    if isinstance(value.sharding, NamedSharding):
+        return NamedSharding(value.sharding.mesh, PartitionSpec())
+    return value.sharding
+
+
+def _checks_nans() -> bool:
+    flags: Any = jax.config
+    return bool(flags.jax_debug_nans or flags.jax_debug_infs)
+
+
+def _without_nan_checks() -> contextlib.AbstractContextManager[object]:
+    """A sum that is NaN is what is looked for: it is no error of the program that adds up."""
+    if not _checks_nans():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(jax.debug_nans(False))
+    stack.enter_context(jax.debug_infs(False))
+    return stack

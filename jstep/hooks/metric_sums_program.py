@@ -1,0 +1,164 @@
+"""The compiled part of `sums`: one call adds the metrics of some steps to all intervals at once.
+
+A row of the array belongs to one subscriber: for M metrics M sums, M corrections (what rounding took away), M counts,
+then what it watches. Sums are kept in two floats, so that a mean is as good as one of float64.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.hooks.skipped_updates import is_bad_loss
+
+WATCHED = 6
+SEEN, BAD, VALUE, SKIPS, LIMIT, TOO_MANY = range(-WATCHED, 0)
+"""Columns from the end: the steps seen; the first bad step, counted from 0, or −1, and its loss; how many steps in a
+row were skipped up to now; how many are too many; the step with which they were, or −1."""
+
+
+def empty(num_metrics: int, limits: list[float], dtype: Any) -> np.ndarray[Any, Any]:
+    """The array before the first step; a row for each limit of skipped steps."""
+    rows = np.zeros((len(limits), 3 * num_metrics + WATCHED), dtype)
+    rows[:, BAD] = rows[:, TOO_MANY] = -1
+    rows[:, LIMIT] = limits
+    return rows
+
+
+@functools.cache
+def program(loss: int | None, skip: int | None, stacked: bool) -> Callable[..., Any]:
+    """`add(sums, calls, plain, count) -> sums`, which donates the sums.
+
+    `calls` are the values of some calls, `plain` numbers of the host, as two floats: [2, steps, metrics], or None. The
+    first `count` steps of all of them count, the others only fill up.
+
+    Args:
+        loss: The index of the loss among all values; −1 for one that is not added up, behind the others in each call;
+            None if there is none.
+        skip: The index of the metric that is 1 if an update was skipped, or None.
+        stacked: Whether the values have a leading axis of steps.
+    """
+
+    def add(sums: Any, calls: list[list[Any]], plain: Any, count: Any) -> Any:
+        high, low, known = _columns([call[:-1] for call in calls] if loss == -1 else calls, plain, sums.dtype, stacked)
+        steps, m = high.shape
+        counts = jnp.arange(steps, dtype=np.int32) < count
+        skipped = high[:, skip] == 1 if skip is not None else jnp.zeros(steps, bool)
+        used = known & counts[:, None] & (jnp.isfinite(high) | ~skipped[:, None])
+        x, error = _total(jnp.where(used, high, 0), jnp.where(used, low, 0))
+        total, lost = _two_sum(sums[:, :m], jnp.broadcast_to(x[None], (len(sums), m)))
+        finite, value = jnp.ones(steps, bool), jnp.zeros(steps, sums.dtype)
+        if loss == -1:
+            finite, value = _losses(calls, stacked)
+        elif loss is not None:
+            finite, value = jnp.isfinite(high[:, loss]) | ~known[:, loss], high[:, loss]
+        parts = [
+            total,
+            sums[:, m : 2 * m] + (lost + error[None]),
+            sums[:, 2 * m : 3 * m] + jnp.sum(used, axis=0).astype(sums.dtype)[None],
+            _watch(sums[:, -WATCHED:], is_bad_loss(finite, skipped) & counts, value.astype(sums.dtype), skipped, count),
+        ]
+        return jnp.concatenate(parts, axis=1)
+
+    return jax.jit(add, donate_argnums=0)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def take(sums: Any, number: Any) -> tuple[Any, Any]:
+    """One row, and the array in which it begins from scratch."""
+    watched = sums[:, -WATCHED:]
+    fresh = [jnp.full_like(watched[:, column], -1 if column in (BAD, TOO_MANY) else 0) for column in range(-WATCHED, 0)]
+    fresh[SKIPS], fresh[LIMIT] = watched[:, SKIPS], watched[:, LIMIT]
+    begun = jnp.concatenate([jnp.zeros_like(sums[:, :-WATCHED]), jnp.stack(fresh, axis=1)], axis=1)
+    here = jnp.arange(len(sums), dtype=np.int32) == number
+    return sums[number], jnp.where(here[:, None], begun, sums)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def with_skips(sums: Any, skips: Any) -> Any:
+    """The array with other counts of steps in a row that were skipped."""
+    return sums.at[:, SKIPS].set(skips.astype(sums.dtype))
+
+
+def _columns(calls: list[list[Any]], plain: Any, dtype: Any, stacked: bool) -> tuple[Any, Any, Any]:
+    """All values, [steps, metrics], as two floats each, and which are numbers at all: a metric may change its shape."""
+    steps = 1 if not stacked else max((len(value) for value in calls[0] if value.ndim), default=1)
+    columns = []
+    for call in zip(*calls, strict=True):
+        pairs = [_parts(value.reshape(steps), dtype) if value.size == steps else None for value in call]
+        nothing = (jnp.zeros(steps, dtype), jnp.zeros(steps, dtype))
+        known = [jnp.full(steps, pair is not None) for pair in pairs]
+        whole = [pair or nothing for pair in pairs]
+        columns.append((*(jnp.concatenate(half) for half in zip(*whole, strict=True)), jnp.concatenate(known)))
+    if plain is not None:
+        halves = plain.astype(dtype)
+        columns += [(halves[0, :, i], halves[1, :, i], jnp.ones(halves.shape[1], bool)) for i in range(halves.shape[2])]
+    if not columns:
+        rows = steps * len(calls)
+        return jnp.zeros((rows, 0), dtype), jnp.zeros((rows, 0), dtype), jnp.zeros((rows, 0), bool)
+    together = [jnp.stack(parts, axis=1) for parts in zip(*columns, strict=True)]
+    return together[0], together[1], together[2]
+
+
+def _losses(calls: list[list[Any]], stacked: bool) -> tuple[Any, Any]:
+    """Of losses that are several numbers a step: whether all are finite, and one that is not."""
+    finite, value = [], []
+    for call in calls:
+        rows = call[-1].reshape(len(call[-1]) if stacked else 1, -1)
+        finite.append(jnp.isfinite(rows).all(axis=1))
+        value.append(jnp.real(jnp.where(jnp.isfinite(rows), 0, rows).sum(axis=1)))
+    return jnp.concatenate(finite), jnp.concatenate(value)
+
+
+def _parts(x: Any, dtype: Any) -> tuple[Any, Any]:
+    """A value as the sum of two floats: a large integer is not one."""
+    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= jnp.dtype(dtype).itemsize:
+        low = x & 0xFFF
+        return (x - low).astype(dtype), low.astype(dtype)
+    return x.astype(dtype), jnp.zeros(x.shape, dtype)
+
+
+def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """The rounded sum a + b, and what the rounding took away (Knuth)."""
+    s = a + b
+    of_b = s - a
+    return s, (a - (s - of_b)) + (b - of_b)
+
+
+def _total(high: Any, low: Any) -> tuple[Any, Any]:
+    """The sum over the steps of a call, as two floats."""
+    if len(high) == 1:
+        return high[0], low[0]
+
+    def both(a: Any, b: Any) -> tuple[Any, Any]:
+        s, lost = _two_sum(a[0], b[0])
+        return s, a[1] + b[1] + lost
+
+    zero = jnp.zeros((), high.dtype)
+    x, error = jax.lax.reduce((high, low), (zero, zero), both, (0,))
+    return x, error
+
+
+def _watch(watched: Any, bad: Any, value: Any, skipped: Any, count: Any) -> Any:
+    """The watched columns after the first `count` steps."""
+    dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
+    column = {name: watched[:, name] for name in range(-WATCHED, 0)}
+    at = jnp.argmax(bad)
+    is_first = (column[BAD] < 0) & bad.any()
+    last_made = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), steps))
+    since = (steps - last_made).astype(dtype)
+    in_a_row = jnp.where((last_made < 0)[None], column[SKIPS][:, None] + since[None], since[None])
+    over = (in_a_row >= column[LIMIT][:, None]) & (steps < count)[None]
+    is_over = (column[TOO_MANY] < 0) & over.any(axis=1)
+    new = {
+        SEEN: column[SEEN] + count.astype(dtype),
+        BAD: jnp.where(is_first, column[SEEN] + at.astype(dtype), column[BAD]),
+        VALUE: jnp.where(is_first, value[at], column[VALUE]),
+        SKIPS: jnp.take(in_a_row, count - 1, axis=1),
+        LIMIT: column[LIMIT],
+        TOO_MANY: jnp.where(is_over, column[SEEN] + jnp.argmax(over, axis=1).astype(dtype), column[TOO_MANY]),
+    }
+    return jnp.stack([new[name] for name in range(-WATCHED, 0)], axis=1)

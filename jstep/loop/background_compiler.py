@@ -1,0 +1,186 @@
+"""Compile what a run is going to need before it is due, in the background."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.core.contexts import Thread
+from jstep.loop.signals import StopWaiting
+
+_logger = logging.getLogger("jstep")
+
+_POLL_SECS = 0.2
+_MOST_AHEAD = 2
+"""So many programs are made ahead at most: they take memory on the device."""
+
+
+class CompileJob(NamedTuple):
+    """A program to be compiled.
+
+    Attributes:
+        first: The first step that runs it.
+        name: What it is, for the log.
+        make: `make(state, args)` compiles it for shapes of the state and of the latest batch; whether there was
+            anything to compile.
+    """
+
+    first: int
+    name: str
+    make: Callable[[Any, tuple[Any, ...]], bool]
+
+
+class BackgroundCompiler:
+    """Compiles one program after the other in a thread, and has the loop wait if one that is due is not ready.
+
+    An error is logged: the step that needs the program raises it. A compilation cannot be cancelled: a process that
+    ends before it waits for it, when the run has returned.
+
+    Args:
+        jobs: What to compile, in the order of their steps.
+        stopping: Whether the run is to stop, so that no program is to be waited for.
+        is_quiet: Whether nothing is logged.
+        closed: Set when nothing is waited for any more.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[CompileJob],
+        stopping: Callable[[], bool] = lambda: False,
+        *,
+        is_quiet: bool = False,
+        closed: threading.Event | None = None,
+    ) -> None:
+        self._jobs, self._stopping, self._is_quiet = list(jobs), stopping, is_quiet
+        self._done = [threading.Event() for _ in self._jobs]
+        self._passed = self._begun = 0
+        self._lock = threading.Lock()  # of what was begun
+        self._closed = threading.Event() if closed is None else closed
+        self._state: Any = None
+        self._args: tuple[Any, ...] = ()
+        self._thread: Thread | None = None
+
+    def before(
+        self, step: int, waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
+        """Waits, in `waiting()`, for the programs that are due at this step.
+
+        Raises:
+            StopWaiting: The run is to stop.
+        """
+        while self._passed < len(self._jobs) and step >= self._jobs[self._passed].first:
+            with self._lock:
+                if self._begun == self._passed:  # nobody began it: the step compiles it
+                    self._begun += 1
+                    self._done[self._passed].set()
+            with waiting():
+                while not self._done[self._passed].wait(_POLL_SECS):
+                    if self._stopping():
+                        raise StopWaiting
+            self._passed += 1
+
+    def after(self, state: Any, args: tuple[Any, ...], *, stacked: bool) -> None:
+        """Begins what can be begun, after a step that returned this state."""
+        if self._begun == len(self._jobs) or self._begun >= self._passed + _MOST_AHEAD:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if self._state is None:
+            self._state = shapes_of(state)
+        self._args = jax.tree.map(_unstacked, shapes_of(args)) if stacked else shapes_of(args)
+        self._start()
+
+    def begin(self, state: Any) -> None:
+        """Begins at once, with the shapes of a state."""
+        self._state = state
+        self._start()
+
+    def _start(self) -> None:
+        # Not a daemon: a compiler that comes back to an interpreter that has ended aborts the process.
+        # What it begins with is taken here: the step that needs it may come before the thread runs.
+        self._thread = Thread(target=self._work, args=(self._next(),), name="jstep-compile")
+        self._thread.start()
+
+    def _work(self, number: int | None) -> None:
+        while number is not None:
+            job = self._jobs[number]
+            then = time.perf_counter()
+            try:
+                if job.make(self._state, self._args) and not self._is_quiet:
+                    _logger.info(
+                        "compiled %s ahead of step %d, in the background, in %.1f s",
+                        job.name,
+                        job.first,
+                        time.perf_counter() - then,
+                    )
+            except Exception as error:
+                if not self._is_quiet:
+                    _logger.warning(
+                        "%s, which step %d needs, could not be compiled ahead: %s: %s",
+                        job.name,
+                        job.first,
+                        type(error).__name__,
+                        error,
+                    )
+            finally:
+                self._done[number].set()
+            number = self._next()
+
+    def close(self) -> None:
+        """Begins no other program; says so if the process has to wait for one."""
+        with self._lock:
+            self._begun = len(self._jobs)
+        self._closed.set()
+        if self._thread is not None and self._thread.is_alive():
+            _logger.info("the compiler is at work on a later program and cannot be stopped: the process ends after it")
+
+    def _next(self) -> int | None:
+        """The number of the job to begin now; None if there is none."""
+        with self._lock:
+            number = self._begun
+            if number >= min(len(self._jobs), self._passed + _MOST_AHEAD):
+                return None
+            self._begun += 1
+            return number
+
+
+def shapes_of(tree: Any) -> Any:
+    """The shapes of arrays, by which JAX finds the same program as by the arrays."""
+    return jax.tree.map(_shape, tree)
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        # An array that nobody put anywhere is compiled for as one of NumPy.
+        sharding = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return leaf
+
+
+def stacked_shapes(tree: Any, steps: int) -> Any:
+    """The shapes of the batches of several steps."""
+
+    def leaf(one: Any) -> Any:
+        if not isinstance(one, jax.ShapeDtypeStruct):
+            return _shape(np.stack([one] * steps))
+        sharding = one.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec.partitions))
+        return jax.ShapeDtypeStruct((steps, *one.shape), one.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, tree)
+
+
+def _unstacked(one: Any) -> Any:
+    sharding = one.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions[1:]))
+    return jax.ShapeDtypeStruct(one.shape[1:], one.dtype, sharding=sharding)

@@ -1,0 +1,48 @@
+"""Runs that end before their last step, or take no step: what to say of them."""
+
+import logging
+
+from jstep.loop.options import Options
+from jstep.loop.restore_or_init import RunStart
+from jstep.loop.run_saver_hook import STOPPED
+from jstep.loop.run_steps import LoopState
+
+_logger = logging.getLogger("jstep")
+
+
+def report_early_end(loop: LoopState, run_start: RunStart, last_step: int) -> None:
+    """Says that the batches ended before the run did.
+
+    Raises:
+        ValueError: There was none at all, for a run that was not restored.
+    """
+    start = run_start.step
+    if loop.step == start and run_start.restored is not None:
+        _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
+        return
+    if loop.step == start:
+        raise ValueError(
+            f"batches: there is none for step {start}, the first of this run, and last_step={last_step}; give "
+            "batches that go up to there, such as jstep.batches(…), or a list of them all (a list counts from "
+            "step 0), or a lower last_step"
+        )
+    _logger.warning(
+        "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
+        "give jstep.batches(…, num_epochs=None), or an iterable that goes on.",
+        loop.step,
+        last_step,
+    )
+
+
+def reason_done(run_start: RunStart, options: Options) -> str:
+    """Why a run takes no step, as the end of a sentence; empty if it is at its last step."""
+    by = run_start.extra.get(STOPPED)
+    if run_start.step >= options.last_step:
+        return ""
+    if by is None:
+        reasons = [getattr(hook, "why", None) for hook in options.hooks]
+        return next((f". {why}" for why in reasons if isinstance(why, str)), "")
+    return (
+        f". {by} stopped it at step {run_start.step}; to go on, leave that hook out, change what it asks for, or have "
+        "it forget what it remembers: EarlyStopping(reset=True)"
+    )

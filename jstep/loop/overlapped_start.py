@@ -1,0 +1,114 @@
+"""What begins before the checkpoint is read: the first batch, and the program of the first call."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jstep.data import BatchSequence
+from jstep.loop.background_compiler import shapes_of
+from jstep.loop.batch_feeder import FetchCounter, copied_batches
+from jstep.loop.compile_ahead import compile_first_program
+from jstep.loop.options import Options
+from jstep.loop.positions import saved_position
+from jstep.loop.programs import Programs
+from jstep.loop.restore_or_init import CheckpointInfo
+from jstep.loop.sources import Source, source_of
+from jstep.loop.stages import StageBoundaries, TrainSteps
+from jstep.loop.start_times import FirstBatch, StartTimes
+from jstep.state import TrainState
+
+
+class OverlappedStart(NamedTuple):
+    """Batches whose first one is on its way.
+
+    Attributes:
+        source: The batches.
+        first: The same, to be iterated over.
+    """
+
+    source: Source
+    first: FirstBatch
+
+
+def open_source(batches: Any, start: int, last_step: int, extra: Mapping[str, Any], *, is_kept: bool) -> Source:
+    """The batches from a step on, from the position that was kept with its checkpoint."""
+    source = source_of(batches, start, last_step, saved_position(extra), is_kept=is_kept)
+    if not is_kept:
+        return source._replace(position=None)  # nobody asks
+    if source.position is None or source.begin is not None:
+        return source
+    before = None
+    with contextlib.suppress(Exception):  # it may not know where it is before its first batch
+        before = source.position()
+    return source._replace(begin=lambda: before)
+
+
+def overlap_start(
+    batches: Any,
+    checkpoints: CheckpointInfo,
+    options: Options,
+    stages: TrainSteps,
+    programs: Programs,
+    state: TrainState,
+    fetched: FetchCounter,
+    times: StartTimes,
+    stack: contextlib.ExitStack,
+    stopping: Callable[[], bool],
+) -> OverlappedStart | None:
+    """Begins what need not wait for the checkpoint; None if there is nothing.
+
+    Args:
+        batches: The batches.
+        checkpoints: What is known of where the run begins.
+        options: What `train` was given.
+        stages: The training steps.
+        programs: Their programs.
+        state: What the checkpoint is restored into.
+        fetched: Where to count the batches.
+        times: Where to measure.
+        stack: What closes what is begun.
+        stopping: Whether the run is to stop.
+    """
+    start, last_step = checkpoints.step, options.last_step
+    own = batches if isinstance(batches, BatchSequence) else None
+    if start is None or start >= last_step or (own is None and checkpoints.latest is None):
+        return None
+    if own is not None and not own.is_endless and start >= len(own):
+        return None
+    make = functools.partial(
+        open_source, batches, start, last_step, checkpoints.extra, is_kept=checkpoints.saver is not None
+    )
+    source = make()
+    # What is a function of the step can be asked once more, should it have needed what a hook begins.
+    again = (lambda: copied_batches(make(), fetched)) if source.is_function else None
+    first = FirstBatch(copied_batches(source, fetched), times, again)
+    programs.first_compiler = compile_first_program(
+        programs,
+        StageBoundaries(stages, source.next_change),
+        first,
+        None if own is None else functools.partial(own.shapes, start),
+        options.hooks,
+        _cadences(options),
+        start,
+        last_step,
+        options.steps_per_call,
+        options.batch_sharding,
+        times,
+        stopping,
+    )
+    if programs.first_compiler is None:
+        first.forget()
+    else:
+        stack.callback(programs.first_compiler.close)
+        programs.first_compiler.begin(shapes_of(state))
+    return OverlappedStart(source, first)
+
+
+def _cadences(options: Options) -> list[int | None]:
+    """How often the stock hooks are due, in steps."""
+    return [
+        options.log_steps if options.progress is not False else None,
+        options.save_checkpoint_steps if options.checkpoint_dir is not None else None,
+        options.save_summaries_steps if options.logdir is not None else None,
+    ]

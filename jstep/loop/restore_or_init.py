@@ -1,0 +1,193 @@
+"""Restore the newest checkpoint, or begin at the state that was given."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jstep.checkpoint import Saver, checkpoint_name
+from jstep.checkpoint.format import left_out
+from jstep.core import trees
+from jstep.core.contexts import internal_transfers
+from jstep.core.notes import note
+from jstep.hooks.values import read
+from jstep.loop.checks import check_alive
+from jstep.loop.options import Options
+from jstep.loop.run_saver_hook import HELD
+from jstep.loop.signals import StopSignals
+from jstep.optimizers.held import held_values
+from jstep.state import TrainState, global_step
+
+_logger = logging.getLogger("jstep")
+
+
+class RunStart(NamedTuple):
+    """Where a run begins.
+
+    Attributes:
+        step: The step.
+        state: The state, as it was given or restored.
+        saver: Where checkpoints are kept, or None.
+        restored: The step that was restored, or None.
+        extra: What was kept with that checkpoint.
+        held: The hyperparameters that the script gave the state to hold, by name.
+    """
+
+    step: int
+    state: TrainState
+    saver: Saver | None
+    restored: int | None
+    extra: dict[str, Any]
+    held: dict[str, float]
+
+
+class CheckpointInfo(NamedTuple):
+    """What is known of where a run begins before any array is read.
+
+    Attributes:
+        step: The step; None if it is not known.
+        saver: Where checkpoints are kept, or None.
+        latest: The newest step there, or None.
+        extra: What was kept with it.
+        given: The step of the state that the script gave; None of one of shapes, or donated.
+        held: The hyperparameters that the script gave the state to hold, by name.
+    """
+
+    step: int | None
+    saver: Saver | None
+    latest: int | None
+    extra: dict[str, Any]
+    given: int | None
+    held: dict[str, float]
+
+
+def open_checkpoints(
+    options: Options,
+    state: TrainState,
+    stack: contextlib.ExitStack,
+    signals: StopSignals,
+    may_write: Callable[[], None],
+) -> CheckpointInfo:
+    """Opens the checkpoints, calls `may_write` when it is known that the run may, and reads what is small."""
+    if options.checkpoint_dir is None:
+        may_write()
+        _check_concrete(state, "and no checkpoint_dir to restore from")
+        return CheckpointInfo(_step_of(state), None, None, {}, None, {})
+    if isinstance(options.checkpoint_dir, Saver):
+        saver = options.checkpoint_dir
+        leave: Callable[..., None] = _Waits(saver)
+        leave_at_once = _nothing
+    else:
+        saver = Saver(options.checkpoint_dir, prefix=options.checkpoint_prefix)
+        leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
+    # Waits for what is being written, also after an error; a second Ctrl-C does not wait.
+    stack.push(lambda *error: leave_at_once() if signals.at_once else leave(*error))
+    left_out.left_out_indices(state, saver.leave_out)  # what it means is checked now, not at the first save
+    given = _step_if_known(state)
+    held = _held(state) if given is not None else {}
+    latest = saver.latest_step()
+    if latest is None or latest < options.last_step:
+        saver.claim()
+    may_write()
+    if latest is None:
+        return CheckpointInfo(given, saver, None, {}, given, held)
+    try:
+        extra = saver.extra(latest)
+    except Exception:  # restoring says what is wrong
+        return CheckpointInfo(None, saver, latest, {}, given, held)
+    return CheckpointInfo(latest, saver, latest, extra if isinstance(extra, dict) else {}, given, held)
+
+
+def restore_or_init(checkpoints: CheckpointInfo, state: TrainState) -> RunStart:
+    """Restores the newest checkpoint, or begins with the state that was given."""
+    _, saver, _, _, given, held = checkpoints
+    if saver is None:
+        return RunStart(_step_of(state), state, None, None, {}, {})
+    try:
+        with internal_transfers():
+            # Not that of the latest step that looks whole: a newest one that is damaged is an error.
+            state = saver.restore(state)
+    except FileNotFoundError:
+        _check_concrete(state, "and there is no checkpoint to restore")
+        return RunStart(_step_of(state), state, saver, None, {}, held)
+    restored = _step_of(state)
+    extra = checkpoints.extra if restored == checkpoints.step else saver.extra(restored)
+    extra = extra if isinstance(extra, dict) else {}
+    _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
+    _say_what_is_dropped(given, held, restored, extra.get(HELD), checkpoint_name(saver.prefix, restored))
+    return RunStart(restored, state, saver, restored, extra, extra.get(HELD, {}) if given else held)
+
+
+def _check_concrete(state: TrainState, why: str) -> None:
+    """Refuses a state that no run can begin from: one of shapes alone, or one that was donated."""
+    for path, leaf in trees.leaves_with_paths(state):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), {why}; give a state of arrays, "
+                "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
+            )
+    check_alive(state)
+
+
+def _step_if_known(state: TrainState) -> int | None:
+    """The step of the state that the script gave; None of one of shapes, or donated."""
+    step = state.global_step
+    if not trees.is_array(step) or trees.donated_leaf(state) is not None:
+        return None
+    return _step_of(state)
+
+
+def _held(state: TrainState) -> dict[str, float]:
+    values = {name: value for name, value in held_values(state.slots).items() if np.ndim(value) == 0}
+    return {name: float(value) for name, value in read(values).items()}
+
+
+def _say_what_is_dropped(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
+    """Warns of what the script says and the checkpoint says otherwise: the checkpoint counts."""
+    if given and given != restored:
+        _logger.warning(
+            "state: it is at step %d, and is dropped for %s, the newest checkpoint of checkpoint_dir. To train on from "
+            "the state you passed, give another checkpoint_dir.",
+            given,
+            name,
+        )
+    if given or not isinstance(before, dict):
+        return
+    for hyperparameter, value in held.items():
+        if before.get(hyperparameter, value) != value:
+            _logger.warning(
+                "state: held %r starts at %g, which was %g when this run was begun: what %s holds counts. Set another "
+                "value by jstep.set_hyperparameter, in a hook.",
+                hyperparameter,
+                value,
+                before[hyperparameter],
+                name,
+            )
+
+
+def _step_of(state: TrainState) -> int:
+    with internal_transfers():
+        return global_step(state)
+
+
+def _nothing() -> None:
+    """What a run does with a Saver of the user's where it may not wait."""
+
+
+class _Waits:
+    """What the run does with a Saver of the user's when it leaves: waits, and leaves it open."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+
+    def __call__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._saver.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            note(error, f"Besides, {failure}")

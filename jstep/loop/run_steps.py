@@ -1,0 +1,107 @@
+"""The driver: step after step, and nothing else."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jstep.loop.batch_feeder import Call
+from jstep.loop.checks import check_result
+from jstep.state import TrainState
+
+
+@dataclasses.dataclass(slots=True)
+class LoopState:
+    """Where a run is.
+
+    Attributes:
+        step: The step of the last whole state.
+        state: That state.
+        metrics: Those of the call that made it. None before the first.
+        rows: The number of examples of a step, where it is known.
+        stacked: Whether the metrics are stacked, one for each step of the call.
+    """
+
+    step: int
+    state: TrainState
+    metrics: Any = None
+    rows: int | None = None
+    stacked: bool = False
+
+
+def run_steps(
+    step: Callable[..., Any],
+    state: TrainState,
+    source: Iterable[Call],
+    start: int,
+    stop: int,
+    after: Callable[[int, LoopState], bool] | None = None,
+    loop: LoopState | None = None,
+    before: Callable[[LoopState], None] | None = None,
+) -> LoopState:
+    """Takes steps up to `stop`, or until the source ends; nothing in it waits for the device.
+
+    `train`, `verify_resume` and `replay` all drive so. To go from a state at step 3 to step 7, two steps a call:
+
+        stages = stages_of(train_step)                           # jstep.loop.stages
+        source = source_of(batches, 3, 7)                        # jstep.loop.sources
+        boundaries = StageBoundaries(stages, source.next_change) # jstep.loop.stages
+        steps = call_lengths(3, 7, 2, lambda n: boundaries.after(n, 7))
+        made = make_calls(copied_batches(source), 3, steps)      # jstep.loop.batch_feeder; None for one step a call
+        loop = run_steps(Programs(stages), state, made, 3, 7)    # jstep.loop.programs
+        loop.step, loop.state                                    # 7, or less if the batches ended
+
+    Args:
+        step: What takes the steps of a call, `step(state, call) -> (state, metrics)`: `Programs`.
+        state: The state to start from; a compiled step takes over its memory.
+        source: The calls, as `jstep.loop.batch_feeder.make_calls` makes them of batches.
+        start: The step of the state.
+        stop: Where to end.
+        after: `after(first, loop)`, called after each call with the step before it; it may change `loop.state`. True
+            ends the drive.
+        loop: Where to keep track; one's own is up to date where a step or the source raises.
+        before: `before(loop)`, called before each call.
+
+    Returns:
+        Where it ended.
+    """
+    if loop is None:
+        loop = LoopState(start, state)
+    size: Any = _UNKNOWN
+    loop.step, loop.state = start, state
+    for one in source:
+        first = loop.step
+        if before is not None:
+            before(loop)
+        result = step(loop.state, one)
+        if first == start:
+            check_result(result)
+        if (own := _size_of(one)) != size:
+            size, loop.rows = own, _rows(one)
+        loop.state, loop.metrics = result
+        loop.stacked = one.stacked
+        loop.step = first + one.steps
+        if (after is not None and after(first, loop)) or loop.step >= stop:
+            break
+    return loop
+
+
+_UNKNOWN = object()
+
+
+def _size_of(call: Call) -> Any:
+    """What tells batches of different sizes apart, of one leaf alone: it is asked at each call."""
+    leaf = call.args[0] if call.args else None
+    if type(leaf) is dict:
+        leaf = next(iter(leaf.values()), None)
+    shape = getattr(leaf, "shape", None)
+    return None if shape is None else shape[call.stacked : call.stacked + 1]
+
+
+def _rows(call: Call) -> int | None:
+    """The size of the leading axis of all arguments of a step; None where they differ, or have none."""
+    axis = 1 if call.stacked else 0
+    shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(call.args)]
+    sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -1,0 +1,104 @@
+"""Save the state when a run fails, and put it into the exception."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.checkpoint import checkpoint_name
+from jstep.core import trees
+from jstep.core.contexts import internal_transfers
+from jstep.core.notes import note
+from jstep.distributed import agreement
+from jstep.hooks import CheckpointSaverHook
+from jstep.hooks.skipped_updates import is_bad_loss
+from jstep.hooks.values import host
+from jstep.loop.run_steps import LoopState
+
+
+def save_on_failure(
+    error: BaseException,
+    loop: LoopState,
+    start: int | None,
+    *,
+    during: str,
+    savers: Sequence[CheckpointSaverHook],
+    skip_metric: str | None,
+) -> None:
+    """Puts the last whole state into the exception's `state`, saves it where it can, and notes what happened where.
+
+    Args:
+        error: What ends the run.
+        loop: Where the run is.
+        start: The step it began from; None where it had not begun.
+        during: What was under way, in words.
+        savers: What saves; none where nothing is to be saved.
+        skip_metric: The metric that is 1 where the whole update was skipped, or None.
+    """
+    lost = trees.donated_leaf(loop.state) is not None
+    with contextlib.suppress(Exception):
+        error.state = None if lost else loop.state  # type: ignore[attr-defined]
+    if start is None:
+        return
+    where = f"jstep: {during}"
+    if lost:
+        note(error, f"{where}. The state was donated to the step that failed: it is lost.")
+        return
+    kept = f"the state after step {loop.step} is in the exception's `state`"
+    if not savers or loop.step == start:
+        note(error, f"{where}; {kept}.")
+        return
+    note(error, f"{where}; {kept}{_saved(error, loop, savers, skip_metric)}.")
+
+
+def _saved(
+    error: BaseException, loop: LoopState, savers: Sequence[CheckpointSaverHook], skip_metric: str | None
+) -> str:
+    """Saves it, and says what came of it."""
+    if not agreement.is_single_process():
+        return ", and is not saved: the other processes may be elsewhere"
+    if getattr(error, "prevents_saving", False):
+        return ", and is not saved"
+    if is_loss_nonfinite(loop, skip_metric):
+        return ", and is not saved: its loss is not finite"
+    try:
+        saved = [saver.save(loop.step, loop.state, wait=True) for saver in savers]
+        if not all(saved):
+            return ", and is not saved, as a hook demands"
+    except Exception as failure:
+        if failure is error or str(failure) == str(error):
+            return ", and is not saved"
+        return f", and could not be saved: {type(failure).__name__}: {failure}"
+    return f", and is saved as {checkpoint_name(savers[-1].prefix, loop.step)}; start the run again to go on"
+
+
+def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:
+    """Whether a loss of the last call was not finite; a hook that looks for it may not have looked yet.
+
+    The loss of an update that was skipped does not matter to the state. On several processes the result is the same on
+    all of them.
+    """
+    metrics = loop.metrics if isinstance(loop.metrics, Mapping) else {}
+    loss = metrics.get("loss")
+    if loss is None or not (agreement.is_single_process() or _is_on_all(loss)):
+        return False
+    try:
+        with internal_transfers():
+            finite = np.isfinite(host(loss).astype(np.float64))
+            skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
+            return bool(np.any(is_bad_loss(finite, skipped)))
+    except (TypeError, ValueError):
+        return False
+    except Exception:  # the device failed: what it was to compute is not there
+        return True
+
+
+def _is_on_all(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated
+
+
+def format_batches(first: int, steps: int) -> str:
+    """`batch 7`, or `batches 7 to 9`."""
+    return f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"

@@ -1,0 +1,135 @@
+"""Keeps account of a run's time, in a file beside its checkpoints."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jstep.checkpoint import Saver
+from jstep.loop.options import Options
+from jstep.loop.run_steps import LoopState
+from jstep.stores import location
+from jstep.timeline import Stopwatch, Timeline
+from jstep.timeline.lines import START, TIMES, VERSION
+from jstep.timeline.process import seconds_before_training
+
+_logger = logging.getLogger("jstep")
+
+_EVERY_SECS = 1.0
+
+
+class Clocks(NamedTuple):
+    """Where the time comes from.
+
+    Attributes:
+        seconds: Measures time that passes.
+        wall: Seconds since 1970.
+        before: Seconds that the process had run when it began to train.
+    """
+
+    seconds: Callable[[], float] = time.perf_counter
+    wall: Callable[[], float] = time.time
+    before: Callable[[], float] = seconds_before_training
+
+
+CLOCKS = Clocks()
+"""Those of every run; tests replace them."""
+
+
+class TimelineRecorder:
+    """The stopwatch of a run, and the thread that writes its times down once a second.
+
+    Only process 0 writes, and only if the run has a checkpoint_dir or a logdir. Otherwise nothing is kept.
+
+    Args:
+        options: What `train` was given.
+        loop: Where the run is.
+
+    Attributes:
+        watch: The stopwatch, which begins with the process where this is its first run.
+    """
+
+    def __init__(self, options: Options, loop: LoopState) -> None:
+        before = CLOCKS.before()
+        self.watch = Stopwatch(before, CLOCKS.seconds)
+        self._wall = CLOCKS.wall() - before
+        self._loop = loop
+        self._first: int | None = None
+        self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
+        self._prefix = options.checkpoint_prefix
+        if isinstance(self._directory, Saver):
+            self._directory, self._prefix = self._directory.directory, self._directory.prefix
+        self._timeline: Timeline | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "TimelineRecorder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout=10)  # it may wait for a store
+        if self._timeline is not None:
+            self.times()
+            self._timeline.close()
+            self._timeline = None
+        self.watch.stop()
+
+    def open(self) -> None:
+        """Writes the first line; called once the run knows that it may write where its checkpoints are."""
+        if self._directory is None or jax.process_index() != 0:
+            self.watch.stop()
+            return
+        try:
+            self._timeline = Timeline(location(self._directory, "checkpoint_dir"), self._prefix)
+        except OSError as error:
+            _logger.warning("%s: the times of this run cannot be kept: %s", self._directory, error)
+            self.watch.stop()
+            return
+        self.times(START, version=VERSION)
+        self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether lines are written."""
+        return self._timeline is not None
+
+    def began(self, step: int) -> None:
+        """Notes the step that the run begins from."""
+        self._first = step
+
+    def times(self, kind: str = TIMES, *, to_disk: bool = False, **fields: Any) -> None:
+        """Writes a line with the times up to now."""
+        first, step, seconds = self._first, self._loop.step, self.watch.seconds()
+        self.write(
+            kind,
+            to_disk=to_disk,
+            **fields,
+            time=round(self._wall + sum(seconds.values()), 6),
+            step=None if first is None else [first, max(first, step)],
+            seconds={part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
+        )
+
+    def write(self, kind: str, *, to_disk: bool = False, **fields: Any) -> None:
+        """Writes a line of any kind, where lines are written."""
+        if self._timeline is not None:
+            self._timeline.write(kind, to_disk=to_disk, **fields)
+
+    def before_save(self) -> None:
+        """Writes the line that precedes each checkpoint."""
+        self.times(to_disk=True, checkpoint=self._loop.step)
+
+    def _tick(self) -> None:
+        while not self._over.wait(_EVERY_SECS):
+            try:
+                self.times()
+            except Exception as error:  # nothing that is wrong with this may end a run, or stop the watch's queue
+                _logger.warning("the times of this run cannot be kept: %s", error)
+                self.watch.stop()
+                return

@@ -1,0 +1,87 @@
+"""The update of an optimizer at some steps, and none at the others: selected, so that no NaN comes through."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.execution_order import compute_first, ordered_after
+from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates
+from jstep.optimizers.apply_updates import apply_updates, ordered_outside
+from jstep.optimizers.call_update import call_update
+from jstep.optimizers.names import AGES, Role, roles_of
+
+SlotRule = Callable[[Any, Any], Any]
+"""`kept(old, new)`: what a slot becomes."""
+
+
+def conditional_update(
+    condition: Array,
+    optimizer: Optimizer,
+    updates: Updates,
+    slots: Slots,
+    params: Params,
+    step: Step,
+    context: Context,
+    *,
+    slot_rules: Mapping[Role, SlotRule] | None = None,
+) -> tuple[Updates, Slots]:
+    """The update of an optimizer if `condition`; else a zero one, with all slots as they are, and ages a step on.
+
+    Args:
+        condition: A scalar bool.
+        optimizer: Whose update.
+        updates: What it gets as gradients.
+        slots: Its slots.
+        params: The parameters.
+        step: The step.
+        context: The context.
+        slot_rules: Roles of slots that follow a rule of their own, whether or not the update is chosen.
+    """
+    roles, slot_rules = roles_of(optimizer, params), slot_rules or {}
+    with ordered_outside():
+        updates, new_slots = call_update(optimizer, updates, slots, params, step, context)
+    updates = jax.tree.map(lambda u: _zero_unless(condition, u), updates)
+    # The parameters first, while the old slots are still there: see ordered_after.
+    (moved,) = compute_first(apply_updates(params, updates))
+
+    def slot(name: str, new: Any) -> Any:
+        role, old = roles.get(name), slots[name]
+        if role and role in slot_rules:
+            return slot_rules[role](old, new)
+        return jnp.where(condition, new, old + 1) if role in AGES else _selected_slot(condition, old, new, moved)
+
+    return updates, {name: slot(name, new) for name, new in new_slots.items()}
+
+
+def _selected_slot(condition: Array, old: Any, new: Any, moved: Params) -> Any:
+    """The new slot if `condition`, else the old one; written after the parameters.
+
+    Args:
+        condition: A scalar bool.
+        old: The slot: a tree like the parameters, or anything else.
+        new: The slot after the update.
+        moved: The new parameters.
+    """
+    try:
+        olds, news = (trees.flatten_like(moved, tree, "slots") for tree in (old, new))
+    except ValueError:  # a scalar, or whatever else has not the structure of params
+        return jax.tree.map(lambda before, after: jnp.where(condition, after, before), old, new)
+    leaves = [
+        None if o is None else _select(condition, o, n, p)
+        for o, n, p in zip(olds, news, jax.tree.leaves(moved), strict=True)
+    ]
+    return trees.structure(moved).unflatten(leaves)
+
+
+@jax.jit  # one trace for all leaves of a shape, as in leafwise
+def _select(condition: Array, before: Array, after: Array, parameter: Array) -> Array:
+    one = jnp.where(condition, after, before)
+    return ordered_after(one, parameter) if parameter.shape == one.shape else one
+
+
+@jax.jit
+def _zero_unless(condition: Array, update: Array) -> Array:
+    return jnp.where(condition, update, jnp.zeros_like(update)) if trees.is_trainable(update) else update

@@ -1,0 +1,114 @@
+"""Gradients and slots, matched to the parameters they are for."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.indexed_slices import IndexedSlices, check, is_slices
+from jstep.core.types import Params, Slots, Updates
+from jstep.optimizers.masks import own_leaves
+
+
+class NoGradientsError(ValueError):
+    """No leaf has a gradient: an error of the whole update, while one part of a `partition` may sit a step out."""
+
+    def __init__(self, params: Params, why: str) -> None:
+        super().__init__(f"No gradients provided for any variable: {trees.paths_of(params)[:20]}. {why}")
+
+
+def match_gradients(updates: Updates, params: Params) -> list[Any]:
+    """The gradients of the leaves of params, in order: arrays, `IndexedSlices` or None.
+
+    Raises:
+        TypeError: A gradient is not floating point, or is given for a leaf that cannot be trained.
+        ValueError: Structure or shape differ from params, or there is no gradient at all.
+    """
+    found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+    leaves = jax.tree.leaves(params)
+    gradients = [
+        None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, functools.partial(_path_at, params, i))
+        for i, (gradient, leaf) in enumerate(zip(found, leaves, strict=True))
+    ]
+    if all(gradient is None for gradient in gradients):
+        raise NoGradientsError(
+            params, "All gradients are None; does the loss depend on params, and does var_list leave any?"
+        )
+    return gradients
+
+
+def _path_at(params: Params, i: int) -> str:
+    return trees.paths_of(params)[i]
+
+
+def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
+    if not trees.is_trainable(leaf):
+        raise TypeError(
+            f"gradients: a gradient for {trees.quoted(path())}, whose dtype {jnp.result_type(leaf)} cannot be trained; "
+            "put None in its place"
+        )
+    if isinstance(gradient, IndexedSlices):
+        check(gradient, path(), np.shape(leaf))
+        dtype = jnp.result_type(gradient.values)
+    else:
+        if not (trees.is_array(gradient) or isinstance(gradient, float | int)):
+            raise TypeError(
+                f"gradients: at {trees.quoted(path())} stands a {type(gradient).__name__}, which is no array"
+            )
+        if not trees.is_array(gradient):
+            gradient = jnp.asarray(gradient, jnp.result_type(leaf))
+        dtype = gradient.dtype
+        if gradient.shape != np.shape(leaf):
+            raise ValueError(
+                f"gradients: the gradient at {trees.quoted(path())} has shape {gradient.shape}, its parameter has "
+                f"shape {np.shape(leaf)}"
+            )
+    if not trees.is_floating(dtype):
+        raise TypeError(
+            f"gradients: the gradient at {trees.quoted(path())} has dtype {dtype}; it must be floating point"
+        )
+    return gradient
+
+
+def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
+    """The leaves of a slot in the order of those of params; None where a parameter has none.
+
+    Args:
+        held: The slots.
+        name: The slot's name.
+        params: The parameters.
+        shape: `shape(path, leaf)`, the shape of the slot's leaf, or None where there is none; that of the
+            parameter unless told.
+
+    Raises:
+        ValueError: There is no such slot, or it belongs to other parameters.
+    """
+    if name not in held:
+        raise missing_slot(name, held)
+    leaves = trees.flatten_like(params, held[name], f"slot {name!r}")
+    seen = own_leaves(params) if shape else [("", None)] * len(leaves)
+    for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):
+        want = (np.shape(leaf) if shape is None else shape(*seen[i])) if trees.is_trainable(leaf) else None
+        have = None if slot is None else np.shape(slot)
+        if have != (None if want is None else tuple(want)):
+            raise ValueError(
+                f"slot {name!r} has {'nothing' if have is None else f'shape {have}'} at "
+                f"{trees.quoted(trees.paths_of(params)[i])}, where the parameter has shape {np.shape(leaf)} and dtype "
+                f"{jnp.result_type(leaf)}{'' if shape is None else f' and the slot should have {want}'}. Slots belong "
+                "to the params they were created for: make them with TrainState.create(params, optimizer)."
+            )
+    return leaves
+
+
+def missing_slot(name: str, held: Slots) -> ValueError:
+    """The error about a slot that is not there."""
+    # An element of a chain is handed its own slots alone: that it has none says nothing about the state.
+    has = f"it has {sorted(held)}" if held else "nor any other of this optimizer"
+    return ValueError(
+        f"the state has no slot {name!r}, {has}. It was created with another optimizer: use that "
+        "one, or make new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
+    )

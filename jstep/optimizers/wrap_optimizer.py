@@ -1,0 +1,103 @@
+"""An optimizer around another: the inner one's slots under their names, and some of its own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
+from jstep.optimizers.age import new_start_step
+from jstep.optimizers.call_update import EMPTY_CONTEXT
+from jstep.optimizers.held import held_names, held_slots
+from jstep.optimizers.hyper import Hyper, report, values_at
+from jstep.optimizers.masks import partial_params
+from jstep.optimizers.match_gradients import missing_slot
+from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
+from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
+from jstep.state import START_STEP
+
+WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]
+"""`update(updates, inner, own, params, step, h, context) -> (updates, inner, own)`, the slots of either apart."""
+
+
+def wrap_optimizer(
+    optimizer: Optimizer,
+    by: str,
+    update: WrappedUpdate,
+    *,
+    added: Mapping[str, Callable[[Params, Step], Any]] | None = None,
+    hyper: Mapping[str, Any] | None = None,
+    roles: Mapping[str, Role] | None = None,
+    aged: bool = False,
+    guarded: bool | None = None,
+    inner_roles: Callable[[Roles], Roles] = lambda roles: roles,
+    init_on: Callable[[Params], Params] = lambda params: params,
+    takes_context: bool = False,
+) -> Optimizer:
+    """An optimizer around another.
+
+    Args:
+        optimizer: The inner one.
+        by: The wrapper's name, for errors.
+        update: The update.
+        added: The names of its own slots → `make(params, global_step)`.
+        hyper: Its own hyperparameters, as `checked` returned them.
+        roles: The roles of some of its own slots.
+        aged: Whether it needs an age: that of the inner one's `start_step`, or of one of its own if the inner one has
+            none. Either way it finds it in `own` as `start_step`, and need not return it.
+        guarded: Whether gradients that are not finite reach neither parameters nor slots; that of the inner one by
+            default.
+        inner_roles: From the roles of the inner one's slots to those that others see.
+        init_on: What the inner one sees as params when its slots are made.
+        takes_context: Whether the update reads the context itself.
+
+    Raises:
+        ValueError: Both have a slot or a hyperparameter of the same name.
+    """
+    added, hyper = added or {}, hyper or {}
+    held = held_names(hyper)
+
+    def own_init(params: Params, global_step: Step = 0) -> Slots:
+        return {name: make(params, global_step) for name, make in added.items()} | held_slots(hyper)
+
+    own_roles = Roles({**dict.fromkeys(added), **(roles or {}), **dict.fromkeys(held, Role.HELD)})
+    own = Optimizer(
+        Init(own_init, lambda params: own_roles), lambda updates, slots, params, step: (updates, {}), report(hyper)
+    )
+    parts = {f"the optimizer in {by}": optimizer, by: own}
+    check_names(parts)
+
+    def age_slot(inner: Roles) -> str:
+        return START_STEP if inner.get(START_STEP, Role.AGE) is Role.AGE else f"{by}/{START_STEP}"
+
+    def init(params: Params, global_step: Step) -> Slots:
+        with partial_params(params):
+            inner = optimizer.init(init_on(params), global_step)
+            age = age_slot(roles_of(optimizer, params))
+        slots = merge(zip(parts, (inner, own_init(params, global_step)), strict=True), "slot")
+        return slots | ({age: new_start_step(global_step)} if aged and age not in inner else {})
+
+    def all_roles(params: Params) -> Roles:
+        inner = roles_of(optimizer, params)
+        age = Roles({age_slot(inner): Role.AGE} if aged else {})
+        return inner_roles(inner).joined(own_roles).joined(age)
+
+    def whole(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        age = age_slot(roles_of(optimizer, params)) if aged else None
+        for name in (*own_roles, *([age] if age else [])):
+            if name not in slots:
+                raise missing_slot(name, slots)
+        inner = own_slots(optimizer, slots, params)
+        mine = {name: slots[name] for name in own_roles}
+        seen = mine | ({START_STEP: slots[age]} if age else {})
+        h = values_at(hyper, step, slots)
+        updates, inner, changed = update(updates, inner, seen, params, step, h, context)
+        return updates, mine | ({age: slots[age]} if age else {}) | changed | inner
+
+    is_safe = is_guarded(optimizer) if guarded is None else guarded
+    return Optimizer(
+        Init(init, all_roles, makes_finished_updates(optimizer), guarded=is_safe),
+        whole,
+        merged_hyperparameters(parts),
+        optimizer.takes_context or takes_context,
+    )

@@ -1,0 +1,43 @@
+"""Whether a loss says itself where its activations are."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import core
+
+_PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
+_OF_THE_LOSS = "jvp"
+"""JAX marks what it traces for gradients, forward and backward, with this word."""
+
+
+def is_annotated(traced: Any) -> bool:
+    """Whether the loss of a traced step places its activations: by constraints, in `shard_map`, or on Explicit axes.
+
+    Args:
+        traced: The jaxpr of the step.
+    """
+    return _places_activations(getattr(traced, "jaxpr", traced), in_loss=False)
+
+
+def _places_activations(jaxpr: core.Jaxpr, *, in_loss: bool) -> bool:
+    for eqn in jaxpr.eqns:
+        here = in_loss or _OF_THE_LOSS in str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
+        if here and (eqn.primitive.name in _PLACING or any(map(_is_explicit, eqn.outvars))):
+            return True
+        if any(_places_activations(inner, in_loss=here) for inner in _inner(eqn)):
+            return True
+    return False
+
+
+def _is_explicit(var: Any) -> bool:
+    """Whether the type of an array says how it is split, which only Explicit axes do."""
+    spec = getattr(getattr(var.aval, "sharding", None), "spec", ())
+    return any(axis is not None for axis in spec)
+
+
+def _inner(eqn: Any) -> Iterator[core.Jaxpr]:
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = getattr(one, "jaxpr", one)
+            if isinstance(jaxpr, core.Jaxpr):
+                yield jaxpr

@@ -1,0 +1,106 @@
+"""How often a traced program uses each of its arguments."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+from jstep.core.operations import MOVES, Operation, Subprogram, body_of
+from jstep.core.scans import counts_of
+
+_PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
+"""Operations whose result is a copy or a part of an operand, which is used by whatever takes the result."""
+_LOOPS = {"scan", "while"}
+_Sources = frozenset[int]
+
+
+def uses_of(traced: Any) -> list[float]:
+    """How often each argument is used as a whole, an upper bound.
+
+    Each operation that computes with an argument is a use, as often as it runs; an operation on a part of it counts for
+    the share that the part has. A loop of unknown length runs once. What cannot be counted is infinite.
+
+    Args:
+        traced: The jaxpr of a program.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jstep.tools.argument_uses import uses_of
+        >>> def f(stacked, x):
+        ...     return jax.lax.scan(lambda x, w: (x @ w, None), x, stacked)[0]
+        >>> uses_of(jax.make_jaxpr(f)(jnp.ones((5, 4, 4)), jnp.ones((2, 4))))[0]
+        1.0
+    """
+    body = body_of(traced)
+    sizes = [_size(var) for var in body.jaxpr.invars]
+    counter = _Counter(sizes)
+    counter.run(body, [frozenset([number]) for number in range(len(sizes))], 1)
+    return counter.uses
+
+
+class _Counter:
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.uses = [0.0] * len(sizes)
+
+    def run(self, body: Subprogram, given: Sequence[_Sources], times: float) -> list[_Sources]:
+        """Counts the uses in a program whose arguments are parts of some sources; of which its results are parts."""
+        env: dict[Any, _Sources] = dict(zip(body.jaxpr.invars, given, strict=True))
+
+        def sources(atom: Any) -> _Sources:
+            return frozenset() if isinstance(atom, core.Literal) else env.get(atom, frozenset())
+
+        for operation in body.operations:
+            taken = [sources(atom) for atom in operation.eqn.invars]
+            if any(taken):
+                results = self._site(operation, taken, times)
+                env.update(zip(operation.eqn.outvars, results, strict=True))
+        return [sources(atom) for atom in body.jaxpr.outvars]
+
+    def _site(self, operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
+        nothing: list[_Sources] = [frozenset()] * len(operation.eqn.outvars)
+        if operation.kind in _LOOPS:
+            return self._loop(operation, taken, times)
+        if operation.kind == "cond":
+            branches = [self.run(body, taken[1:], times) for body in operation.bodies]
+            return [frozenset().union(*results) for results in zip(*branches, strict=True)]
+        if operation.kind in ("call", "shard_map"):
+            return self.run(operation.bodies[0], taken, times)
+        if operation.eqn.primitive.name in _PARTS:
+            return [frozenset().union(*taken)] * len(operation.eqn.outvars)
+        opaque = any(map(_holds_program, operation.eqn.params.values()))
+        for atom, found in zip(operation.eqn.invars, taken, strict=True):
+            for source in found:
+                share = min(1.0, _size(atom) / max(1, self.sizes[source]))
+                self.uses[source] += math.inf if opaque else times * share
+        return nothing
+
+    def _loop(self, operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
+        """What an iteration returns is given to the next one, so it is run until nothing new is a part of a source."""
+        params, body = operation.eqn.params, operation.bodies[-1]
+        if operation.kind == "scan":
+            before, carried = counts_of(params)
+            often = times * params["length"]
+        else:
+            skipped = params["cond_nconsts"]
+            before, carried, often = params["body_nconsts"], len(operation.eqn.outvars), times
+            taken = taken[skipped:]
+        kept = list(self.uses)
+        while True:
+            self.uses = list(kept)
+            results = self.run(body, taken, often)
+            wider = [old | new for old, new in zip(taken[before : before + carried], results[:carried], strict=True)]
+            if wider == taken[before : before + carried]:
+                return results
+            taken = [*taken[:before], *wider, *taken[before + carried :]]
+
+
+def _size(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))
+
+
+def _holds_program(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_holds_program, value))
+    return isinstance(getattr(value, "jaxpr", value), core.Jaxpr)

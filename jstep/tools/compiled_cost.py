@@ -1,0 +1,177 @@
+"""What XLA says of a step that it compiled, and of one that does not fit."""
+
+import logging
+import re
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.devices import device_count, device_of, sharding_of
+from jstep.core.flops import work_of
+from jstep.core.memory import is_of_host
+from jstep.core.operations import body_of
+from jstep.state import TrainState
+from jstep.tools.collectives import collectives_of
+from jstep.tools.cost_warnings import warnings_of, warnings_without_a_program
+from jstep.tools.device_memory import device_peak
+from jstep.tools.recomputed import recomputes
+from jstep.topologies.compilers import name_of
+from jstep.topologies.memory import memory_of
+
+_logger = logging.getLogger("jstep")
+_TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)B?\)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The fields of the `Cost` of a compiled step."""
+    traced = _traced(step, state, args)
+    work = work_of(body_of(traced))
+    device, devices = device_of((state, args)), device_count((state, args))
+    name = name_of(device)
+    start = time.perf_counter()
+    lowered = step.lower(state, *args)
+    if name is not None:
+        _logger.info("Compiling for %s, which can take minutes.", name)
+    try:
+        compiled = _compiled(lowered, is_there=name is None)
+        needed = None
+    except jax.errors.JaxRuntimeError as error:
+        needed = _needed(error)
+        if needed is None:
+            raise
+    seconds = time.perf_counter() - start
+    host = _bytes((state, args), on_host=True)
+    memory = memory_of(device)
+    known = {
+        "params_bytes": _bytes(state.params),
+        "slots_bytes": _bytes(state.slots),
+        "host_bytes": host,
+        "compile_seconds": seconds,
+        "devices": devices,
+        "loops_unknown": work.unknown,
+        "topology": None if name is None else str(name),
+    }
+    if needed is not None:
+        lacking = ("bytes_accessed", "argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "collectives")
+        needs = {
+            "flops": work.all / devices,
+            "peak_bytes": needed[0],
+            "memory_bytes": memory or needed[1],
+            "fits": False,
+        }
+        found = tuple(warnings_without_a_program(state, args, traced))
+        return known | dict.fromkeys(lacking) | needs | {"warnings": found}
+    figures = _memory(compiled, state, args, host, device.platform)
+    peak = figures["peak_bytes"]
+    analysis, text = _analysis(compiled.cost_analysis()), compiled.as_text()
+    traffic = analysis.get("bytes accessed")
+    return (
+        known
+        | figures
+        | {
+            "flops": _whole(analysis.get("flops"), work.once, work.all, devices),
+            # What was traced says how much is computed, but not what XLA fuses and so never writes.
+            "bytes_accessed": None if traffic is None else _whole(traffic, work.once_bytes, work.all_bytes, devices),
+            "collectives": collectives_of(text),
+            "recomputes": recomputes(text),
+            "warnings": tuple(warnings_of(text, state, args, traced, compiled.out_info)),
+            "memory_bytes": memory,
+            "fits": None if memory is None or peak is None else peak <= memory,
+        }
+    )
+
+
+def _compiled(lowered: Any, *, is_there: bool) -> Any:
+    with warnings.catch_warnings():
+        if not is_there:
+            # What a compile-only client wrote into the compilation cache it cannot read, and compiles again.
+            warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+        return lowered.compile()
+
+
+def _needed(error: Exception) -> tuple[int, int] | None:
+    """The bytes that a program needs and those available, by XLA's error; None if the error is another one."""
+    found = _TOO_LARGE.search(str(error))
+    if found is None:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]]), int(float(found[3]) * _UNITS[found[4]])
+
+
+def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, int | None]:
+    """The figures of memory on each device, without what is on the host."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"))
+    arguments, outputs, alias, temporary = (
+        int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in ("argument", "output", "alias", "temp")
+    )
+    if host and not getattr(memory, "host_argument_size_in_bytes", 0):  # XLA's CPU compiler counts them all as one
+        host_results = _bytes(compiled.out_info, on_host=True)
+        donated = sum(_bytes(leaf, on_host=True) for leaf in _donated(compiled, (state, *args)))
+        arguments, outputs = arguments - host, outputs - host_results
+        alias -= min(donated, host_results, alias)
+    peak = arguments + outputs - alias + temporary
+    return {
+        "argument_bytes": arguments,
+        "output_bytes": outputs,
+        "alias_bytes": alias,
+        "temp_bytes": temporary,
+        # Of the host's share in it XLA's CPU compiler says nothing.
+        "peak_bytes": peak if platform == "cpu" else device_peak(memory),
+    }
+
+
+def _donated(compiled: Any, args: Any) -> list[Any]:
+    positional, _ = compiled.args_info
+    flags = jax.tree.leaves(positional, is_leaf=lambda info: hasattr(info, "donated"))
+    return [leaf for leaf, info in zip(jax.tree.leaves(args), flags, strict=True) if info.donated]
+
+
+def _traced(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
+    if hasattr(step, "trace"):
+        return step.trace(state, *args).jaxpr
+    return jax.make_jaxpr(step)(state, *args)
+
+
+def _analysis(found: Any) -> Mapping[str, float]:
+    """XLA's analysis; older versions gave a list, some platforms none."""
+    if isinstance(found, list | tuple):
+        found = found[0] if found else None
+    return found or {}
+
+
+def _whole(measured: float | None, once: float, total: float, devices: int) -> float:
+    """XLA's figure for a device, which counts the inside of a loop once, and what the further iterations add.
+
+    They are shared by the devices, unless XLA's figure says that nothing is. Where XLA does not know what a library
+    computes for it (a product of matrices on a GPU), what was traced counts.
+    """
+    if not measured or measured < 0.2 * once / devices:
+        return total / devices
+    return measured + (total - once) / (1 if measured > 0.9 * once else devices)
+
+
+def _bytes(tree: Any, *, on_host: bool = False) -> int:
+    """The bytes of a tree for each device, by the shardings of its leaves: in its memory, or in that of the host."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
+        sharding = sharding_of(leaf)
+        if dtype is None or (sharding is not None and is_of_host(sharding)) != on_host:
+            continue
+        if sharding is not None:
+            shape = sharding.shard_shape(shape)
+        here = jax.ShapeDtypeStruct(shape, dtype)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            here = jax.eval_shape(jax.random.key_data, here)
+        count = 1
+        for length in here.shape:
+            count *= length
+        total += count * here.dtype.itemsize
+    return total
