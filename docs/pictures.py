@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,10 @@ import jstep
 PICTURES = pathlib.Path(__file__).parent / "pictures"
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 INK, RED, BLUE, GREY, PAPER = "#333344", "#c0392b", "#4527a0", "#9a9ab0", "#f4f2fa"
+PARTS_OF_TIME = {
+    "productive": BLUE, "rewound": "#b39ddb", "starting": "#e67e22", "waiting": "#f1c40f",
+    "saving": "#16a085", "evaluating": "#2e86c1", "hooks": GREY, "down": RED,
+}  # fmt: skip
 mpl.rcParams.update(
     {
         "font.size": 10,
@@ -176,8 +181,133 @@ def schedules(path: pathlib.Path) -> None:
     figure.savefig(path)
     plt.close(figure)
 
+# Rates that transfer.
+
+WIDTHS = (64, 128, 256, 512, 1024)
+
+
+def _mlp(key, width):
+    keys = jax.random.split(key, 3)
+    kernel = lambda key, rows, columns: jax.random.normal(key, (rows, columns)) / rows**0.5  # noqa: E731
+    hidden = {"kernel": kernel(keys[1], width, width), "bias": jnp.zeros(width)}
+    return {"in": kernel(keys[0], 64, width), "hidden": hidden, "out": kernel(keys[2], width, 10)}
+
+
+def _mlp_loss(params, x, y):
+    hidden = jax.nn.relu(jax.nn.relu(x @ params["in"]) @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    log_p = jax.nn.log_softmax(hidden @ params["out"])
+    return -jnp.mean(jnp.take_along_axis(log_p, y[:, None], axis=1))
+
+
+def _losses(width, rates, batches, with_factors):
+    """The loss at the end of a run, for each rate: the mean over two seeds and the last tenth of the steps."""
+    shapes = [jax.eval_shape(lambda one=one: _mlp(jax.random.key(0), one)) for one in (WIDTHS[0], width)]
+    factors = jstep.mup(*shapes)
+
+    def run(rate, seed):
+        optimizer, params = jstep.adam(rate), _mlp(jax.random.key(seed), width)
+        if with_factors:
+            optimizer, params = jstep.chain(optimizer, jstep.scale_updates(factors.rates)), factors.initial(params)
+        step = jstep.minimize(_mlp_loss, optimizer, jit=False)
+        state = jstep.TrainState.create(params, optimizer)
+        losses = jax.lax.scan(lambda state, batch: step(state, *batch), state, batches)[1]["loss"]
+        return jnp.mean(losses[-len(losses) // 10 :])
+
+    return np.mean([jax.lax.map(lambda rate, seed=seed: run(rate, seed), rates) for seed in range(4)], axis=0)
+
+
+def _minimum(rates, losses):
+    """Where the parabola through the five points around the smallest loss, in log rate, is smallest."""
+    best = int(np.clip(np.argmin(losses), 2, len(rates) - 3))
+    a, b, _ = np.polyfit(np.log2(rates[best - 2 : best + 3]), np.log(losses[best - 2 : best + 3]), 2)
+    return 2 ** (-b / (2 * a))
+
+
+def width_transfer(path: pathlib.Path) -> None:
+    """Loss over learning rate at five widths, without the factors of `mup` and with them, and where it is smallest."""
+    images, labels = _digits()
+    rows = np.random.default_rng(0).integers(0, 1400, (40, 64))
+    batches = jnp.asarray(images[rows]), jnp.asarray(labels[rows])
+    rates = 2.0 ** np.arange(-12, -1, 1.0)
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.3))
+    for column, with_factors in enumerate((False, True)):
+        best = []
+        for i, width in enumerate(WIDTHS):
+            losses = _losses(width, jnp.asarray(rates, jnp.float32), batches, with_factors)
+            best.append(_minimum(rates, losses))
+            color = mpl.colormaps["viridis_r"](0.15 + 0.2 * i)
+            axes[column].loglog(rates, losses, color=color, linewidth=1.4, label=str(width), base=2)
+            axes[column].axvline(best[-1], color=color, linestyle=(0, (1, 3)), linewidth=1.2)
+        print(f"with factors: {with_factors}, best rates 2^{np.round(np.log2(best), 2)} at widths {WIDTHS}")
+        name = "rates and initial values by mup" if with_factors else "one rate for all"
+        axes[column].set_title(name, fontsize=9, loc="left")
+        axes[column].set_ylabel("training loss after 40 steps")
+        axes[column].set_ylim(2.0**-4.5, 2.0**1.5)
+        axes[column].set_xlabel("learning rate")
+        axes[2].loglog(WIDTHS, best, marker="o", base=2, color=BLUE if with_factors else GREY, label=name)
+    axes[1].legend(frameon=False, title="width", fontsize=8, loc="lower left")
+    axes[2].set_xlabel("width")
+    axes[2].set_ylim(2.0**-10, 2.0**-3)
+    axes[2].set_title("best learning rate", fontsize=9, loc="left")
+    axes[2].legend(frameon=False, fontsize=8, loc="lower left")
+    figure.savefig(path)
+    plt.close(figure)
+
 
 # Diagrams.
+
+
+def _language_run(directory: str) -> None:
+    """Trains the transformer of `examples/char_lm.py` up to step 600."""
+    sys.path.insert(0, str(EXAMPLES))
+    import char_lm
+
+    train_rows, held_out_rows = char_lm.load()
+    optimizer = jstep.adam(1e-3)
+    params = char_lm.init_params(jax.random.key(0))
+    held_out = [jstep.batches(held_out_rows, batch_size=256)[0]]
+    evaluate = jstep.evaluator(lambda params, rows: {"loss": char_lm.loss_fn(params, rows)}, held_out)
+    jstep.train(
+        jstep.minimize(char_lm.loss_fn, optimizer),
+        jstep.TrainState.create(params, optimizer),
+        jstep.batches(train_rows, batch_size=32, seed=0),
+        last_step=600,
+        hooks=[jstep.EvaluationHook(evaluate, every_n_steps=50), jstep.AuditHook(every_n_steps=50)],
+        checkpoint_dir=directory,
+        save_checkpoint_steps=50,
+        progress=False,
+    )
+
+
+def goodput(path: pathlib.Path) -> None:
+    """Where the time of a run goes that is killed twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        for kill_at in (200, 400, None):
+            process = subprocess.Popen([sys.executable, __file__, "--language", folder])
+            while kill_at is not None and process.poll() is None:
+                found = jstep.latest_checkpoint(folder)
+                if found is not None and int(found.rsplit("-", 1)[1]) >= kill_at:
+                    time.sleep(1.5)  # some steps are lost
+                    process.kill()
+                time.sleep(0.1)
+            assert process.wait() == (0 if kill_at is None else -signal.SIGKILL)
+            time.sleep(0 if kill_at is None else 2)
+        found = jstep.goodput(folder)
+    figure, axis = plt.subplots(figsize=(8, 1.9))
+    left = 0.0
+    for name, color in PARTS_OF_TIME.items():
+        seconds = getattr(found, name)
+        axis.barh(0, seconds, left=left, color=color, label=f"{name} {seconds:.1f} s ({seconds / found.total:.0%})")
+        left += seconds
+    axis.set_xlim(0, found.total)
+    axis.set_yticks([])
+    axis.spines["left"].set_visible(False)
+    axis.set_xlabel("seconds")
+    axis.set_title(f"{found.steps} steps in {found.starts} starts", fontsize=9, loc="left")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    figure.savefig(path)
+    plt.close(figure)
+    print(found)
 
 
 def _box(x, y, width, height, text, fill=PAPER, ink=INK, bold=False) -> str:
@@ -262,12 +392,16 @@ MAKERS = {
     "digits_loss.png": digits_loss,
     "plan.png": plan,
     "schedules.png": schedules,
+    "width_transfer.png": width_transfer,
+    "goodput.png": goodput,
     "clock.svg": clock,
     "commit.svg": commit,
 }
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--run"]:
     _digits_run(sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4]))
+elif __name__ == "__main__" and sys.argv[1:2] == ["--language"]:
+    _language_run(sys.argv[2])
 elif __name__ == "__main__":
     for name in sys.argv[1:] or MAKERS:
         MAKERS[name](PICTURES / name)

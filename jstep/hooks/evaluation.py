@@ -1,5 +1,6 @@
 """Evaluating on the way, and what follows from it."""
 
+import contextlib
 import json
 import logging
 import time
@@ -23,6 +24,7 @@ from jstep.hooks.summaries import scalar
 from jstep.hooks.values import read, text
 from jstep.hooks.writers import check_writer
 from jstep.state import TrainState
+from jstep.timeline.stopwatch import STEPPING
 
 _logger = logging.getLogger("jstep")
 
@@ -206,6 +208,8 @@ class EvaluationHook(CadencedHook):
         # If this evaluation does not come to its end, whatever stops it, the checkpoint of this step says so.
         self._owed = step if on_cadence else None
         if self.run is not None:
+            with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a step that failed says so below
+                jax.block_until_ready(state)
             self.run.pending.hand_over_all()  # rows of earlier steps come before the results of this one
         try:
             with interruptible(self._stop_wished):

@@ -7,6 +7,7 @@ from typing import Any
 
 from jstep.core.contexts import own_transfers
 from jstep.state import TrainState, global_step
+from jstep.timeline import Stopwatch
 
 NEVER = 2**63
 """A step that does not come."""
@@ -88,6 +89,7 @@ class RunInfo:
         evaluations: The run's `EvaluationHook`s.
         stop_wished: Whether a signal wishes the run to stop; all processes have to ask equally often.
         dispatched: The steps that the run has handed to its devices: a `Dispatched`.
+        watch: Where the time goes.
     """
 
     last_step: int
@@ -102,6 +104,7 @@ class RunInfo:
     evaluations: tuple[Any, ...] = ()
     stop_wished: Callable[[], bool] = lambda: False
     dispatched: Any = None
+    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
 
 def name_of(hook: Any) -> str:

@@ -62,7 +62,8 @@ class Around:
         acting = [hook for hook in hooks if hasattr(hook, "after_step")]
         self._acting = [hook for hook in acting if _has_own(hook, "after_step") or _has_own(hook, "next_due")]
         self._due_of: list[Callable[[int], int]] = []
-        self._timers: list[tuple[int, Every]] = []
+        self._timers: list[Every | None] = []
+        self._waiting: list[Every] = []
         self._part_of = [_part_of(hook) for hook in self._acting]
         self._rows: int | None = None
         self._dues: list[int] = []
@@ -82,7 +83,8 @@ class Around:
     def begin(self, state: TrainState) -> bool:
         """Begins the hooks; whether one of them wants no step."""
         done = any(self.each("begin", state))
-        self._timers = [(i, timer) for i, hook in enumerate(self._acting) if (timer := _timer_of(hook)) is not None]
+        self._timers = [_timer_of(hook) for hook in self._acting]
+        self._waiting = [timer for timer in self._timers if timer is not None]
         self._due_of = [_due_of(hook) for hook in self._acting]
         self._dues = [due_of(self._start) for due_of in self._due_of]
         self._next_due = min(self._dues, default=NEVER)
@@ -122,9 +124,9 @@ class Around:
             self._on_first()
             for hook in self._run_hooks:
                 self._call(hook, "started", range(first + 1, step + 1), at.metrics, at.rows)
-        for i, timer in self._timers:
+        for timer in self._waiting:
             if timer.clock() >= timer.deadline:
-                self._dues[i] = self._next_due = step
+                self._next_due = step
         if step >= self._next_due:
             self._act(at)
         if self._to_stop():
@@ -134,8 +136,8 @@ class Around:
     def _act(self, at: At) -> None:
         step, metrics, watch = at.step, _last_metrics(at), self._watch
         error: Exception | None = None
-        for i, hook in enumerate(self._acting):
-            if self._dues[i] <= step:
+        for i, (hook, timer) in enumerate(zip(self._acting, self._timers, strict=True)):
+            if self._dues[i] <= step or (timer is not None and timer.clock() >= timer.deadline):
                 if watch.current != self._part_of[i]:
                     watch.switch(self._part_of[i])
                 if error is not None:

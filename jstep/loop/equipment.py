@@ -104,6 +104,7 @@ def equipment(
         evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),
         stop_wished=stop_wished,
         dispatched=programs.dispatched,
+        watch=wiring.watch,
     )
     for hook in hooks:
         if isinstance(hook, RunHook):

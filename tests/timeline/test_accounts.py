@@ -6,6 +6,7 @@ import os
 import time
 
 import forked
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -72,6 +73,14 @@ def test_each_part_and_their_sum(clock, tmp_path):
     }
     assert found.total == clock.now - 1000.0 + 3.0
     assert (found.starts, found.steps) == (1, 10)
+
+
+def test_steps_that_an_evaluation_finds_under_way_are_productive(clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "block_until_ready", clock.takes(4.0))
+    evaluate = jstep.EvaluationHook(clock.takes(10.0, lambda state: {"w": 1.0}), every_n_steps=5)
+    train(clock, 9, [evaluate], logdir=tmp_path, save_summaries_steps=None, log_steps=None)
+    found = jstep.goodput(tmp_path)
+    assert (found.productive, found.evaluating) == (8.0 + 2 * 4.0, 20.0)  # at step 5 and at the end
 
 
 def test_what_an_audit_computes_is_not_productive(clock, tmp_path):
@@ -157,7 +166,9 @@ steps = []
 def step(state, x):
     steps.append(int(state.global_step))
     if steps[-1] == die_at:
-        # The thread that writes once a second has its turn, whenever that is.
+        # The threads that save, and write once a second, have their turns, whenever that is.
+        while not (jstep.latest_checkpoint(directory) or "").endswith(f"-{die_at // 3 * 3}"):
+            time.sleep(0.02)
         while json.loads(open(directory + "/timeline.jsonl").read().splitlines()[-1])["step"] != [steps[0], die_at]:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
