@@ -26,6 +26,12 @@ def test_the_code_of_a_page_runs_in_order(page: pathlib.Path, tmp_path: pathlib.
         run_page(page)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_listings_are_not_silenced(page: pathlib.Path) -> None:
+    """A reader who copies `progress=False` sees neither a restored checkpoint nor why no step was run."""
+    assert not re.search(r'progress["=: ]+False', page.read_text(encoding="utf-8"))
+
+
 def test_every_picture_is_made_by_the_script() -> None:
     script = (DOCS / "pictures.py").read_text(encoding="utf-8")
     for picture in (DOCS / "pictures").iterdir():

@@ -1,0 +1,83 @@
+"""The page of common errors: each program on it gives the message below it."""
+
+import contextlib
+import logging
+import pathlib
+import re
+import traceback
+from typing import NamedTuple
+
+import jax
+import pytest
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "help" / "errors.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+PRELUDE = re.search(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE).group(1)
+NEEDS = re.compile(r"<!-- needs: (\w+) -->")
+ENTRY = re.compile(r"```py\n(?P<code>.*?)```\n\n```text\n(?P<message>.*?)\n```\n\n(?P<advice>.+)", re.DOTALL)
+
+
+class Section(NamedTuple):
+    title: str
+    body: str
+
+
+SECTIONS = [Section(*part.split("\n", 1)) for part in re.split(r"^### ", TEXT, flags=re.MULTILINE)[1:]]
+# The first words of a title: ids of pytest are ASCII.
+IDS = ["-".join(re.findall(r"[A-Za-z0-9]+", section.title)[:8]) for section in SECTIONS]
+
+
+def as_pattern(quoted: str) -> str:
+    """A quoted message as an expression: "…" stands for text that is left out."""
+    return r".*?".join(re.escape(part) for part in quoted.split("…"))
+
+
+def shows(quoted: str, given: str) -> bool:
+    return re.fullmatch(as_pattern(quoted), given.rstrip("\n"), re.DOTALL) is not None
+
+
+def message_of(code: str, caplog: pytest.LogCaptureFixture) -> str:
+    """What a reader sees of a program: the end of its traceback, or else the lines of jstep's log."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    caplog.clear()
+    try:
+        exec(compile(PRELUDE + code, str(PAGE), "exec"), names)
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        notes[:] = [note for note in notes if "JAX_TRACEBACK_FILTERING" not in note]
+        return "".join(traceback.format_exception_only(error))
+    finally:
+        for value in names.values():
+            if hasattr(value, "close"):
+                value.close()
+    return "\n".join(f"{line.levelname}: {line.getMessage()}" for line in caplog.records if "jstep" in line.name)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=IDS)
+def test_the_program_gives_the_message_on_the_page(section, tmp_path, caplog):
+    entry = ENTRY.search(section.body)
+    assert entry, f"{section.title}: a program in ```py, its message in ```text, and what to do"
+    for module in NEEDS.findall(section.body):
+        pytest.importorskip(module)
+    # A page is read with JAX's own settings, not with those of our tests.
+    caplog.set_level(logging.INFO, logger="jstep")
+    with contextlib.chdir(tmp_path), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        given = message_of(entry["code"], caplog)
+    quoted = entry["message"]
+    if quoted.startswith(("INFO: ", "WARNING: ")):
+        level, _, rest = quoted.partition(": ")
+        quoted = f"…{level}: {rest}…"
+    assert shows(quoted, given), f"quoted: {entry['message']}\n\ngiven: {given}"
+
+
+def test_the_page_has_the_thirty_likeliest_and_no_title_twice():
+    titles = [section.title for section in SECTIONS]
+    assert len(titles) >= 30
+    assert len(set(titles)) == len(titles)
+
+
+def test_a_changed_word_is_found():
+    assert shows("ValueError: a …; use c", "ValueError: a = 1; use c\n")
+    assert not shows("ValueError: a …; use c", "ValueError: a = 1; use d\n")
+    assert not shows("ValueError: a", "ValueError: a, and more\n")
+    assert not shows("ValueError: a…", "TypeError: a\n")
