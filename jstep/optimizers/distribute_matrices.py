@@ -1,5 +1,6 @@
 """Matrices of one shape, spread over the devices of their mesh: nobody repeats what another computes."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,11 +20,13 @@ class Layout(NamedTuple):
 
     Attributes:
         mesh: The mesh.
-        rows: The mesh axes that split their rows, the major one first.
+        batch: The mesh axes that split a stack into its matrices, the major one first.
+        rows: Those that split their rows.
         columns: Those that split their columns.
     """
 
     mesh: Any
+    batch: Names
     rows: Names
     columns: Names
 
@@ -31,7 +34,7 @@ class Layout(NamedTuple):
 def layout_of_matrix(
     sharding: NamedSharding | None, shape: tuple[int, ...], axes: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> Layout | None:
-    """How an array is split, seen as matrices; None if that is unknown, or matrices of a batch are on other devices.
+    """How an array is split, seen as a stack of matrices; None if that is unknown, or is not a split of a stack.
 
     Args:
         sharding: Of the array.
@@ -41,12 +44,11 @@ def layout_of_matrix(
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
     spec = [names_in(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
-    if any(spec[i] for i in range(len(shape)) if i not in (*axes[0], *axes[1])):
-        return None
+    parts = (tuple(i for i in range(len(shape)) if i not in (*axes[0], *axes[1])), *axes)
     # Of axes that are joined, the first one alone can be split: the others are whole within each part of it.
-    if any(spec[i] for part in axes for i in part[1:]):
+    if any(spec[i] for part in parts for i in part[1:]):
         return None
-    return Layout(sharding.mesh, *(spec[part[0]] if part else () for part in axes))
+    return Layout(sharding.mesh, *(spec[part[0]] if part else () for part in parts))
 
 
 def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Callable[[Array], Array]) -> list[Array]:
@@ -61,29 +63,34 @@ def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Calla
         compute: From matrices [n, rows, columns] to as many of the same shape.
     """
     shape = members[0].shape[-2:]
-    counts = [math.prod(member.shape[:-2]) for member in members]
-    flat = [member.reshape((-1, *shape)) for member in members]
-    stack = flat[0] if len(flat) == 1 else jnp.concatenate(flat)
-    hops = _hops(layout, len(stack))
+    # Matrices are added to each part of a batch that is split: in the order of the whole the parts would move.
+    parts = math.prod(layout.mesh.shape[name] for name in layout.batch)
+    flat = [member.reshape((parts, -1, *shape)) for member in members]
+    stack = flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1)
+    hops = _hops(layout, parts * stack.shape[1])
     devices = math.prod(layout.mesh.shape[name] for name in hops[-1][0])
-    padding = -len(stack) % devices
+    padding = -stack.shape[1] % (devices // parts)
     if padding:
-        stack = jnp.pad(stack, ((0, padding), (0, 0), (0, 0)))  # a matrix of zeros stays one
+        stack = jnp.pad(stack, ((0, 0), (0, padding), (0, 0), (0, 0)))  # a matrix of zeros stays one
+    stack = stack.reshape((-1, *shape))
     for hop in hops:
         stack = _constrained(stack, layout.mesh, hop)
     stack = compute(stack)
     for hop in reversed(hops):
         stack = _constrained(stack, layout.mesh, hop)
-    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    return [stack[first:end].reshape(member.shape) for member, first, end in zip(members, ends, ends[1:], strict=False)]
+    stack = stack.reshape((parts, -1, *shape))
+    ends = list(itertools.accumulate((one.shape[1] for one in flat), initial=0))
+    return [
+        stack[:, first:end].reshape(member.shape)
+        for member, (first, end) in zip(members, itertools.pairwise(ends), strict=True)
+    ]
 
 
 def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:
-    """The ways in which a stack is split, one after the other: from rows and columns alone to matrices alone."""
-    sizes, used = layout.mesh.shape, {*layout.rows, *layout.columns}
-    free = tuple(name for name in layout.mesh.axis_names if name not in used and sizes[name] > 1)
-    batch: Names = ()
-    rows, columns = layout.rows, layout.columns
+    """The ways in which a stack is split, one after the other: from how it is to matrices alone."""
+    mesh, batch, rows, columns = layout
+    sizes, used = mesh.shape, {*batch, *rows, *columns}
+    free = tuple(name for name in mesh.axis_names if name not in used and sizes[name] > 1)
     hops = [(batch, rows, columns)]
     taken = math.prod(sizes[name] for name in used)
     chosen = min(_subsets(free), key=lambda names: (_rounds(count, taken, names, sizes), len(names)))

@@ -143,6 +143,32 @@ def test_a_batch_that_is_split_stays_where_it_is():
     assert set(collectives) <= {"all-reduce"}  # of the loss
 
 
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("sizes", "spec", "how"),
+    [
+        ([16], P("model"), {}),
+        ([12], P("data", None, "model"), {}),
+        ([10, 6], P("model"), {}),
+        ([12], P(), {"slot_axis": "data"}),
+    ],
+)
+def test_a_batch_that_is_split_over_some_devices_is_spread_over_the_others(sizes, spec, how, types):
+    flops, new = {}, {}
+    for distribute in (True, False):
+        optimizer = jstep.muon(1e-2, distribute=distribute)
+        state = jstep.TrainState.create(
+            lambda: {f"w{i}": weights(i, (n, *SHAPE)) for i, n in enumerate(sizes)}, optimizer,
+            mesh=mesh_of((TWO, ()), types), param_specs=[("*", spec)], **how,
+        )  # fmt: skip
+        flops[distribute], collectives = compiled(jstep.minimize(loss_fn, optimizer), state)
+        new[distribute] = jax.device_get(jstep.minimize(loss_fn, optimizer)(state, jnp.ones(8))[0].params)
+        assert sum(collectives.values()) <= 12
+    rounds = -(-sum(sizes) // 8)
+    assert flops[True] < 1.2 * rounds * 8 / N * IDEAL
+    assert_same(new[True], new[False])
+
+
 def test_a_transposed_leaf_is_spread_as_the_matrix_it_is():
     axes = lambda path, leaf: (2, 0)  # noqa: E731
     make = lambda: {"w": weights(0, (SHAPE[1], N, SHAPE[0]))}  # noqa: E731
