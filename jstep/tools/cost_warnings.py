@@ -9,13 +9,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
+from jstep.core.sizes import size
 from jstep.tools.annotated import is_annotated
 from jstep.tools.compiled.exchanges import Exchange, exchanges_of
 from jstep.tools.compiled.origins import argument_of
 from jstep.tools.compiled.program import Instruction, Program, parse_program
 from jstep.tools.compiled.walk import instructions_of
 from jstep.tools.gathered import gathered_parameters, gathered_slots
-from jstep.tools.table import listed, size
+from jstep.tools.table import listed
 from jstep.tools.uses import uses_of
 
 _PRODUCTS = {"dot", "convolution"}
