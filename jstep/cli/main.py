@@ -27,7 +27,6 @@ examples:
   python -m jstep diff run-on-one-host run-on-two
   python -m jstep plot runs -o loss.png --tags 'loss*'
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
-
 A URL (gs://, s3://) will do wherever a path is taken. `python -m jstep COMMAND --help` lists a command's options.
 Exit codes: 0; 1 where diff found a difference; 2 for trouble: a missing path, damage, nothing in common."""
 
