@@ -19,7 +19,7 @@ ENTRIES = {
 
 
 class AsUsersSeeIt(griffe.Extension):
-    """Names of the root mean functions, not files; examples are shown as code, formulas as equations; names are links."""
+    """Names of the root mean functions, not files; examples are code, formulas are equations, names are links."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Points each name of the root at the function or class that it is at run time."""

@@ -1,7 +1,7 @@
 r"""The equations of the reference in TeX: the name of a function → what is shown below the first line of its entry.
 
-The docstrings have them as text, for `help()`. Symbols are those of the docstrings: p is a parameter, g its gradient, lr
-the learning rate of the step, t the age of the slots; a hat corrects an average for its age.
+The docstrings have them as text, for `help()`. Symbols are those of the docstrings: p is a parameter, g its gradient,
+lr the learning rate of the step, t the age of the slots; a hat corrects an average for its age.
 """
 
 _MOMENTS = r"m \leftarrow \beta_1 m + (1-\beta_1)\, g, \qquad v \leftarrow \beta_2 v + (1-\beta_2)\, g^2"
@@ -71,14 +71,14 @@ FORMULAS = {
 }
 
 _DECAY = "λ is `weight_decay`"
-_STEPS = "N is the step, lr₀ `learning_rate`, d `decay_rate`, T `decay_steps`"
+_STEPS = "N is the step, lr₀ is `learning_rate`, d is `decay_rate` and T is `decay_steps`"
 WHERE = {
     **dict.fromkeys(("adamw", "lion", "lamb", "novograd"), _DECAY),
     "ademamix": f"{_DECAY}; the averages are those of `beta1`, `beta3` and, for v, `beta2`",
     **dict.fromkeys(("exponential_decay", "natural_exp_decay", "inverse_time_decay"), _STEPS),
-    "cosine_decay": "N is the step, lr₀ `learning_rate`, T `decay_steps`, α `alpha`",
-    "inverse_sqrt_decay": "N is the step, the highest rate is `peak`, w `warmup_steps`",
-    "clip_by_norm": "t is a leaf, c `clip_norm`",
+    "cosine_decay": "N is the step, lr₀ is `learning_rate`, T is `decay_steps` and α is `alpha`",
+    "inverse_sqrt_decay": "N is the step, the highest rate is `peak` and w is `warmup_steps`",
+    "clip_by_norm": "t is a leaf and c is `clip_norm`",
     "clip_by_global_norm": "i runs over the leaves t, c is `clip_norm`",
     "global_norm": "i runs over the leaves t",
 }
