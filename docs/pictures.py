@@ -176,6 +176,78 @@ def schedules(path: pathlib.Path) -> None:
     figure.savefig(path)
     plt.close(figure)
 
+# Rates that transfer.
+
+WIDTHS = (64, 128, 256, 512, 1024)
+
+
+def _mlp(key, width):
+    keys = jax.random.split(key, 3)
+    kernel = lambda key, rows, columns: jax.random.normal(key, (rows, columns)) / rows**0.5  # noqa: E731
+    hidden = {"kernel": kernel(keys[1], width, width), "bias": jnp.zeros(width)}
+    return {"in": kernel(keys[0], 64, width), "hidden": hidden, "out": kernel(keys[2], width, 10)}
+
+
+def _mlp_loss(params, x, y):
+    hidden = jax.nn.relu(jax.nn.relu(x @ params["in"]) @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    log_p = jax.nn.log_softmax(hidden @ params["out"])
+    return -jnp.mean(jnp.take_along_axis(log_p, y[:, None], axis=1))
+
+
+def _losses(width, rates, batches, with_factors):
+    """The loss at the end of a run, for each rate: the mean over two seeds and the last tenth of the steps."""
+    shapes = [jax.eval_shape(lambda one=one: _mlp(jax.random.key(0), one)) for one in (WIDTHS[0], width)]
+    factors = jstep.mup(*shapes)
+
+    def run(rate, seed):
+        optimizer, params = jstep.adam(rate), _mlp(jax.random.key(seed), width)
+        if with_factors:
+            optimizer, params = jstep.chain(optimizer, jstep.scale_updates(factors.rates)), factors.initial(params)
+        step = jstep.minimize(_mlp_loss, optimizer, jit=False)
+        state = jstep.TrainState.create(params, optimizer)
+        losses = jax.lax.scan(lambda state, batch: step(state, *batch), state, batches)[1]["loss"]
+        return jnp.mean(losses[-len(losses) // 10 :])
+
+    return np.mean([jax.lax.map(lambda rate, seed=seed: run(rate, seed), rates) for seed in range(4)], axis=0)
+
+
+def _minimum(rates, losses):
+    """Where the parabola through the five points around the smallest loss, in log rate, is smallest."""
+    best = int(np.clip(np.argmin(losses), 2, len(rates) - 3))
+    a, b, _ = np.polyfit(np.log2(rates[best - 2 : best + 3]), np.log(losses[best - 2 : best + 3]), 2)
+    return 2 ** (-b / (2 * a))
+
+
+def width_transfer(path: pathlib.Path) -> None:
+    """Loss over learning rate at five widths, without the factors of `mup` and with them, and where it is smallest."""
+    images, labels = _digits()
+    rows = np.random.default_rng(0).integers(0, 1400, (40, 64))
+    batches = jnp.asarray(images[rows]), jnp.asarray(labels[rows])
+    rates = 2.0 ** np.arange(-12, -1, 1.0)
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.3))
+    for column, with_factors in enumerate((False, True)):
+        best = []
+        for i, width in enumerate(WIDTHS):
+            losses = _losses(width, jnp.asarray(rates, jnp.float32), batches, with_factors)
+            best.append(_minimum(rates, losses))
+            color = mpl.colormaps["viridis_r"](0.15 + 0.2 * i)
+            axes[column].loglog(rates, losses, color=color, linewidth=1.4, label=str(width), base=2)
+            axes[column].axvline(best[-1], color=color, linestyle=(0, (1, 3)), linewidth=1.2)
+        print(f"with factors: {with_factors}, best rates 2^{np.round(np.log2(best), 2)} at widths {WIDTHS}")
+        name = "rates and initial values by mup" if with_factors else "one rate for all"
+        axes[column].set_title(name, fontsize=9, loc="left")
+        axes[column].set_ylabel("training loss after 40 steps")
+        axes[column].set_ylim(2.0**-4.5, 2.0**1.5)
+        axes[column].set_xlabel("learning rate")
+        axes[2].loglog(WIDTHS, best, marker="o", base=2, color=BLUE if with_factors else GREY, label=name)
+    axes[1].legend(frameon=False, title="width", fontsize=8, loc="lower left")
+    axes[2].set_xlabel("width")
+    axes[2].set_ylim(2.0**-10, 2.0**-3)
+    axes[2].set_title("best learning rate", fontsize=9, loc="left")
+    axes[2].legend(frameon=False, fontsize=8, loc="lower left")
+    figure.savefig(path)
+    plt.close(figure)
+
 
 # Diagrams.
 
@@ -262,6 +334,7 @@ MAKERS = {
     "digits_loss.png": digits_loss,
     "plan.png": plan,
     "schedules.png": schedules,
+    "width_transfer.png": width_transfer,
     "clock.svg": clock,
     "commit.svg": commit,
 }

@@ -19,7 +19,8 @@ Optimizers of tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl
     More: sgd, signum, adabelief, adadelta, adamax, madgrad, novograd, rprop, yogi; without a rate to tune: prodigy;
     schedule_free_sgd, schedule_free_adamw with schedule_free_params for evaluation.
     Around one: chain, partition, scope, skip_nonfinite, master_weights, stochastic_rounding, lookahead, slow_params,
-    dynamic_loss_scale, cautious, update_every; with_moving_average, ExponentialMovingAverage, averaged_params.
+    dynamic_loss_scale, cautious, update_every; with_moving_average, ExponentialMovingAverage, averaged_params;
+    with_noise_scale.
     In a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio, scale_by_learning_rate,
     scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients, normalize_gradients, orthogonalize,
     normalize_neurons, on_hyperball, trace.
@@ -43,6 +44,7 @@ Many devices: shard_state, shard_batch, fsdp_specs; distributed.initialize for m
     devices that only compile.
 Tools: verify_resume (a ResumeReport), replay (a Replay), fingerprint and DivergenceError, find_nonfinite (a NonFinite);
     before a run: plan (a Plan), cost (a Cost with Collective entries); after it: goodput (a Goodput).
+Wider models: mup for rates and initial values (MupFactors), coord_check whether they transfer (a CoordCheck).
 Summaries for TensorBoard: summary.scalar and others, summary.SummaryWriter. `python -m jstep --help`: the command line.
 """
 

@@ -127,6 +127,7 @@ from jstep.optimizers import stochastic_rounding as stochastic_rounding
 from jstep.optimizers import trace as trace
 from jstep.optimizers import update_every as update_every
 from jstep.optimizers import with_moving_average as with_moving_average
+from jstep.optimizers import with_noise_scale as with_noise_scale
 from jstep.optimizers import yogi as yogi
 from jstep.queues import CancelledError as CancelledError
 from jstep.queues import Coordinator as Coordinator
@@ -186,6 +187,10 @@ from jstep.training import TrainStep as TrainStep
 from jstep.training import apply_gradients as apply_gradients
 from jstep.training import minimize as minimize
 from jstep.training import scan_steps as scan_steps
+from jstep.transfer import CoordCheck as CoordCheck
+from jstep.transfer import MupFactors as MupFactors
+from jstep.transfer import coord_check as coord_check
+from jstep.transfer import mup as mup
 from jstep.weights import load_weights as load_weights
 from jstep.weights import save_weights as save_weights
 

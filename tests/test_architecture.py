@@ -33,7 +33,7 @@ STOREYS = [
     {"hooks"},
     {"evaluating"},
     {"loop"},
-    {"tools"},
+    {"tools", "transfer"},
     {"cli", "__main__"},
 ]
 HOUSE = set().union(*STOREYS)

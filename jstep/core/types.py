@@ -51,6 +51,18 @@ class InitFn(Protocol):
         ...
 
 
+class GradientNoise(NamedTuple):
+    """What the microbatches of one step tell of the noise of the gradient; NaN where they tell nothing.
+
+    Attributes:
+        noise: The trace of the covariance of the gradient of one example, an unbiased estimate.
+        square: The squared norm of the true gradient, an unbiased estimate, which may be negative.
+    """
+
+    noise: Array
+    square: Array
+
+
 class Context(NamedTuple):
     """What an update may know of its step besides the gradients; a field is None where it is not known.
 
@@ -64,6 +76,8 @@ class Context(NamedTuple):
             PRNG key, at other parameters. Gradients are as `update` gets them: a leaf may be None or an
             `IndexedSlices`. Evaluating it changes nothing: model_state, aux and summaries are dropped.
         key: A PRNG key, a function of the step alone and another one than the loss gets; None without `rng`.
+        noise: What the microbatches of this step tell of the noise of the gradient, for `with_noise_scale`; only with
+            `metrics=("noise_scale",)`.
 
     Example:
         Polyak's step size, which needs the loss:
@@ -82,6 +96,7 @@ class Context(NamedTuple):
     loss: Array | None = None
     value_and_grad: Callable[[Any], tuple[Array, Any]] | None = None
     key: Array | None = None
+    noise: GradientNoise | None = None
 
 
 UpdateFn: TypeAlias = Callable[..., tuple[Updates, Slots]]

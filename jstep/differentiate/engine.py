@@ -19,6 +19,7 @@ from jstep.differentiate.connected import watched
 from jstep.differentiate.gating import GATE_OP, GATES, gated
 from jstep.differentiate.lookup import tables
 from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, number_of_parts, specs_of_rows, split
+from jstep.differentiate.noise import squared_norm
 from jstep.differentiate.returned import checked_aux, checked_loss, same_kind, taken_apart
 from jstep.differentiate.sharpness import checked_sharpness, perturbed
 from jstep.differentiate.unreduced import reduced_once, zeros_of_gradient
@@ -64,6 +65,8 @@ class Differentiation:
     unroll: Unroll = None
     gathers: bool = False
     """Whether summaries that the loss makes are gathered."""
+    squares: bool = False
+    """Whether the squared norms of the gradients of microbatches are computed."""
     attempts: Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
     """What traces the loss; the same for all that `dataclasses.replace` makes of this."""
 
@@ -122,7 +125,8 @@ class Differentiation:
             there = in_auto_axes(move, some, part.gradients, self.sharpness, place=like(some))
             moved = treedef.unflatten(trees.with_leaves(leaves, places, there))
             calm = dataclasses.replace(self, gathers=False)
-            part = part._replace(gradients=calm._whole(given._replace(params=moved), places).gradients)
+            again = calm._whole(given._replace(params=moved), places)
+            part = part._replace(gradients=again.gradients, squares=again.squares)
         grads = gated(part.gradients, self.gate_gradients)
         return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), places, grads)))
 
@@ -147,9 +151,11 @@ class Differentiation:
             leaves = jax.tree.leaves(params)
             sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in places]
             method = self.aggregation_method
-            return accumulate(part_fn, parts, given.model_state, sums, n, self.weight_fn, method, self.unroll)
+            square = functools.partial(squared_norm, scale=given.scale) if self.squares else None
+            return accumulate(part_fn, parts, given.model_state, sums, n, self.weight_fn, method, self.unroll, square)
 
-        if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT:
+        # The square of a part's gradient is that of the sum over all devices: there is no putting it off.
+        if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT or self.squares:
             return run(given.params, parts)
 
         def loss(params: Params, batch: Any) -> Array:

@@ -16,6 +16,7 @@ from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.loops import Unroll, scan
 from jstep.core.meshes import explicit_mesh, in_auto_axes, reduced, spec_of
 from jstep.core.types import Array
+from jstep.differentiate.noise import Square, Squares
 from jstep.sharding.of_batches import fitting_spec
 
 
@@ -38,6 +39,7 @@ class Part(NamedTuple):
     aux: Any
     gradients: Any
     summaries: Any = None
+    squares: Squares | None = None
 
 
 def specs_of_rows(args: tuple[Any, ...], rows: Any = None) -> list[PartitionSpec | None]:
@@ -179,6 +181,7 @@ def accumulate(
     weight_fn: Callable[..., Any] | None,
     method: AggregationMethod,
     unroll: Unroll = None,
+    square: Square | None = None,
 ) -> Part:
     """The parts of a batch put together as one.
 
@@ -192,6 +195,7 @@ def accumulate(
             whatever its loss is; where all weigh 0, loss and gradients are 0.
         method: How gradients are added up.
         unroll: How the loop over parts is unrolled.
+        square: The squared norm of gradients, to measure those of the parts and of their mean by.
 
     Returns:
         Loss, gradients and the floating or complex leaves of aux as means in float32 at least, integer leaves of aux
@@ -205,6 +209,7 @@ def accumulate(
         i, batch = xs
         part = part_fn(state, batch, i)
         weight = _weight(weight_fn, batch)
+        squared = None if square is None else square(part.gradients)
         gradients = [jax.tree.map(lambda g: g if _is_integer(g) else _weighed(g, weight), g) for g in part.gradients]
         if running:
             # () says that it is carried. What no part has is carried unchanged, which costs nothing.
@@ -212,9 +217,9 @@ def accumulate(
             sums = [s + g.astype(s.dtype) if d else s for s, g, d in zip(sums, gradients, dense, strict=True)]
             gradients = [() if d else g for g, d in zip(gradients, dense, strict=True)]
         others = jax.tree_util.tree_map_with_path(functools.partial(_of_part, weight), (part.aux, part.summaries))
-        return (part.model_state, sums), (gradients, _weighed(part.loss, weight), weight, others)
+        return (part.model_state, sums), (gradients, _weighed(part.loss, weight), weight, squared, others)
 
-    (model_state, sums), (gradients, losses, weights, others) = scan(
+    (model_state, sums), (gradients, losses, weights, squared, others) = scan(
         body, (model_state, sums if running else []), (jnp.arange(n), parts), n, unroll
     )
     total = jnp.asarray(n, jnp.float32) if weights is None else jnp.sum(weights)
@@ -236,7 +241,11 @@ def accumulate(
 
     aux, summaries = jax.tree.map(together, others)
     grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
-    return Part(mean(jnp.sum(losses)), model_state, aux, grads, summaries)
+    squares = None
+    if square is not None:
+        examples = jax.tree.leaves(parts)[0].shape[1]
+        squares = Squares(examples if weights is None else weights, squared, square(grads))
+    return Part(mean(jnp.sum(losses)), model_state, aux, grads, summaries, squares)
 
 
 def _is_integer(leaf: Array) -> bool:

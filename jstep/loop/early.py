@@ -95,7 +95,9 @@ def early_of(
         times,
         stopping,
     )
-    if programs.starting is not None:
+    if programs.starting is None:
+        first.forget()
+    else:
         stack.callback(programs.starting.close)
         programs.starting.begin(shapes_of(state))
     return Early(source, first)

@@ -14,7 +14,7 @@ from jstep.loop.ahead import Ahead, Job, shapes_of, stacked_shapes
 from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.sources import Source
 from jstep.loop.stages import Edges, Segment
-from jstep.loop.start import FirstBatch, StartTimes, first_call_steps
+from jstep.loop.start import FirstBatch, StartTimes, first_call_steps, interruptible
 from jstep.loop.traced import traced
 from jstep.sharding.of_batches import named
 from jstep.state import TrainState
@@ -114,11 +114,17 @@ def starting(
     closed = threading.Event()
 
     def make(state: Any, _: tuple[Any, ...]) -> bool:
-        batch = shapes() if shapes is not None and batch_sharding is None else first.peek(closed.is_set)
-        if batch is None:
-            return False
-        args = _shapes_as_args(batch, batch_sharding)
-        del batch
+        try:
+            if shapes is not None and batch_sharding is None:
+                batch = interruptible(shapes, closed.is_set)
+            else:
+                batch = first.peek(closed.is_set)
+            if batch is None:
+                return False
+            args = _shapes_as_args(batch, batch_sharding)
+            del batch
+        finally:
+            first.forget()
         with times.compiling(), setting(mesh_of(state)):
             traced(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
         return True

@@ -89,6 +89,7 @@ class FirstBatch:
         self._items, self._times, self._again = items, times, again
         self._made = threading.Event()
         self._result: Any = None
+        self._to_peek: Any = None
         self._error: BaseException | None = None
         self._is_first = True
         self._thread = Thread(target=self._make, daemon=True, name="jstep-first-batch")
@@ -97,7 +98,7 @@ class FirstBatch:
     def _make(self) -> None:
         try:
             with self._times.part("first batch"):
-                self._result = next(self._items, None)
+                self._result = self._to_peek = next(self._items, None)
         except BaseException as error:
             self._error = error
         finally:
@@ -108,8 +109,11 @@ class FirstBatch:
         while not self._made.wait(_POLL_SECS):
             if is_over():
                 return None
-        result = self._result  # which the loop may take meanwhile
-        return None if self._error is not None or result is None else result[0]
+        return None if self._error is not None or self._to_peek is None else self._to_peek[0]
+
+    def forget(self) -> None:
+        """Nobody peeks any more: the loop alone keeps the batch, as long as it needs it."""
+        self._to_peek = None
 
     def __iter__(self) -> Owned:
         self._made.wait()
@@ -122,7 +126,34 @@ class FirstBatch:
         else:
             first, self._result = self._result, None
             yield first
+            del first
         yield from self._items
+
+
+def interruptible(fn: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
+    """`fn()`; None, without waiting for it any longer, if the run is over before.
+
+    It may call a reader of the user's that hangs: in a thread that a process need not wait for at its end.
+    """
+    done = threading.Event()
+    result: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            result.append((fn(), None))
+        except BaseException as error:
+            result.append((None, error))
+        finally:
+            done.set()
+
+    Thread(target=run, daemon=True, name="jstep-shapes").start()
+    while not done.wait(_POLL_SECS):
+        if is_over():
+            return None
+    ((value, error),) = result
+    if error is not None:
+        raise error
+    return value
 
 
 def first_call_steps(hooks: Sequence[Any], start: int, stop: int, steps_per_call: int, cadences: Sequence[Any]) -> int:

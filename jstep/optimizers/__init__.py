@@ -71,6 +71,7 @@ from jstep.optimizers.wrappers import (
     stochastic_rounding,
     update_every,
     with_moving_average,
+    with_noise_scale,
 )
 from jstep.optimizers.yogi import yogi
 
@@ -149,6 +150,7 @@ __all__ = [
     "trace",
     "update_every",
     "with_moving_average",
+    "with_noise_scale",
     "yogi",
 ]
 

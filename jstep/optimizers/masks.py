@@ -2,12 +2,12 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax
 
-from jstep.core import trees
+from jstep.core import paths, trees
 from jstep.core.types import Params
 from jstep.core.var_list import VarList, check_form, flags
 
@@ -47,6 +47,26 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
         return [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
 
     return values
+
+
+def first_match(argument: str, entries: Iterable[str]) -> Flag:
+    """For each leaf the first path or glob that means it, or None; each has to match something.
+
+    What is the path of a leaf means that leaf alone, whatever marks of globs it has.
+    """
+    globs = list(entries)
+
+    def of(params: Params) -> list[Any]:
+        flags(params, globs, argument)
+        everything = paths.names_of(params)
+        exact = {name for names in everything for name in names}
+
+        def means(glob: str, names: tuple[str, ...]) -> bool:
+            return glob in names if glob in exact else paths.matches(names, glob)
+
+        return [next((glob for glob in globs if means(glob, names)), None) for names in everything]
+
+    return lambda params: on_whole(params, of)
 
 
 def own_leaves(params: Params) -> list[tuple[str, Any]]:

@@ -22,9 +22,14 @@ class Role(enum.Enum):
     HIDDEN_SCALE = "a loss scale that is not outermost, which is refused when it is used"
     SCALE_SINCE = "the step of the loss scale's last change"
     LAST_FINITE = "the step that the last finite update made"
+    NOISE = "the average of the gradient's noise"
+    NOISE_SQUARE = "the average of the gradient's squared norm"
+    NOISE_WEIGHT = "the weight of both averages"
+    HIDDEN_NOISE = "such an average below a label or beside other elements, which is refused when it is used"
 
 
 AGES = (Role.AGE, Role.OWN_AGE)
+_HIDDEN: dict[Role | None, Role] = dict.fromkeys((Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT), Role.HIDDEN_NOISE)
 
 
 class Roles(dict[str, Role | None]):
@@ -47,14 +52,19 @@ class Roles(dict[str, Role | None]):
         return Roles({**self, **other}, complete=self.complete and other.complete)
 
     def beside_others(self) -> "Roles":
-        """The roles of a part that does not see all gradients: its loss scale is not outermost."""
+        """The roles of a part that is not the whole optimizer: what has to be around all of it is not."""
+        roles = self.without_scale()
+        return Roles({name: _HIDDEN.get(role, role) for name, role in roles.items()}, complete=self.complete)
+
+    def without_scale(self) -> "Roles":
+        """The roles of an optimizer that does not see all gradients: its loss scale is not outermost."""
         hidden = {name: Role.HIDDEN_SCALE if role is Role.LOSS_SCALE else role for name, role in self.items()}
         return Roles(hidden, complete=self.complete)
 
     def at_some_steps(self) -> "Roles":
         """The roles of an optimizer that updates at some steps alone: it sees some gradients, and ages at its own."""
         own = {name: Role.OWN_AGE if role is Role.AGE else role for name, role in self.items()}
-        return Roles(own, complete=self.complete).beside_others()
+        return Roles(own, complete=self.complete).without_scale()
 
     def of(self, *roles: Role) -> list[str]:
         """The names of the slots that have one of these roles."""

@@ -30,6 +30,7 @@ def wrapped(
     guarded: bool | None = None,
     inner_roles: Callable[[Roles], Roles] = lambda roles: roles,
     init_on: Callable[[Params], Params] = lambda params: params,
+    takes_context: bool = False,
 ) -> Optimizer:
     """An optimizer around another.
 
@@ -46,6 +47,7 @@ def wrapped(
             default.
         inner_roles: From the roles of the inner one's slots to those that others see.
         init_on: What the inner one sees as params when its slots are made.
+        takes_context: Whether the update reads the context itself.
 
     Raises:
         ValueError: Both have a slot or a hyperparameter of the same name.
@@ -97,5 +99,5 @@ def wrapped(
         Init(init, all_roles, makes_finished_updates(optimizer), guarded=is_safe),
         whole,
         merged_hyperparameters(parts),
-        optimizer.takes_context,
+        optimizer.takes_context or takes_context,
     )

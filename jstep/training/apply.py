@@ -22,6 +22,7 @@ from jstep.optimizers.matched import matched_gradients
 from jstep.optimizers.names import AGES, Role, Roles, roles_of
 from jstep.optimizers.updated import NOTHING, updated
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
+from jstep.optimizers.wrappers.noise_scale import noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import ASKED, LEFT_OUT
 from jstep.state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 from jstep.state.global_step import later_step
@@ -92,8 +93,8 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
 
-    def run(state: TrainState, grads: Updates, loss: Array | None, key: Array | None) -> Applied:
-        return _applied(state, grads, optimizer, increment, Context(loss, evaluate, key))
+    def run(state: TrainState, grads: Updates, known: Context) -> Applied:
+        return _applied(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
 
     place = like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     if is_worth_a_sequence(state):
@@ -101,13 +102,11 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     else:
         here = state.replace(slots=on_devices(state.slots))
     with laid_out(layouts_of(state)):
-        done = in_auto_axes(run, here, grads, context.loss, context.key, place=place)
+        done = in_auto_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
     return done._replace(state=jax.tree.map(back, done.state, state))
 
 
-def _leaf_by_leaf(
-    run: Callable[..., Applied], state: TrainState, grads: Updates, loss: Array | None, key: Array | None
-) -> Applied:
+def _leaf_by_leaf(run: Callable[..., Applied], state: TrainState, grads: Updates, known: Context) -> Applied:
     """What `run` returns, with slots on the host brought in and sent back a few at a time."""
     leaves, treedef = trees.flatten(state)
     places = treedef.unflatten(range(len(leaves)))
@@ -119,7 +118,7 @@ def _leaf_by_leaf(
 
     once = jnp.where(step_of(state) >= 0, 1, 0)
     placed = Placed(leaves, _groups(state, places), whole_on_first_axis(state), once)
-    return sequenced(lambda leaves: run(treedef.unflatten(leaves), grads, loss, key), placed, replaced)
+    return sequenced(lambda leaves: run(treedef.unflatten(leaves), grads, known), placed, replaced)
 
 
 def _groups(state: TrainState, places: TrainState) -> dict[int, int]:
@@ -142,6 +141,7 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     roles = roles_of(optimizer, state.params)
     loss_scale_of(roles, held)
+    noise_slots(roles)
     guards = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     asked = {name: jnp.full_like(held[name], ASKED) for name in guards}
     updates, own = updated(optimizer, grads, held | asked, state.params, step, context)

@@ -17,15 +17,18 @@ from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.differentiate import GATE_OP, AggregationMethod
 from jstep.differentiate.engine import Differentiation, Inputs
+from jstep.differentiate.noise import estimated
 from jstep.differentiate.sharpness import checked_radius
 from jstep.optimizers.hyper import value_at
 from jstep.optimizers.metrics import SKIPPED, shown_slots, skips, spoiled
 from jstep.optimizers.names import is_guarded, roles_of
 from jstep.optimizers.updated import NOTHING
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
+from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite
 from jstep.state import MODEL_STATE, TrainState, require_state, step_of
 from jstep.training.apply import Applied, applied
+from jstep.training.asked_metrics import asked_metrics
 from jstep.training.averages import averages_for, checked_averages
 from jstep.training.constants import Constants, split_constants
 from jstep.training.several_losses import Losses, SeveralLosses, name_of, replaced, several_losses, shown_losses
@@ -33,7 +36,6 @@ from jstep.training.step import PureStep, TrainStep
 
 OF_CONTEXT = 0x6A73
 """What the key of a `Context` is folded with, so that it is another one than the loss gets."""
-NORMS = ("grad_norm", "update_norm", "param_norm")
 
 
 def minimize(
@@ -89,8 +91,9 @@ def minimize(
             and model_state are those at the parameters themselves. Of several losses, each moves its own parameters.
         adaptive: Whether that radius follows the size of each element.
         unroll: How the loop over microbatches is unrolled, as in `scan_steps`; None chooses.
-        metrics: Which of `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates as added) and
-            `"param_norm"` (of the new parameters) to compute.
+        metrics: Which of `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates as added),
+            `"param_norm"` (of the new parameters) and `"noise_scale"` (from microbatches; see `with_noise_scale`, which
+            has to be around the optimizer) to compute.
         increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile. False gives the pure function.
         donate: Whether the compiled step takes over the memory of the state passed in.
@@ -132,7 +135,7 @@ def minimize(
     Source: `tf.train.Optimizer.minimize`.
     """
     require_optimizer("optimizer", optimizer)
-    norms = _checked_norms(metrics)
+    norms, measures_noise = asked_metrics(metrics, num_microbatches)
     rng = anywhere(_checked_key(rng))
     radius = checked_radius(sharpness)
     scheduled = callable(radius)
@@ -156,6 +159,7 @@ def minimize(
             adaptive=as_bool(adaptive, "adaptive") and not scheduled,
             unroll=unroll,
             gathers=True,
+            squares=measures_noise,
         )
 
     differentiate: Differentiation | SeveralLosses
@@ -170,7 +174,10 @@ def minimize(
         if has_model_state and MODEL_STATE not in state.slots:
             raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
         key = None if rng is None else jax.random.fold_in(rng, step)
-        scale = loss_scale_of(roles_of(optimizer, state.params), state.slots)
+        roles = roles_of(optimizer, state.params)
+        scale = loss_scale_of(roles, state.slots)
+        if measures_noise:
+            require_noise_slots(roles)
         kwargs = None if averages is None else {"averages": averages_for(state, averages)}
         # Several losses have no owner for a model_state: it stays as it is.
         model_state = None if isinstance(differentiate, SeveralLosses) else state.slots.get(MODEL_STATE)
@@ -181,9 +188,10 @@ def minimize(
         part = at_radius(inputs)
         context = NOTHING
         if optimizer.takes_context:
-            plain = replaced(differentiate, sharpness=None, adaptive=False)
+            plain = replaced(differentiate, sharpness=None, adaptive=False, squares=False)
             own_key = None if key is None else jax.random.fold_in(key, OF_CONTEXT)
             context = Context(part.loss, _value_and_grad(plain, inputs), own_key)
+        context = context._replace(noise=None if part.squares is None else estimated(part.squares))
         done = applied(state, part.gradients, optimizer, increment_global_step, context)
         new_state = done.state
         if has_model_state:
@@ -201,6 +209,7 @@ def minimize(
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
             **shown_losses(part, has_aux, is_several=isinstance(differentiate, SeveralLosses)),
             "the norms": {name: norm(name) for name in norms},
+            "the noise scale": noise_metrics(done.roles, done.slots) if measures_noise else {},
         }
         return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
 
@@ -261,16 +270,6 @@ def _checked_key(rng: Any) -> Any:
     if typed and np.ndim(rng):
         raise ValueError(f"rng: must be one key, got keys of shape {np.shape(rng)}; take one of them")
     return rng
-
-
-def _checked_norms(metrics: Any) -> tuple[str, ...]:
-    if not isinstance(metrics, str | list | tuple | set | frozenset):
-        raise TypeError(f"metrics={metrics!r}: must be names among {NORMS}, got {type(metrics).__name__}")
-    names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
-    for name in names:
-        if name not in NORMS:
-            raise ValueError(f"metrics: {name!r} is unknown{trees.nearest(str(name), NORMS)}; it takes any of {NORMS}")
-    return names
 
 
 def _trainable(params: Params) -> Any:

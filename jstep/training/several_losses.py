@@ -16,6 +16,7 @@ from jstep.differentiate import GATE_NONE
 from jstep.differentiate.engine import Differentiation, Inputs
 from jstep.differentiate.gating import gated
 from jstep.differentiate.microbatches import Part
+from jstep.differentiate.noise import together_squared
 
 Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
 """Name → the loss and what it trains."""
@@ -60,6 +61,7 @@ class SeveralLosses:
             {name: (part.loss, part.aux) for name, part in parts.items()},
             treedef.unflatten(gated(gradients, self.gate_gradients)),
             together([part.summaries for part in parts.values()]),
+            together_squared([part.squares for part in parts.values()]),
         )
 
 

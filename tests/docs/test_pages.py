@@ -5,27 +5,12 @@ import os
 import pathlib
 import re
 
-import jax
 import pytest
+from pages import DOCS, NEEDS, PAGES, blocks_of, run_page
 
 import jstep
 
 ROOT = pathlib.Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
-BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
-NEEDS = re.compile(r"<!-- needs: ([\w, ]+) -->")
-
-
-def blocks_of(page: pathlib.Path) -> list[tuple[int, str]]:
-    """The Python blocks of a page with the line each begins at, without the indentation of tabs and lists."""
-    text = page.read_text(encoding="utf-8")
-    found = []
-    for match in BLOCK.finditer(text):
-        indent = len(match.group(1))
-        code = "".join(line[indent:] for line in match.group(2).splitlines(keepends=True))
-        found.append((text[: match.start()].count("\n") + 1, code))
-    return found
 
 
 def name_of(page: pathlib.Path) -> str:
@@ -37,11 +22,8 @@ def test_the_code_of_a_page_runs_in_order(page: pathlib.Path, tmp_path: pathlib.
     for needed in NEEDS.findall(page.read_text(encoding="utf-8")):
         for module in needed.split(","):
             pytest.importorskip(module.strip())
-    names: dict[str, object] = {"__name__": "__main__"}
-    # A page is read with JAX's own settings, not with those of our tests.
-    with contextlib.chdir(tmp_path), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for line, code in blocks_of(page):
-            exec(compile("\n" * line + code, str(page), "exec"), names)
+    with contextlib.chdir(tmp_path):
+        run_page(page)
 
 
 def test_every_picture_is_made_by_the_script() -> None:

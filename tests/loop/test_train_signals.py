@@ -97,6 +97,23 @@ train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
     assert saver.extra() == ({"batches": {"base64": "MTI="}} if kind == "Counted" else {})
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_reader_of_rows_hangs_before_the_first_step(number, tmp_path):
+    script = """
+class Rows:
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        say("hangs")
+        time.sleep(1000)
+train(100, jstep.batches(Rows(), 8), checkpoint_dir=directory)
+"""
+    process = start(script, tmp_path)
+    until(process, "hangs")
+    process.send_signal(number)
+    end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
+
+
 def test_a_second_sigint_leaves_at_once(tmp_path):
     script = """
 class Stuck(jstep.Hook):

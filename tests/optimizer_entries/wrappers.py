@@ -70,6 +70,13 @@ WRAPPERS = {
         rate=0.02,
         steps=0,
     ),
+    "with_noise_scale": Entry(
+        lambda lr: jstep.with_noise_scale(jstep.adam(lr)),
+        ZEROS,
+        ADAM,
+        {"noise/gradient_noise": 0.0, "noise/gradient_square": 0.0, "noise/weight": 0.0, **AGED},
+        rate=0.02,
+    ),
     "average_of_some": Entry(
         lambda lr: jstep.with_moving_average(
             jstep.momentum(lr, 0.9),

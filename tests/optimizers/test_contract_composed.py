@@ -99,8 +99,12 @@ def test_two_halves_with_labels_that_begin_alike(name: str) -> None:
     optimizer = jstep.partition({"net": of(name), "net/deep": of(name)}, by_path)
     before = jstep.TrainState.create(mixed_params(), optimizer)
     step, after = compiled(optimizer), before
-    if name == "dynamic_loss_scale":  # of the whole loss: it stands around everything
-        with pytest.raises(ValueError, match=r"must be outermost, got .*'net/loss_scale', 'net/deep/loss_scale'"):
+    refused = {  # of the whole loss: they stand around everything
+        "dynamic_loss_scale": r"must be outermost, got .*'net/loss_scale', 'net/deep/loss_scale'",
+        "with_noise_scale": r"must stand around the whole optimizer, got the slot 'net/noise/gradient_noise'",
+    }
+    if name in refused:
+        with pytest.raises(ValueError, match=refused[name]):
             step(after, mixed_gradients())
         return
     for _ in range(TABLE[name].idle + 1):

@@ -10,6 +10,7 @@ from jstep.optimizers.wrappers.from_optax import from_optax
 from jstep.optimizers.wrappers.lookahead import lookahead, slow_params
 from jstep.optimizers.wrappers.master_weights import master_weights
 from jstep.optimizers.wrappers.moving_average import averaged_params, with_moving_average
+from jstep.optimizers.wrappers.noise_scale import with_noise_scale
 from jstep.optimizers.wrappers.partition import partition
 from jstep.optimizers.wrappers.scale_updates import scale_updates
 from jstep.optimizers.wrappers.scope import scope
@@ -35,6 +36,7 @@ __all__ = [
     "stochastic_rounding",
     "update_every",
     "with_moving_average",
+    "with_noise_scale",
 ]
 
 _publish(globals())

@@ -88,7 +88,7 @@ def dynamic_loss_scale(
         added=added,
         roles=roles,
         guarded=True,
-        inner_roles=Roles.beside_others,
+        inner_roles=Roles.without_scale,
     )
 
 

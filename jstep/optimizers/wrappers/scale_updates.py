@@ -1,16 +1,13 @@
 """Factors for the updates of some leaves: layer-wise rates."""
 
-import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.types import Array, Held, Optimizer, Params, ScalarOrSchedule
-from jstep.core.var_list import flags
+from jstep.core.types import Array, Held, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import Hyper, checked, constant
 from jstep.optimizers.leafwise import LeafSlots, leafwise
-from jstep.optimizers.masks import Flag, by_path, on_whole
+from jstep.optimizers.masks import by_path, first_match
 
 SCALE = "scale"
 
@@ -56,23 +53,10 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
         if not isinstance(glob, str):
             raise TypeError(f"factors: {shown(glob)} must be a path or a glob, got {kind(glob)}")
     hyper = {f"{SCALE}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}
-    return leafwise(scale_rule, hyper=hyper, flags={"factor": _first_match(list(factors))})
+    return leafwise(scale_rule, hyper=hyper, flags={"factor": first_match("factors", factors)})
 
 
 def scale_rule(u: Array, p: Array, slots: LeafSlots, h: Hyper) -> tuple[Array, LeafSlots]:
     """A leaf's update, scaled."""
     factor = h["factor"]
-    return (u if factor is None else (h[factor] if isinstance(factor, str) else factor) * u), {}
-
-
-def _first_match(globs: list[str]) -> Flag:
-    """For each leaf the hyperparameter that scales it, or None."""
-
-    def of(params: Params) -> list[Any]:
-        flags(params, globs, "factors")  # each has to match something
-        return [
-            next((f"{SCALE}/{glob}" for glob in globs if path == glob or fnmatch.fnmatchcase(path, glob)), None)
-            for path, _ in trees.leaves_with_paths(params)
-        ]
-
-    return lambda params: on_whole(params, of)
+    return (u if factor is None else (h[f"{SCALE}/{factor}"] if isinstance(factor, str) else factor) * u), {}

@@ -1,0 +1,130 @@
+"""The gradient noise scale, averaged over steps."""
+
+import jax.numpy as jnp
+
+from jstep.core.types import Array, Context, GradientNoise, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.hyper import Hyper, constant
+from jstep.optimizers.names import Role, Roles
+from jstep.optimizers.updated import updated
+from jstep.optimizers.wrapped import wrapped
+
+SLOTS = {
+    "noise/gradient_noise": Role.NOISE,
+    "noise/gradient_square": Role.NOISE_SQUARE,
+    "noise/weight": Role.NOISE_WEIGHT,
+}
+
+
+def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
+    """The same optimizer, which also averages the noise of the gradient: noise_scale = tr Σ/|G|².
+
+    Σ is the covariance of the gradient of one example, G the mean gradient. Progress per step is about
+    1/(1 + noise_scale/B) of that with the exact gradient, B the batch size: a batch much smaller than the noise scale
+    wastes steps, a much larger one wastes examples. `minimize(..., num_microbatches=n, metrics=("noise_scale",))`
+    measures both from the gradients of the n parts of each batch, which it has anyway:
+
+        tr Σ = (small − big)·W/(n − 1),  |G|² = big − tr Σ/W
+
+    big is the squared norm of the mean gradient, small the weighted mean of the squared norms of the parts', W the
+    number of examples in the batch, or the sum of what `weight_fn` returns. Both are unbiased; they are averaged, not
+    their ratio. Gradients are those of the loss: before clipping, noise and decay, and without the loss scale.
+
+    Args:
+        optimizer: The whole optimizer, chains and partitions included. `dynamic_loss_scale` stands around
+            this wrapper, as may `skip_nonfinite`, `master_weights`, `update_every` and `scope`; below a label, or
+            beside another element of a chain, the first step refuses it.
+        decay: The decay of the averages, in [0, 1): 0.99 leaves a spread of about 5 % at n = 4, 0.999 of 2 %.
+
+    Returns:
+        An `Optimizer` with three more scalar slots, `noise/gradient_noise`, `noise/gradient_square` and `noise/weight`,
+        by which the averages are corrected for their age. It counts measurements: a step that does not ask for
+        `noise_scale`, that a guard left out, or that has fewer than two parts of positive weight, changes none of them.
+        A training step's metrics show `gradient_noise` (tr Σ), `gradient_square` (|G|²) and `noise_scale`, in examples
+        or in the unit of `weight_fn`: NaN before the first measurement, and the last until the averaged |G|² is
+        positive.
+
+    Raises:
+        TypeError: `optimizer` is not an `Optimizer`, or `decay` is not a plain number.
+        ValueError: `decay` is out of its range, or the optimizer has slots of these names.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> def loss_fn(params, x):
+        ...     return -jnp.mean(params["w"] * x)
+        >>> train_step = jstep.minimize(loss_fn, optimizer, num_microbatches=2, metrics=("noise_scale",))
+        >>> state, metrics = train_step(state, jnp.array([1.0, 3.0]))
+        >>> print(metrics["gradient_noise"], metrics["gradient_square"], round(float(metrics["noise_scale"]), 4))
+        2.0 3.0 0.6667
+
+    Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
+    """
+    require_optimizer("optimizer", optimizer)
+    share = 1 - constant("decay", decay, low=0, high=1, below=True)
+
+    def update(
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
+    ) -> tuple[Updates, Slots, Slots]:
+        updates, inner = updated(optimizer, updates, inner, params, step, context)
+        return updates, inner, own if context.noise is None else _averaged(own, context.noise, share)
+
+    return wrapped(
+        optimizer,
+        "with_noise_scale",
+        update,
+        added=dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)),
+        roles=SLOTS,
+        inner_roles=Roles.without_scale,
+        takes_context=True,
+    )
+
+
+def _averaged(slots: Slots, measured: GradientNoise, share: float) -> Slots:
+    """The averages with one more measurement, if that is one."""
+    found = jnp.isfinite(measured.noise) & jnp.isfinite(measured.square)
+
+    def moved(name: str, value: Array) -> Array:
+        old = slots[name]
+        return jnp.where(found, old + share * (value.astype(old.dtype) - old), old)
+
+    new = (measured.noise, measured.square, jnp.ones((), jnp.float32))
+    return {name: moved(name, value) for name, value in zip(SLOTS, new, strict=True)}
+
+
+def noise_slots(roles: Roles) -> dict[Role, str]:
+    """The slots of the averages by their roles; none if the optimizer keeps none.
+
+    Raises:
+        ValueError: They are below a label or beside other elements.
+    """
+    hidden = roles.of(Role.HIDDEN_NOISE)
+    if hidden:
+        raise ValueError(
+            f"with_noise_scale: must stand around the whole optimizer, got the slot {hidden[0]!r} below a label or "
+            "beside other elements; the noise is that of all gradients. Put it around the whole: "
+            "with_noise_scale(partition(...)), with_noise_scale(chain(...))"
+        )
+    return {role: name for name, role in roles.items() if role in SLOTS.values() and role is not None}
+
+
+def require_noise_slots(roles: Roles) -> None:
+    """Refuses an optimizer that keeps no averages of the noise.
+
+    Raises:
+        ValueError: It keeps none; says how to get them.
+    """
+    if not noise_slots(roles):
+        raise ValueError(
+            "metrics: 'noise_scale' is averaged over steps in slots of the state, and the optimizer keeps none; make "
+            "state and step with jstep.with_noise_scale(optimizer)"
+        )
+
+
+def noise_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
+    """The metrics of a step: the averages, corrected for their age, and their ratio."""
+    names = noise_slots(roles)
+    noise, square, weight = (slots[names[role]] for role in SLOTS.values())
+    noise, square = noise / weight, square / weight  # NaN before the first measurement, which has weight 0
+    scale = jnp.where(square > 0, noise / square, jnp.nan)
+    return {"noise_scale": scale, "gradient_noise": noise, "gradient_square": square}

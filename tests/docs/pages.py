@@ -1,0 +1,59 @@
+"""Running what the pages show."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+NEEDS = re.compile(r"<!-- needs: ([\w, ]+) -->")
+# On the line above a block: that block alone is left out where the package is missing. The rest of the page still runs.
+BLOCK_NEEDS = re.compile(r"<!-- block needs: ([\w, ]+) -->\s*\Z")
+
+
+class Block(NamedTuple):
+    """Python code of a page, without the indentation of tabs and lists."""
+
+    line: int
+    code: str
+    needs: tuple[str, ...]
+
+
+def blocks_of(page: pathlib.Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        indent = len(match.group(1))
+        code = "".join(line[indent:] for line in match.group(2).splitlines(keepends=True))
+        before = text[: match.start()]
+        mark = BLOCK_NEEDS.search(before)
+        needs = tuple(name.strip() for name in mark.group(1).split(",")) if mark else ()
+        found.append(Block(before.count("\n") + 1, code, needs))
+    return found
+
+
+def run_page(page: pathlib.Path, change: Callable[[str], str] = str) -> dict[str, object]:
+    """Run the blocks of a page in order, each after a change of its text; return the names they define."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    # A page is read with JAX's own settings, not with those of our tests; what it does to the environment is undone.
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.legacy_prng_key("allow"),
+        mock.patch.dict(os.environ),
+        warnings.catch_warnings(),
+    ):
+        # Keras 3.15 meets a newer NumPy than it knew.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"keras\.")
+        for line, code, needs in blocks_of(page):
+            if all(importlib.util.find_spec(module) for module in needs):
+                exec(compile("\n" * line + change(code), str(page), "exec"), names)
+    return names

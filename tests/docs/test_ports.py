@@ -1,0 +1,123 @@
+"""Both programs of a page "From …" compute the same, a changed one does not; its table names what there is."""
+
+import contextlib
+import importlib.util
+import inspect
+import os
+import pathlib
+import re
+from collections.abc import Callable
+
+import pytest
+from pages import DOCS, blocks_of, run_page
+
+import jstep
+
+PORTS = {
+    "pytorch": ("torch",),
+    "hf-trainer": ("torch", "transformers", "accelerate"),
+    "keras": ("keras",),
+}
+# What the other side has too, and a port easily gets wrong: page, what the page says, what it would say by mistake.
+MISTAKES = [
+    ("pytorch", "weight_decay=0.1", "weight_decay=0.01"),
+    ("pytorch", "lambda path, leaf: leaf.ndim >= 2", "None"),
+    ("pytorch", "by_global_norm=1.0", "by_global_norm=2.0"),
+    ("pytorch", "jstep.linear_warmup(1e-2, 10)", "jstep.linear(1e-3, 1e-2, 10)"),
+    ("pytorch", "jstep.adamw(", "jstep.adamw(beta2=0.99, learning_rate="),
+    ("pytorch", "cross_entropy(model(mx), my) / 2", "cross_entropy(model(mx), my)"),
+    ("hf-trainer", "jstep.linear(0.0, 1e-2, warmup)", "jstep.linear(1e-3, 1e-2, warmup)"),
+    ("hf-trainer", '["*weight"]', "None"),
+    ("hf-trainer", "4 * train_data.steps_per_epoch", "4 * train_data.steps_per_epoch + 1"),
+    ("hf-trainer", "max_grad_norm=1.0", "max_grad_norm=0.5"),
+    ("keras", "adam(jstep.cosine_decay(1e-2, 32), epsilon=1e-7)", "adamw(jstep.cosine_decay(1e-2, 32))"),
+    ("keras", "jstep.cosine_decay(1e-2, 32)", "jstep.cosine_decay(1e-2, 31)"),
+    ("keras", "32, shuffle=False, drop_remainder=False", "32, shuffle=False"),
+    ("keras", "global_clipnorm=0.5", "clipnorm=0.5"),
+]
+
+
+def replaced(old: str, new: str, count: list[int]) -> Callable[[str], str]:
+    def change(code: str) -> str:
+        count.append(code.count(old))
+        return code.replace(old, new)
+
+    return change
+
+
+def page_of(name: str) -> pathlib.Path:
+    return DOCS / "from" / f"{name}.md"
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_each_page_compares_its_two_programs(name: str) -> None:
+    blocks = blocks_of(page_of(name))
+    assert any("assert_allclose" in block.code and block.needs == PORTS[name] for block in blocks)
+    alone = [block.code for block in blocks if not block.needs]
+    assert any("jstep.train(" in code for code in alone), "jstep's side runs without the other package"
+
+
+@pytest.mark.parametrize(("name", "said", "mistaken"), MISTAKES)
+def test_a_mistake_in_the_port_is_seen(name: str, said: str, mistaken: str, tmp_path: pathlib.Path) -> None:
+    for module in PORTS[name]:
+        if not importlib.util.find_spec(module):
+            pytest.skip(f"needs {module}")
+    found: list[int] = []
+    with contextlib.chdir(tmp_path), pytest.raises(AssertionError, match="Not equal to tolerance"):
+        run_page(page_of(name), replaced(said, mistaken, found))
+    assert sum(found) == 1, f"{page_of(name).name} says {said!r} {sum(found)} times"
+
+
+def cells(page: pathlib.Path) -> list[str]:
+    """What stands right in the tables of a page."""
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return [row.strip("| ").split(" | ")[-1] for row in rows]
+
+
+def calls(text: str) -> list[tuple[str, list[str]]]:
+    """Names that are called in code spans, with the keywords that they are called with (nested calls apart)."""
+    found = []
+    for span in re.findall(r"`([^`]+)`", text):
+        for match in re.finditer(r"([A-Za-z][\w.]*)\(", span):
+            depth, inside = 1, ""
+            for character in span[match.end() :]:
+                depth += {"(": 1, ")": -1}.get(character, 0)
+                if depth == 0:
+                    break
+                inside += character if depth == 1 else ""
+            found.append((match.group(1), re.findall(r"(\w+)=", inside)))
+    return found
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_the_table_names_what_there_is(name: str) -> None:
+    tables = cells(page_of(name))
+    assert len(tables) > 10
+    checked = 0
+    for called, keywords in [call for cell in tables for call in calls(cell)]:
+        target: object = jstep
+        for part in called.removeprefix("jstep.").split("."):
+            target = getattr(target, part, None)
+        if called in ("f", "train_step", "wandb.log"):
+            continue
+        assert callable(target), f"{name}.md: jstep has no {called}"
+        assert set(keywords) <= set(inspect.signature(target).parameters), f"{name}.md: {called}({keywords})"
+        checked += 1
+    assert checked > 5
+    bare = {span for cell in tables for span in re.findall(r"`([A-Za-z]\w*)`", cell)}
+    functions = (jstep.minimize, jstep.adamw, jstep.train)
+    arguments = {argument for function in functions for argument in inspect.signature(function).parameters}
+    unknown = bare - set(dir(jstep)) - arguments - {"jnp", "f", "weight"}
+    assert not unknown, f"{name}.md: {sorted(unknown)}"
+
+
+def test_running_a_page_leaves_the_environment_alone(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nimport os\nos.environ['OF_A_PAGE'] = '1'\n```\n\n"
+        '=== "tab"\n\n    <!-- block needs: nothing_of_this_name -->\n    ```python\n    raise SystemExit\n    ```\n\n'
+        "<!-- block needs: os -->\n```python\nseen = os.environ['OF_A_PAGE']\n```\n"
+    )
+    assert [block.needs for block in blocks_of(page)] == [(), ("nothing_of_this_name",), ("os",)]
+    assert run_page(page)["seen"] == "1"
+    assert "OF_A_PAGE" not in os.environ

@@ -1,0 +1,289 @@
+"""The gradient noise scale: what one step measures, and what the state averages."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+N, ROWS = 4, 24
+NAMES = ("gradient_noise", "gradient_square", "noise_scale")
+EMA = jstep.ExponentialMovingAverage(0.5)
+
+
+def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
+    """Its gradient at one example is that example, for w, and a constant, for b."""
+    return jnp.mean(x @ params["w"]) + 0.5 * params["b"]
+
+
+def params() -> Any:
+    return {"w": jnp.zeros(3), "b": jnp.float32(0.0), "n": jnp.int32(3), "none": None}
+
+
+def drawn(seed: int, rows: int = ROWS) -> np.ndarray:
+    return np.random.default_rng(seed).normal([1.0, -0.5, 0.25], [1.0, 2.0, 0.5], (rows, 3)).astype(np.float32)
+
+
+def one_batch(x: np.ndarray, weights: Any = None, n: int = N) -> tuple[float, float]:
+    """The two estimates in float64, from the equations of the design."""
+    parts = np.asarray(x, np.float64).reshape(n, -1, 3)
+    g = np.concatenate([parts.mean(1), np.full((n, 1), 0.5)], axis=1)
+    w = np.full(n, parts.shape[1], float) if weights is None else np.asarray(weights, float)
+    g, w = g[w > 0], w[w > 0]
+    whole = (w[:, None] * g).sum(0) / w.sum()
+    small, big = (w * (g**2).sum(1)).sum() / w.sum(), (whole**2).sum()
+    noise = (small - big) * w.sum() / (len(w) - 1)
+    return noise, big - noise / w.sum()
+
+
+def averaged(measured: list[tuple[float, float]], decay: float = 0.99) -> dict[str, float]:
+    both = np.zeros(2)
+    for one in measured:
+        both = decay * both + (1 - decay) * np.asarray(one)
+    noise, square = both / (1 - decay ** len(measured))
+    return {"gradient_noise": noise, "gradient_square": square, "noise_scale": noise / square if square > 0 else np.nan}
+
+
+def check(metrics: Any, expected: dict[str, float], rtol: float = 2e-5) -> None:
+    for name in NAMES:
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=rtol, err_msg=name)
+
+
+def made(optimizer: jstep.Optimizer, **kwargs: Any) -> Any:
+    given = {"num_microbatches": N, "metrics": ("noise_scale",), **kwargs}
+    return jstep.minimize(loss_fn, optimizer, **given), jstep.TrainState.create(params(), optimizer)
+
+
+@pytest.mark.parametrize("method", jstep.AggregationMethod)
+@pytest.mark.parametrize("decay", [0.99, 0.5, 0.0])
+def test_averages_of_both_parts_follow_the_equations(method: Any, decay: float) -> None:
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-3), decay=decay)
+    step, state = made(optimizer, aggregation_method=method)
+    measured = []
+    for seed in range(5):
+        x = drawn(seed)
+        measured.append(one_batch(x))
+        state, metrics = step(state, x)
+        check(metrics, averaged(measured, decay))
+
+
+def test_the_estimates_are_unbiased() -> None:
+    """Over many steps, the mean is what the distribution says: tr Σ = 1 + 4 + 1/4, |G|² = 1 + 1/4 + 1/16 + 1/4."""
+    optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.0), decay=0.0)
+    step, state = made(optimizer)
+    steps = 4000
+    batches = jnp.asarray(drawn(0, steps * 16).reshape(steps, 16, 3))
+    _, metrics = jstep.scan_steps(step)(state, batches)
+    noise, square = (np.asarray(metrics[name], np.float64) for name in NAMES[:2])
+    for values, true in ((noise, 5.25), (square, 1.5625)):
+        assert abs(values.mean() - true) < 4 * values.std() / steps**0.5
+        assert values.std() / steps**0.5 < 0.03 * true
+
+
+@pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0, 5.0), (3.0, 0.0, 2.0, 0.0), (0.5, 0.25, 0.0, 0.0)])
+def test_weights_are_the_unit_and_parts_without_weight_do_not_count(weights: Any) -> None:
+    optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
+    step, state = made(optimizer, weight_fn=lambda x, w: jnp.mean(w))
+    x = drawn(3)
+    per_row = np.repeat(np.float32(weights), ROWS // N)
+    expected = averaged([one_batch(x, weights)])
+    x[per_row == 0] = np.nan
+    _, metrics = step(state, x, per_row)
+    check(metrics, expected)
+
+
+def slots_of(state: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in state.slots.items() if "noise/" in name}
+
+
+def test_one_weighted_part_or_none_measures_nothing() -> None:
+    optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
+    step, state = made(optimizer, weight_fn=lambda x, w: jnp.mean(w))
+    one, none = np.repeat(np.float32([0, 2, 0, 0]), ROWS // N), np.zeros(ROWS, np.float32)
+    for per_row in (one, none):
+        state, metrics = step(state, drawn(0), per_row)
+        assert all(np.isnan(metrics[name]) for name in NAMES)
+    state, metrics = step(state, drawn(1), np.ones(ROWS, np.float32))
+    first = averaged([one_batch(drawn(1), np.ones(N))])
+    check(metrics, first)
+    state, metrics = step(state, drawn(2), one)
+    check(metrics, first)
+
+
+def test_steps_that_do_not_ask_neither_move_nor_age_the_averages() -> None:
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
+    asks, state = made(optimizer)
+    silent = jstep.minimize(loss_fn, optimizer)
+    state, _ = asks(state, drawn(0))
+    before = slots_of(state)
+    state, metrics = silent(state, drawn(1))
+    assert not set(NAMES) & set(metrics)
+    state = jstep.apply_gradients(state, {**params(), "n": None}, optimizer)
+    assert slots_of(state) == before
+    state, metrics = asks(state, drawn(2))
+    check(metrics, averaged([one_batch(drawn(0)), one_batch(drawn(2))]))
+
+
+def test_steps_that_do_not_count_are_measured_all_the_same() -> None:
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
+    step, state = made(optimizer, increment_global_step=False)
+    for seed in range(3):
+        state, metrics = step(state, drawn(seed))
+    assert int(state.global_step) == 0
+    check(metrics, averaged([one_batch(drawn(seed)) for seed in range(3)]))
+
+
+def test_a_negative_square_has_no_scale_and_is_not_clipped() -> None:
+    x = np.float32([[1, 0, 0], [-1, 0, 0], [1, 0, 0], [-1, 0, 0]])
+    only_w = lambda params, x: jnp.mean(x @ params["w"])  # noqa: E731
+    optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
+    step = jstep.minimize(only_w, optimizer, num_microbatches=4, metrics="noise_scale")
+    _, metrics = step(jstep.TrainState.create(params(), optimizer), x)
+    np.testing.assert_allclose([metrics["gradient_noise"], metrics["gradient_square"]], [4 / 3, -1 / 3], rtol=1e-6)
+    assert np.isnan(metrics["noise_scale"])
+
+
+GUARDS = {
+    "outside": lambda inner: jstep.skip_nonfinite(jstep.with_noise_scale(inner)),
+    "inside": lambda inner: jstep.with_noise_scale(jstep.skip_nonfinite(inner)),
+    "scale": lambda inner: jstep.dynamic_loss_scale(jstep.with_noise_scale(inner), initial=2.0**40),
+    "both": lambda inner: jstep.skip_nonfinite(jstep.dynamic_loss_scale(jstep.with_noise_scale(inner))),
+    "scope": lambda inner: jstep.scope("a", jstep.dynamic_loss_scale(jstep.scope("b", jstep.with_noise_scale(inner)))),
+}
+
+
+@pytest.mark.parametrize("place", GUARDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_steps_that_were_skipped_leave_the_averages(place: str, bad: float) -> None:
+    optimizer = GUARDS[place](jstep.chain(jstep.clip_gradients(by_global_norm=0.1), jstep.adam(1e-3)))
+    step, state = made(optimizer)
+    measured = []
+    for seed in range(4):
+        x = drawn(seed)
+        if seed in (0, 2):
+            x[1, 1] = bad
+        else:
+            measured.append(one_batch(x))
+        state, metrics = step(state, x)
+        if measured:
+            check(metrics, averaged(measured))
+        else:
+            assert all(np.isnan(metrics[name]) for name in NAMES)
+    assert all(np.isfinite(value) for value in slots_of(state).values())
+
+
+AROUND = {
+    "update_every": lambda inner: jstep.update_every(2, jstep.with_noise_scale(inner)),
+    "update_every, accumulating": lambda inner: jstep.update_every(2, jstep.with_noise_scale(inner), accumulate=True),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_around_it_some_steps_are_left_out(around: str) -> None:
+    step, state = made(AROUND[around](jstep.adam(1e-3)))
+    for seed in range(4):
+        state, metrics = step(state, drawn(seed))
+    check(metrics, averaged([one_batch(drawn(1)), one_batch(drawn(3))]))
+
+
+INDIFFERENT = {
+    "update_every": lambda: jstep.with_noise_scale(jstep.update_every(2, jstep.adam(1e-3))),
+    "partition": lambda: jstep.with_noise_scale(
+        jstep.partition({"a": jstep.adam(1e-3), "b": jstep.adam(1e-2)}, lambda path, leaf: "ab"["b" in path])
+    ),
+    "masters inside": lambda: jstep.with_noise_scale(jstep.master_weights(jstep.adam(1e-3))),
+    "masters": lambda: jstep.master_weights(jstep.with_noise_scale(jstep.adam(1e-3))),
+    "averages": lambda: jstep.with_moving_average(jstep.with_noise_scale(jstep.adam(1e-3)), EMA),
+    "held": lambda: jstep.with_noise_scale(jstep.adam(jstep.held("learning_rate", 1e-3))),
+}
+
+
+@pytest.mark.parametrize("place", INDIFFERENT)
+def test_what_else_there_is_does_not_matter(place: str) -> None:
+    step, state = made(INDIFFERENT[place]())
+    for seed in range(2):
+        state, metrics = step(state, drawn(seed))
+    check(metrics, averaged([one_batch(drawn(0)), one_batch(drawn(1))]))
+
+
+def test_values_of_the_update_do_not_change() -> None:
+    plain, measuring = jstep.adam(1e-2), jstep.with_noise_scale(jstep.adam(1e-2))
+    a = jstep.TrainState.create(params(), plain)
+    step_a = jstep.minimize(loss_fn, plain, num_microbatches=N)
+    step_b, b = made(measuring)
+    for seed in range(3):
+        a, _ = step_a(a, drawn(seed))
+        b, _ = step_b(b, drawn(seed))
+    assert jstep.fingerprint(a.params).tolist() == jstep.fingerprint(b.params).tolist()
+
+
+def test_squares_of_low_precision_are_float32() -> None:
+    """In bfloat16 the difference of squares would be rounding alone."""
+    optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean((x * params["w"]).astype(jnp.float32))
+
+    step = jstep.minimize(loss, optimizer, num_microbatches=2, metrics=("noise_scale",))
+    state = jstep.TrainState.create({"w": jnp.zeros((), jnp.bfloat16)}, optimizer)
+    x = jnp.asarray([100.0, 101.0], jnp.bfloat16)
+    _, metrics = step(state, x)
+    np.testing.assert_allclose(metrics["gradient_noise"], 0.5, rtol=1e-3)
+
+
+def test_equal_rows_of_a_table_add_up_within_a_microbatch() -> None:
+    ids = np.int32([[0, 0], [0, 1], [2, 2], [3, 0]])
+
+    def sparse(params: Any, ids: Any) -> Any:
+        return jnp.mean(jnp.sum(jstep.lookup(params["t"], ids) * jnp.arange(1.0, 3.0)[None, None], (1, 2)))
+
+    def dense(params: Any, ids: Any) -> Any:
+        return jnp.mean(jnp.sum(params["t"][ids] * jnp.arange(1.0, 3.0)[None, None], (1, 2)))
+
+    optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
+    found = []
+    for loss in (sparse, dense):
+        for method in jstep.AggregationMethod:
+            step = jstep.minimize(
+                loss, optimizer, num_microbatches=2, metrics=("noise_scale",), aggregation_method=method
+            )
+            _, metrics = step(jstep.TrainState.create({"t": jnp.zeros((5, 2))}, optimizer), ids)
+            found.append([float(metrics[name]) for name in NAMES])
+    np.testing.assert_allclose(found, [found[-1]] * 4, rtol=1e-6)
+    assert np.isfinite(found).all()
+
+
+def test_several_losses_are_one_gradient() -> None:
+    losses = {
+        "w": (lambda params, x: jnp.mean(x @ params["w"]), ["w"]),
+        "b": (lambda params, x: 0.5 * params["b"] + 0 * jnp.sum(x), ["b"]),
+    }
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
+    step = jstep.minimize(losses, optimizer, num_microbatches=N, metrics=("noise_scale",))
+    _, metrics = step(jstep.TrainState.create(params(), optimizer), drawn(0))
+    check(metrics, averaged([one_batch(drawn(0))]))
+
+
+def test_var_list_rng_and_sharpness() -> None:
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
+    for kwargs in ({"var_list": ["w"]}, {"sharpness": 0.1}, {"sharpness": jstep.constant(0.1)}):
+        step, state = made(optimizer, **kwargs)
+        _, metrics = step(state, drawn(0))
+        noise, square = one_batch(drawn(0))
+        square -= 0.25 if "var_list" in kwargs else 0.0
+        check(metrics, {"gradient_noise": noise, "gradient_square": square, "noise_scale": noise / square})
+
+
+def test_scanned_steps_and_a_jit_of_the_user_agree() -> None:
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
+    step, state = made(optimizer)
+    pure, other = made(optimizer, jit=False)
+    stacked = np.stack([drawn(seed) for seed in range(4)])
+    state, metrics = jstep.scan_steps(step)(state, stacked)
+    for x in stacked:
+        other, last = jax.jit(pure)(other, x)
+    check({name: metrics[name][-1] for name in NAMES}, {name: float(last[name]) for name in NAMES})
+    check(last, averaged([one_batch(x) for x in stacked]))

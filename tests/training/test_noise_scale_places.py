@@ -1,0 +1,209 @@
+"""The gradient noise scale: where its wrapper stands, meshes, restarts, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+NAMES = ("gradient_noise", "gradient_square", "noise_scale")
+PARAMS = {"a": jnp.float32(1.0), "b": jnp.float32(2.0)}
+MEASURED = lambda: jstep.with_noise_scale(jstep.gradient_descent(1.0))  # noqa: E731
+SGD = lambda: jstep.gradient_descent(1.0)  # noqa: E731
+WRONG: dict[str, Callable[[], jstep.Optimizer]] = {
+    "label": lambda: jstep.partition({"a": MEASURED(), "b": SGD()}, lambda path, leaf: path),
+    "only-label": lambda: jstep.partition({"a": MEASURED()}, lambda path, leaf: "a"),
+    "behind": lambda: jstep.chain(jstep.add_weight_decay(0.1), MEASURED()),
+    "before": lambda: jstep.chain(MEASURED(), jstep.decay_weights(0.1)),
+    "deep": lambda: jstep.dynamic_loss_scale(
+        jstep.scope("s", jstep.partition({"a": jstep.master_weights(MEASURED())}, lambda path, leaf: "a"))
+    ),
+}
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return params["a"] * jnp.mean(x) + params["b"]
+
+
+@pytest.mark.parametrize("place", WRONG)
+def test_elsewhere_it_says_where_it_belongs(place: str) -> None:
+    optimizer = WRONG[place]()
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    for metrics in ((), ("noise_scale",)):
+        step = jstep.minimize(loss_fn, optimizer, num_microbatches=2, metrics=metrics)
+        with pytest.raises(ValueError, match=r"with_noise_scale: must stand around the whole .*noise/gradient_noise'"):
+            step(state, jnp.ones(2))
+
+
+def test_a_loss_scale_stands_around_it() -> None:
+    optimizer = jstep.with_noise_scale(jstep.dynamic_loss_scale(SGD()))
+    step = jstep.minimize(loss_fn, optimizer, num_microbatches=2, metrics=("noise_scale",))
+    with pytest.raises(ValueError, match="dynamic_loss_scale: must be outermost"):
+        step(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match=r"num_microbatches=1: must be at least 2 .*noise_scale"):
+        jstep.minimize(loss_fn, MEASURED(), metrics=("noise_scale",))
+    with pytest.raises(ValueError, match=r"num_microbatches=1: must be at least 2"):
+        jstep.minimize(loss_fn, MEASURED(), metrics="noise_scale")
+    step = jstep.minimize(loss_fn, SGD(), num_microbatches=2, metrics=("noise_scale",))
+    with pytest.raises(ValueError, match=r"make state and step with jstep.with_noise_scale\(optimizer\)"):
+        step(jstep.TrainState.create(PARAMS, SGD()), jnp.ones(2))
+    step = jstep.minimize(loss_fn, MEASURED(), num_microbatches=2, metrics=("noise_scale",))
+    with pytest.raises(ValueError, match=r"no slot 'noise/gradient_noise'"):
+        step(jstep.TrainState.create(PARAMS, SGD()), jnp.ones(2))
+    with pytest.raises(ValueError, match="decay=1"):
+        jstep.with_noise_scale(SGD(), decay=1.0)
+    with pytest.raises(ValueError, match=r"decay=-0\.1"):
+        jstep.with_noise_scale(SGD(), decay=-0.1)
+    with pytest.raises(TypeError, match="decay"):
+        jstep.with_noise_scale(SGD(), decay=jstep.constant(0.9))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimizer="):
+        jstep.with_noise_scale(jstep.adam)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'noise_scales' is unknown; nearest: 'noise_scale'"):
+        jstep.minimize(loss_fn, MEASURED(), metrics=("noise_scales",))
+
+    def create() -> Any:
+        return jstep.TrainState.create(PARAMS, jstep.with_noise_scale(MEASURED()))
+
+    with pytest.raises(ValueError, match="noise/gradient_noise"):
+        create()
+
+
+def test_a_metric_of_the_same_name_is_refused() -> None:
+    optimizer = MEASURED()
+    step = jstep.minimize(
+        lambda params, x: (loss_fn(params, x), {"noise_scale": 1.0}),
+        optimizer,
+        has_aux=True,
+        num_microbatches=2,
+        metrics=("noise_scale",),
+    )
+    with pytest.raises(ValueError, match="both have 'noise_scale'"):
+        step(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))
+
+
+def test_slots_are_users_to_name() -> None:
+    """A slot is known by who made it, not by its name."""
+
+    def rule(g: Any, p: Any, slots: Any, h: Any) -> Any:
+        return -g, {"noise/gradient_noise": slots["noise/gradient_noise"] + 1}
+
+    custom = jstep.leafwise(rule, hyper={}, slots={"noise/gradient_noise": 0.0})
+    optimizer = jstep.partition({"a": custom, "b": SGD()}, lambda path, leaf: path)
+    state, _ = jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))
+    assert float(state.slots["a/noise/gradient_noise"]["a"]) == 1
+
+
+# Meshes.
+
+LAYOUTS: dict[str, Any] = {"replicated": None, "fsdp": {"in": P("data"), "out": P(None, "data"), "bias": P()}}
+
+
+def mlp(params: Any, x: Any, y: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] + params["bias"][None] - y) ** 2)
+
+
+def table(params: Any, x: Any, y: Any) -> Any:
+    return jnp.mean((jstep.lookup(params["in"], jnp.int32(jnp.abs(x[:, 0]) * 7) % 16) @ params["out"] - y) ** 2)
+
+
+def mlp_params() -> Any:
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "in": jax.random.normal(keys[0], (16, 32)) / 4,
+        "out": jax.random.normal(keys[1], (32, 8)) / 5,
+        "bias": jnp.zeros(8),
+    }
+
+
+def rows(seed: int, size: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return draw.normal(size=(size, 16)).astype(np.float32), draw.normal(size=(size, 8)).astype(np.float32)
+
+
+def every_nth(x: np.ndarray, n: int) -> np.ndarray:
+    """Rows in the order in which contiguous blocks are what a sharded batch has as microbatches."""
+    return np.concatenate([x[i::n] for i in range(n)])
+
+
+@pytest.mark.parametrize("loss", [mlp, table])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+def test_a_part_is_the_microbatch_of_all_devices(types: Any, layout: str, loss: Any) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
+    step = jstep.minimize(loss, optimizer, num_microbatches=4, metrics=("noise_scale",))
+    sharded = jstep.TrainState.create(mlp_params(), optimizer, mesh=mesh, param_specs=LAYOUTS[layout])
+    alone = jstep.TrainState.create(mlp_params(), optimizer)
+    for seed in range(2):
+        batch = rows(seed)
+        sharded, metrics = step(sharded, *jstep.shard_batch(batch, mesh))
+        alone, expected = step(alone, *(every_nth(x, 4) for x in batch))
+    for name in NAMES:
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=2e-4)
+        assert metrics[name].sharding.is_fully_replicated
+    x, y = (np.stack([leaf, leaf]) for leaf in rows(5))
+    stacked = [jax.device_put(leaf, jax.NamedSharding(mesh, P(None, "data"))) for leaf in (x, y)]
+    sharded, metrics = jstep.scan_steps(step)(sharded, *stacked)
+    assert np.isfinite(metrics["gradient_noise"]).all()
+
+
+def test_it_moves_no_gradients_between_devices() -> None:
+    """On Auto axes gradients are reduced for each part anyway; their squares are those of what each device has."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    costs = []
+    for metrics in ((), ("noise_scale",)):
+        optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
+        state = jstep.TrainState.create(mlp_params(), optimizer, mesh=mesh)
+        step = jstep.minimize(mlp, optimizer, num_microbatches=4, metrics=metrics)
+        costs.append(jstep.cost(step, state, *jstep.shard_batch(rows(0), mesh)))
+    plain, measured = costs
+    assert measured.collectives == plain.collectives
+    assert measured.flops < 1.1 * plain.flops + 6 * sum(leaf.size for leaf in jax.tree.leaves(mlp_params()))
+    assert measured.temp_bytes <= plain.temp_bytes + 1024
+
+
+def test_an_optimizer_that_reads_the_loss() -> None:
+    """L-BFGS and others that evaluate the loss again do not measure again."""
+
+    def update(updates: Any, slots: Any, params: Any, step: Any, context: Any) -> Any:
+        loss, again = context.value_and_grad(params)
+        return jax.tree.map(lambda g, h: -0.1 * (g + h) * loss, updates, again), {}
+
+    custom = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True)
+    found = []
+    for inner in (custom, SGD()):
+        optimizer = jstep.with_noise_scale(inner)
+        step = jstep.minimize(mlp, optimizer, num_microbatches=4, metrics=("noise_scale",))
+        _, metrics = step(jstep.TrainState.create(mlp_params(), optimizer), *rows(0))
+        found.append([float(metrics[name]) for name in NAMES])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+# Restarts.
+
+
+def test_averages_survive_a_restart() -> None:
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
+    step = jstep.minimize(mlp, optimizer, num_microbatches=4, metrics=("noise_scale",))
+    data = jstep.batches(rows(0), 16, seed=1)
+    report = jstep.verify_resume(lambda: jstep.TrainState.create(mlp_params(), optimizer), step, data, at=3, steps=6)
+    assert report.ok, str(report)
+
+
+def test_slots_made_late_are_corrected_as_fresh() -> None:
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
+    step = jstep.minimize(mlp, optimizer, num_microbatches=4, metrics=("noise_scale",))
+    found = []
+    for start in (0, 10_000):
+        _, metrics = step(jstep.TrainState.create(mlp_params(), optimizer, global_step=start), *rows(0))
+        found.append([float(metrics[name]) for name in NAMES])
+    assert found[0] == found[1]

@@ -1,0 +1,236 @@
+"""mup: the factors of table 3 by path, what it refuses, and what they do in an optimizer."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+
+def shapes(width: int, head: int = 4, layers: int = 2, vocab: int = 10) -> Any:
+    f = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    return {
+        "embed": f(vocab, width),
+        "hidden": {"kernel": f(width, width), "bias": f(width)},
+        "up": f(width, 4 * width),
+        "head": f(width, head),
+        "head_bias": f(head),
+        "gain": f(),
+        "ids": jax.ShapeDtypeStruct((width,), jnp.int32),
+        "none": None,
+        "hidden2": f(3, 3),
+    }
+
+
+INPUT, HIDDEN, OUTPUT, NONE = (
+    ("embed", "hidden/bias"),
+    ("hidden/kernel", "up"),
+    ("head",),
+    ("head_bias", "gain", "hidden2"),
+)
+R = 4.0
+RATES = {
+    "adam": (1.0, 1 / R, 1 / R),
+    "sgd": (R, 1.0, 1 / R),
+    "muon": (1.0, 1 / math.sqrt(R), 1 / R),
+    "muon_original": (1.0, 1.0, 1 / R),
+    "hyperball": (1.0, 1.0, 1.0),
+}
+INITIALS = {"fan_in": (1.0, 1.0, R**-0.5), "constant": (1.0, R**-0.5, 1 / R)}
+
+
+@pytest.mark.parametrize("init", INITIALS)
+@pytest.mark.parametrize("optimizer", RATES)
+def test_table_3(optimizer: str, init: str) -> None:
+    factors = jstep.mup(shapes(8), shapes(32), optimizer=optimizer, init=init)
+    for kind, paths, rate, initial in zip(
+        ("input", "hidden", "output", "none"),
+        (INPUT, HIDDEN, OUTPUT, NONE),
+        (*RATES[optimizer], 1.0),
+        (*INITIALS[init], 1.0),
+        strict=True,
+    ):
+        for path in paths:
+            assert factors.widths[path].kind == kind
+            assert factors.rates[path] == rate
+            assert factors.decays[path] == 1 / rate
+            assert factors.initials[path] == initial
+    assert set(factors.rates) == set(factors.decays) == {*INPUT, *HIDDEN, *OUTPUT, *NONE}
+
+
+@pytest.mark.parametrize("init", INITIALS)
+@pytest.mark.parametrize("optimizer", RATES)
+def test_equal_trees_change_nothing(optimizer: str, init: str) -> None:
+    for delta in (None, shapes(16), shapes(8)):
+        factors = jstep.mup(shapes(8), shapes(8), delta=delta, optimizer=optimizer, init=init)
+        assert {*factors.rates.values(), *factors.decays.values(), *factors.initials.values()} == {1.0}
+        params = {"a": jnp.arange(3.0)}
+        same = jstep.mup(params, params).initial(params)
+        assert jstep.fingerprint(same).tolist() == jstep.fingerprint(params).tolist()
+
+
+def test_ratios_that_differ_by_way() -> None:
+    """Fan-in ×2, fan-out ×8."""
+    small, wide = {"w": jnp.zeros((4, 4))}, {"w": jnp.zeros((8, 32))}
+    rates = {name: jstep.mup(small, wide, optimizer=name).rates["w"] for name in RATES}
+    expected = {"adam": 0.5, "sgd": 4, "muon": 2 / math.sqrt(8), "muon_original": 1, "hyperball": 1}
+    assert rates == pytest.approx(expected)
+    up = jstep.mup({"w": jnp.zeros((64, 4))}, {"w": jnp.zeros((128, 16))}, optimizer="muon")
+    assert up.rates["w"] == pytest.approx(math.sqrt(2) / math.sqrt(2))  # the larger fan grows by 2
+
+
+def test_axes() -> None:
+    small = {
+        "conv": jnp.zeros((8, 4, 3, 3)),
+        "out": jnp.zeros((2, 4, 8)),
+        "stack": jnp.zeros((3, 8)),
+        "b": jnp.zeros((2, 4)),
+    }
+    wide = {
+        "conv": jnp.zeros((16, 8, 3, 3)),
+        "out": jnp.zeros((4, 4, 16)),
+        "stack": jnp.zeros((3, 16)),
+        "b": jnp.zeros((4, 4)),
+    }
+    given = {"conv": (1, 0), "out": ((0, 1), -1), "stack": (None, -1), "b": (None, (0, 1))}
+    factors = jstep.mup(small, wide, axes=lambda path, leaf: given[path])
+    assert {path: one.kind for path, one in factors.widths.items()} == {
+        "b": "input", "conv": "hidden", "out": "hidden", "stack": "input"
+    }  # fmt: skip
+    assert factors.widths["out"].r_in == 2
+    assert dict(factors.rates) == {"b": 1, "conv": 0.5, "out": 0.5, "stack": 1}
+    with pytest.raises(ValueError, match=r"axes: axis 0 of the leaf at 'out' grows from 2 to 4"):
+        jstep.mup({"out": small["out"]}, {"out": wide["out"]})
+    by_row = jstep.mup({"w": jnp.zeros((4, 2))}, {"w": jnp.zeros((8, 2))}, axes=lambda path, leaf: (0, None))
+    assert by_row.widths["w"].kind == "output"
+
+
+def test_delta_says_what_is_a_width() -> None:
+    """The base's width is by accident that of the target's vocabulary, or the target no wider than the base."""
+    f = lambda *shape: {"w": jnp.zeros(shape)}  # noqa: E731
+    assert jstep.mup(f(8, 8), f(8, 32), delta=f(8, 16)).widths["w"].kind == "input"
+    factors = jstep.mup(f(8, 8), f(16, 32), delta=f(12, 16))
+    assert (factors.widths["w"].r_in, factors.widths["w"].r_out) == (2, 4)
+    with pytest.raises(ValueError, match=r"delta: axis 0 of the leaf at 'w' is 8 in base and delta"):
+        jstep.mup(f(8, 8), f(16, 32), delta=f(8, 16))
+    with pytest.raises(
+        ValueError, match=r"delta: must have the structure of target, but it lacks \['w'\] and has \['v'\]"
+    ):
+        jstep.mup(f(8, 8), f(16, 32), delta={"v": jnp.zeros((8, 16))})
+    with pytest.raises(ValueError, match=r"delta: the leaf at 'w' has shape \(8,\) there"):
+        jstep.mup(f(8, 8), f(16, 32), delta=f(8))
+
+
+def test_bad_input() -> None:
+    f = lambda *shape: {"a": {"w": jnp.zeros(shape)}}  # noqa: E731
+    with pytest.raises(ValueError, match=r"base: must have the structure of target, but it lacks \['a/w'\]"):
+        jstep.mup({"a": {"v": jnp.zeros(3)}}, f(3))
+    with pytest.raises(ValueError, match=r"base: must have the structure of target"):
+        jstep.mup({"a": [jnp.zeros(3)]}, {"a": {"0": jnp.zeros(3)}})
+    with pytest.raises(ValueError, match=r"'a/w' has shape \(4, 8\), in base \(8, 8\): axis 0 must not shrink"):
+        jstep.mup(f(8, 8), f(4, 8))
+    with pytest.raises(ValueError, match=r"base: the leaf at 'a/w' has shape \(8,\) there and \(8, 8\) in target"):
+        jstep.mup(f(8), f(8, 8))
+    with pytest.raises(ValueError, match=r"axes: axis 0 of the leaf at 'a/w' grows from 2 to 3 .*one depth"):
+        jstep.mup(f(2, 8, 8), f(3, 16, 16))
+    with pytest.raises(ValueError, match=r"init='fan-in': must be one of 'fan_in', 'constant'"):
+        jstep.mup(f(8), f(8), init="fan-in")
+    with pytest.raises(ValueError, match=r"optimizer='lion': must be one of 'adam', 'sgd', 'muon'"):
+        jstep.mup(f(8), f(8), optimizer="lion")
+    with pytest.raises(ValueError, match="optimizer="):
+        jstep.mup(f(8), f(8), optimizer=jstep.adam())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"base: the leaf at 'a/w' is a str"):
+        jstep.mup({"a": {"w": "x"}}, {"a": {"w": "x"}})
+    with pytest.raises(TypeError, match="base=None"):
+        jstep.mup(None, None)
+    with pytest.raises(ValueError, match="target: has no leaves"):
+        jstep.mup({}, {})
+    with pytest.raises(ValueError, match="target: has no floating-point leaf"):
+        jstep.mup({"n": jnp.int32(1)}, {"n": jnp.int32(1)})
+    with pytest.raises(TypeError, match="axes="):
+        jstep.mup(f(8), f(8), axes=(0, 1))  # type: ignore[arg-type]
+    for axes, error in {
+        1: TypeError,
+        (0, 1, 2): TypeError,
+        ("a", 0): TypeError,
+        (0, 5): ValueError,
+        (1, -1): ValueError,
+    }.items():
+        with pytest.raises(error, match=r"axes: .*'a/w'"):
+            jstep.mup(f(8, 8), f(8, 8), axes=lambda path, leaf, axes=axes: axes)
+
+
+def test_initial_values() -> None:
+    small, wide = (
+        {"w": jnp.zeros((4, 2)), "n": jnp.int32(1), "none": None},
+        {"w": jnp.ones((16, 2)), "n": jnp.int32(5), "none": None},
+    )
+    factors = jstep.mup(small, wide)
+    for initial in (factors.initial, jax.jit(factors.initial)):
+        found = initial(wide)
+        np.testing.assert_array_equal(found["w"], np.full((16, 2), 0.5))
+        assert found["n"] == 5
+        assert found["none"] is None
+    half = factors.initial({**wide, "w": wide["w"].astype(jnp.bfloat16)})
+    assert half["w"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"params: the leaf at 'w' has shape \(4, 2\), in target \(16, 2\)"):
+        factors.initial(small)
+    with pytest.raises(ValueError, match=r"lacks \['w'\]"):
+        factors.initial({"v": wide["w"]})
+    with pytest.raises(ValueError, match="target has no leaf 'ww'; nearest: 'w'"):
+        factors.initial({**wide, "ww": jnp.zeros(3)})
+
+
+def test_the_table_names_every_leaf() -> None:
+    lines = str(jstep.mup(shapes(8), shapes(32))).splitlines()
+    assert lines[0].split() == ["path", "base", "target", "kind", "r_in", "r_out", "initial", "rate", "decay"]
+    assert len(lines) == 1 + len({*INPUT, *HIDDEN, *OUTPUT, *NONE})
+    assert any(line.split() == ["head", "8×4", "32×4", "output", "4", "1", "0.5", "0.25", "4"] for line in lines)
+
+
+def step_with(optimizer: jstep.Optimizer, params: Any) -> Any:
+    state = jstep.TrainState.create(params, optimizer)
+    return jstep.apply_gradients(state, jax.tree.map(jnp.ones_like, params), optimizer).params
+
+
+def test_rates_and_decays_in_a_chain() -> None:
+    """lr·wd stays what it is in the base, while the rate is scaled; paths begin alike, or look like globs."""
+    names = ["w", "ww", "w*", "w[x]"]
+    small = {name: jnp.ones((2 + i, 2)) for i, name in enumerate(names)}
+    wide = {name: jnp.ones(((2 + i) * (i + 2), 2)) for i, name in enumerate(names)}
+    factors = jstep.mup(small, wide)
+    optimizer = jstep.chain(
+        jstep.add_weight_decay(0.1, factors.decays),
+        jstep.scale_by_learning_rate(0.01),
+        jstep.scale_updates(factors.rates),
+    )
+    found = step_with(optimizer, wide)
+    for i, name in enumerate(names):
+        np.testing.assert_allclose(found[name], 1 - 0.01 / (i + 2) - 0.01 * 0.1, rtol=1e-6, err_msg=name)
+
+
+def test_it_works_below_a_label() -> None:
+    factors = jstep.mup({"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}, {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))})
+    half = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(factors.rates))
+    optimizer = jstep.partition({"a": half, "b": half}, lambda path, leaf: path)
+    found = step_with(optimizer, {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))})
+    np.testing.assert_allclose([found["a"][0, 0], found["b"][0, 0]], [0.5, 0.75])
+
+
+def test_modules_that_know_their_width() -> None:
+    """In Equinox the width is part of the structure, which then differs between the models."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Linear:
+        kernel: Any
+        features: int = dataclasses.field(metadata={"static": True})
+
+    factors = jstep.mup({"a": Linear(jnp.zeros((2, 2)), 2)}, {"a": Linear(jnp.zeros((6, 4)), 4)})
+    assert dict(factors.rates) == {"a/kernel": 1 / 3}
+    assert factors.initial({"a": Linear(jnp.ones((6, 4)), 4)})["a"].features == 4
