@@ -109,7 +109,7 @@ def written(page: str, sections: dict[str, str], order: Sequence[str]) -> str:
 
 
 def _heading(about: str) -> str:
-    first = re.split(r"(?<=\w)[.:,;] |\.$", about)[0]
+    first = re.split(r"[.:,;] |\.$", about)[0]
     return first.replace("`", "")
 
 
