@@ -1,11 +1,14 @@
 """Shows the reference what users see: an extension of griffe, which reads the sources for the site."""
 
+import os
 import pathlib
 import re
+import runpy
 from typing import Any
 
 import griffe
 
+FORMULAS = runpy.run_path(os.fspath(pathlib.Path(__file__).parent / "formulas.py"))
 ENTRIES = {
     name
     for page in (pathlib.Path(__file__).parent / "reference").glob("*.md")
@@ -16,7 +19,7 @@ ENTRIES = {
 
 
 class AsUsersSeeIt(griffe.Extension):
-    """Names of the root mean functions, not files; examples are shown as code; names are links."""
+    """Names of the root mean functions, not files; examples are code, formulas are equations, names are links."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Points each name of the root at the function or class that it is at run time."""
@@ -28,7 +31,11 @@ class AsUsersSeeIt(griffe.Extension):
                     _examples_and_links(member)
         for name, member in list(pkg.members.items()):
             if member.is_alias:
-                pkg.members[name] = griffe.Alias(name, _meant(member.final_target, name), parent=pkg)
+                target = _meant(member.final_target, name)
+                pkg.members[name] = griffe.Alias(name, target, parent=pkg)
+                if target.docstring is not None:
+                    head, gap, rest = target.docstring.value.partition("\n\n")
+                    target.docstring.value = head + FORMULAS["shown"](name) + gap + rest
 
 
 def _modules(module: griffe.Module) -> list[griffe.Module]:

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint import CheckpointError, open_store
-from jstep.checkpoint.format.leaves import from_stored, ids
 from jstep.checkpoint.format.manifest import Leaf, Manifest
 from jstep.stores import absolute, is_directory, is_url, names_in, split
 
@@ -58,6 +56,10 @@ class Checkpoint:
         yield from self._read(together)
 
     def _read(self, leaves: list[Leaf]) -> Iterator[tuple[Leaf, np.ndarray[Any, Any]]]:
+        import jax.numpy as jnp  # not at the top: a directory is listed without JAX
+
+        from jstep.checkpoint.format.leaves import from_stored
+
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves if leaf.array is not None}
         try:
             arrays = self.store.restore(self.path, self.manifest, wanted) if wanted else {}
@@ -80,6 +82,8 @@ class Checkpoint:
 
 def names_of(checkpoint: Checkpoint) -> list[str]:
     """A name for each leaf: its path, and a number where several have one."""
+    from jstep.checkpoint.format.leaves import ids
+
     return [
         path if number in (0, 1) else f"{path}#{number}"
         for path, number in ids(leaf.path for leaf in checkpoint.manifest.leaves)

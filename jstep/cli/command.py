@@ -15,13 +15,9 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        name: What is typed.
-        help: What it does, in one line of `--help`.
         add_arguments: Adds its arguments to its parser.
         run: Does it, and returns the exit code. An error that it raises is told on stderr, and the code is `TROUBLE`.
     """
 
-    name: str
-    help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]

@@ -85,4 +85,4 @@ def _fields(found: Cost) -> dict[str, Any]:
     return fields
 
 
-COMMAND = Command("cost", "say what a training step takes: operations, memory, transfers", _add_arguments, _run)
+COMMAND = Command(_add_arguments, _run)

@@ -216,4 +216,4 @@ def _text(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-COMMAND = Command("diff", "find where two runs part: checkpoints, directories of them, logs", _add_arguments, _run)
+COMMAND = Command(_add_arguments, _run)

@@ -171,4 +171,4 @@ def _run(arguments: argparse.Namespace) -> int:
     return print_events(path, json=arguments.format == "json", tags=arguments.tags or ("*",))
 
 
-COMMAND = Command("events", "print the events of a file, one a line", _add_arguments, _run)
+COMMAND = Command(_add_arguments, _run)

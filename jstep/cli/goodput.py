@@ -5,7 +5,7 @@ import dataclasses
 
 from jstep.cli.command import OK, Command
 from jstep.cli.output import as_json
-from jstep.tools import goodput
+from jstep.timeline import goodput
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,4 +21,4 @@ def _run(arguments: argparse.Namespace) -> int:
     return OK
 
 
-COMMAND = Command("goodput", "account for the wall time of a run, over all its starts", _add_arguments, _run)
+COMMAND = Command(_add_arguments, _run)

@@ -10,9 +10,8 @@ from jstep.cli import weights
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of, time_of
 from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import as_json, cell, complain, printable, table
+from jstep.core.sizes import size
 from jstep.stores import is_directory, location
-from jstep.tools.nonfinite.numbers import is_inexact, range_of
-from jstep.tools.table import size
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +69,8 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
 
 def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Least, greatest and mean of the finite numbers; nothing of keys."""
+    from jstep.tools.nonfinite.numbers import is_inexact, range_of  # not at the top: a directory is listed without JAX
+
     nothing = {"min": None, "max": None, "mean": None}
     if leaf.key_impl is not None:
         return {**nothing, "nonfinite": None}
@@ -130,9 +131,4 @@ def _about(one: Checkpoint) -> dict[str, Any]:
     }
 
 
-COMMAND = Command(
-    "inspect",
-    "show what a checkpoint, a directory of them, or safetensors hold",
-    _add_arguments,
-    _run,
-)
+COMMAND = Command(_add_arguments, _run)

@@ -9,7 +9,6 @@ from typing import Any
 
 from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import complain, printable
-from jstep.core.trees import nearest
 from jstep.stores import absolute, is_directory, is_url, location
 from jstep.summary import DataLossError
 from jstep.summary.read.files import find_runs
@@ -55,6 +54,8 @@ def plot_scalars(
     if not chosen:
         if not there:
             raise ValueError(f"no scalars in {', '.join(logdirs)}")
+        from jstep.core.trees import nearest  # not at the top: it imports JAX, and a curve is drawn without
+
         raise ValueError(f"no scalar's tag matches {', '.join(tags)}{nearest(tags[0], there)}")
     _draw(runs, chosen, output, x_axis, smoothing, log_y)
     return chosen
@@ -172,4 +173,4 @@ def _run(arguments: argparse.Namespace) -> int:
     return code
 
 
-COMMAND = Command("plot", "draw the scalars of one or several runs to a file", _add_arguments, _run)
+COMMAND = Command(_add_arguments, _run)

@@ -9,9 +9,9 @@ from jstep.checkpoint import CheckpointError
 from jstep.cli.checkpoints import at, below
 from jstep.cli.command import OK
 from jstep.cli.output import as_json, cell, printable, table
+from jstep.core.sizes import size
 from jstep.stores import is_url
-from jstep.tools.table import size
-from jstep.weights.dtypes import dtype_of
+from jstep.weights.dtypes import name_of
 from jstep.weights.find import INDEX, SUFFIX, Weights, find_weights
 
 
@@ -68,7 +68,7 @@ def _rows(weights: Weights) -> list[dict[str, Any]]:
     return [
         {
             "name": tensor.name,
-            "dtype": str(dtype_of(tensor.code) or tensor.code),
+            "dtype": name_of(tensor.code) or tensor.code,
             "stored_as": tensor.code,
             "shape": list(tensor.shape),
             "bytes": tensor.nbytes,

@@ -1,8 +1,23 @@
 """Words, trees and checks that all packages share; nothing here compiles or counts."""
 
-from jstep.core.indexed_slices import IndexedSlices
+from typing import TYPE_CHECKING
+
+from jstep.core.public import load_when_used as _load_when_used
 from jstep.core.public import set_public_module as _set_public_module
-from jstep.core.types import Context, Optimizer, Schedule
+
+if TYPE_CHECKING:
+    from jstep.core.indexed_slices import IndexedSlices
+    from jstep.core.types import Context, Optimizer, Schedule
+else:  # these import JAX
+    __getattr__, __dir__ = _load_when_used(
+        globals(),
+        {
+            "IndexedSlices": "jstep.core.indexed_slices",
+            "Context": "jstep.core.types",
+            "Optimizer": "jstep.core.types",
+            "Schedule": "jstep.core.types",
+        },
+    )
 
 __all__ = [
     "Context",

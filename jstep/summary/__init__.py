@@ -5,19 +5,43 @@ Summaries are values: pytrees that may be made inside a compiled step, returned 
 google-crc32c), which is imported when the first file is opened.
 """
 
+from typing import TYPE_CHECKING
+
+from jstep.core.public import load_when_used as _load_when_used
 from jstep.core.public import set_public_module as _set_public_module
-from jstep.summary.collected import collect, merge_all
-from jstep.summary.graph.write_graph import write_graph
-from jstep.summary.make.histogram import histogram
-from jstep.summary.make.image import image
-from jstep.summary.make.merge import merge, summaries_in
-from jstep.summary.make.scalar import scalar, zero_fraction
-from jstep.summary.make.text import text
 from jstep.summary.read.iterator import summary_iterator
 from jstep.summary.records import DataLossError
-from jstep.summary.values import Summary
-from jstep.summary.write.to_proto import to_proto
-from jstep.summary.write.writer import SummaryWriter
+
+if TYPE_CHECKING:
+    from jstep.summary.collected import collect, merge_all
+    from jstep.summary.graph.write_graph import write_graph
+    from jstep.summary.make.histogram import histogram
+    from jstep.summary.make.image import image
+    from jstep.summary.make.merge import merge, summaries_in
+    from jstep.summary.make.scalar import scalar, zero_fraction
+    from jstep.summary.make.text import text
+    from jstep.summary.values import Summary
+    from jstep.summary.write.to_proto import to_proto
+    from jstep.summary.write.writer import SummaryWriter
+else:  # these import JAX
+    __getattr__, __dir__ = _load_when_used(
+        globals(),
+        {
+            "collect": "jstep.summary.collected",
+            "merge_all": "jstep.summary.collected",
+            "write_graph": "jstep.summary.graph.write_graph",
+            "histogram": "jstep.summary.make.histogram",
+            "image": "jstep.summary.make.image",
+            "merge": "jstep.summary.make.merge",
+            "summaries_in": "jstep.summary.make.merge",
+            "scalar": "jstep.summary.make.scalar",
+            "zero_fraction": "jstep.summary.make.scalar",
+            "text": "jstep.summary.make.text",
+            "Summary": "jstep.summary.values",
+            "to_proto": "jstep.summary.write.to_proto",
+            "SummaryWriter": "jstep.summary.write.writer",
+        },
+    )
 
 __all__ = [
     "DataLossError",

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: a stopwatch of parts, and the file it is kept in.
+"""Where the time of a run goes: a stopwatch of parts, the file it is kept in, and what it adds up to.
 
 `timeline.jsonl` holds one JSON object a line, each with `"kind"`, `"start"` (which start of the run wrote it) and
 `"prefix"` (of the run's checkpoints):
@@ -11,8 +11,9 @@
 fields, too. Readers skip other kinds.
 """
 
+from jstep.timeline.goodput import Goodput, goodput
 from jstep.timeline.lines import NAME, VERSION, Line, read
 from jstep.timeline.stopwatch import PARTS, Stopwatch
 from jstep.timeline.timeline import Timeline
 
-__all__ = ["NAME", "PARTS", "VERSION", "Line", "Stopwatch", "Timeline", "read"]
+__all__ = ["NAME", "PARTS", "VERSION", "Goodput", "Line", "Stopwatch", "Timeline", "goodput", "read"]

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
+from jstep.core.sizes import size
 from jstep.tools.activation_annotations import is_annotated
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.compiled.exchanges import Exchange, exchanges_of
@@ -16,7 +17,7 @@ from jstep.tools.compiled.origins import argument_of
 from jstep.tools.compiled.program import Instruction, Program, parse_program
 from jstep.tools.compiled.walk import instructions_of
 from jstep.tools.gathered_leaves import gathered_parameters, gathered_slots
-from jstep.tools.table import listed, size
+from jstep.tools.table import listed
 
 _PRODUCTS = {"dot", "convolution"}
 _OF_THE_LOSS = "jvp("

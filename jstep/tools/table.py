@@ -114,26 +114,6 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{words[0]} and {len(words) - 1} more"
 
 
-def size(count: float, digits: int = 3) -> str:
-    """A number of bytes."""
-    return scaled(count, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)
-
-
-def scaled(
-    count: float,
-    unit: str,
-    base: int = 1000,
-    prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"),
-    digits: int = 3,
-) -> str:
-    """A number with a prefix of its unit: 1.5 GFLOP."""
-    power = 0
-    while abs(count) >= base and power + 1 < len(prefixes):
-        count, power = count / base, power + 1
-    text = f"{count:.0f}" if power == 0 or abs(count) >= 10 ** (digits - 1) else f"{count:.{digits}g}"
-    return f"{text} {prefixes[power]}{unit}"
-
-
 def _constant(column: np.ndarray[Any, Any]) -> str:
     return number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
 

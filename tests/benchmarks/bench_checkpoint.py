@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from _timing import report_ratio
 
 import jstep
 from jstep.checkpoint import Saver
@@ -111,6 +112,11 @@ def main():
                 f"{what:8} {name:21} median {median * 1e3:7.1f} ms ({median / statistics.median(peer):5.2f})"
                 f"   best {best * 1e3:7.1f} ms ({best / min(peer):5.2f})"
             )
+    for what in ("stall", "save", "restore"):
+        print(f"\n{what[0].upper()}{what[1:]} of a state of {BYTES / 1e6:.0f} MB")
+        for name in (name for name in times if name != "orbax manager"):
+            pairs = zip(times[name], times["orbax manager"], strict=True)
+            report_ratio(name, "orbax manager", statistics.median(own[what] / peer[what] for own, peer in pairs))
 
 
 if __name__ == "__main__":

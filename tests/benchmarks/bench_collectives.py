@@ -29,6 +29,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _timing import report_ratio
 from jax.sharding import PartitionSpec as P
 
 import jstep
@@ -132,6 +133,7 @@ def main():
     x = np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype(np.float32)
     print(f"{PAIRS} pairs of layers, {total / 1e6:.1f} MB of parameters, batch {BATCH}, Adam, 8 devices")
     print(f"{'':17}{'microbatches':>12}  {'MB sent':>8} {'minimum':>8} {'ratio':>6}  {'MB/device':>9}  collectives")
+    ratios = []
     for name, (mesh, how, least) in layouts.items():
         state = jstep.TrainState.create(init, optimizer, mesh=mesh, **how)
         first = jax.devices()[0]
@@ -152,6 +154,10 @@ def main():
             listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
             figures = f"{moved / 1e6:8.2f} {least / 1e6:8.2f} {moved / least:6.2f}  {held / 1e6:9.2f}"
             print(f"{name:17}{n:>12}  {figures}  {listed}")
+            ratios.append((f"{name}, microbatches: {n}", moved / least))
+    print("\nBytes that a device sends in a step, 8 devices")
+    for name, ratio in ratios:
+        report_ratio(name, "the least possible", ratio)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,45 @@
-"""`import jstep`, alone and with all that a training script uses, beside `import jax`: each in processes of its own.
+"""`import jstep`, alone and with all of its names, and `python -m jstep inspect` of a directory, beside `import jax`.
+
+Each runs in processes of its own.
 
 python tests/benchmarks/bench_import.py
 """
 
 import subprocess
 import sys
+import tempfile
 import time
 
 from _timing import report
 
-STATEMENTS = {
-    "import jstep": "import jstep",
-    "import jstep, all it has": "import jstep; [getattr(jstep, name) for name in jstep.__all__]",
-    "import jax": "import jax",
+import jstep
+
+COMMANDS = {
+    "import jstep": ["-c", "import jstep"],
+    "import jstep, all it has": ["-c", "import jstep; [getattr(jstep, name) for name in jstep.__all__]"],
+    "jstep inspect DIRECTORY": ["-m", "jstep", "inspect"],
+    "import jax": ["-c", "import jax"],
 }
 
 
 def main(rounds=9):
-    times = {name: [] for name in STATEMENTS}
-    for _ in range(rounds):
-        for name, statement in STATEMENTS.items():
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", statement], check=True)
-            times[name].append(time.perf_counter() - start)
-    bounds = {("import jstep", "import jax"): 1.2, ("import jstep, all it has", "import jax"): None}
+    times = {name: [] for name in COMMANDS}
+    with tempfile.TemporaryDirectory() as directory:
+        with jstep.Saver(directory, max_to_keep=None) as saver:
+            for step in range(5):
+                state = jstep.TrainState.create({"w": 1.0}, jstep.adam(1e-3))
+                saver.save(state.replace(global_step=state.global_step + step))
+        for _ in range(rounds):
+            for name, command in COMMANDS.items():
+                line = [sys.executable, *command, *[directory] * ("inspect" in command)]
+                start = time.perf_counter()
+                subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+                times[name].append(time.perf_counter() - start)
+    bounds = {
+        ("import jstep", "import jax"): 1.2,
+        ("import jstep, all it has", "import jax"): None,
+        ("jstep inspect DIRECTORY", "import jax"): 0.3,
+    }
     return report("Importing, a process each, taking turns", times, bounds, 1e3)
 
 

@@ -15,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _timing import report_ratio
 
 from jstep import summary
 
@@ -71,6 +72,9 @@ def bench_scalars(name, ours_value, theirs_value):
         f"ratio median {statistics.median(ratios):.3f}, best {min(ratios):.3f} (bound 0.2); "
         f"with flush median {statistics.median(flushed):.3f}, best {min(flushed):.3f} (bound 0.4)"
     )
+    print(f"\nSummaries: {name}, on the thread that trains")
+    report_ratio("SummaryWriter", "tensorboardX", statistics.median(ratios), 0.2)
+    report_ratio("SummaryWriter, with the flush", "tensorboardX, with the flush", statistics.median(flushed), 0.4)
 
 
 def bench_histogram():
@@ -144,6 +148,8 @@ def bench_loop():
     for name, found in ratios.items():
         low, middle, high = statistics.quantiles(found, n=4)
         print(f"  ratio of {name} time: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}")
+    print(f"\nSummaries: five scalars at each {every}th step")
+    report_ratio("with summaries", "without", statistics.median(ratios["wall"]), 1.02)
 
 
 if __name__ == "__main__":

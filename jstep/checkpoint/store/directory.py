@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import jax
-
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest
 from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, owner, place
 from jstep.checkpoint.store.claim import Claim, file_of
@@ -116,6 +114,8 @@ class Directory:
         """As `Store.save`."""
 
         def publish(temporary: str, final: str) -> None:
+            import jax  # not at the top: what only reads a directory of checkpoints does without it
+
             from jstep.checkpoint.store import tensors
 
             manifest = commit.seal(checksums.collect(temporary, jax.process_count()))

@@ -1,7 +1,6 @@
 """From what a user gives as a directory to the store that keeps checkpoints there."""
 
 from jstep.checkpoint.store.directory import Directory
-from jstep.checkpoint.store.object_store import ObjectStore
 from jstep.checkpoint.store.protocol import Store
 from jstep.stores import is_url
 
@@ -19,4 +18,8 @@ def open_store(directory: str, prefix: str | None = None) -> Store:
         directory: An absolute path or a URL, as `arguments.directory` returns it.
         prefix: Of the checkpoints that will be written, to tell apart what processes agree on; None only to read.
     """
-    return ObjectStore(directory) if is_url(directory) else Directory(directory, prefix)
+    if not is_url(directory):
+        return Directory(directory, prefix)
+    from jstep.checkpoint.store.object_store import ObjectStore  # not at the top: it imports JAX
+
+    return ObjectStore(directory)

@@ -9,7 +9,6 @@ from typing import Any
 from jstep.core import html
 from jstep.timeline.lines import Line, read, starts
 from jstep.timeline.stopwatch import PARTS, STEPPING
-from jstep.tools.table import number
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
 
@@ -75,9 +74,7 @@ class Goodput:
     @property
     def _title(self) -> str:
         starts = "start" if self.starts == 1 else "starts"
-        return (
-            f"goodput {_percent(self.fraction)}: {self.steps} steps in {number(self.total)} s, {self.starts} {starts}"
-        )
+        return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
 
     def _repr_html_(self) -> str:
         rows = [

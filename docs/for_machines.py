@@ -1,0 +1,143 @@
+"""The site for programs that read: `llms.txt`, and each page as Markdown beside its HTML. A hook of MkDocs.
+
+`llms.txt` has the form of https://llmstxt.org: the name, a summary, and by section each page with a line about it. The
+page `tutorial/loop/` is `tutorial/loop.md` as Markdown, where the links between the sources lead on; entries of the
+reference are their signatures and docstrings.
+"""
+
+import functools
+import html
+import os
+import pathlib
+import posixpath
+import re
+from typing import Any
+from urllib.parse import quote
+
+import griffe
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_ENTRY = re.compile(r"^::: (jstep\.[\w.]+)$", re.MULTILINE)
+_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Writes the page as Markdown, and tells in its head where that is."""
+    target = pathlib.Path(config["site_dir"], page.file.src_uri)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(as_markdown(_source(page)), encoding="utf-8")
+    here = posixpath.relpath(page.file.src_uri, posixpath.dirname(page.file.dest_uri) or ".")
+    link = f'<link rel="alternate" type="text/markdown" href="{html.escape(quote(here))}">'
+    return output.replace("</head>", f"{link}</head>", 1)
+
+
+def on_env(env: Any, config: Any, files: Any) -> None:
+    """Keeps the navigation for `on_post_build`, which is not given it."""
+    config["extra"]["llms_txt"] = llms_txt(config, [page for page in files.documentation_pages() if page.page])
+
+
+def on_post_build(config: Any) -> None:
+    """Writes `llms.txt`."""
+    pathlib.Path(config["site_dir"], "llms.txt").write_text(config["extra"].pop("llms_txt"), encoding="utf-8")
+
+
+def llms_txt(config: Any, files: Any) -> str:
+    """The text of `llms.txt`, in the order of the navigation in `mkdocs.yml`."""
+    pages = {file.src_uri: file.page for file in files}
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}.", "", _about(pages["index.md"])]
+    for title, entries in _sections(config["nav"]):
+        lines += ["", f"## {title}", ""]
+        for name, uri in entries:
+            address = posixpath.join(config["site_url"] or "", quote(uri))
+            lines.append(f"- [{name or _title(pages[uri])}]({address}): {_about(pages[uri])}")
+    return "\n".join(lines) + "\n"
+
+
+def _sections(nav: Any) -> list[tuple[str, list[tuple[str | None, str]]]]:
+    """The sections of the navigation with their pages; pages that are in none come first, as the section Pages."""
+    alone: list[tuple[str | None, str]] = []
+    found: list[tuple[str, list[tuple[str | None, str]]]] = [("Pages", alone)]
+    for entry in nav:
+        for title, inner in entry.items() if isinstance(entry, dict) else [(None, entry)]:
+            if isinstance(inner, str):
+                alone.append((title, inner))
+            else:
+                found.append((title, list(_leaves(inner))))
+    return [section for section in found if section[1]]
+
+
+def _leaves(nav: Any) -> Any:
+    for entry in nav:
+        for title, inner in entry.items() if isinstance(entry, dict) else [(None, entry)]:
+            if isinstance(inner, str):
+                yield title, inner
+            else:
+                yield from _leaves(inner)
+
+
+def _source(page: Any) -> str:
+    return pathlib.Path(page.file.abs_src_path).read_text(encoding="utf-8")
+
+
+def _title(page: Any) -> str:
+    match = re.search(r"^# (.+)$", _source(page), re.MULTILINE)
+    return match[1] if match else pathlib.PurePosixPath(page.file.src_uri).stem
+
+
+def _about(page: Any) -> str:
+    """A line about a page: the first sentence of its prose, or the names that it documents."""
+    return about(_source(page))
+
+
+def about(source: str) -> str:
+    """The first sentence of the prose of a page, without its links; else its entries, or what it links to."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", _COMMENT.sub("", source), flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n", text):
+        if re.match(r"[\w`\[(\"]", paragraph):
+            words = " ".join(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", paragraph).split())
+            return re.split(r"(?<=[.!?:])\s+(?=[A-Z`\"*])", words)[0].rstrip(":")
+    names = [name.partition(".")[2] for name in _ENTRY.findall(source)]
+    return ", ".join(names or re.findall(r"(?<!!)\[([^\]]+)\]\([^):]*\)", text))
+
+
+def as_markdown(source: str) -> str:
+    """The source of a page with the entries of the reference written out, and without comments."""
+    return _ENTRY.sub(lambda match: _entry(match[1]), _COMMENT.sub("", source))
+
+
+def _entry(name: str) -> str:
+    found = _package()[name.removeprefix("jstep.")]
+    while found.is_alias or (found.is_module and found.name in found.members):
+        found = found.final_target if found.is_alias else found.members[found.name]
+    text = f"\n\n{found.docstring.value}" if found.docstring else ""
+    inner = [
+        f"\n\n#### {member.name}{_signature(member)}\n\n{member.docstring.value}"
+        for member in (found.members.values() if found.is_class else ())
+        if not member.is_alias and member.is_function and not member.name.startswith("_") and member.docstring
+    ]
+    return f"### {name}{_signature(found)}{text}{''.join(inner)}\n"
+
+
+def _signature(found: Any) -> str:
+    """The arguments of a function or a class with their defaults, as the site shows them."""
+    if not (found.is_function or found.is_class) or not (parameters := list(found.parameters)):
+        return "()" if found.is_function else ""
+    words, star = [], False
+    for one in parameters:
+        kind = str(getattr(one.kind, "value", one.kind))
+        if one.name in ("self", "cls"):
+            continue
+        if kind == "keyword-only" and not star:
+            words.append("*")
+            star = True
+        star |= kind == "variadic positional"
+        stars = {"variadic positional": "*", "variadic keyword": "**"}.get(kind, "")
+        default = "" if stars or one.default is None else f"={one.default}"
+        words.append(f"{stars}{one.name}{default}")
+    return f"({', '.join(words)})"
+
+
+@functools.cache
+def _package() -> Any:
+    """The package, read and not imported."""
+    return griffe.load("jstep", search_paths=[os.fspath(_ROOT)], resolve_aliases=True)

@@ -1,0 +1,192 @@
+"""Runs the benchmarks, and writes what they found into the page `docs/benchmarks.md`.
+
+    python tests/benchmarks/report.py                  # all of them: hours of a machine without other work
+    python tests/benchmarks/report.py --only step      # bench_step.py alone; the others stay as they are
+    python tests/benchmarks/report.py --quick          # few rounds: to see that they run, not for figures
+
+A benchmark runs in a process of its own, one after the other. What is kept are its ratios: of jstep's time to a peer's,
+measured in turns in the same run, so that they carry over to other machines better than times do. The page says when
+and on which machine each was measured, and which benchmarks could not run.
+"""
+
+import argparse
+import ast
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- benchmarks: written by tests/benchmarks/report.py -->", "<!-- end of benchmarks -->"
+QUICK_ARGUMENTS = {"checkpoint": ["2", "20"], "start": ["--restore", "1"]}
+PACKAGES = ("jax", "numpy", "optax", "flax", "orbax-checkpoint", "tensorboardX")
+_RATIO = re.compile(r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound ([\d.]+)\))?(?:\s+(?:ok|OVER))?\s*")
+_SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |\Z)", re.DOTALL)
+
+
+class Ratio(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+        title: What was measured.
+        ours: Whose time is divided.
+        peer: By whose.
+        ratio: Their quotient: below 1 the first one is faster.
+        bound: What it should not exceed; None if there is no bound.
+    """
+
+    title: str
+    ours: str
+    peer: str
+    ratio: float
+    bound: float | None
+
+
+def ratios_in(output: str) -> list[Ratio]:
+    """The ratios that a benchmark printed, as `_timing.report` does: a title, and lines below it that are indented."""
+    title, found = "", []
+    for line in output.splitlines():
+        match = _RATIO.fullmatch(line)
+        if match:
+            bound = None if match[4] is None else float(match[4])
+            found.append(Ratio(title, match[1], match[2], float(match[3]), bound))
+        elif line and not line[0].isspace() and line[0] != "|":
+            title = line.strip().rstrip(":")
+    return found
+
+
+def tables_in(output: str) -> str:
+    """The Markdown tables that a benchmark printed."""
+    return "\n".join(line for line in output.splitlines() if line.startswith("|"))
+
+
+def section(source: str, output: str, failure: str | None, where: str) -> str:
+    """Markdown of what a benchmark found.
+
+    Args:
+        source: Its source, whose docstring says what it measures.
+        output: What it printed.
+        failure: Why it could not run, in a line; None if it ran.
+        where: When, on what, and with which versions.
+    """
+    about = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
+    lines = [f"## {_heading(about)}", "", about, ""]
+    if found := ratios_in(output):
+        lines += ["| measured | | compared with | ratio | bound |", "|---|---|---|---:|---:|"]
+        lines += [
+            f"| {_cell(one.title)} | {_cell(one.ours)} | {_cell(one.peer)} | {_number(one)} | "
+            f"{'' if one.bound is None else f'{one.bound:g}'} |"
+            for one in found
+        ]
+        lines.append("")
+    if table := tables_in(output):
+        lines += [table, ""]
+    if failure is not None:
+        lines += [f"Not complete: {_cell(failure)}", ""]
+    return "\n".join([*lines, f"*{where}*", ""])
+
+
+def written(page: str, sections: dict[str, str], order: Sequence[str]) -> str:
+    """The page with new sections; those of other benchmarks stay, and those of benchmarks that are gone go.
+
+    Raises:
+        ValueError: The page lacks its two markers.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f"docs/benchmarks.md: must have the line {BEGIN} and, below it, {END}")
+    head, rest = page.split(BEGIN)
+    inside, tail = rest.split(END)
+    known = {name: text.strip() for name, text in _SECTION.findall(inside)} | sections
+    body = "\n\n".join(f"<!-- benchmark: {name} -->\n{known[name].strip()}" for name in order if name in known)
+    return f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}"
+
+
+def _heading(about: str) -> str:
+    first = re.split(r"[.:,;] |\.$", about)[0]
+    return first.replace("`", "")
+
+
+def _number(one: Ratio) -> str:
+    text = f"{one.ratio:.2f}" if one.ratio >= 0.1 else f"{one.ratio:.3f}"
+    return text if one.bound is None or one.ratio <= one.bound else f"**{text}**"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def machine() -> str:
+    """The machine and its load, in words."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    load = f", load {os.getloadavg()[0]:.1f} before it" if hasattr(os, "getloadavg") else ""
+    return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores{load}"
+
+
+def versions() -> str:
+    """The versions of Python, jstep and those that it is compared with."""
+    found = [f"Python {platform.python_version()}"]
+    for name in ("jstep", *PACKAGES):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def run(name: str, quick: bool, limit: float) -> tuple[str, str | None]:
+    """Runs a benchmark; returns what it printed, and why it did not finish, None if it did.
+
+    An exit code of 1 without a traceback means that a bound does not hold, which the table shows.
+    """
+    command = [sys.executable, str(HERE / f"bench_{name}.py"), *(QUICK_ARGUMENTS.get(name, []) if quick else [])]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"JSTEP_QUICK_BENCHMARKS": "1"} if quick else {})}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        return output, f"it took longer than {limit:g} s"
+    if done.returncode and ("Traceback" in done.stderr or done.returncode != 1 or not ratios_in(done.stdout)):
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        return done.stdout, last[:300]
+    return done.stdout, None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is asked for, and writes the page after each; returns 1 if one of them did not finish."""
+    names = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", action="append", choices=names, metavar="NAME", help=f"repeatable: {', '.join(names)}"
+    )
+    parser.add_argument("--quick", action="store_true", help="few rounds; the page says so")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for a benchmark (default: 3600)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where to write (default: docs/benchmarks.md)")
+    given = parser.parse_args(argv)
+    failures = 0
+    for name in given.only or names:
+        print(f"{name} …", flush=True)
+        where = f"{datetime.date.today().isoformat()}, {machine()}. {versions()}."
+        if given.quick:
+            where += " A quick run, with few rounds: it shows that the benchmark runs, and its figures say little."
+        output, failure = run(name, given.quick, given.limit)
+        print(output if failure is None else f"{output}\n{name}: {failure}", flush=True)
+        failures += failure is not None
+        text = section((HERE / f"bench_{name}.py").read_text(encoding="utf-8"), output, failure, where)
+        given.page.write_text(written(given.page.read_text(encoding="utf-8"), {name: text}, names), encoding="utf-8")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

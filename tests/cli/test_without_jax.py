@@ -1,0 +1,103 @@
+"""Commands that only read files do it without JAX, whose import takes longer than they do."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import jstep
+from jstep.cli.main import COMMANDS, main
+
+REPORT = """
+import atexit, sys
+atexit.register(lambda: print("JAX" if {"jax", "jaxlib", "tensorstore", "orbax"} & sys.modules.keys() else "no JAX"))
+import runpy
+sys.argv = ["jstep", *sys.argv[1:]]
+runpy.run_module("jstep", run_name="__main__")
+"""
+
+
+def words_of(*arguments: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT, *arguments], capture_output=True, text=True, check=False, timeout=300
+    )
+    return done.returncode, [*done.stdout.splitlines(), *done.stderr.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    at = tmp_path_factory.mktemp("run")
+    optimizer = jstep.gradient_descent(0.25)
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    jstep.train(train_step, state, [jnp.ones(())] * 3, 3, checkpoint_dir=at / "run", logdir=at / "log", progress=False)
+    jstep.save_weights(at / "run" / "w.safetensors", {"w": jnp.ones(2, jnp.bfloat16)})
+    (at / "broken").mkdir()
+    (at / "broken" / "model-7").mkdir()
+    return at
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("inspect", "run"), "model-3"),
+        (("inspect", "run", "--json"), '"step": 3'),
+        (("inspect", "run", "--verify"), "as written"),
+        (("inspect", "run/w.safetensors"), "bfloat16"),
+        (("inspect", "run/w.safetensors", "--json"), '"stored_as": "BF16"'),
+        (("goodput", "run"), "3 steps in"),
+        (("events", "log"), "session_log START"),
+        (("--help",), "goodput"),
+        (("--version",), f"jstep {jstep.__version__}"),
+        (("inspect", "--help"), "--verify"),
+    ],
+    ids=" ".join,
+)
+def test_it_is_done_without_jax(run, arguments, expected):
+    at = [str(run / word) if word.split("/")[0] in ("run", "log") else word for word in arguments]
+    code, lines = words_of(*at)
+    assert code == 0, lines
+    assert any(expected in line for line in lines), lines
+    assert "no JAX" in lines
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", "nowhere"), ("inspect", "broken"), ("goodput", "nowhere"), ("events", "nowhere"), ("nope",), ()],
+    ids=" ".join,
+)
+def test_so_are_its_errors(run, arguments):
+    code, lines = words_of(*(str(run / word) if word in ("nowhere", "broken") else word for word in arguments))
+    assert code == 2
+    assert any(line.startswith(("jstep ", "python -m jstep: error:")) for line in lines), lines
+    assert "no JAX" in lines
+
+
+def test_numbers_are_read_with_jax(run):
+    """The test above can fail: what reads arrays imports JAX."""
+    assert "JAX" in words_of("inspect", str(run / "run" / "model-3"))[1]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_module_and_its_help(name, capsys):
+    importlib.import_module(f"jstep.cli.{name}").COMMAND
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert COMMANDS[name][1:] in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("package", ["core", "checkpoint", "summary", "weights"])
+def test_what_is_imported_when_used_is_what_checkers_see(package):
+    module = importlib.import_module(f"jstep.{package}")
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    names = {a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert set(module.__all__) <= names.keys()
+    assert set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(importlib.import_module(names[name]), name)
+    with pytest.raises(AttributeError, match=f"'jstep.{package}' has no attribute 'adamm'"):
+        module.adamm

@@ -1,0 +1,110 @@
+"""The site, built: nothing is fetched from another host, equations are typeset, and programs can read it."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jstep
+
+for needed in ("mkdocs", "material", "mkdocstrings", "griffe", "latex2mathml"):  # the extra `docs`
+    pytest.importorskip(needed)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    at = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(at)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return at
+
+
+@pytest.fixture(scope="module")
+def docs():
+    """The hooks as modules."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    yield importlib.import_module
+    sys.path.remove(str(ROOT / "docs"))
+
+
+def test_nothing_comes_from_another_host(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        for tag in re.findall(r"<(?:script|link|img|iframe|source|video|object)\b[^>]*>", page.read_text("utf-8")):
+            assert not re.search(r"""(?:src|href|data|srcset)=["']?(?:https?:)?//""", tag), f"{page}: {tag}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"""(?:url\(|@import)\s*["']?(?:https?:)?//""", sheet.read_text("utf-8")), sheet
+
+
+def test_equations_are_typeset(site, docs):
+    clock = (site / "how" / "one-clock" / "index.html").read_text("utf-8")
+    assert "<mfrac>" in clock
+    for page in site.rglob("*.html"):
+        assert "arithmatex" not in page.read_text("utf-8"), f"{page} has TeX that nothing typeset"
+    formulas = docs("formulas")
+    reference = "".join(page.read_text("utf-8") for page in (site / "reference").rglob("*.html"))
+    assert reference.count('<div class="equation">') >= sum(map(len, formulas.FORMULAS.values()))
+    entry = reference[reference.index('id="jstep.adam"') :]
+    assert 0 < entry.index("<math") < entry.index("Kingma")
+
+
+def test_equations_are_of_public_names(docs):
+    formulas = docs("formulas")
+    assert set(formulas.FORMULAS) <= set(jstep.__all__)
+    assert set(formulas.WHERE) <= set(formulas.FORMULAS)
+
+
+def test_an_equation_that_cannot_be_typeset_ends_the_build(docs):
+    typeset = docs("equations").on_page_content
+    assert typeset('<p><span class="arithmatex">\\(a &lt; b\\)</span></p>').count("<math") == 1
+    with pytest.raises(ValueError, match="nosuch"):
+        typeset('<div class="arithmatex">\\[\\nosuch{a}\\]</div>')
+    code = "<code>$a$ \\(b\\)</code>"
+    assert typeset(code) == code
+
+
+def test_every_page_is_there_as_markdown(site):
+    for source in (ROOT / "docs").rglob("*.md"):
+        name = source.relative_to(ROOT / "docs")
+        text = (site / name).read_text("utf-8")
+        assert ":::" not in text
+        assert "<!--" not in text
+        page = site / (name.with_suffix("") / "index.html" if name.name != "index.md" else name.with_suffix(".html"))
+        (to,) = re.findall(r'<link rel="alternate" type="text/markdown" href="([^"]*)">', page.read_text("utf-8"))
+        assert (page.parent / to).resolve() == (site / name).resolve()
+        for target in re.findall(r"\]\(([^)#\s:]+\.md)(?:#[\w.-]+)?\)", text):
+            assert (site / name).parent.joinpath(target).exists(), f"{name} links to {target}"
+    reference = (site / "reference" / "optimizers.md").read_text("utf-8")
+    assert "### jstep.adam(learning_rate=0.001, beta1=0.9, beta2=0.999, epsilon=1e-08)" in reference.replace(
+        "1e-8", "1e-08"
+    )
+    assert "Kingma and Ba" in reference
+
+
+def test_llms_txt_lists_every_page(site):
+    lines = (site / "llms.txt").read_text("utf-8").splitlines()
+    assert lines[0] == "# jstep"
+    assert lines[2].startswith("> ")
+    assert lines[4]
+    assert not lines[4].startswith(("#", "-", ">", "*"))
+    assert {"## Tutorial", "## Recipes", "## Reference"} <= set(lines)
+    entries = [match for line in lines if (match := re.fullmatch(r"- \[(.+?)\]\(([^)]+)\): (.+)", line))]
+    assert len(entries) == sum(line.startswith("- ") for line in lines)
+    linked = [match[2] for match in entries]
+    assert sorted(linked) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    assert all((site / target).exists() for target in linked)
+
+
+def test_what_llms_txt_says_of_a_page(docs):
+    about = docs("for_machines").about
+    assert about("# T\n\n![x](y.png)\n\nA [link](z.md) is `f(x)`. More.\n") == "A link is `f(x)`."
+    assert about("# T\n\n<!-- needs: a -->\n```python\nx = 1\n```\n\nFirst: then this.\n") == "First: then this."
+    assert about("# T\n\n::: jstep.adam\n\n::: jstep.summary.text\n") == "adam, summary.text"
+    assert about("# T\n\n| a |\n|---|\n| [One](one.md) · [Two](two.md#x) |\n") == "One, Two"
