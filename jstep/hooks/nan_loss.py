@@ -35,7 +35,8 @@ class NanLossHook(RunHook):
     """Stops the run when the loss is NaN or infinite, and names the step.
 
     The device watches all losses; the hook reads the result one interval late, when the device has long computed it,
-    and before a checkpoint is saved and at the end: no checkpoint that `train` makes holds the result of a NaN. Steps
+    and before a checkpoint is saved and at the end: no checkpoint that `train` makes comes after a NaN loss. A finite
+    loss may have a gradient that is not; the next loss shows that, and a checkpoint between the two holds it. Steps
     whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count: hook and guard go together. A
     step of your own reports that by a metric `skipped`, 1 or 0.
 
