@@ -39,8 +39,8 @@ PROGRAM = """
     def a_loss_is_traced_once_if_another_thread_imports():
         for name in loaded("jstep.summary"):
             del sys.modules[name]
-        from jstep.core import collecting
-        collecting._known.clear()
+        from jstep.core import summary_collection
+        summary_collection._known.clear()
         traced = []
 
         def loss(params, x):
@@ -52,7 +52,7 @@ PROGRAM = """
 
         state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
         jstep.minimize(loss, jstep.gradient_descent(0.1)).trace(state, 1.0)
-        assert collecting._known and len(traced) == 1
+        assert summary_collection._known and len(traced) == 1
 
     def making_imports_no_extra():
         everything()
