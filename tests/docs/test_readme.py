@@ -13,7 +13,7 @@ README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
 def test_the_program_of_the_readme_learns(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(program.splitlines()) == 25
+    assert len([line for line in program.splitlines() if line]) <= 25
     monkeypatch.chdir(tmp_path)
     # A README is read with JAX's own settings, not with those of our tests.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
