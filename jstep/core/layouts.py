@@ -40,9 +40,9 @@ def sharding_of(leaf: Any) -> NamedSharding | None:
 
 def parts(sharding: NamedSharding) -> int:
     """Into how many parts a sharding splits an array."""
-    return math.prod(sharding.mesh.shape[name] for axis in sharding.spec for name in names_in(axis))
+    return math.prod(sharding.mesh.shape[name] for axis in sharding.spec for name in mesh_axes_of(axis))
 
 
-def names_in(axis: Any) -> tuple[str, ...]:
+def mesh_axes_of(axis: Any) -> tuple[str, ...]:
     """The mesh axes of one dimension of a spec."""
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.contexts import internal_transfers
+from jstep.core.layouts import mesh_axes_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -187,8 +188,7 @@ def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
         return spec
 
     def part(axis: Any) -> Any:
-        names = axis if isinstance(axis, tuple) else (axis,)
-        return tuple(name for name in names if types.get(name) == AxisType.Explicit) or None
+        return tuple(name for name in mesh_axes_of(axis) if types.get(name) == AxisType.Explicit) or None
 
     return PartitionSpec(*map(part, spec.partitions))
 

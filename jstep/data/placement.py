@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jstep.core.checks import kind, shown
 from jstep.core.compile_only import refuse_compile_only
 from jstep.core.contexts import internal_transfers
+from jstep.core.layouts import mesh_axes_of
 from jstep.core.trees import leaves_with_paths, path_str, quoted
 from jstep.sharding.rows import place_rows
 
@@ -63,8 +64,7 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
             continue
         parts = 1 if one.is_fully_addressable else jax.process_count()
         for dim, axis in enumerate(one.spec):
-            names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-            count = math.prod(one.mesh.shape[name] for name in names)
+            count = math.prod(one.mesh.shape[name] for name in mesh_axes_of(axis))
             here = max(1, count // parts) if isinstance(leaf, np.ndarray) else count
             if dim >= np.ndim(leaf) or np.shape(leaf)[dim] % here:
                 raise ValueError(

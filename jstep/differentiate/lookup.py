@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.layouts import mesh_axes_of
 from jstep.core.meshes import explicit_mesh, sharded_like, spec_of, without_explicit_axes
 from jstep.core.types import Array
 
@@ -75,11 +76,8 @@ def _rows(table: Array, ids: Array) -> Array:
     if explicit_mesh((table, ids)) is None:
         return table[ids]
     of_ids = spec_of(ids).partitions
-    used = {name for axis in of_ids for name in (axis if isinstance(axis, tuple) else (axis,))}
-    of_row = [
-        None if used & set(axis if isinstance(axis, tuple) else (axis,)) - {None} else axis
-        for axis in spec_of(table).partitions[1:]
-    ]
+    used = {name for axis in of_ids for name in mesh_axes_of(axis)}
+    of_row = [None if used & set(mesh_axes_of(axis)) else axis for axis in spec_of(table).partitions[1:]]
     return table.at[ids].get(out_sharding=PartitionSpec(*of_ids, *of_row))
 
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.layouts import mesh_axes_of
 from jstep.core.loops import Unroll, scan
 from jstep.core.meshes import explicit_mesh, reduced, spec_of, without_explicit_axes
 from jstep.core.types import Array
@@ -165,11 +166,10 @@ def _rows(args: tuple[Any, ...], what: str) -> tuple[str, int]:
 
 def _devices_of_rows(leaf: Any, spec: PartitionSpec | None) -> int:
     """The number of devices that the rows of a leaf are sharded over; 1 where that is not known."""
-    if leaf is None or spec is None or not spec.partitions or spec.partitions[0] is None:
+    if leaf is None or spec is None or not spec.partitions:
         return 1
     mesh = _mesh_of(leaf)
-    names = spec.partitions[0] if isinstance(spec.partitions[0], tuple) else (spec.partitions[0],)
-    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in names)
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in mesh_axes_of(spec.partitions[0]))
 
 
 def accumulate(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.layouts import mesh_axes_of
 from jstep.core.meshes import atomic, explicit_mesh, spec_of
 from jstep.core.types import Array
 
@@ -70,19 +71,15 @@ def _axes_of_rows(parts: Any) -> frozenset[str]:
     axes: set[str] = set()
     for leaf in jax.tree.leaves(parts):
         if explicit_mesh(leaf) is not None and len(spec_of(leaf).partitions) > 1:
-            axes |= _names(spec_of(leaf).partitions[1])
+            axes |= set(mesh_axes_of(spec_of(leaf).partitions[1]))
     return frozenset(axes)
-
-
-def _names(axis: Any) -> set[str]:
-    return set() if axis is None else set(axis) if isinstance(axis, tuple) else {axis}
 
 
 def _is_able(leaf: Any, axes: frozenset[str]) -> bool:
     if explicit_mesh(leaf) is None:
         return False
     spec = spec_of(leaf)
-    split = set().union(*map(_names, spec.partitions))
+    split = set().union(*map(mesh_axes_of, spec.partitions))
     return not (split & axes or spec.reduced or spec.unreduced)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jstep.core.layouts import names_in
+from jstep.core.layouts import mesh_axes_of
 from jstep.core.types import Array
 
 Names = tuple[str, ...]
@@ -43,7 +43,7 @@ def layout_of_matrix(
     """
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
-    spec = [names_in(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
+    spec = [mesh_axes_of(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
     parts = (tuple(i for i in range(len(shape)) if i not in (*axes[0], *axes[1])), *axes)
     # Of axes that are joined, the first one alone can be split: the others are whole within each part of it.
     if any(spec[i] for part in parts for i in part[1:]):

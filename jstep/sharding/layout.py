@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.compile_only import compiles_only, is_shape
+from jstep.core.layouts import mesh_axes_of
 from jstep.core.paths import matches, names_of
 from jstep.core.types import Params, Slots
 
@@ -100,7 +101,7 @@ def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: st
     where = f"param_specs: {spec} at {trees.quoted(path)}"
     if len(spec) > len(shape):
         raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
-    names = [name for axis in spec if axis is not None for name in (axis if isinstance(axis, tuple) else (axis,))]
+    names = [name for axis in spec for name in mesh_axes_of(axis)]
     if len(set(names)) < len(names):
         raise ValueError(f"{where} has an axis twice; an axis of the mesh splits one dimension")
     for dim, axis in enumerate(spec):

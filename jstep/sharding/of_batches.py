@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep.core.layouts import mesh_axes_of
+
 
 def named(sharding: Any, *, stacked: bool = False) -> Any:
     """A tree of shardings, of shardings or specs; specs mean the mesh that is set.
@@ -36,9 +38,8 @@ def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> Part
     """The spec without the axes of the mesh that an array of this shape does not divide over."""
     kept = []
     for dim, axis in enumerate(spec.partitions[: len(shape)]):
-        names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
         parts = 1
-        for name in names:
+        for name in mesh_axes_of(axis):
             parts *= mesh.shape[name]
         kept.append(axis if shape[dim] % parts == 0 else None)
     return PartitionSpec(*kept)
