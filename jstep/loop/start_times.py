@@ -118,7 +118,9 @@ class FirstBatch:
         self._to_peek = None
 
     def __iter__(self) -> CopiedBatches:
-        self._made.wait()
+        # With a timeout: a signal that comes just before a wait without end is not seen before its end.
+        while not self._made.wait(_POLL_SECS):
+            pass
         if self._error is not None:
             if self._again is None:
                 raise self._error

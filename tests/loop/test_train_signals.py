@@ -114,6 +114,28 @@ train(100, jstep.batches(Rows(), 8), checkpoint_dir=directory)
     end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
 
 
+def test_a_signal_that_does_not_wake_the_loop_from_its_wait_is_seen_all_the_same(tmp_path):
+    # As one that comes just before the wait: here another thread receives it.
+    script = """
+import threading
+def is_waiting():
+    return sys._current_frames()[threading.main_thread().ident].f_code.co_name == "wait"
+class Rows:
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        if threading.current_thread().name == "jstep-first-batch":
+            seen = 0
+            while seen < 20:  # in a row: not the short waits before
+                time.sleep(0.01)
+                seen = seen + 1 if is_waiting() else 0
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        time.sleep(1000)
+train(100, jstep.batches(Rows(), 8), checkpoint_dir=directory)
+"""
+    end(start(script, tmp_path), 143)
+
+
 def test_a_second_sigint_leaves_at_once(tmp_path):
     script = """
 class Stuck(jstep.Hook):
