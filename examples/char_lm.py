@@ -1,14 +1,13 @@
-"""A small transformer that learns to write Python, character by character, on one device or on many.
+"""A small character-level transformer trained on Python code, on one or several devices.
 
     python examples/char_lm.py                         # less than a minute on two CPU cores
     python examples/char_lm.py --mesh data=4,model=2   # the same run on eight devices (virtual ones on a CPU)
-    python examples/char_lm.py --mesh data=8 --fsdp    # each device keeps an eighth of the parameters and slots
-    python examples/char_lm.py --dir runs/char_lm      # keeps checkpoints and curves; the same command goes on
+    python examples/char_lm.py --mesh data=8 --fsdp    # each device holds an eighth of the parameters and slots
+    python examples/char_lm.py --dir runs/char_lm      # save checkpoints and curves; the same command resumes
 
-The corpus is Python's own standard library, every position of it the start of an example. The model is plain
-JAX. A mesh changes where parameters and batches lie, which is said in two arguments (`param_specs`,
-`batch_sharding`) and one line of the model (`split_by_rows`); the losses stay the same. A run that was kept
-with --dir may go on under another mesh.
+The corpus is Python's standard library; an example starts at every position of it. The model is plain JAX. A mesh
+changes the sharding of parameters and batches, which takes two arguments (`param_specs`, `batch_sharding`) and one
+line of the model (`split_by_rows`); the losses stay the same. A run with --dir may resume on another mesh.
 """
 
 import argparse
@@ -33,7 +32,7 @@ PROMPT = "def "
 
 
 def load():
-    """Windows of CONTEXT + 1 characters, (n, 65), to train on and to hold out; views that take no memory."""
+    """Training and held-out windows of CONTEXT + 1 characters, (n, 65), as views that take no memory."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = np.concatenate([np.frombuffer(path.read_bytes(), np.uint8) for path in files])
     text = text[text < CHARACTERS]  # ASCII
@@ -42,7 +41,7 @@ def load():
 
 
 def init_params(key):
-    """Embeddings, and layers stacked on a leading axis, which `lax.scan` runs through."""
+    """Embeddings, and layers stacked on a leading axis for `lax.scan`."""
 
     def normal(key, *shape, fan_in):
         return jax.random.normal(key, shape) / math.sqrt(fan_in)
@@ -63,9 +62,9 @@ def init_params(key):
 
 
 def param_specs(mesh, fsdp=False):
-    """Tensor parallelism: each device of the model axis has some heads, hidden units and characters of its own.
+    """Tensor parallelism: heads, hidden units and characters are sharded over the model axis.
 
-    With FSDP the width of every matrix is split over the data axis as well.
+    With FSDP the width of every matrix is sharded over the data axis as well.
     """
     model = "model" if "model" in mesh.shape else None
     data = "data" if fsdp else None
@@ -76,14 +75,14 @@ def param_specs(mesh, fsdp=False):
         ("layers/up", P(None, data, model)),
         ("layers/down", P(None, model, data)),
         ("unembed", P(data, model)),
-    ]  # what no rule names lies on every device
+    ]  # leaves that no rule matches are replicated
 
 
 def split_by_rows(x):
-    """Activations, split over the rows of the batch; x itself if no mesh with a data axis is set.
+    """Shard activations over the rows of the batch; return x unchanged if no mesh with a data axis is set.
 
-    Without it, and with an embedding that is split over the data axis (FSDP), XLA may split the activations by
-    features instead: then those of the whole batch travel between the devices, where only weights should.
+    Without it, and with an embedding that is sharded over the data axis (FSDP), XLA may shard the activations by
+    features instead, and then communicate the activations of the whole batch rather than only weights.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(x, P("data")) if "data" in mesh.shape else x
@@ -94,7 +93,7 @@ def normalize(x):
 
 
 def layer(x, weights):
-    """Attention to what came before, then an MLP; x is (batch, time, width)."""
+    """Causal attention, then an MLP; x is (batch, time, width)."""
     q, k, v = jnp.moveaxis(jnp.einsum("btd,dchk->btchk", normalize(x), weights["qkv"]), 2, 0)
     attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + jnp.einsum("bthk,hkd->btd", attended, weights["out"])
@@ -102,7 +101,7 @@ def layer(x, weights):
 
 
 def predict(params, characters):
-    """Logits of the character after each one; characters is (batch, time), time at most CONTEXT."""
+    """Logits of each next character; characters is (batch, time), time at most CONTEXT."""
     x = split_by_rows(params["embed"][characters] + params["position"][None, : characters.shape[1]])
     x, _ = jax.lax.scan(layer, x, params["layers"], unroll=True)
     return normalize(x) @ params["unembed"]
@@ -116,13 +115,13 @@ def loss_fn(params, windows):
 
 @functools.partial(jax.jit, static_argnames="length")
 def continue_text(params, prompt, key, length, temperature=0.8):
-    """The prompt and `length` characters more, each drawn from what the model expects of the CONTEXT before it."""
+    """Sample a continuation of the prompt by `length` characters, each given the CONTEXT characters before it."""
     end = len(prompt) + length
     text = jnp.zeros(max(end, CONTEXT), jnp.uint8).at[: len(prompt)].set(prompt)
 
     def draw(text, i):
         start = jnp.maximum(i - CONTEXT, 0)
-        window = jax.lax.dynamic_slice(text, (start,), (CONTEXT,))  # what is past i is not looked at
+        window = jax.lax.dynamic_slice(text, (start,), (CONTEXT,))  # positions from i on are ignored
         logits = predict(params, window[None])[0, i - 1 - start]
         drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
         return text.at[i].set(drawn.astype(jnp.uint8)), None
@@ -141,15 +140,15 @@ def show_sample(params, title, seed, length=300):
 
 
 def make_mesh(text):
-    """A mesh from "data=4,model=2"; on a CPU of too few devices, of virtual ones."""
+    """Create a mesh from "data=4,model=2", with virtual devices on a CPU."""
     shape = parse_mesh(text)
     count = math.prod(shape.values())
-    # Only before JAX has looked for devices can a CPU be told to be several; other platforms do not mind.
+    # This must be set before JAX initializes its devices; other platforms ignore it.
     jax.config.update("jax_num_cpu_devices", count)
     if count > jax.device_count():
         sys.exit(
             f"--mesh {text} needs {count} devices, and JAX sees {jax.device_count()} ({jax.default_backend()}); "
-            "JAX_PLATFORMS=cpu runs it on virtual ones"
+            "set JAX_PLATFORMS=cpu to run it on virtual ones"
         )
     return jax.make_mesh(tuple(shape.values()), tuple(shape), devices=jax.devices()[:count])
 
@@ -182,10 +181,10 @@ def main(steps=600, seed=0, mesh=None, fsdp=False, directory=None):
     if mesh is None:
         state, rows = jstep.TrainState.create(make_params, optimizer), None
     else:
-        # With split_by_rows these are the only lines that know of devices.
+        # Apart from split_by_rows, only these lines depend on the mesh.
         state = jstep.TrainState.create(make_params, optimizer, mesh=mesh, param_specs=param_specs(mesh, fsdp))
         rows = NamedSharding(mesh, P("data" if "data" in mesh.shape else None))
-    print(f"{len(train_windows):,} positions to train on, {len(held_out_windows):,} held out, 32 in a batch")
+    print(f"{len(train_windows):,} training windows, {len(held_out_windows):,} held out, batch size 32")
     print(state)
     if mesh is not None:
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params))
@@ -218,18 +217,18 @@ def main(steps=600, seed=0, mesh=None, fsdp=False, directory=None):
         f"held-out loss: {before:.4f} nats a character before, {after:.4f} after {steps} steps "
         f"({before / math.log(2):.2f} and {after / math.log(2):.2f} bits)"
     )
-    print(f"{seconds:.1f} s with compilation, {made * 32 * CONTEXT / seconds:,.0f} characters a second")
+    print(f"{seconds:.1f} s including compilation, {made * 32 * CONTEXT / seconds:,.0f} characters per second")
     return before, after
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="the global step to train up to (default 600)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the samples (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and samples (default 0)")
     parser.add_argument("--mesh", help="axes and sizes, such as data=4,model=2 (default: one device, no mesh)")
-    parser.add_argument("--fsdp", action="store_true", help="split parameters and slots over the axis data as well")
-    parser.add_argument("--dir", dest="directory", help="keep checkpoints and event files here (default: keep none)")
+    parser.add_argument("--fsdp", action="store_true", help="shard parameters and slots over the axis data as well")
+    parser.add_argument("--dir", dest="directory", help="save checkpoints and event files here (default: save none)")
     try:
         main(**vars(parser.parse_args()))
-    except KeyboardInterrupt:  # train has said where it stopped, and saved where it was given a directory
+    except KeyboardInterrupt:  # train has logged where it stopped, and saved if it has a directory
         sys.exit(130)

@@ -1,16 +1,16 @@
-"""Handwritten digits: a small convolutional network, to more than 99 % in less than a minute, watched and steered.
+"""Handwritten digits: train a small convolutional network to more than 99 % accuracy in less than a minute.
 
-    python examples/digits.py                          # Ctrl-C it, and start it again: it goes on
-    python -m jstep plot runs/digits -o digits.png     # its curves
-    tensorboard --logdir runs/digits                   # also its histograms, the hardest digits and its graph
+    python examples/digits.py                          # press Ctrl-C and start it again: it resumes
+    python -m jstep plot runs/digits -o digits.png     # plot the curves
+    tensorboard --logdir runs/digits                   # also shows histograms, the hardest digits and the graph
 
-The images are the UCI handwritten digits that come with scikit-learn (1797 of 8×8 pixels, no download).
-The network is plain JAX; everything about training comes from jstep and reads the one global step: the
-staircase of the learning rate, Adam's bias correction, the moving average of the weights, the dropout and
-the batch. So a run that was stopped anywhere and goes on ends with the very bits of one that was not.
+The images are the UCI handwritten digits that come with scikit-learn (1797 images of 8×8 pixels, no download).
+The network is plain JAX. The learning rate (a staircase), Adam's bias correction, the decay of the moving average
+of the weights, dropout and batches are functions of the global step, so a run that is interrupted and resumed ends
+with bitwise the same weights as an uninterrupted one.
 
-On the way it is evaluated on images that it is not trained on: when their loss gets no better, the run stops, and the
-best weights, which were kept, are tested at the end on images that nothing was chosen by.
+During training the network is evaluated on validation images. The run stops when the validation loss no longer
+improves, and the best weights are evaluated on the test images.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import jstep
 
 
 def load():
-    """Images to train on, to choose by and to test on, (n, 8, 8, 1) in [0, 1], each with their labels."""
+    """Training, validation and test sets: images (n, 8, 8, 1) in [0, 1] and labels."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1), labels.astype(np.int32)
     images, test_images, labels, test_labels = train_test_split(
@@ -63,7 +63,7 @@ def dense(layer, x):
 
 
 def predict(params, images, dropout_key=None):
-    """Logits of a batch of images; with a key, a quarter of the hidden units is left out."""
+    """Logits of a batch of images; with a key, dropout of a quarter of the hidden units."""
     x = jax.nn.relu(convolve(params["conv1"], images))
     x = jax.nn.relu(convolve(params["conv2"], x))
     x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
@@ -74,7 +74,7 @@ def predict(params, images, dropout_key=None):
 
 
 def loss_fn(params, images, labels, rng):
-    """Of images moved by up to a pixel, so that the network learns shapes and not places."""
+    """Loss and accuracy on images that are randomly shifted by up to one pixel."""
     shift_key, dropout_key = jax.random.split(rng)
     images = jnp.roll(images, jax.random.randint(shift_key, (2,), -1, 2), axis=(1, 2))
     logits = predict(params, images, dropout_key=dropout_key)
@@ -83,14 +83,14 @@ def loss_fn(params, images, labels, rng):
 
 
 def metrics(params, images, labels):
-    """Loss and accuracy of each image; `jstep.evaluator` takes their means, over batches of any size."""
+    """Loss and accuracy of each image; `jstep.evaluator` averages them over all batches."""
     logits = predict(params, images)
     loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)[:, 0]
     return {"loss": loss, "accuracy": logits.argmax(-1) == labels}
 
 
 def one_pass(examples):
-    """Batches of all examples in their order, the last one smaller."""
+    """Batches of all examples in order, the last one smaller."""
     return jstep.batches(examples, batch_size=128, shuffle=False, num_epochs=1, drop_remainder=False)
 
 
@@ -105,7 +105,7 @@ def make_optimizer():
 
 
 def tile(pictures, columns=8, scale=8):
-    """One picture (1, height, width, 1) of many (n, h, w), side by side and enlarged."""
+    """Tile pictures (n, h, w) into a single enlarged picture (1, height, width, 1)."""
     n, h, w = pictures.shape
     columns = min(columns, n)
     rows = -(-n // columns)
@@ -116,11 +116,11 @@ def tile(pictures, columns=8, scale=8):
 
 
 def write_hardest(writer, state, images, labels):
-    """Says which test digits the averaged weights get wrong, and writes a picture of the 16 they do worst on."""
+    """Print which test digits the averaged weights misclassify, and write an image of the 16 with the largest loss."""
     params = jstep.averaged_params(state)
     guesses = np.asarray(predict(params, images).argmax(-1))
     wrong = np.flatnonzero(guesses != labels)
-    which = ", ".join(f"a {labels[i]} taken for a {guesses[i]}" for i in wrong)
+    which = ", ".join(f"a {labels[i]} classified as {guesses[i]}" for i in wrong)
     print(f"{len(wrong)} mistakes{f': {which}' if which else ''}")
     hardest = np.argsort(-np.asarray(metrics(params, images, labels)["loss"]))[:16]
     writer.add_summary(jstep.summary.image("hardest", tile(images[hardest, :, :, 0]), max_images=1), state.global_step)
@@ -129,7 +129,7 @@ def write_hardest(writer, state, images, labels):
 def main(steps=1500, seed=0, directory=None):
     directory = pathlib.Path(directory or f"runs/digits/seed{seed}")
     training, validation, testing = load()
-    print(f"{len(training[0])} images to train on, {len(validation[0])} to choose by, {len(testing[0])} to test on")
+    print(f"{len(training[0])} training, {len(validation[0])} validation and {len(testing[0])} test images")
 
     optimizer = make_optimizer()
     state = jstep.TrainState.create(init_params(jax.random.key(seed)), optimizer)
@@ -138,9 +138,9 @@ def main(steps=1500, seed=0, directory=None):
     print(state)
 
     if newest := jstep.latest_checkpoint(directory):
-        print(f"found {newest}: going on from there; to start anew, delete {directory} or give another --dir")
+        print(f"found {newest}: resuming from it; to start from scratch, delete {directory} or pass another --dir")
     else:
-        print(f"checkpoints and event files go to {directory}; Ctrl-C stops, the same command goes on")
+        print(f"checkpoints and event files are written to {directory}; press Ctrl-C to stop, run again to resume")
         with jstep.summary.SummaryWriter(directory) as writer:
             writer.add_graph(train_step, state, *batches[0])
 
@@ -174,7 +174,7 @@ def main(steps=1500, seed=0, directory=None):
         write_hardest(writer, best, *testing)
     raw = jstep.evaluator(metrics, one_pass(testing))(best)["accuracy"]
     averaged = jstep.evaluator(metrics, one_pass(testing), use_averages=True)(best)["accuracy"]
-    fingerprint = "{:08x}{:08x}".format(*jstep.fingerprint(best.params))  # whether two runs ended alike, to the bit
+    fingerprint = "{:08x}{:08x}".format(*jstep.fingerprint(best.params))  # equal if two runs are bitwise identical
     print(
         f"test accuracy of the best weights, after {jstep.global_step(best)} updates: {raw:.4f} raw, {averaged:.4f} "
         f"averaged weights (fingerprint of the weights: {fingerprint})"
@@ -185,9 +185,9 @@ def main(steps=1500, seed=0, directory=None):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500, help="the global step to train up to (default 1500)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the dropout and the batches (default 0)")
-    parser.add_argument("--dir", dest="directory", help="where the run is kept (default runs/digits/seedSEED)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, dropout and batches (default 0)")
+    parser.add_argument("--dir", dest="directory", help="directory of the run (default runs/digits/seedSEED)")
     try:
         main(**vars(parser.parse_args()))
-    except KeyboardInterrupt:  # train has saved, and said so
+    except KeyboardInterrupt:  # train has saved and logged it
         sys.exit(130)

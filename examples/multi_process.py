@@ -1,16 +1,16 @@
-"""Two processes train one model; one is killed, both are started again, and nothing is lost.
+"""Multi-process training: one of two processes is killed, and the restarted run ends with the same weights.
 
     python examples/multi_process.py
 
-On a cluster each host runs one process. Here both run on this machine and talk over loopback:
+On a cluster each host runs one process. Here both processes run on this machine and communicate over loopback:
 
-1. an undisturbed run of 2 processes;
-2. the same run in another directory, and process 1 is killed (SIGKILL) on the way: process 0 notices that its
-   heartbeat is missing and ends with an error, instead of waiting forever;
+1. an uninterrupted run with 2 processes;
+2. the same run in another directory, in which process 1 is killed (SIGKILL): process 0 detects the missing
+   heartbeat and ends with an error, instead of waiting forever;
 3. the same command again: both processes restore the newest checkpoint and finish.
 
-The final weights of 1 and 3 are equal bit by bit: the step, the rates, Adam's slots, and the batches, which are a
-function of the step, all come from the checkpoint. What a process does is `work`; two of its lines are about scale.
+The final weights of 1 and 3 are bitwise identical, because the checkpoint holds the step and Adam's slots, and
+learning rates and batches are functions of the step. Each process runs `work`; two of its lines concern scaling.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 
 
 def work(args):
-    """One of the processes."""
+    """Train in one of the processes."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -47,18 +47,18 @@ def work(args):
     y = np.sin(x.sum(axis=1, keepdims=True))
     optimizer = jstep.adam(jstep.exponential_decay(0.01, 100, 0.9))
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    # Scale, line 1: the state lies on the mesh, Adam's slots split over it (ZeRO-1).
+    # Scaling, line 1: place the state on the mesh, and shard Adam's slots over it (ZeRO-1).
     state = jstep.TrainState.create(init, optimizer, mesh=mesh, slot_axis="data")
 
     every = args.steps // 8
 
     class Pace(jstep.Hook):
-        """Makes a step as slow as that of a large model, so that the kill meets a run under way."""
+        """Slow down the steps, as for a large model, so that the process is killed during the run."""
 
         def after_step(self, step, state, metrics):
             time.sleep(0.01)
             if jax.process_index() == 1 and step == args.die_at:
-                # Once the last checkpoint is whole, which is written in the background: what was lost is known then.
+                # Wait for the last checkpoint, written in the background, so that the number of lost steps is known.
                 while (jstep.latest_checkpoint(args.dir) or "") != os.path.join(
                     args.dir, f"model-{step // every * every}"
                 ):
@@ -74,7 +74,7 @@ def work(args):
         checkpoint_dir=args.dir,
         save_checkpoint_steps=every,
         log_steps=args.steps // 4,
-        # Scale, line 2: each process's rows become its part of the global batch.
+        # Scaling, line 2: the rows of each process become its part of the global batch.
         batch_sharding=NamedSharding(mesh, PartitionSpec("data")),
     )
     if jax.process_index() == 0:
@@ -82,7 +82,7 @@ def work(args):
 
 
 def run(args, directory, die_at=0):
-    """Starts two processes and waits for them: their exit codes, and the weights if they got there."""
+    """Start two processes and wait for them; return their exit codes, and the final weights or None."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -111,7 +111,9 @@ def run(args, directory, die_at=0):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--heartbeat", type=int, default=10, help="seconds after which a silent process counts as dead")
+    parser.add_argument(
+        "--heartbeat", type=int, default=10, help="seconds after which an unresponsive process is considered dead"
+    )
     for name, kind in (("process", int), ("coordinator", str), ("dir", str), ("die-at", int)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -119,22 +121,22 @@ def main():
         return work(args)
 
     with tempfile.TemporaryDirectory() as directory:
-        print(f"1. Two processes, {args.steps} steps, undisturbed.")
+        print(f"1. Two processes, {args.steps} steps, uninterrupted.")
         _, undisturbed = run(args, os.path.join(directory, "undisturbed"))
 
         killed_at = args.steps * 5 // 8 + args.steps // 20
-        print(f"2. The same again; process 1 is killed at step {killed_at}.")
+        print(f"2. The same run; process 1 is killed at step {killed_at}.")
         began = time.monotonic()
         codes, _ = run(args, os.path.join(directory, "killed"), killed_at)
-        print(f"   exit codes {codes} after {time.monotonic() - began:.0f} s: process 0 did not wait for the dead.")
+        print(f"   exit codes {codes} after {time.monotonic() - began:.0f} s: process 0 did not wait forever.")
         if 0 in codes:
-            sys.exit("a process ended as if nothing had happened")
+            sys.exit("a process exited with code 0 although process 1 was killed")
 
-        print("3. The same command once more.")
+        print("3. The same command again.")
         _, restarted = run(args, os.path.join(directory, "killed"))
 
     equal = undisturbed == restarted
-    print("The final weights", "match" if equal else "DO NOT match", "an undisturbed run, bit by bit.")
+    print("The final weights", "match" if equal else "DO NOT match", "an undisturbed run bitwise.")
     sys.exit(not equal)
 
 

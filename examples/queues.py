@@ -1,12 +1,12 @@
-"""The classic input pipeline: threads that read many files, a shuffle queue, and one Coordinator.
+"""The classic input pipeline: threads that read many files, a shuffle queue and a Coordinator.
 
     python examples/queues.py
-    python examples/queues.py --fail    # a reader that raises halfway: what you see then
+    python examples/queues.py --fail    # a reader raises an error halfway
 
-The corpus is Python's own standard library. File names go through a FIFOQueue to four reader threads;
-each cuts its file into windows of characters and puts them in a RandomShuffleQueue, from which the
-training loop takes batches. The model guesses a character from the eight before it. Whoever fails stops
-all the others, and the error comes out of `coord.join` with the traceback of the thread it came from.
+The corpus is Python's standard library. File names go through a FIFOQueue to four reader threads. Each splits
+its file into windows of characters and puts them into a RandomShuffleQueue, from which the training loop takes
+batches. The model predicts a character from the eight before it. If a thread fails, all others stop, and
+`coord.join` raises the error with the traceback of that thread.
 """
 
 import argparse
@@ -35,16 +35,16 @@ def windows(path):
 
 
 def make_input(paths, fail_at=None):
-    """The two queues and their runners, in the default collection; returns the queue of examples."""
+    """Create both queues and add their runners to the default collection; return the queue of examples."""
     names = jstep.FIFOQueue(capacity=32)
     examples = jstep.RandomShuffleQueue(capacity=20_000, min_after_dequeue=10_000, seed=0)
     remaining = iter(paths)
 
     def enqueue_name():
-        names.enqueue(next(remaining))  # StopIteration: this op is exhausted
+        names.enqueue(next(remaining))  # StopIteration ends this op
 
     def read_file():
-        path = names.dequeue()  # OutOfRangeError, once all names are read: likewise
+        path = names.dequeue()  # so does OutOfRangeError, when all names are read
         if fail_at is not None and path == paths[fail_at]:
             raise ValueError(f"cannot decode {path.name}")
         for example in windows(path):
@@ -85,14 +85,14 @@ def main():
 
     coord = jstep.Coordinator()
     threads = jstep.start_queue_runners(coord)
-    with coord.stop_on_exception():  # the end of the input, OutOfRangeError, is a clean stop
+    with coord.stop_on_exception():  # OutOfRangeError, the end of the input, is a clean stop
         for step in range(1, args.steps + 1):
             state, metrics = train_step(state, examples.dequeue_many(BATCH_SIZE))
             if step % 200 == 0:
                 print(f"step {step:5d}  loss {metrics['loss']:.3f} nats a character")
     coord.request_stop()
     coord.join(threads)
-    print(f"done after {jstep.global_step(state)} steps; no thread is left")
+    print(f"done after {jstep.global_step(state)} steps; all threads have ended")
 
 
 if __name__ == "__main__":

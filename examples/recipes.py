@@ -1,14 +1,15 @@
-"""Recipes side by side: the same small transformer, the same batches, another optimizer.
+"""Comparison of optimizers on the same small transformer and the same batches.
 
     python examples/recipes.py                          # a few minutes on two CPU cores
-    python examples/recipes.py --only muon lion         # those with one of these words in their names
-    python examples/recipes.py --plot recipes.png       # the curves (pip install 'jstep[plot]')
+    python examples/recipes.py --only muon lion         # recipes whose names contain one of these words
+    python examples/recipes.py --plot recipes.png       # plot the curves (pip install 'jstep[plot]')
 
-Each recipe is what people train with, at a rate that suits it: warm-up, a plateau, a decay to nothing (WSD), but for
-schedule-free, which needs no decay. What decays are matrices; embeddings and heads are left to AdamW where the rest
-goes to Muon. AdamH, MuonH, NorMuon and NorMuonH are chains of blocks: `H` keeps the norm of every matrix (Hyperball),
-`Nor` evens out its neurons. With H heads are on the sphere, too, and nothing decays. The table says how far each
-came, what it keeps besides the parameters, and what a step takes. The model and its text are those of char_lm.py.
+Each recipe is in common use and runs at a suitable learning rate with warm-up, a plateau and decay to zero (WSD),
+except schedule-free, which needs no decay. Weight decay applies to matrices only. If layers use Muon, embeddings and
+heads use AdamW. AdamH, MuonH, NorMuon and NorMuonH are chains of blocks: `H` keeps the norm of every matrix
+(Hyperball), `Nor` normalizes its neurons. With `H`, heads also keep their norm, and there is no weight decay. The
+table lists the held-out loss, the size of parameters and slots, and the step time. The model and the corpus are
+those of char_lm.py.
 """
 
 import argparse
@@ -33,17 +34,17 @@ def is_hidden(path, leaf):
 
 
 def is_matrix(path, leaf):
-    """Whose norm is kept: layers and the head. A wrong rate of embeddings does harm, and Adam is safe there."""
+    """Labels of `on_a_sphere`: layers and the head keep their norm; embeddings use Adam, which is less sensitive."""
     return "hidden" if path.startswith("layers/") else "head" if path == "unembed" else "adam"
 
 
 def axes(path, leaf):
-    """Layers are stacked: the first axis counts matrices. Heads are columns of one, and rows of the other."""
+    """Matrix axes of a leaf. The first axis stacks layers; attention heads are columns of `qkv` and rows of `out`."""
     return {"layers/qkv": (1, (2, 3, 4)), "layers/out": ((1, 2), 3)}.get(path, (1, 2))
 
 
 def recipes(steps):
-    """Name → optimizer, dtype of the parameters."""
+    """Map the name of a recipe to its optimizer and the dtype of the parameters."""
 
     def rate(peak):
         return jstep.warmup_stable_decay(peak, steps // 10, steps // 2, steps - steps // 10 - steps // 2, shape="sqrt")
@@ -56,7 +57,7 @@ def recipes(steps):
     adam = jstep.adam(rate(3e-3), 0.9, 0.95)
 
     def on_a_sphere(*blocks):
-        """Blocks that make a direction, and steps along it that keep the norm."""
+        """Chain blocks that compute a direction, and take norm-preserving steps along it."""
         adamh = jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(rate(2e-2)))
         hidden = jstep.chain(*blocks, jstep.on_hyperball(rate(2e-2), axes=axes))
         return jstep.partition({"hidden": hidden, "head": adamh, "adam": adam}, is_matrix)
@@ -88,7 +89,7 @@ def recipes(steps):
 
 
 def train(optimizer, dtype, batches, steps, seed):
-    """The losses, the last state, and the seconds of a step in the middle of those after the first."""
+    """Return the losses, the final state, and the median seconds of a step after the first."""
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(jax.random.key(seed)))
     state = jstep.TrainState.create(params, optimizer)
     train_step = jstep.minimize(loss_fn, optimizer)
@@ -96,13 +97,13 @@ def train(optimizer, dtype, batches, steps, seed):
     for n in range(steps):
         begin = time.perf_counter()
         state, metrics = train_step(state, batches[n])
-        losses.append(float(metrics["loss"]))  # waits for the step: each is timed for itself
+        losses.append(float(metrics["loss"]))  # waits for the step, so that each is timed separately
         seconds.append(time.perf_counter() - begin)
     return losses, state, statistics.median(seconds[1:])
 
 
 def evaluation_params(state):
-    """What to evaluate: the average that a schedule-free run is after, or the parameters."""
+    """Parameters to evaluate: the average of a schedule-free run, or the parameters themselves."""
     return jstep.schedule_free_params(state) if "z" in state.slots else state.params
 
 
@@ -123,7 +124,7 @@ def plot(curves, path):
     chart.set(xlabel="global_step", ylabel="training loss, mean of ten steps (nats a character)")
     chart.legend()
     figure.savefig(path, dpi=120)
-    print(f"curves in {path}")
+    print(f"curves plotted to {path}")
 
 
 def main(steps=120, seed=0, only=None, path=None):
@@ -139,7 +140,7 @@ def main(steps=120, seed=0, only=None, path=None):
         sys.exit(f"--only {' '.join(only)}: none of {', '.join(recipes(steps))}")
     evaluate = jax.jit(loss_fn)
     print(f"{steps} steps of 16 × 64 characters; {jax.default_backend()}")
-    print(f"{'':18}{'held-out loss':>14}{'params':>10}{'slots':>10}{'a step':>10}")
+    print(f"{'':18}{'held-out loss':>14}{'params':>10}{'slots':>10}{'step time':>10}")
     curves = {}
     for name, (optimizer, dtype) in chosen.items():
         curves[name], state, seconds = train(optimizer, dtype, batches, steps, seed)
@@ -154,7 +155,7 @@ def main(steps=120, seed=0, only=None, path=None):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120, help="updates of each recipe (default 120)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default 0)")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="the recipes whose names have one of these words")
-    parser.add_argument("--plot", dest="path", type=Path, help="draw the curves into this file")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="only recipes whose names contain one of these words")
+    parser.add_argument("--plot", dest="path", type=Path, help="plot the curves to this file")
     main(**vars(parser.parse_args()))

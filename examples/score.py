@@ -1,10 +1,10 @@
-"""A run as one score: sequence length, batch size, mixture and learning rate all change with the global step.
+"""A run whose sequence length, batch size, data mixture and learning rate all change with the global step.
 
     python examples/score.py                                # less than a minute on two CPU cores
-    python examples/score.py --plot plan.png                # what will be, as a picture (pip install 'jstep[plot]')
+    python examples/score.py --plot plan.png                # also plot the schedule (pip install 'jstep[plot]')
     python examples/score.py --checkpoint-dir runs/score    # kill it at any time: the same command resumes it
 
-The small transformer of char_lm.py learns characters of two texts, Python's standard library and its language
+The small transformer of char_lm.py is trained on characters of Python's standard library and of its language
 reference, in four phases of equal length:
 
     phase   length   batch   mixture            learning rate
@@ -13,9 +13,9 @@ reference, in four phases of equal length:
     3       64       16      mostly code        plateau
     4       64       16      mostly prose       decay to zero
 
-Each of these is a function of the global step, so that a checkpoint needs to know nothing of them: a run that is
-killed in any phase, even with --kill-at, and started again ends with the same fingerprint as one that is not. The
-training step and the batch shape of the next phase are compiled while this one runs.
+Each of these is a function of the global step, so checkpoints need not store them: a run that is killed in any
+phase (try --kill-at) and started again ends with the same fingerprint as an uninterrupted one. The training step
+and the batch shape of the next phase are compiled while the current one runs.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SHORT = 16
 
 
 def load_prose():
-    """Windows of CONTEXT + 1 characters of Python's language reference, to train on and to hold out."""
+    """Training and held-out windows of CONTEXT + 1 characters of Python's language reference."""
     text = np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
     text = text[text < CHARACTERS]  # ASCII
     cut = len(text) * 19 // 20
@@ -44,7 +44,7 @@ def load_prose():
 
 
 def short(params, windows):
-    """The loss on the first SHORT characters: the same rows, a fraction of the work."""
+    """Loss on the first SHORT characters of each row."""
     return loss_fn(params, windows[:, : SHORT + 1])
 
 
@@ -53,7 +53,7 @@ def long(params, windows):
 
 
 def make_score(steps, code, prose, seed):
-    """Everything that changes with the global step: the training steps, the batches, the optimizer."""
+    """Training steps, batches and optimizer, which all change with the global step."""
     phase = steps // 4
     rate = jstep.warmup_stable_decay(5e-3, phase // 2, 3 * phase - phase // 2, steps - 3 * phase)
     optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(rate))
@@ -68,7 +68,7 @@ def make_score(steps, code, prose, seed):
 
 
 def killer(step_to_die_at, every, directory):
-    """A hook that kills this process after a step, once the checkpoint before it is written (in the background)."""
+    """A hook that kills this process after a step, once the preceding checkpoint is written (in the background)."""
 
     def kill(step, state, metrics):
         if step == step_to_die_at:
@@ -82,7 +82,7 @@ def killer(step_to_die_at, every, directory):
 
 def main(steps=400, seed=0, checkpoint_dir=None, plot=None, kill_at=None):
     if steps < 8:
-        sys.exit(f"--steps {steps}: expected 8 or more, two for each phase")
+        sys.exit(f"--steps {steps}: expected 8 or more, two per phase")
     if kill_at is not None and checkpoint_dir is None:
         sys.exit("--kill-at needs --checkpoint-dir, to resume from")
     (code, held_out_code), (prose, held_out_prose) = load(), load_prose()
@@ -94,7 +94,7 @@ def main(steps=400, seed=0, checkpoint_dir=None, plot=None, kill_at=None):
     print(plan)
     if plot:
         plan.plot(plot)
-        print(f"the plan is drawn in {plot}")
+        print(f"plan plotted to {plot}")
 
     state = jstep.TrainState.create(jax.jit(init_params)(jax.random.key(seed)), optimizer)
     state = jstep.train(
@@ -112,18 +112,18 @@ def main(steps=400, seed=0, checkpoint_dir=None, plot=None, kill_at=None):
     for name, windows in (("code", held_out_code), ("prose", held_out_prose)):
         loss = float(evaluate(state.params, jstep.batches(windows, batch_size=256)[0]))
         print(f"held-out {name}: {loss:.4f} nats a character")
-    # Two runs with the same fingerprint ended in the same state, to the bit.
+    # Two runs with the same fingerprint ended in bitwise the same state.
     print("fingerprint of the state after {} steps: {:08x}{:08x}".format(steps, *jax.jit(jstep.fingerprint)(state)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="of the whole run, a quarter a phase (default 400)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default 0)")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", help="keep checkpoints here, and resume from them")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the plan into this file")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="end by SIGKILL after this step")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the run, a quarter per phase (default 400)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", help="save checkpoints here, and resume from them")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the plan to this file")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill the process (SIGKILL) after this step")
     try:
         main(**vars(parser.parse_args()))
-    except KeyboardInterrupt:  # train has said where it stopped, and saved if it was given a directory
+    except KeyboardInterrupt:  # train has logged where it stopped, and saved if it has a directory
         sys.exit(130)

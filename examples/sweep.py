@@ -1,11 +1,11 @@
-"""Sixteen learning rates at once: one step, vmapped over a population of states; then the best one trains on.
+"""Sixteen learning rates at once: `vmap` over a population of states, then continue training the best one.
 
     python examples/sweep.py
 
-A learning rate that the state holds (`jstep.held`) is an array like any other, so `vmap` over the whole step (loss,
-gradient, Adam, clock) trains sixteen models in one compiled program, on the same batches, for little more than the
-time of one. The best is taken out of the population, an ordinary state, and trained on by `jstep.train`, which lowers
-its rate when the validation loss stays where it is.
+A learning rate in the state (`jstep.held`) is an array, so `vmap` over the whole step (loss, gradient, Adam, global
+step) trains sixteen models in one compiled program, on the same batches, in little more time than one. The best
+member of the population is an ordinary state. `jstep.train` continues from it and reduces its learning rate when the
+validation loss stops improving.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import jstep
 
 
 def make_data(count, seed):
-    """Points (count, 8) and a function of them that takes some learning."""
+    """Points (count, 8) and a nonlinear function of them."""
     x = np.random.default_rng(seed).normal(size=(count, 8)).astype(np.float32)
     y = np.sin(2.0 * x[:, 0]) * x[:, 1] + np.abs(x[:, 2])
     return x, y.astype(np.float32)
@@ -54,7 +54,7 @@ def main(steps=300, more=700, seed=0):
     validation = make_data(1000, seed=2)
     params = init_params(jax.random.key(seed))
 
-    # A population is a state with a leading axis on every leaf, the step included.
+    # A population is a state with a leading axis on every leaf, including the step.
     def make(rate):
         state = jstep.TrainState.create(params, optimizer)
         return jstep.set_hyperparameter(state, "learning_rate", rate)
@@ -75,13 +75,13 @@ def main(steps=300, more=700, seed=0):
 
     best = int(np.nanargmin(losses))
     state = jax.tree.map(lambda leaf: leaf[best], population)
-    print(f"best: {rates[best]:.3g}; it goes on from step {jstep.global_step(state)}")
+    print(f"best: {rates[best]:.3g}; continuing from step {jstep.global_step(state)}")
 
     evaluate = jstep.evaluator(lambda params, x, y: {"loss": errors(params, x, y)}, [validation])
     state = jstep.train(
         train_step,
         state,
-        batches,  # number N is a function of N: the best sees the batches that it would have seen alone
+        batches,  # batch N depends only on N: the best member gets the same batches as in a run alone
         last_step=steps + more,
         hooks=[
             jstep.EvaluationHook(
@@ -100,7 +100,7 @@ def main(steps=300, more=700, seed=0):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of each of the sixteen (default 300)")
-    parser.add_argument("--more", type=int, default=700, help="of the best one (default 700)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default 0)")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the population (default 300)")
+    parser.add_argument("--more", type=int, default=700, help="further steps of the best member (default 700)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     main(**vars(parser.parse_args()))

@@ -1,12 +1,12 @@
-"""Time travel: a run goes wrong, and what went wrong is found: the step, the image, the operation, the line.
+"""Time travel: find the step, the image, the operation and the line that made a run fail.
 
-    python examples/time_travel.py                     # a minute at most; everything lies in runs/time_travel
+    python examples/time_travel.py                     # at most a minute; writes to runs/time_travel
 
-Everything in a run is a function of one global step. So any step can be gone back to, bit for bit, and two runs can be
-compared step by step. Two stories of the handwritten digits that come with scikit-learn:
+A run is a function of the global step, so any step can be replayed bitwise, and two runs can be compared step by
+step. Two examples with the handwritten digits that come with scikit-learn:
 
-1. One blank image among the training data. The network scales each image to length 1, and the length of nothing is 0.
-2. Two runs that should be the same, and are not: one of them draws its noise from another seed.
+1. A blank image in the training data. The network scales each image to length 1, and a blank image has length 0.
+2. Two runs that should be identical but are not: one of them uses another seed for its noise.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def init_params():
 
 
 def scale(images):
-    """Each image with length 1. That of a blank one is no number: see what it does."""
+    """Scale each image to length 1. For a blank image this divides by zero and gives NaN."""
     length = jnp.sqrt(jnp.sum(images**2, axis=-1, keepdims=True))
     return images / length
 
@@ -74,7 +74,7 @@ def the_first_story(directory):
     clean = jstep.batches((images, labels), 128, seed=0)
 
     def batches(step):
-        """The batches of the run. In one of them, somebody's camera had its cap on."""
+        """Batches of the run, one of which contains a blank image."""
         images, labels = clean[step]
         if step == POISONED:
             images = images.copy()
@@ -82,7 +82,7 @@ def the_first_story(directory):
         return images, labels
 
     train_step = jstep.minimize(loss_fn, OPTIMIZER)
-    print("Training for 300 steps, with a checkpoint every 50 and an eye on the loss …")
+    print("Training for 300 steps, with a checkpoint every 50 steps and a NanLossHook …")
     try:
         jstep.train(
             train_step, make_state(), batches, 300, hooks=[jstep.NanLossHook()], checkpoint_dir=directory,
@@ -90,14 +90,14 @@ def the_first_story(directory):
         )  # fmt: skip
     except jstep.NanLossDuringTrainingError as error:
         bad = error.step
-        print(f"… it stops: {str(error).split('.')[0]}.")
+        print(f"… stopped: {str(error).split('.')[0]}.")
     newest = pathlib.Path(jstep.latest_checkpoint(directory)).name
-    print(f"\nThe newest checkpoint is {newest}. We go back to the state before the update {bad - 1} → {bad}:")
+    print(f"\nThe newest checkpoint is {newest}. Return to the state before the update {bad - 1} → {bad}:")
     state, args = jstep.replay(train_step, make_state(), batches, directory, bad - 1)
     print(f"    replayed to step {state.global_step}, its fingerprint is {text(state)}")
     print("    all numbers in that state are finite:", all(jnp.isfinite(x).all() for x in jax.tree.leaves(state)))
 
-    print("\nWhich operation of that step made the first NaN?\n")
+    print("\nWhich operation of that step produces the first NaN?\n")
     found = jstep.find_nonfinite(train_step, state, *args)
     print(indented(str(found)))
     blank = [int(row) for row in np.flatnonzero(~np.any(args[0], axis=-1))]
@@ -107,16 +107,16 @@ def the_first_story(directory):
         keep = jnp.sum(images**2, axis=-1) > 0
         return loss_fn(params, jnp.where(keep[:, None], images, 1.0), labels)
 
-    print("\nA loss that takes blank images for gray ones, and the run goes on from its checkpoint:")
+    print("\nWith a loss that replaces blank images by uniform ones, the run resumes from its checkpoint:")
     step = jstep.minimize(mended, OPTIMIZER)
     print("    find_nonfinite of that step with that batch:", jstep.find_nonfinite(step, state, *args))
     state = jstep.train(step, make_state(), batches, 300, checkpoint_dir=directory, progress=False)
     right = np.mean(np.asarray(network(state.params, scale(images)).argmax(-1)) == labels)
-    print(f"    step {state.global_step}: {right:.1%} of all images are recognized")
+    print(f"    step {state.global_step}: {right:.1%} of all images are classified correctly")
 
 
 def the_second_story(directory):
-    say("2. Two runs that should be the same")
+    say("2. Two runs that should be identical")
     images, labels = load()
     clean = jstep.batches((images, labels), 128, seed=0)
 
@@ -136,14 +136,12 @@ def the_second_story(directory):
             train_step, make_state(), batches, 120, hooks=[jstep.FingerprintHook(every_n_steps=8)],
             checkpoint_dir=where, save_checkpoint_steps=40, logdir=where, progress=False,
         )  # fmt: skip
-    print(
-        f"Two runs of 120 steps, which add noise to the images from step {NOISE_FROM} on, with two seeds. Each keeps a"
-    )
-    print("fingerprint of every leaf every 8 steps, and a checkpoint every 40. Where do they part?")
+    print(f"Two runs of 120 steps add noise to the images from step {NOISE_FROM} on, with different seeds. Each logs a")
+    print("fingerprint of every leaf every 8 steps, and saves a checkpoint every 40. Where do they diverge?")
     command("diff", directory / "a" / "fingerprints.jsonl", directory / "b" / "fingerprints.jsonl")
-    print("By how much, is in the checkpoints:")
+    print("The checkpoints show by how much:")
     command("diff", directory / "a", directory / "b")
-    print("And the very step? Both are replayed to the steps in between:")
+    print("To find the exact step, replay both runs to the steps in between:")
     for step in range(56, 65):
         a, b = (
             text(jstep.replay(train_step, make_state(), batches, directory / name, step).state)
@@ -156,7 +154,7 @@ def the_second_story(directory):
 
 
 def command(*arguments):
-    """Runs `python -m jstep …`, and shows what it prints."""
+    """Run `python -m jstep …` and show its output."""
     words = [str(word) for word in arguments]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -181,6 +179,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path("runs/time_travel"))
     where = parser.parse_args().directory
-    shutil.rmtree(where, ignore_errors=True)  # both stories begin at step 0
+    shutil.rmtree(where, ignore_errors=True)  # both examples begin at step 0
     the_first_story(where / "blank")
     the_second_story(where / "seeds")

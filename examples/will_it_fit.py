@@ -1,13 +1,13 @@
-"""Will it fit? A transformer of 1 or 7 billion parameters on TPUs and GPUs that nobody has rented yet.
+"""Will it fit? Memory of a transformer with 1 or 7 billion parameters on TPUs and GPUs that you do not have.
 
     python examples/will_it_fit.py --model 7b --topology v5e:16x16 --layout fsdp     # one row, a minute or more
-    python examples/will_it_fit.py --model 7b --topology v5e:16x16                   # one for each layout
-    python examples/will_it_fit.py                                                   # all: an hour
-    python examples/will_it_fit.py --model small --topology v5e:2x4 --report         # each `jstep.cost` in full
+    python examples/will_it_fit.py --model 7b --topology v5e:16x16                   # one row for each layout
+    python examples/will_it_fit.py                                                   # all rows: an hour
+    python examples/will_it_fit.py --model small --topology v5e:2x4 --report         # print each `jstep.cost`
     python -m jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8          # data parallel
 
-XLA's own compilers for TPUs and GPUs compile the step on this machine, which needs neither device: `pip install
-'jstep[tpu]'` for the TPUs, `pip install 'jstep[aot-cuda]'` for the GPUs. Nothing runs, and no array is made.
+XLA's compilers for TPUs and GPUs compile the step on this machine, which needs neither device: `pip install
+'jstep[tpu]'` for TPUs, `pip install 'jstep[aot-cuda]'` for GPUs. Nothing is run, and no array is allocated.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jstep
 
 CONTEXT, VOCABULARY = 2048, 32_768
-MODELS = {  # width, layers, heads, rows of the batch for each device
+MODELS = {  # width, layers, heads, rows of the batch per device
     "1b": (2048, 16, 16, 4),
     "7b": (4096, 32, 32, 1),
     "small": (256, 4, 4, 1),
@@ -32,7 +32,7 @@ COLUMNS = ("model", "devices", "layout", "state", "peak memory", "fits", "compil
 
 
 def init_params(width, layers):
-    """Weights in float32, of which there are shapes alone; those of the layers stacked, for `lax.scan`."""
+    """Weights in float32, used only for their shapes; layers are stacked for `lax.scan`."""
     return {
         "embed": jnp.zeros((VOCABULARY, width)),
         "layers": {
@@ -46,7 +46,7 @@ def init_params(width, layers):
 
 
 def split_by_rows(x):
-    """The activations, split over the rows of the batch alone: without it XLA may split them by features."""
+    """Shard activations over the rows of the batch: otherwise XLA may shard them by features."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(x, P("data")) if "data" in mesh.shape else x
 
@@ -65,7 +65,7 @@ def layer(x, weights, heads):
 
 
 def loss_fn(params, tokens, heads):
-    """Mean cross entropy of each next token; the layers are recomputed in the backward pass."""
+    """Mean cross entropy of the next token; layers are recomputed in the backward pass."""
     x = split_by_rows(params["embed"][tokens[:, :-1]].astype(jnp.bfloat16))
     x, _ = jax.lax.scan(jax.checkpoint(functools.partial(layer, heads=heads)), x, params["layers"])
     logits = (normalize(x) @ params["unembed"].astype(x.dtype)).astype(jnp.float32)
@@ -74,7 +74,7 @@ def loss_fn(params, tokens, heads):
 
 
 def placement(layout, params, mesh):
-    """The layout as arguments of `TrainState.create`."""
+    """Arguments of `TrainState.create` for a layout."""
     if layout == "replicated":
         return {}
     if layout == "zero1":
@@ -94,7 +94,7 @@ def placement(layout, params, mesh):
 
 
 def parts(model):
-    """The function that makes the parameters, the optimizer and the step of a model."""
+    """Return the function that creates the parameters, the optimizer and the training step of a model."""
     width, layers, heads, _ = MODELS[model]
     optimizer = jstep.adamw(3e-4, weight_decay=0.1)
     train_step = jstep.minimize(functools.partial(loss_fn, heads=heads), optimizer)
@@ -113,7 +113,7 @@ def gpt_1b():
 
 
 def cost_of(model, topology, layout):
-    """What a step takes on each device; the batch grows with the devices."""
+    """Cost of a step on each device; the batch size is proportional to the number of devices."""
     make_params, optimizer, train_step = parts(model)
     mesh = jstep.topology(topology)
     rows = MODELS[model][-1] * mesh.size
@@ -142,7 +142,7 @@ def main(models, topologies, layouts, report=False):
         for model in models:
             for layout in layouts:
                 if layout == "fsdp+host" and topology[0] in "abh":
-                    continue  # the GPUs' compiler knows no memory of the host
+                    continue  # the GPU compiler does not support host memory
                 cost = cost_of(model, topology, layout)
                 print(cost if report else f"| {' | '.join(row(model, topology, layout, cost))} |", flush=True)
 
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, action="append", dest="models", help="default: 1b and 7b")
     parser.add_argument("--topology", action="append", dest="topologies", help=f"default: {', '.join(TOPOLOGIES)}")
-    parser.add_argument("--layout", choices=LAYOUTS, action="append", dest="layouts", help="default: each of them")
-    parser.add_argument("--report", action="store_true", help="print all that is known instead of a row")
+    parser.add_argument("--layout", choices=LAYOUTS, action="append", dest="layouts", help="default: all")
+    parser.add_argument("--report", action="store_true", help="print the full cost report instead of a row")
     given = {name: value for name, value in vars(parser.parse_args()).items() if value}
     main(**{"models": ("1b", "7b"), "topologies": TOPOLOGIES, "layouts": LAYOUTS} | given)

@@ -1,10 +1,10 @@
 #!/bin/bash
-# SLURM: one task for each GPU. A job that reaches its time limit saves, is queued again, and resumes.
+# SLURM: one task per GPU. A job that reaches its time limit saves, is requeued, and resumes.
 #
 #   cd examples/launchers && sbatch slurm.sh [arguments of train.py]
 #
-# 120 s before the limit SLURM sends SIGTERM to the tasks that srun started; train saves, and exits with 143. Any other
-# exit code ends the job: an error would come again.
+# 120 s before the limit SLURM sends SIGTERM to the tasks that srun started; train saves and exits with code 143. Any
+# other exit code ends the job: an error would repeat.
 #SBATCH --job-name=jstep
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

@@ -1,8 +1,8 @@
-"""The training program of all launchers: joins the other processes, saves when it is told to stop, and resumes.
+"""The training program of all launchers: it joins the other processes, saves on SIGTERM, and resumes.
 
     python train.py --steps 2000 --checkpoint-dir runs/launched
 
-By itself it is one process. What a launcher says in the environment is read by `jstep.distributed.initialize`.
+Started directly, it runs as one process. `jstep.distributed.initialize` reads the environment that a launcher sets.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(steps, checkpoint_dir, save_secs):
     y = np.sin(x.sum(axis=1, keepdims=True))
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     optimizer = jstep.adam(jstep.exponential_decay(0.01, 1000, 0.9))
-    # The same curve on any number of devices: as many microbatches as their memory needs.
+    # The same loss curve on any number of devices: microbatches limit the rows per device.
     train_step = jstep.minimize(loss_fn, optimizer, max_rows_per_device=32)
     state = jstep.TrainState.create(init, optimizer, mesh=mesh)
     state = jstep.train(
@@ -49,8 +49,8 @@ def main(steps, checkpoint_dir, save_secs):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="the last step (default 2000)")
-    parser.add_argument("--checkpoint-dir", default="runs/launched", help="gs://… and s3://… do as well")
-    parser.add_argument("--save-secs", type=float, default=60, help="how often to save (default 60)")
+    parser.add_argument("--checkpoint-dir", default="runs/launched", help="a path, gs://… or s3://…")
+    parser.add_argument("--save-secs", type=float, default=60, help="seconds between checkpoints (default 60)")
     return vars(parser.parse_args())
 
 

@@ -104,7 +104,7 @@ def test_digits_goes_on_after_ctrl_c_as_if_nothing_had_happened(digits, tmp_path
     assert "test accuracy" not in out
 
     again = run("digits.py", *args)
-    assert f"model-{stopped}: going on from there" in again
+    assert f"model-{stopped}: resuming from it" in again
     assert again.splitlines()[-3:] == expected.splitlines()[-3:]  # with the fingerprint
     assert same_bits(undisturbed, tmp_path)
     assert scalars(tmp_path, "loss") == scalars(undisturbed, "loss")
