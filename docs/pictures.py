@@ -329,7 +329,7 @@ def score(path: pathlib.Path) -> None:
     axes[0].plot(whole[:, 0], whole[:, 1], color=GREY, linewidth=4, alpha=0.5, label="never stopped")
     axes[0].plot(killed[:, 0], killed[:, 1], color=BLUE, linewidth=0.9, label="killed at 130, 230 and 330")
     axes[0].set_ylabel("loss")
-    axes[0].legend(frameon=False, loc="upper right")
+    axes[0].legend(framealpha=1, edgecolor="none", loc="upper right")
     axes[0].set_title(f"fingerprint of both at step 400: {prints[0]}", fontsize=9, loc="left")
     axes[1].plot(killed[:, 0], killed[:, 2], color=BLUE, linewidth=1.4)
     axes[1].set_ylabel("learning rate")
