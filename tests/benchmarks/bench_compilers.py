@@ -103,27 +103,27 @@ def zeros(shapes):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-CLIPPED = "norm: gradients read twice; the conditional for a norm that overflows, which seldom runs, counts a third"
-FINITE = "gradients are read before the update, to see whether they are finite; a further read is not explained"
-BY_LEAF = "norms by leaf: what they are taken of is read twice"
+CLIPPED = "norm: gradients read twice; the conditional for an overflowing norm seldom runs but counts as a third read"
+FINITE = "gradients are read before the update to check that they are finite; one more read is not explained"
+BY_LEAF = "norms per leaf: their input is read twice"
 WHY = {
     "chain": CLIPPED,
     "skip_nonfinite": FINITE,
     "dynamic_loss_scale": FINITE,
-    "everything": f"{CLIPPED}; and whether they are finite",
+    "everything": f"{CLIPPED}; and the check that they are finite",
     "normalize_gradients": CLIPPED,
-    "adaptive_clipping": "norms by unit of gradients and parameters, and the conditional for each that overflows",
-    "adafactor": "sums by row and column, and the clipping of the update, before it",
-    "adafactor_momentum": "sums by row and column, and the clipping of the update, before it",
+    "adaptive_clipping": "unit-wise norms of gradients and parameters, and a conditional for each norm that overflows",
+    "adafactor": "row and column sums, and the clipping of the update, are computed first",
+    "adafactor_momentum": "row and column sums, and the clipping of the update, are computed first",
     "muon": "five Newton–Schulz iterations of three products",
     "lamb": BY_LEAF,
     "lars": BY_LEAF,
     "novograd": BY_LEAF,
-    "prodigy": "the sums for d: gradients, parameters and starting points read before the update",
-    "cautious": "the share of agreeing elements is counted before the update",
+    "prodigy": "the sums for d: gradients, parameters and starting points are read before the update",
+    "cautious": "the fraction of agreeing elements is computed before the update",
     "adadelta": "two kernels and a copy of a slot, as for Optax",
     "adan": "one array is read twice, as for Optax",
-    "centralize_gradients": "means of gradients, which are read twice",
+    "centralize_gradients": "means: gradients are read twice",
     "soap": "matrices and bases of 8192 rows take minutes to compile: MLP only",
 }
 """Why an update accesses more than 1.05 times the least."""
