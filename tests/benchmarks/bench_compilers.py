@@ -1,12 +1,12 @@
-"""The memory traffic of each optimizer's update on a TPU, beside the least possible and Optax's; no TPU is needed.
+"""Memory traffic of each optimizer's update on a TPU, compared with the minimum and with Optax; no TPU is needed.
 
     python tests/benchmarks/bench_compilers.py [names]
 
-An update is compiled for one v5e chip: gradients are given, the state is donated. Bytes are "bytes accessed" of the
-compiler's cost analysis. The least possible reads every array once (parameters, gradients, slots) and writes parameters
-and slots once. For a matrix of 8192 × 8192, which no cache holds, the table has the ratio to the least; for an MLP of a
-few hundred kB, which the compiler copies into the chip's cache and counts again, only the ratio to Optax. A conditional
-counts as its dearest branch.
+An update is compiled for one v5e chip: gradients are given, the state is donated. Bytes are the "bytes accessed" of the
+compiler's cost analysis. The minimum reads every array once (parameters, gradients, slots) and writes parameters and
+slots once. For a matrix of 8192 × 8192, which does not fit into a cache, the table has the ratio to the minimum. For an
+MLP of a few hundred kB, which the compiler copies into the chip's cache and counts again, it has only the ratio to
+Optax. A conditional counts as its most expensive branch.
 """
 
 import os
@@ -126,7 +126,7 @@ WHY = {
     "centralize_gradients": "means: gradients are read twice",
     "soap": "matrices and bases of 8192 rows take minutes to compile: MLP only",
 }
-"""Why an update accesses more than 1.05 times the least."""
+"""Why an update accesses more than 1.05 times the minimum."""
 
 
 def main(names):

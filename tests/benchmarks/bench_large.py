@@ -1,4 +1,4 @@
-"""Large leaves, limited by memory: Adam, clipping and microbatches beside Optax; sparse rows; memory of all.
+"""Large leaves, limited by memory: Adam, clipping and microbatches compared with Optax; sparse rows; memory of each.
 
 python tests/benchmarks/bench_large.py
 """

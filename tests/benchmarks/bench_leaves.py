@@ -1,4 +1,4 @@
-"""Adam over 1000 leaves of 1000 floats, beside Optax: tracing and compiling, and a step.
+"""Adam over 1000 leaves of 1000 floats, compared with Optax: tracing, compiling, and a step.
 
 python tests/benchmarks/bench_leaves.py
 """

@@ -1,4 +1,4 @@
-"""The optimizers of today beside Optax's: a step over large leaves, blocks beside wholes, matrices, many leaves.
+"""Optimizers compared with Optax's: a step over large leaves, chains of blocks, matrices, many leaves.
 
 python tests/benchmarks/bench_optimizers.py [words of titles]
 """

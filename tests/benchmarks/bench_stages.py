@@ -1,12 +1,12 @@
-"""The step at an edge, whose program takes seconds to compile, beside the median step of its stage.
+"""The first step of a stage whose program takes seconds to compile, compared with the median step of the stage.
 
     python tests/benchmarks/bench_stages.py
 
-Two edges: another training step of the same size, and batches of twice the size. Both programs are compiled in the
-background while the steps before are taken, so that the step at the edge need not wait for XLA.
+There are two stage changes: another training step of the same size, and batches of twice the size. Both programs are
+compiled in the background during the earlier steps, so the first step of a stage need not wait for XLA.
 
-The first run of a program costs XLA's CPU backend some 30 to 300 ms more than later ones, also in plain JAX and however
-long ago it was compiled. Steps are long here (many microbatches), as those of programs that take seconds to compile.
+The first run of a program takes XLA's CPU backend some 30 to 300 ms more than later ones, also in plain JAX and however
+long ago it was compiled. Steps are long here (many microbatches), as in programs that take seconds to compile.
 """
 
 import functools

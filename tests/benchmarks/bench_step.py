@@ -1,8 +1,8 @@
-"""A step of a small network: jstep, Flax TrainState + Optax, and a flat state written by hand.
+"""Step time of a small network: jstep, Flax TrainState + Optax, and a hand-written flat state.
 
     python tests/benchmarks/bench_step.py
 
-A 64-64-10 MLP at batch 32, Adam with staircase decay: what is measured is what surrounds the arithmetic.
+A 64-64-10 MLP at batch 32, Adam with staircase decay: the overhead around the arithmetic dominates.
 """
 
 import sys
