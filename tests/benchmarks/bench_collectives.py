@@ -58,7 +58,7 @@ def loss_fn(params, x):
 
 
 def computations(text):
-    """Name → its lines; the entry is named ENTRY."""
+    """Map from computation name to its lines; the entry is named ENTRY."""
     found, name = {}, None
     for line in text.splitlines():
         head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
@@ -94,7 +94,7 @@ def collectives(text):
 
 
 def group_size(line):
-    """How many devices share one collective, in each way XLA writes it."""
+    """Number of devices that share one collective, in each of XLA's notations."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return len(listed[1].split(","))
@@ -109,7 +109,7 @@ def group_size(line):
 
 
 def sent(kind, size, n):
-    """Bytes each device sends."""
+    """Bytes that each device sends."""
     if kind == "reduce-scatter":
         return (n - 1) * size  # its result is a part
     return {"all-reduce": 2, "collective-permute": n / max(n - 1, 1)}.get(kind, 1) * (n - 1) / n * size

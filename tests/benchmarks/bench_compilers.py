@@ -79,7 +79,7 @@ def on_chip(tree, where):
 
 
 def accessed(step, state, grads, where):
-    """Bytes that the compiled update accesses, by the least possible."""
+    """Bytes that the compiled update accesses, divided by the minimum."""
     state, grads = on_chip(state, where), on_chip(grads, where)
     traffic = jax.jit(step, donate_argnums=0).lower(state, grads).compile().cost_analysis()["bytes accessed"]
     return traffic / (2 * size(state) + size(grads))

@@ -27,7 +27,7 @@ CALLS, ROUNDS, K = 5_000, 41, 100
 
 
 def main():
-    logger = logging.getLogger("jstep")  # lines are formatted, and not shown
+    logger = logging.getLogger("jstep")  # lines are formatted but not shown
     logger.addHandler(logging.StreamHandler(io.StringIO()))
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -113,7 +113,7 @@ def muon():
 
 
 def soap_step(beta=0.95, epsilon=1e-8, frequency=10):
-    """SOAP as one would write it in JAX for matrices, without a toolkit."""
+    """SOAP for matrices, hand-written in JAX."""
 
     def leaf(p, g, s, t):
         def project(x):

@@ -28,13 +28,13 @@ ROUNDS = 3
 
 
 def loss_fn(params, x, *, scale):
-    for w in params:  # unrolled: it is to take long to compile
+    for w in params:  # unrolled, so that it takes long to compile
         x = jnp.tanh(x * w[None]) + 0.5 * jnp.roll(x, 1, axis=1)
     return scale * jnp.mean(x**2)
 
 
 def step_of(optimizer, scale):
-    """A program of its own: no scale is compiled twice."""
+    """A separate program for each scale: none is compiled twice."""
     return jstep.minimize(functools.partial(loss_fn, scale=scale), optimizer, num_microbatches=MICROBATCHES)
 
 
