@@ -57,17 +57,17 @@ def adamw(
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); the results match
     `torch.optim.AdamW`, and `optax.adamw` except for AMSGrad.
     """
-    amsgrad, kept = as_bool(amsgrad, "amsgrad"), low_dtype("m_dtype", m_dtype)
+    amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), low_dtype("m_dtype", m_dtype)
     return leafwise(
         adamw_rule,
-        slots={"m": Slot(dtype=kept), "v": 0.0} | ({"v_max": 0.0} if amsgrad else {}),
+        slots={"m": Slot(dtype=m_dtype), "v": 0.0} | ({"v_max": 0.0} if amsgrad else {}),
         hyper=adam_hyper(learning_rate, beta1, beta2, epsilon) | decay_hyper(weight_decay),
         flags=decay_flags(weight_decay_mask),
         prepare=corrections,
         aged=True,
         sparse=False,
         # The parameter is computed from m before it is rounded to m_dtype, and so from the old m.
-        late=() if kept is None else ("m",),
+        late=() if m_dtype is None else ("m",),
     )
 
 

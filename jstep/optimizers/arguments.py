@@ -55,7 +55,7 @@ def decay_flags(weight_decay_mask: VarList) -> dict[str, Flag]:
 
 
 def decays(h: Hyper) -> bool:
-    """Whether this leaf decays, as far as is known while tracing."""
+    """Whether this leaf decays; False only if it is known while tracing that it does not."""
     wd = h["weight_decay"]
     return bool(h[DECAYED]) and not (isinstance(wd, float) and wd == 0.0)
 

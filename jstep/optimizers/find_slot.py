@@ -28,7 +28,7 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
     if name in found:
         return name
     if len(found) > 1:
-        raise ValueError(f"name={name!r}: the state has several such slots, {sorted(found)}; give the name of one")
+        raise ValueError(f"name={name!r}: the state has several such slots, {sorted(found)}; give the full name of one")
     if not found:
         raise ValueError(
             f"name={name!r}: the state has no such slot{trees.nearest(str(name), slots)}; it has {sorted(slots)}. "

@@ -48,8 +48,8 @@ def _path_at(params: Params, i: int) -> str:
 def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
     if not trees.is_trainable(leaf):
         raise TypeError(
-            f"gradients: a gradient for {trees.quoted(path())}, whose dtype {jnp.result_type(leaf)} cannot be trained; "
-            "put None in its place"
+            f"gradients: got a gradient for {trees.quoted(path())}, whose dtype {jnp.result_type(leaf)} cannot be "
+            "trained; pass None instead"
         )
     if isinstance(gradient, IndexedSlices):
         check(gradient, path(), np.shape(leaf))

@@ -208,7 +208,7 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
     def has_scalars(slot: str) -> bool:
         return all(trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS)
 
-    hint = "The state has no slots of a schedule-free optimizer; schedule_free_adamw and schedule_free_sgd make them."
+    hint = "Slots of schedule-free optimizers are created by schedule_free_adamw and schedule_free_sgd."
     prefix = find_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
     params, slots = state.params, state.slots
     leaves, treedef = trees.flatten(params)

@@ -59,8 +59,8 @@ def sgd(
     keeps, damped, decays = (not _is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
     if use_nesterov and (damped or not keeps):
         raise ValueError(
-            f"use_nesterov=True: must go with a momentum > 0 and a dampening of 0, got momentum={momentum} and "
-            f"dampening={dampening}; leave dampening out and give a momentum such as 0.9"
+            f"use_nesterov=True: requires a momentum > 0 and a dampening of 0, got momentum={momentum} and "
+            f"dampening={dampening}; omit dampening and set a momentum such as 0.9"
         )
     rule = nesterov_rule if use_nesterov else heavy_rule if keeps else plain_rule
     return leafwise(

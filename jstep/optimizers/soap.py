@@ -44,8 +44,8 @@ def soap(
         weight_decay: Decoupled weight decay, multiplied by lr and applied after each step except the first; ≥ 0.
         weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
         precondition_frequency: The number of steps between updates of Q, ≥ 1; fixed when the optimizer is created.
-        max_precondition_dim: The largest axis with GG and Q. Longer axes, and leaves with fewer than two axes, have
-            none and use Adam.
+        max_precondition_dim: The size of the largest axis with GG and Q. Longer axes, and leaves with fewer than two
+            axes, have none; a leaf without any uses Adam.
 
     Returns:
         An `Optimizer` with the slots `m`, `v` (initially 0) and, for each axis, `gg_0`, `q_0`, `gg_1` … (square,

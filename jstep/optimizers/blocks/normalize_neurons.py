@@ -66,7 +66,7 @@ def normalize_neurons(
     """
     chosen = checked_axes(axes)
     whose = one_of(over, "over", ["neuron", "short"])
-    wording = "of which the neurons are normalized", partition_shown("normuon", NORMUON)
+    wording = "to normalize its neurons", partition_shown("normuon", NORMUON)
 
     def mean_and_matrix(path: str, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of the mean, and those of the matrix."""

@@ -42,7 +42,7 @@ def orthogonalize(
     normalization: Normalization = "frobenius",
     distribute: bool = True,
 ) -> Optimizer:
-    """Orthogonalization: scale · (about UVᵀ, where the update is USVᵀ), a Newton–Schulz iteration for each matrix.
+    """Orthogonalization: scale · (about UVᵀ, where the update is USVᵀ), by a Newton–Schulz iteration for each matrix.
 
     X = u/max(s·‖u‖, ε), and ns_steps times A = XXᵀ; X = a·X + (b·A + c·A²)·X. By default it does not converge, but
     quickly brings singular values to between 0.7 and 1.2. "polar_express" brings them to within 0.0001 of 1.
@@ -81,16 +81,16 @@ def orthogonalize(
     Source: Jordan et al., "Muon" (2024); Bernstein and Newhouse, "Old Optimizer, New Norm" (2024); Amsel et al., "The
     Polar Express" (2025).
     """
-    kept = low_dtype("ns_dtype", ns_dtype)
+    dtype = low_dtype("ns_dtype", ns_dtype)
     # Leaves are computed in at least float32 anyway; wider ones keep their dtype.
     triples, safety = triples_and_safety(ns_coefficients, ns_steps)
     schatten = one_of(normalization, "normalization", ["frobenius", "schatten"]) == "schatten"
-    iteration = Iteration(triples, None if kept == np.float32 else kept, safety, schatten)
+    iteration = Iteration(triples, None if dtype == np.float32 else dtype, safety, schatten)
     hyper = {"epsilon": checked("epsilon", epsilon, low=0, above=True)}
     factor = SCALES[one_of(scale, "scale", list(SCALES))]
     chosen = checked_axes(axes)
     is_spread = as_bool(distribute, "distribute")
-    wording = "to be made orthogonal", partition_shown("muon", "jstep.muon(1e-3)")
+    wording = "to be orthogonalized", partition_shown("muon", "jstep.muon(1e-3)")
 
     def matrix_axes(params: Params) -> list[Any]:
         return [
@@ -119,8 +119,8 @@ def orthogonalize(
                 dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
                 matrices[i], ways[i] = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), where)
         made = orthogonalized(list(matrices.values()), iteration, small, layouts)
-        for i, answer in zip(matrices, made, strict=True):
-            new[i] = factor(*answer.shape[-2:]) * ways[i](answer)
+        for i, matrix in zip(matrices, made, strict=True):
+            new[i] = factor(*matrix.shape[-2:]) * ways[i](matrix)
         return treedef.unflatten(new), {name: given[name] for name in held_names(hyper)}
 
     roles = Roles(dict.fromkeys(held_names(hyper), Role.HELD))

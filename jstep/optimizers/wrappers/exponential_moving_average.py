@@ -61,7 +61,7 @@ class ExponentialMovingAverage:
         for flag in ("num_updates", "zero_debias"):
             if not isinstance(getattr(self, flag), bool):
                 raise TypeError(
-                    f"{flag}={getattr(self, flag)!r}: must be True or False; the number itself goes to "
+                    f"{flag}={getattr(self, flag)!r}: must be True or False; pass the number of updates to "
                     "apply(averages, params, num_updates=n)"
                 )
         if not isinstance(self.name, str):
@@ -137,7 +137,7 @@ class ExponentialMovingAverage:
             start_step: The number of updates when the averages were created.
         """
         if num_updates is None:
-            raise ValueError("num_updates=None: needs the number of updates")
+            raise ValueError("num_updates=None: the number of updates is required")
         after = jnp.asarray(num_updates)
         first = jnp.maximum(jnp.asarray(start_step).astype(after.dtype), self.start_step)
         moves = (after - self.start_step) // self.every - (first - self.start_step) // self.every

@@ -68,25 +68,25 @@ def from_optax(
     """
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
         raise TypeError(
-            f"transformation={shown(transformation)}: must have init and update, as what optax.adam(1e-3) returns, got "
-            f"{kind(transformation)}"
+            f"transformation={shown(transformation)}: must have init and update, like the result of optax.adam(1e-3), "
+            f"got {kind(transformation)}"
         )
     check_prefix("name", as_text(name, "name"))
     reported = _reported(hyperparameters)
     takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
-        with _usual_promotion():
+        with _standard_promotion():
             try:
                 state = transformation.init(_seen(params))
             except (AttributeError, TypeError) as error:
                 raise _other_params("init", error) from error
-        kept = _Kept(name, state, params)
-        return {slot: jax.tree.map(_own_copy, tree) for slot, tree in kept.slots.items()}
+        slots = _StateSlots(name, state, params).slots
+        return {slot: jax.tree.map(_own_copy, tree) for slot, tree in slots.items()}
 
-    def skeleton(params: Params) -> "_Kept":
-        with _usual_promotion():
-            return _Kept(name, jax.eval_shape(lambda given: transformation.init(_seen(given)), params), params)
+    def skeleton(params: Params) -> "_StateSlots":
+        with _standard_promotion():
+            return _StateSlots(name, jax.eval_shape(lambda given: transformation.init(_seen(given)), params), params)
 
     def roles(params: Params) -> Roles:
         try:
@@ -106,7 +106,7 @@ def from_optax(
         for slot in shape.slots:
             if slot not in slots:
                 raise missing_slot(slot, slots)
-        with _usual_promotion():
+        with _standard_promotion():
             extra = {key: value for key, value in extra_arguments(context, grads, params).items() if takes(key)}
             try:
                 given, after = transformation.update(grads, shape.state_from(slots), _seen(params), **extra)
@@ -122,11 +122,11 @@ def from_optax(
                     "value_and_grad)"
                 ) from error
         absent = [g is None for g in gradients]
-        new = _Kept(name, after, params).slots
+        new = _StateSlots(name, after, params).slots
         if new.keys() != shape.slots.keys():
             raise ValueError(
-                f"transformation: its update keeps {sorted(new)}, its init made {sorted(shape.slots)}; a compiled step "
-                "needs the same structure after each update"
+                f"transformation: its update returned {sorted(new)}, its init returned {sorted(shape.slots)}; a "
+                "compiled step needs the same structure after each update"
             )
         kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, given, "updates")
@@ -145,13 +145,13 @@ def _other_params(function: str, error: Exception) -> TypeError:
 
 
 @contextlib.contextmanager
-def _usual_promotion() -> Iterator[None]:
+def _standard_promotion() -> Iterator[None]:
     """Use JAX's standard dtype promotion, on which Optax relies, whatever the user has configured."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
-class _Kept:
+class _StateSlots:
     """An Optax state, split into slots.
 
     Attributes:

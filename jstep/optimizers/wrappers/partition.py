@@ -52,7 +52,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
             raise TypeError(f"optimizers: the label {label!r} must be a string, got {type(label).__name__}")
         check_prefix("a label of optimizers", label)
     if not optimizers:
-        raise ValueError("optimizers={}: partition needs at least one")
+        raise ValueError("optimizers={}: partition needs at least one optimizer")
     as_function(labels, "labels", "(path, leaf) -> label")
     parts = {label: scope(label, require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()}
     called = {f"the optimizer of label {label!r}": part for label, part in parts.items()}

@@ -35,7 +35,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         skipped, else 0.
 
     Raises:
-        ValueError: The optimizer already has a slot named `last_finite_step`, because it is already guarded.
+        ValueError: The optimizer has a slot named `last_finite_step`, for example because it is already guarded.
 
     Example:
         >>> import jax.numpy as jnp, jstep
