@@ -57,5 +57,5 @@ def adadelta_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tupl
 
 
 def step(g: Array, x: Array, e: Array, h: Hyper) -> Array:
-    """The direction, in the unit of the parameter."""
+    """The direction, which has the unit of the parameter."""
     return g * jnp.sqrt(x + h["epsilon"]) / jnp.sqrt(e + h["epsilon"])

@@ -1,4 +1,4 @@
-"""Momentum by Polyak and Nesterov."""
+"""Momentum: Polyak's heavy ball and Nesterov's variant."""
 
 import functools
 

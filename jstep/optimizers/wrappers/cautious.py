@@ -16,7 +16,7 @@ LEAST_SHARE = 1e-3
 
 
 def cautious(optimizer: Optimizer) -> Optimizer:
-    """Caution: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
+    """Cautious updates: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
 
     Elements whose update would go up the current gradient are not updated. The other updates are scaled up, so that
     the leaf's step keeps its size.

@@ -130,7 +130,7 @@ class ExponentialMovingAverage:
         )
 
     def age_at(self, num_updates: Step | None, start_step: Step = 0) -> Step:
-        """The number of values in the averages after an update, including that of the update.
+        """The number of values in the averages after an update, including the value from that update.
 
         Args:
             num_updates: The number n of updates, ≥ 1 for the first.

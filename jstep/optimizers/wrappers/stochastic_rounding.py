@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16, unbiased on average."""
+"""Stochastic rounding to bfloat16, which is unbiased."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 
 def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
-    """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, with higher probability the nearer one.
+    """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, the nearer one with higher probability.
 
     Updates that are too small to change a bfloat16 number individually still accumulate on average, without a second
     copy of the parameters (see `master_weights` for that).
