@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
 
 def read_scalars(
-    path: str | os.PathLike[str], damaged: Callable[[DataLossError], None] | None = None
+    path: str | os.PathLike[str], on_corrupted: Callable[[DataLossError], None] | None = None
 ) -> dict[str, list[Point]]:
     """Return tag → points, in the order of the tags' first events.
 
@@ -31,7 +31,7 @@ def read_scalars(
 
     Args:
         path: An event file or the directory of a run, as a path or a URL.
-        damaged: Called with the error of each corrupted file, whose events before the corrupted record are kept. If
+        on_corrupted: Called with the error of each corrupted file, whose events before the corrupted record are kept. If
             None, the error is raised.
 
     Raises:
@@ -43,9 +43,9 @@ def read_scalars(
             for event in summary_iterator(file):
                 _add(series, event)
         except DataLossError as error:
-            if damaged is None:
+            if on_corrupted is None:
                 raise
-            damaged(error)
+            on_corrupted(error)
     return series
 
 

@@ -93,7 +93,7 @@ def _on_host(x: Any, tag: str) -> NumPyArray:
 def _stacked(x: NumPyArray, rank: int, tag: str) -> NumPyArray:
     """Reshape `x` to one leading axis, the steps."""
     if x.ndim < rank:
-        raise ValueError(f"summary {tag!r}: expected an array of rank {rank} or more, got shape {x.shape}")
+        raise ValueError(f"summary {tag!r}: an array of shape {x.shape}, expected rank {rank} or more")
     return x.reshape(-1, *x.shape[x.ndim - rank :])
 
 
@@ -116,8 +116,8 @@ def _images(part: Images) -> Iterator[Values]:
     batches, added = _stacked(_on_host(part.pixels, tag), 4, tag), _stacked(_on_host(part.added, tag), 0, tag)
     if batches.dtype != np.uint8 or (added != 1).any():
         raise ValueError(
-            f"summary {tag!r}: pictures were added up or averaged, as num_microbatches does with what "
-            "the loss function returns, and cannot be shown. Make them outside of the loss function."
+            f"summary {tag!r}: pictures that were added up or averaged, as num_microbatches does with what "
+            "the loss function returns, cannot be written. Make them outside of the loss function."
         )
     for batch in batches:
         yield [value(tag=tag, image=_png(pixels)) for tag, pixels in zip(part.tags, batch, strict=True)]
