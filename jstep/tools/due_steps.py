@@ -1,4 +1,4 @@
-"""When a hook is due, from what it says of itself."""
+"""The steps at which hooks are due, derived from their cadence."""
 
 from typing import Any
 
@@ -8,20 +8,18 @@ from jstep.hooks.hook import name_of as _name_of
 from jstep.hooks.stop_at_step import StopAtStepHook
 
 _LOOK = 64
-"""So many times are looked at before a cadence counts as one, and at most so many are listed where there is none."""
+"""Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""
 
 
 def name_of(hook: Any) -> str:
-    """What to call a hook."""
+    """Return the display name of a hook."""
     return _name_of(hook)
 
 
 def steps_of(hook: Any, start: int, last_step: int) -> Any:
-    """The steps after which the hook is called, a range where they are evenly spaced, else a tuple.
+    """Return the steps after which a hook is called: a range if they are evenly spaced, else a tuple.
 
-    Of an audit, the steps that it repeats.
-
-    None for one that is called by the clock alone, or never.
+    For an `AuditHook`, these are the steps that it repeats. None if the hook is due only by time, or never.
     """
     if isinstance(hook, AuditHook):
         return hook.audited_steps(start, last_step)
@@ -55,7 +53,7 @@ def _spaced(next_due: Any, start: int, last_step: int) -> Any:
     if len(found) == 1:
         return range(first, first + 1)
     evenly = range(first, last_step + 1, found[1] - first)
-    # The cadence holds where it is looked at: at its beginning, and at its end.
+    # Checked at both ends only: the first steps and the last interval.
     if list(evenly[: len(found)]) == found and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
         return evenly
     return tuple(found)

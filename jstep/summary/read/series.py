@@ -31,8 +31,8 @@ def read_scalars(
 
     Args:
         path: An event file or the directory of a run, as a path or a URL.
-        on_corrupted: Called with the error of each corrupted file, whose events before the corrupted record are kept. If
-            None, the error is raised.
+        on_corrupted: Called with the error of each corrupted file; the events before the corrupted record are kept. By
+            default, the error is raised.
 
     Raises:
         DataLossError: A file is corrupted.
