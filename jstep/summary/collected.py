@@ -93,7 +93,7 @@ def _checked(collections: Any) -> Sequence[str]:
     names = tuple(collections) if isinstance(collections, Iterable) else (None,)
     if isinstance(collections, str) or not all(isinstance(key, str) for key in names):
         raise TypeError(
-            f"collections={shown(collections)}: must be a sequence of names, such as ('summaries',), or None for that"
+            f"collections={shown(collections)}: must be a sequence of names, such as ('summaries',), or None"
         )
     return names
 
@@ -283,4 +283,4 @@ def _refuse_lost(collector: _Collector, there: set[str], why: str) -> None:
     for tags, where in collector.nested.items():
         if not there.issuperset(tags):
             way_out = why.format(key=collector.key)
-            raise RuntimeError(f"summary {tags[0]!r}, made at {where}, was made inside a transformation {way_out}")
+            raise RuntimeError(f"summary {tags[0]!r}, made at {where}, comes from inside a transformation {way_out}")

@@ -7,7 +7,7 @@ from jstep.hooks.hook import NEVER, Hook
 from jstep.hooks.hook import name_of as _name_of
 from jstep.hooks.stop_at_step import StopAtStepHook
 
-_LOOK = 64
+_MAX_LISTED = 64
 """Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""
 
 
@@ -48,7 +48,7 @@ def _spaced(next_due: Any, start: int, last_step: int) -> Any:
     if first is None or first > last_step:
         return range(start + 1, start + 1)
     found = [first]
-    while len(found) < _LOOK and (due := next_due(found[-1])) is not None and due <= last_step:
+    while len(found) < _MAX_LISTED and (due := next_due(found[-1])) is not None and due <= last_step:
         found.append(due)
     if len(found) == 1:
         return range(first, first + 1)

@@ -35,7 +35,7 @@ class Due(Mapping[Any, Any]):
             found = [steps for one, steps in self._pairs if _due.name_of(one) == hook]
         if len(found) != 1:
             names = ", ".join(_due.name_of(one) for one, _ in self._pairs)
-            raise KeyError(f"{len(found)} hooks are {shown(hook)}; there are: {names or 'none'}")
+            raise KeyError(f"{len(found)} hooks match {shown(hook)}; the hooks are: {names or 'none'}")
         return found[0]
 
     def __iter__(self) -> Iterator[Any]:

@@ -123,7 +123,7 @@ def non_finite_error(tag: str, count: int, size: int) -> ValueError:
     """Return the error for non-finite values, which fit no bucket."""
     return ValueError(
         f"histogram {tag!r}: {count} of {size} values are NaN or infinite. The run has probably diverged: "
-        "look at the loss and the gradients of the steps before (NanLossHook stops at the first such step), "
+        "look at the loss and the gradients of earlier steps (NanLossHook stops at the first such step), "
         "or leave them out with jnp.where or jnp.nan_to_num."
     )
 

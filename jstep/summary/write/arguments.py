@@ -30,9 +30,9 @@ def as_step(step: Any) -> Any:
 
 _HINTS: dict[type, str] = {
     float: "; summary.scalar(tag, value) makes one",
-    dict: "; summary.scalar(names, values) makes one of numbers, summaries_in finds those in a tree",
-    list: "; summary.merge makes one of several",
-    tuple: "; summary.merge makes one of several",
+    dict: "; summary.scalar(names, values) makes one from numbers, summaries_in finds those in a tree",
+    list: "; summary.merge makes one from several",
+    tuple: "; summary.merge makes one from several",
 }
 
 
