@@ -18,9 +18,8 @@ _Sources = frozenset[int]
 def uses_of(traced: Any) -> list[float]:
     """Return an upper bound on how often each argument is used as a whole.
 
-    Each operation that computes with an argument is a use, as often as it runs; an operation on a part of the argument
-    counts as the fraction that the part is. A loop of unknown length counts once. If uses cannot be counted, the number
-    is infinite.
+    Each operation that computes with an argument is a use, as often as it runs; an operation on half of the argument is
+    half a use. A loop of unknown length counts once. If uses cannot be counted, the number is infinite.
 
     Args:
         traced: The jaxpr of a program.

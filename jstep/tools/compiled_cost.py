@@ -75,11 +75,9 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
         known
         | figures
         | {
-            "flops": _corrected(analysis.get("flops"), work.once, work.all, devices),
+            "flops": _scaled(analysis.get("flops"), work.once, work.all, devices),
             # The traced program gives the operations, but not which results XLA fuses and so never writes.
-            "bytes_accessed": None
-            if traffic is None
-            else _corrected(traffic, work.once_bytes, work.all_bytes, devices),
+            "bytes_accessed": None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
             "collectives": collectives_of(text),
             "recomputes": recomputes(text),
             "warnings": tuple(warnings_of(text, state, args, traced, compiled.out_info)),
@@ -149,7 +147,7 @@ def _analysis(found: Any) -> Mapping[str, float]:
     return found or {}
 
 
-def _corrected(measured: float | None, once: float, total: float, devices: int) -> float:
+def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
     """Correct XLA's figure for a device, which counts the body of a loop once, for the further iterations.
 
     Their operations are divided among the devices, unless XLA's figure shows that the work is not divided. If XLA does

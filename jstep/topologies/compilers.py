@@ -42,7 +42,7 @@ def devices_of(name: Name) -> Sequence[Any]:
 
 
 def name_of(device: Any) -> Name | None:
-    """Return the topology that a device belongs to, or None for a real device."""
+    """Return the topology that a device belongs to, or None for any other device."""
     with _lock:
         made = list(_made.items())
     return next((name for name, devices in made if devices[0].client is device.client), None)

@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
 
 
 class GraphBuilder:
-    """Builds a GraphDef node by node, with unique names."""
+    """Builder of a GraphDef, with unique names of nodes."""
 
     def __init__(self) -> None:
         self._graph = proto("GraphDef")()

@@ -34,7 +34,7 @@ class _Var(NamedTuple):
 
 
 class FirstNonFinite:
-    """Runs an operation with loops, and finds the first operation inside that makes a non-finite number.
+    """Instrumented operation with loops, which finds the first operation inside that makes a non-finite number.
 
     Args:
         operation: The operation.

@@ -57,7 +57,7 @@ class _Made(NamedTuple):
 
 
 class Search:
-    """Searches for the first operation that makes a non-finite number from finite ones."""
+    """Search for the first operation that makes a non-finite number from finite ones."""
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
