@@ -42,7 +42,7 @@ def on_post_build(config: Any) -> None:
 
 
 def llms_txt(config: Any, files: Any) -> str:
-    """The text of `llms.txt`, in the order of the navigation in `mkdocs.yml`."""
+    """The content of `llms.txt`, in the order of the navigation in `mkdocs.yml`."""
     pages = {file.src_uri: file.page for file in files}
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}.", "", _about(pages["index.md"])]
     for title, entries in _sections(config["nav"]):

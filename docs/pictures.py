@@ -106,7 +106,7 @@ def one_clock(path: pathlib.Path) -> None:
         prints = [curve.with_suffix(".fingerprint").read_text() for curve in (killed, whole)]
         assert prints[0] == prints[1], "the run that was killed is not the run that was not"
         killed, whole = (np.loadtxt(curve) for curve in (killed, whole))
-    # Steps since the last checkpoint were made twice, with the same bits.
+    # Steps after the last checkpoint were run twice, with identical bits.
     killed = killed[np.unique(killed[:, 0], return_index=True)[1]]
 
     figure, axes = plt.subplots(3, 1, figsize=(8, 5.2), sharex=True, height_ratios=[2, 1.6, 1.2])
@@ -279,6 +279,151 @@ def _language_run(directory: str) -> None:
     )
 
 
+def _score_run(directory: str | None, curve: pathlib.Path, kill_at: int) -> None:
+    """Runs `examples/score.py` up to step 400, and writes a line at every step; kills its own process at a step."""
+    sys.path.insert(0, str(EXAMPLES))
+    import score
+
+    (code, _), (prose, _) = score.load(), score.load_prose()
+    train_step, batches, optimizer = score.make_score(400, code, prose, seed=0)
+
+    def watch(step, state, metrics):
+        with curve.open("a") as lines:
+            print(step, float(metrics["loss"]), float(metrics["learning_rate"]), file=lines)
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    params = jax.jit(score.init_params)(jax.random.key(0))
+    state = jstep.train(
+        train_step,
+        jstep.TrainState.create(params, optimizer),
+        batches,
+        last_step=400,
+        hooks=[jstep.every(1, watch)],
+        checkpoint_dir=directory,
+        save_checkpoint_steps=20,
+        progress=False,
+    )
+    curve.with_suffix(".fingerprint").write_text(_text(jstep.fingerprint(state)))
+
+
+def score(path: pathlib.Path) -> None:
+    """A whole run in which everything changes, killed in three phases, over one that is not killed."""
+    stops = (130, 230, 330)
+    with tempfile.TemporaryDirectory() as folder:
+        killed, whole = pathlib.Path(folder, "killed"), pathlib.Path(folder, "whole")
+        for kill_at in (*stops, 0):
+            subprocess.run([sys.executable, __file__, "--score", folder, killed, str(kill_at)], check=kill_at == 0)
+        _score_run(None, whole, 0)
+        prints = [curve.with_suffix(".fingerprint").read_text() for curve in (killed, whole)]
+        assert prints[0] == prints[1], "the run that was killed is not the run that was not"
+        killed, whole = (np.loadtxt(curve) for curve in (killed, whole))
+    killed = killed[np.unique(killed[:, 0], return_index=True)[1]]
+
+    figure, axes = plt.subplots(4, 1, figsize=(8, 6), sharex=True, height_ratios=[2.4, 1, 1, 1])
+    for axis in axes:
+        for stop in stops:
+            axis.axvline(stop, color=RED, linestyle=(0, (4, 3)), linewidth=1.2)
+        for edge in (100, 200, 300):
+            axis.axvline(edge, color=GREY, linewidth=0.6)
+    axes[0].plot(whole[:, 0], whole[:, 1], color=GREY, linewidth=4, alpha=0.5, label="never stopped")
+    axes[0].plot(killed[:, 0], killed[:, 1], color=BLUE, linewidth=0.9, label="killed at 130, 230 and 330")
+    axes[0].set_ylabel("loss")
+    axes[0].legend(framealpha=1, edgecolor="none", loc="upper right")
+    axes[0].set_title(f"fingerprint of both at step 400: {prints[0]}", fontsize=9, loc="left")
+    axes[1].plot(killed[:, 0], killed[:, 2], color=BLUE, linewidth=1.4)
+    axes[1].set_ylabel("learning rate")
+    steps = np.arange(401)
+    tokens = np.where(steps < 100, 16 * 8, np.where(steps < 200, 64 * 8, 64 * 16))
+    axes[2].step(steps, tokens, where="post", color=BLUE, linewidth=1.4)
+    axes[2].set_ylim(0, 1200)
+    axes[2].set_ylabel("characters\nper step")
+    for x, shape in ((0, "8 × 16"), (100, "8 × 64"), (200, "16 × 64")):
+        axes[2].text(x + 4, tokens[x] + 50 if x < 200 else 830, shape, fontsize=8.5)
+    share = np.where(steps < 300, 0.8, 0.3)
+    axes[3].fill_between(steps, 0, share, step="post", color=BLUE, alpha=0.75, linewidth=0)
+    axes[3].fill_between(steps, share, 1, step="post", color=GREY, alpha=0.5, linewidth=0)
+    axes[3].text(6, 0.36, "code", color="#ffffff", fontsize=9)
+    axes[3].text(6, 0.84, "prose", fontsize=9)
+    axes[3].set_ylim(0, 1)
+    axes[3].set_ylabel("mixture")
+    axes[3].set_xlabel("global_step")
+    axes[3].set_xlim(0, 400)
+    figure.align_ylabels(axes)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def optimizers(path: pathlib.Path) -> None:
+    """The recipes of `examples/recipes.py` side by side on one transformer."""
+    sys.path.insert(0, str(EXAMPLES))
+    import recipes
+
+    rows, _ = recipes.load()
+    steps, named = 240, recipes.recipes(240)
+    shown = ["AdamW", "Lion", "Muon + AdamW", "NorMuonH", "schedule-free", "Adafactor"]
+    figure, axis = plt.subplots(figsize=(8, 3.8))
+    for i, name in enumerate(shown):
+        losses, _, _ = recipes.train(*named[name], jstep.batches(rows, batch_size=16, seed=0), steps, 0)
+        smooth = np.convolve(losses, np.ones(10) / 10, "valid")
+        color = mpl.colormaps["Dark2"](i)
+        axis.plot(np.arange(10, steps + 1), smooth, label=f"{name}: {smooth[-1]:.2f}", color=color, linewidth=1.4)
+    axis.set_ylim(1.9, 3.4)
+    axis.set_xlim(0, steps)
+    axis.set_xlabel("global_step")
+    axis.set_ylabel("training loss,\nnats a character, mean of ten steps")
+    axis.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def early_stopping(path: pathlib.Path) -> None:
+    """A run that overfits: where it stops, and which weights are kept."""
+    images, labels = _digits()
+    few, held_out = slice(0, 120), slice(1400, None)
+
+    def losses(params, batch):
+        log_p = jax.nn.log_softmax(jnp.tanh(batch["x"] @ params["in"]) @ params["out"])
+        return -jnp.take_along_axis(log_p, batch["y"][:, None], axis=1)[:, 0]
+
+    optimizer = jstep.adam(3e-3)
+    keys = jax.random.split(jax.random.key(1))
+    params = {"in": jax.random.normal(keys[0], (64, 256)) / 8, "out": jax.random.normal(keys[1], (256, 10)) / 16}
+    curves: dict[str, list] = {"train": [], "validation": []}
+    evaluate = jstep.evaluator(
+        lambda params, batch: {"loss": losses(params, batch)}, [{"x": images[held_out], "y": labels[held_out]}]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        keep, stop = jstep.KeepBest(folder, "loss"), jstep.EarlyStopping("loss", patience=8)
+        callbacks = [keep, stop, lambda step, _, results: curves["validation"].append((step, results["loss"]))]
+        state = jstep.train(
+            jstep.minimize(lambda params, batch: losses(params, batch).mean(), optimizer),
+            jstep.TrainState.create(params, optimizer),
+            jstep.batches({"x": images[few], "y": labels[few]}, batch_size=24, seed=0),
+            last_step=5000,
+            hooks=[
+                jstep.EvaluationHook(evaluate, every_n_steps=10, callbacks=callbacks),
+                jstep.every(2, lambda step, _, metrics: curves["train"].append((step, float(metrics["loss"])))),
+            ],
+            progress=False,
+        )
+        best = int(jstep.latest_checkpoint(folder, prefix="best").rsplit("-", 1)[1])
+    train_loss, validation = (np.array(curves[name]) for name in ("train", "validation"))
+    figure, axis = plt.subplots(figsize=(8, 3))
+    axis.plot(*train_loss.T, color=GREY, linewidth=0.9, label="training loss")
+    axis.plot(*validation.T, color=BLUE, linewidth=1.4, marker=".", markersize=4, label="validation loss")
+    axis.axvline(best, color="#16a085", linewidth=1.2, label=f"KeepBest: best-{best}")
+    last = int(state.global_step)
+    axis.axvline(last, color=RED, linestyle=(0, (4, 3)), linewidth=1.2, label=f"EarlyStopping(patience=8): {last}")
+    axis.set_xlim(0, last * 1.02)
+    axis.set_xlabel("global_step")
+    axis.set_ylim(0, 1.6)
+    axis.set_ylabel("loss")
+    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.58, 1), fontsize=9)
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def goodput(path: pathlib.Path) -> None:
     """Where the time of a run goes that is killed twice."""
     with tempfile.TemporaryDirectory() as folder:
@@ -366,7 +511,7 @@ def clock(path: pathlib.Path) -> None:
 def commit(path: pathlib.Path) -> None:
     """From a state to a checkpoint that exists."""
     stages = [
-        ("state\n(donated on)", 16),
+        ("state\n(donated)", 16),
         ("copy", 156),
         ("arrays in a\ntemporary folder", 276),
         ("read back,\nchecksums", 430),
@@ -380,15 +525,56 @@ def commit(path: pathlib.Path) -> None:
         parts.append(_box(x, 40, width, 60, text, BLUE if last else PAPER, "#ffffff" if last else INK, bold=last))
         if i:
             parts.append(_arrow(stages[i - 1][1] + widths[i - 1] + 3, 70, x - 3, 70))
-    parts.append(f'<text x="62" y="126" text-anchor="middle" fill="{GREY}">the loop goes on</text>')
-    told = "killed anywhere here: the checkpoint before is the newest, and whole"
-    parts.append(f'<text x="420" y="150" text-anchor="middle" fill="{RED}">{told}</text>')
+    parts.append(f'<text x="62" y="126" text-anchor="middle" fill="{GREY}">the loop continues</text>')
+    label = "killed anywhere here: the previous checkpoint is the newest, and complete"
+    parts.append(f'<text x="420" y="150" text-anchor="middle" fill="{RED}">{label}</text>')
     parts.append(f'<path d="M156 118 v8 h526 v-8" fill="none" stroke="{RED}"/>')
     _svg(path, 826, 170, *parts)
 
 
+def layouts(path: pathlib.Path) -> None:
+    """Which part of a state each of four devices holds."""
+    columns = [
+        ("data parallel", (4, 4), False),
+        ("ZeRO-1", (4, 1), False),
+        ("FSDP", (1, 1), False),
+        ("tensor parallel", (1, 1), True),
+    ]
+    parts = []
+    for i, (title, shares, model) in enumerate(columns):
+        x = 118 + 178 * i
+        parts.append(f'<text x="{x + 74}" y="30" text-anchor="middle" font-weight="600" fill="{INK}">{title}</text>')
+        for row, (name, share) in enumerate((("parameters", shares[0]), ("slots", shares[1]), ("batch", 0))):
+            y = 52 + 78 * row
+            if i == 0:
+                parts.append(f'<text x="14" y="{y + 30}" fill="{INK}">{name}</text>')
+            whole = name == "batch" and model
+            for device in range(4):
+                left = x + 37 * device
+                parts.append(f'<rect x="{left}" y="{y}" width="32" height="52" fill="{PAPER}" stroke="{GREY}"/>')
+                color = "#16a085" if name == "batch" else BLUE
+                if share == 4 or whole:
+                    box = (left, y, 32, 52)
+                elif model:
+                    box = (left + 8 * device, y, 8, 52)
+                else:
+                    box = (left, y + 13 * device, 32, 13)
+                parts.append(
+                    f'<rect x="{box[0]}" y="{box[1]}" width="{box[2]}" height="{box[3]}" fill="{color}" opacity="0.85"/>'
+                )
+    parts.append(
+        f'<text x="118" y="288" fill="{INK}" font-size="12.5">Four devices each; the coloured part of an array is '
+        "what that device stores.</text>"
+    )
+    _svg(path, 836, 304, *parts)
+
+
 MAKERS = {
     "one_clock.png": one_clock,
+    "score.png": score,
+    "optimizers.png": optimizers,
+    "early_stopping.png": early_stopping,
+    "layouts.svg": layouts,
     "digits_loss.png": digits_loss,
     "plan.png": plan,
     "schedules.png": schedules,
@@ -400,6 +586,8 @@ MAKERS = {
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--run"]:
     _digits_run(sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4]))
+elif __name__ == "__main__" and sys.argv[1:2] == ["--score"]:
+    _score_run(sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4]))
 elif __name__ == "__main__" and sys.argv[1:2] == ["--language"]:
     _language_run(sys.argv[2])
 elif __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Optimizers: one algorithm per file, each a function that returns an `Optimizer` of pure functions."""
+"""Optimizers, wrappers and chain elements; each is a function that returns an `Optimizer` of pure functions."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.core.types import Context, Optimizer, Schedule

@@ -19,7 +19,7 @@ def adabelief(
 ) -> Optimizer:
     """AdaBelief: m averages g; s = β2·s + (1−β2)·(g − m)² + epsilon_root; p −= lr·m̂/(√ŝ + ε).
 
-    m̂ = m/(1−β1^t) and ŝ = s/(1−β2^t), t the age of the slots: a step is large where gradients are as expected.
+    m̂ = m/(1−β1^t) and ŝ = s/(1−β2^t), where t is the age of the slots. Steps are large where gradients are as expected.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -29,7 +29,7 @@ def adabelief(
         epsilon_root: Added to s at each step, ≥ 0.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (s) (initially 0), and the scalar `start_step`.
+        An `Optimizer` with the slots `m` and `v` (s) (initially 0) and the scalar `start_step`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -38,7 +38,7 @@ def adabelief(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
         0.722
 
-    Source: Zhuang et al., "AdaBelief Optimizer" (2020); the numbers are those of `optax.adabelief`.
+    Source: Zhuang et al., "AdaBelief Optimizer" (2020); the results match `optax.adabelief`.
     """
     return leafwise(
         adabelief_rule,

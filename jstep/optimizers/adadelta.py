@@ -18,13 +18,13 @@ def adadelta(
     """Adadelta: e averages g²; d = g·√(x + ε)/√(e + ε); x averages d²; p −= lr·d.
 
     Args:
-        learning_rate: The step size lr ≥ 0; the paper has none, which is 1.
+        learning_rate: The step size lr ≥ 0; the paper has none, which corresponds to 1.
         rho: The decay of both averages, in [0, 1].
         epsilon: Added under the roots, ≥ 0.
 
     Returns:
         An `Optimizer` with the slots `accumulator` (e) and `accumulator_update` (x), initially 0. A sparse gradient
-        touches its rows alone.
+        updates only its own rows.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -57,5 +57,5 @@ def adadelta_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tupl
 
 
 def step(g: Array, x: Array, e: Array, h: Hyper) -> Array:
-    """The direction, whose size has the unit of the parameter."""
+    """The direction, which has the unit of the parameter."""
     return g * jnp.sqrt(x + h["epsilon"]) / jnp.sqrt(e + h["epsilon"])

@@ -1,4 +1,4 @@
-"""Adafactor: second moments of matrices as the product of a row's and a column's."""
+"""Adafactor: factored second moments."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, Slot, leafwise
 
 HIGHEST_RELATIVE = 1e-2
-"""The rate of relative steps where no learning_rate bounds them, as in T5."""
+"""The upper bound of relative step sizes if no learning_rate is given, as in T5."""
 
 
 def adafactor(
@@ -33,28 +33,28 @@ def adafactor(
 ) -> Optimizer:
     """Adafactor: u = g/√v; u /= max(1, rms(u)/clip_threshold); p −= lr·(max(epsilon_scale, rms(p))·u + weight_decay·p).
 
-    v averages g² + ε by β = 1 − t^(−decay_rate), t the age of the slots. For a leaf whose two largest axes both have
-    min_dim_size_to_factor elements it is never made: R averages the means of its rows, C those of its columns, and
-    v = R·C/mean(R).
+    v averages g² + ε with β = 1 − t^(−decay_rate), where t is the age of the slots. If the two largest axes of a leaf
+    both have min_dim_size_to_factor elements or more, v is factored: R averages the row means, C the column means, and
+    v = R·C/mean(R) is never stored.
 
     Args:
         learning_rate: The step size lr ≥ 0; None for 1, or for 0.01 with relative_step.
-        decay_rate: How fast β comes near 1, ≥ 0.
+        decay_rate: How fast β approaches 1, ≥ 0.
         epsilon: Added to g², > 0.
         epsilon_scale: The smallest scale of a parameter, ≥ 0.
         clip_threshold: The largest root mean square of a leaf's update before its scale, > 0; None for no bound.
-        momentum: The decay of an average of the scaled updates, which then move the parameters, in [0, 1); None for
-            none.
-        scale_parameter: Whether a step is measured in root mean squares of its parameter.
+        momentum: The decay of an average of the scaled updates, which is then applied, in [0, 1); None for no
+            momentum.
+        scale_parameter: Whether to scale steps by the root mean square of the parameter.
         relative_step: Whether the step size is min(lr, 1/√t).
-        min_dim_size_to_factor: What both of the largest axes must have.
-        weight_decay: Decoupled, multiplied by lr, as in torch and T5; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        min_dim_size_to_factor: The smallest size of the two largest axes of a factored leaf.
+        weight_decay: Decoupled weight decay, multiplied by lr as in torch and T5; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slots `v_row` (without the largest axis) and `v_col` (without the second) for factored
-        leaves, `v` for the others, `m` with momentum, and the scalar `start_step`. A leaf that stacks layers is
-        factored by its two largest axes, whichever they are.
+        leaves, `v` for the others, `m` with momentum, and the scalar `start_step`. A leaf that stacks several layers
+        is also factored along its two largest axes, whichever they are.
 
     Raises:
         ValueError: An argument is out of its range, or the mask matches nothing.
@@ -66,9 +66,9 @@ def adafactor(
         >>> print(state.slots["v_row"]["w"].shape, state.slots["v_col"]["w"].shape, state.slots["v"]["w"])
         (128,) (256,) None
 
-    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018); the numbers are
-    those of `optax.adafactor`, whose weight decay is not multiplied by the rate, and whose decay_offset is start_step
-    here.
+    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018); the results match
+    `optax.adafactor`, except that its weight decay is not multiplied by the learning rate. Its decay_offset is
+    start_step here.
     """
     least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
     hyper: dict[str, Any] = {} if learning_rate is None else {"learning_rate": rate(learning_rate)}
@@ -117,7 +117,7 @@ def adafactor(
 
 
 def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:
-    """The second largest and the largest axis, where both have `least` elements."""
+    """The second largest and the largest axis; None unless both have at least `least` elements."""
     if len(shape) < 2:
         return None
     second, largest = (int(axis) for axis in np.argsort(shape, kind="stable")[-2:])
@@ -150,5 +150,5 @@ def adafactor_rule(g: Array, p: Array, slots: dict[str, Any], h: Hyper) -> tuple
 
 
 def root_mean_square(x: Array) -> Array:
-    """The root of the mean of squares; 0 for no elements."""
+    """The root mean square; 0 for an empty array."""
     return jnp.sqrt(jnp.sum(x * x) / max(1, math.prod(x.shape)))

@@ -12,10 +12,10 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        initial_accumulator_value: What the accumulator starts from, > 0.
+        initial_accumulator_value: The initial value of the accumulator, > 0.
 
     Returns:
-        An `Optimizer` with the slot `accumulator`. A sparse gradient touches its rows alone.
+        An `Optimizer` with the slot `accumulator`. A sparse gradient updates only its own rows.
 
     Example:
         >>> import jax.numpy as jnp, jstep

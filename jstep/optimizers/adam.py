@@ -18,17 +18,17 @@ def adam(
 ) -> Optimizer:
     """Adam: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·√(1−β2^t)/(1−β1^t) · m/(√v + ε).
 
-    t = step + 1 − start_step is the age of the slots: slots made at step 10 000 are corrected as fresh.
+    t = step + 1 − start_step is the age of the slots, so that slots created at step 10 000 are bias-corrected as new.
 
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
         beta2: The decay of the second moment, likewise.
-        epsilon: Added to √v, ≥ 0. This is the paper's "epsilon hat", larger by 1/√(1−β2^t) than its epsilon.
+        epsilon: Added to √v, ≥ 0. This is the paper's "epsilon hat"; its epsilon is larger by 1/√(1−β2^t).
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`. A sparse gradient
-        decays m and v everywhere, as in TF.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`. With a sparse gradient,
+        all rows of m and v decay, as in TF.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -38,7 +38,7 @@ def adam(
         0.5
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), before section 2.1;
-    `tf.train.AdamOptimizer`. TF multiplies powers of β up in float32; here they come from the step.
+    `tf.train.AdamOptimizer`. TF accumulates powers of β in float32; here they are computed from the step.
     """
     return leafwise(
         adam_rule,
@@ -57,12 +57,12 @@ def adam_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
 
 
 def prepare(h: Hyper) -> Hyper:
-    """The rate with both bias corrections in it."""
+    """The negative learning rate, multiplied by both bias corrections."""
     correction = jnp.sqrt(bias_correction(h["beta2"], h["age"])) / bias_correction(h["beta1"], h["age"])
     return {"signed_rate": -h["learning_rate"] * correction}
 
 
-# What Adam's kin share.
+# Shared by the variants of Adam.
 
 
 def moments(g: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, Array]:
@@ -76,12 +76,12 @@ def average(old: Array, new: Array, beta: Any) -> Array:
 
 
 def corrections(h: Hyper) -> Hyper:
-    """What takes the bias from m and v: 1/(1−β1^t) and 1/(1−β2^t); and both for `direction`, with its ε."""
+    """The bias corrections 1/(1−β1^t) and 1/(1−β2^t), and both combined for `direction`, with its ε."""
     of_m, of_v = bias_correction(h["beta1"], h["age"]), bias_correction(h["beta2"], h["age"])
     root = jnp.sqrt(of_v)
     return {"unbias1": 1 / of_m, "unbias2": 1 / of_v, "unbias": root / of_m, "epsilon_hat": root * h["epsilon"]}
 
 
 def direction(m: Array, v: Array, h: Hyper) -> Array:
-    """The direction m̂ / (√v̂ + ε), m̂ and v̂ without their bias, which is taken once for all elements."""
+    """The direction m̂ / (√v̂ + ε); the bias corrections are computed once for all elements."""
     return h["unbias"] * m / (jnp.sqrt(v) + h["epsilon_hat"])

@@ -20,7 +20,7 @@ def adamax(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: How fast the largest gradient is forgotten, in [0, 1).
+        beta2: The decay of the largest gradient u, in [0, 1).
         epsilon: Added to |g|, > 0.
 
     Returns:
@@ -33,7 +33,7 @@ def adamax(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), section 7.1; the numbers are those of
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), section 7.1; the results match
     `optax.adamax` and `torch.optim.Adamax`. Keras adds ε to u.
     """
     hyper = adam_hyper(learning_rate, beta1, beta2, epsilon) | {
@@ -43,6 +43,6 @@ def adamax(
 
 
 def adamax_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update, average and largest gradient."""
+    """A leaf's update, average and infinity norm."""
     m, u = average(slots["m"], g, h["beta1"]), jnp.maximum(h["beta2"] * slots["v"], jnp.abs(g) + h["epsilon"])
     return -h["learning_rate"] * h["unbias1"] * m / u, {"m": m, "v": u}

@@ -25,19 +25,19 @@ def adamw(
 ) -> Optimizer:
     """AdamW: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·(m̂/(√v̂ + ε) + weight_decay·p).
 
-    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), t = step + 1 − start_step the age of the slots. Here ε is added to √v̂, the
-    paper's ε; `adam` is TF's "epsilon hat" form, which differs where ε matters.
+    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), where t = step + 1 − start_step is the age of the slots. ε is added to √v̂, as
+    in the paper; `adam` uses TF's "epsilon hat" form, which differs where ε matters.
 
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
         beta2: The decay of the second moment, likewise.
         epsilon: Added to √v̂, ≥ 0.
-        weight_decay: How much of a parameter the rate takes away, ≥ 0: decoupled from the gradient, multiplied by lr.
-            For a decay that is independent of the rate put `decay_weights` after the optimizer.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        weight_decay: The weight decay ≥ 0, decoupled from the gradient and multiplied by lr. For a decay that does not
+            depend on the learning rate, put `decay_weights` after the optimizer.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
         amsgrad: Whether to divide by the largest v so far, kept in the slot `v_max`, as torch does.
-        m_dtype: The dtype in which m is kept, such as `jnp.bfloat16`; float32 at least unless told.
+        m_dtype: The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
 
     Returns:
         An `Optimizer` with the slots `m`, `v` (and `v_max`), initially 0, and the scalar `start_step`.
@@ -54,20 +54,20 @@ def adamw(
         >>> print(f"{params['kernel']:.3f} {params['bias']:.3f}")
         0.450 0.500
 
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); the numbers are those of
-    `torch.optim.AdamW`, and of `optax.adamw`, whose AMSGrad differs.
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); the results match
+    `torch.optim.AdamW`, and `optax.adamw` except for AMSGrad.
     """
-    amsgrad, kept = as_bool(amsgrad, "amsgrad"), low_dtype("m_dtype", m_dtype)
+    amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), low_dtype("m_dtype", m_dtype)
     return leafwise(
         adamw_rule,
-        slots={"m": Slot(dtype=kept), "v": 0.0} | ({"v_max": 0.0} if amsgrad else {}),
+        slots={"m": Slot(dtype=m_dtype), "v": 0.0} | ({"v_max": 0.0} if amsgrad else {}),
         hyper=adam_hyper(learning_rate, beta1, beta2, epsilon) | decay_hyper(weight_decay),
         flags=decay_flags(weight_decay_mask),
         prepare=corrections,
         aged=True,
         sparse=False,
-        # The parameter comes of m before it is rounded, and so of the old one.
-        late=() if kept is None else ("m",),
+        # The parameter is computed from m before it is rounded to m_dtype, and so from the old m.
+        late=() if m_dtype is None else ("m",),
     )
 
 

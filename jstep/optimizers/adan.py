@@ -22,8 +22,8 @@ def adan(
 ) -> Optimizer:
     """Adan: p −= lr·(m̂ + β2·d̂)/(√n̂ + ε), then p /= 1 + lr·weight_decay; m, d, n average g, Δ, (g + β2·Δ)².
 
-    Δ = g − the last g, 0 at the first update of a slot; m, d and n decay by β1, β2 and β3, and are corrected for their
-    age.
+    Δ is g minus the previous g, and 0 at the first update of a slot; m, d and n decay by β1, β2 and β3 and are
+    bias-corrected.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -31,12 +31,12 @@ def adan(
         beta2: The decay of the average of differences, likewise.
         beta3: The decay of the second moment, likewise.
         epsilon: Added to √n̂, ≥ 0.
-        weight_decay: Decoupled, proximal; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        weight_decay: Decoupled, proximal weight decay; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m`, `d`, `v` (n) and `previous` (the last gradient), initially 0, and the scalar
-        `start_step`.
+        An `Optimizer` with the slots `m`, `d`, `v` (n) and `previous` (the previous gradient), initially 0, and the
+        scalar `start_step`.
 
     Raises:
         ValueError: An argument is out of its range, or the mask matches nothing.
@@ -48,8 +48,8 @@ def adan(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm" (2022); the numbers are those of the authors' code
-    and of timm. `optax.adan` 0.2.8 has 1 − β2 in the place of β2.
+    Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm" (2022); the results match the authors' code
+    and timm. `optax.adan` 0.2.8 uses 1 − β2 in place of β2.
     """
     return leafwise(
         adan_rule,
@@ -65,7 +65,7 @@ def adan(
 
 
 def adan_corrections(h: Hyper) -> Hyper:
-    """What takes the bias from m, d and n, and whether there is a last gradient."""
+    """The bias corrections of m, d and n, and whether this is the first update."""
     return corrections(h) | {"unbias3": 1 / bias_correction(h["beta3"], h["age"]), "first": h["age"] == 1}
 
 
@@ -85,5 +85,5 @@ def adan_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
 
 
 def difference(g: Array, old: Array, h: Hyper) -> Array:
-    """The change of the gradient; none where there is no last one."""
+    """The change of the gradient; 0 at the first update."""
     return jnp.where(h["first"], jnp.zeros_like(g), g - old)

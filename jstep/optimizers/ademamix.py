@@ -22,8 +22,8 @@ def ademamix(
 ) -> Optimizer:
     """AdEMAMix: m1, m2 average g by β1, β3, v averages g² by β2; p −= lr·((m̂1 + α·m2)/(√v̂ + ε) + weight_decay·p).
 
-    m̂1 and v̂ are corrected for the age of the slots, m2 is not: it is to fill slowly. β3 and α as a rule are warmed
-    up over the whole run: `ademamix_beta3`, `ademamix_alpha`.
+    m̂1 and v̂ are bias-corrected; m2 is not, because it should fill slowly. β3 and α are usually warmed up over the
+    whole run: see `ademamix_beta3` and `ademamix_alpha`.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -32,11 +32,11 @@ def ademamix(
         beta3: The decay of the slow average, in [0, 1).
         alpha: The weight of the slow average, ≥ 0.
         epsilon: Added to √v̂, ≥ 0.
-        weight_decay: Decoupled, multiplied by lr; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m1`, `m2` and `v` (initially 0), and the scalar `start_step`.
+        An `Optimizer` with the slots `m1`, `m2` and `v` (initially 0) and the scalar `start_step`.
 
     Raises:
         ValueError: An argument is out of its range, or the mask matches nothing.
@@ -50,8 +50,8 @@ def ademamix(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.4f}')
         0.7499
 
-    Source: Pagliardini et al., "The AdEMAMix Optimizer: Better, Faster, Older" (2024); the numbers are those of
-    `optax.contrib.ademamix`, with v in float32 whatever the parameters are.
+    Source: Pagliardini et al., "The AdEMAMix Optimizer: Better, Faster, Older" (2024); the results match
+    `optax.contrib.ademamix`, with v in float32 whatever the dtype of the parameters.
     """
     return leafwise(
         ademamix_rule,

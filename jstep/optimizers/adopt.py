@@ -1,4 +1,4 @@
-"""ADOPT: Adam that converges with any β2."""
+"""ADOPT: a variant of Adam that converges with any β2."""
 
 import jax.numpy as jnp
 
@@ -17,16 +17,16 @@ def adopt(
 ) -> Optimizer:
     """ADOPT: u = clip(g/max(√v, ε), ±(t−1)^¼) by the old v; m averages u; p −= lr·m; then v averages g².
 
-    At the first update of a slot v = g², and nothing moves; t is the age of the slots.
+    t is the age of the slots. The first update of a slot sets v = g² and leaves the parameters unchanged.
 
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of m, in [0, 1).
         beta2: The decay of v, in [0, 1).
-        epsilon: The smallest √v that is divided by, > 0.
+        epsilon: The lower bound of the divisor √v, > 0.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0), and the scalar `start_step`.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -35,8 +35,8 @@ def adopt(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
         1.000
 
-    Source: Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any β2 with the Optimal Rate" (2024); the numbers
-    are those of `optax.contrib.adopt`.
+    Source: Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any β2 with the Optimal Rate" (2024); the results
+    match `optax.contrib.adopt`.
     """
     hyper = adam_hyper(learning_rate, beta1, beta2, epsilon) | {
         "epsilon": checked("epsilon", epsilon, low=0, above=True)
@@ -45,7 +45,7 @@ def adopt(
 
 
 def shares(h: Hyper) -> Hyper:
-    """The bound of a step, and the shares of old and new in the averages; at first v is g², and m stays."""
+    """The bound of u and the weights of the averages; at the first update v is g² and m stays unchanged."""
     first, age = h["age"] == 1, h["age"].astype(jnp.result_type(float))
     return {
         "bound": jnp.power(age - 1, 0.25),

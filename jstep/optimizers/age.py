@@ -1,4 +1,4 @@
-"""How old slots are, and what follows from it."""
+"""The age of slots, and bias correction by it."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ def new_start_step(global_step: Step) -> Array:
 
 
 def age_of(step: Step, start_step: Array) -> Array:
-    """The age of slots at the update `step` → step + 1: 1 at their first update."""
-    # A state whose step was set back has slots from the future; they count as new.
+    """The age of slots at the update from `step` to step + 1; it is 1 at their first update."""
+    # If the step of a state was set back, start_step may be in the future; such slots count as new.
     step = jnp.asarray(step).astype(start_step.dtype)
     return jnp.maximum(step - start_step + 1, 1)
 
 
 def bias_correction(beta: Any, age: Array) -> Array:
-    """1 − beta^age, without the cancellation that the formula has for beta near 1."""
+    """1 − beta^age, computed without cancellation for beta near 1."""
     real = trees.default_float()
     if isinstance(beta, float):
         log = jnp.asarray(np.log(beta) if beta > 0 else -np.inf, real)

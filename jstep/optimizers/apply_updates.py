@@ -1,4 +1,4 @@
-"""Params + updates."""
+"""Adding updates to parameters."""
 
 import contextlib
 import contextvars
@@ -17,14 +17,14 @@ from jstep.core.types import Array, Params, Slots, Updates
 
 @on_any_mesh
 def apply_updates(params: Params, updates: Updates) -> Params:
-    """Params + updates, leaf by leaf.
+    """Add updates to parameters, leaf by leaf.
 
     Args:
         params: Any tree.
-        updates: A tree like it; a leaf is an array, an `IndexedSlices` whose rows are added, or None.
+        updates: A tree of the same structure; a leaf is an array, an `IndexedSlices` whose rows are added, or None.
 
     Returns:
-        New parameters. The sum is made in float32 at least and rounded to the parameter's dtype.
+        New parameters. Sums are computed in at least float32 and rounded to the parameter's dtype.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -43,7 +43,7 @@ _OUTSIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_ordered_o
 
 @contextlib.contextmanager
 def ordered_outside() -> Iterator[None]:
-    """Within, `written_late` leaves slots as they are: who calls knows the updates that will be added, and orders."""
+    """Make `written_late` return slots unchanged: the caller knows the final updates and orders the slots itself."""
     token = _OUTSIDE.set(True)
     try:
         yield
@@ -52,14 +52,14 @@ def ordered_outside() -> Iterator[None]:
 
 
 def written_late(slots: Slots, names: Sequence[str], params: Params, updates: Updates) -> Slots:
-    """Some slots, ordered after the parameters that `apply_updates` will make.
+    """Order some slots after the parameters that `apply_updates` will return.
 
-    What a parameter is made of may not be overwritten before it, and XLA makes a copy unless data says which comes
-    first. The sums here are those of `apply_updates`, which XLA sees and makes once.
+    A slot that a parameter is computed from must not be overwritten first, and XLA copies it unless a data dependency
+    fixes the order. XLA merges the sums here with those of `apply_updates`, so they are computed once.
 
     Args:
         slots: The new slots.
-        names: Which of them; trees like params.
+        names: The slots to order; trees like params.
         params: The parameters.
         updates: The updates that will be added to them.
     """

@@ -1,4 +1,4 @@
-"""Arguments that many optimizers take, checked once for all."""
+"""Checks of arguments that many optimizers share."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jstep.optimizers.leafwise import Hyper
 from jstep.optimizers.masks import Flag, mask
 
 DECAYED = "decayed"
-"""The flag that says whether weight decay is for this leaf."""
+"""The flag for whether weight decay applies to a leaf."""
 
 
 def rate(learning_rate: ScalarOrSchedule) -> Any:
@@ -21,7 +21,7 @@ def rate(learning_rate: ScalarOrSchedule) -> Any:
 
 
 def beta(name: str, value: ScalarOrSchedule) -> Any:
-    """The decay of an average that is corrected for its age, in [0, 1)."""
+    """The decay of a bias-corrected average, in [0, 1)."""
     return checked(name, value, low=0, high=1, below=True)
 
 
@@ -31,12 +31,12 @@ def adam_hyper(
     beta2: ScalarOrSchedule,
     epsilon: ScalarOrSchedule,
 ) -> dict[str, Any]:
-    """The four of Adam and all its kin."""
+    """The four hyperparameters of Adam and its variants."""
     return {"learning_rate": rate(learning_rate)} | moments_hyper(beta1, beta2, epsilon)
 
 
 def moments_hyper(beta1: ScalarOrSchedule, beta2: ScalarOrSchedule, epsilon: ScalarOrSchedule) -> dict[str, Any]:
-    """The three of Adam's moments."""
+    """The three hyperparameters of Adam's moments."""
     return {
         "beta1": beta("beta1", beta1),
         "beta2": beta("beta2", beta2),
@@ -50,23 +50,23 @@ def decay_hyper(weight_decay: ScalarOrSchedule) -> dict[str, Any]:
 
 
 def decay_flags(weight_decay_mask: VarList) -> dict[str, Flag]:
-    """Which leaves decay."""
+    """The flag for the leaves that decay."""
     return {DECAYED: mask("weight_decay_mask", weight_decay_mask)}
 
 
 def decays(h: Hyper) -> bool:
-    """Whether this leaf decays at all, known while tracing."""
+    """Whether this leaf decays; False only if it is known while tracing that it does not."""
     wd = h["weight_decay"]
     return bool(h[DECAYED]) and not (isinstance(wd, float) and wd == 0.0)
 
 
 def with_decay(u: Array, p: Array, h: Hyper) -> Array:
-    """The direction u + weight_decay · p where this leaf decays."""
+    """The direction u + weight_decay · p if this leaf decays, else u."""
     return u + h["weight_decay"] * p if decays(h) else u
 
 
 def low_dtype(argument: str, dtype: Any) -> Any:
-    """A floating dtype to keep a slot in, or None."""
+    """A floating dtype for a slot, or None."""
     if dtype is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""One call of an optimizer's update, whether or not it takes a context."""
+"""Calling the update of an optimizer, with or without a context."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ EMPTY_CONTEXT = Context()
 def call_update(
     optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step, context: Context
 ) -> tuple[Updates, Slots]:
-    """What the update of an optimizer returns."""
+    """Call the update of an optimizer, with the context if it takes one."""
     if optimizer.takes_context:
         return optimizer.update(updates, slots, params, step, context)
     return optimizer.update(updates, slots, params, step)
@@ -20,12 +20,12 @@ def call_update(
 def inner_context(
     context: Context, outwards: Callable[[Params], Params], inwards: Callable[[Updates], Updates] = lambda tree: tree
 ) -> Context:
-    """The context of an optimizer that sees other parameters than the one around it.
+    """The context for an inner optimizer whose parameters differ from those of the outer one.
 
     Args:
-        context: That of the one around it.
-        outwards: From the parameters that the inner one sees to those of the one around it.
-        inwards: The same for gradients, the other way.
+        context: The context of the outer optimizer.
+        outwards: Maps the parameters of the inner optimizer to those of the outer one.
+        inwards: Maps the gradients of the outer optimizer to those of the inner one.
     """
     known = context.value_and_grad
     if known is None:

@@ -1,4 +1,4 @@
-"""The update of an optimizer at some steps, and none at the others: selected, so that no NaN comes through."""
+"""Conditional updates: the result is selected elementwise, so a discarded NaN does not propagate."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from jstep.optimizers.call_update import call_update
 from jstep.optimizers.names import AGES, Role, roles_of
 
 SlotRule = Callable[[Any, Any], Any]
-"""`kept(old, new)`: what a slot becomes."""
+"""`rule(old, new)`, the new value of a slot."""
 
 
 def conditional_update(
@@ -28,23 +28,23 @@ def conditional_update(
     *,
     slot_rules: Mapping[Role, SlotRule] | None = None,
 ) -> tuple[Updates, Slots]:
-    """The update of an optimizer if `condition`; else a zero one, with all slots as they are, and ages a step on.
+    """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced.
 
     Args:
         condition: A scalar bool.
-        optimizer: Whose update.
-        updates: What it gets as gradients.
+        optimizer: The optimizer.
+        updates: Its gradients.
         slots: Its slots.
         params: The parameters.
         step: The step.
         context: The context.
-        slot_rules: Roles of slots that follow a rule of their own, whether or not the update is chosen.
+        slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
     """
     roles, slot_rules = roles_of(optimizer, params), slot_rules or {}
     with ordered_outside():
         updates, new_slots = call_update(optimizer, updates, slots, params, step, context)
     updates = jax.tree.map(lambda u: _zero_unless(condition, u), updates)
-    # The parameters first, while the old slots are still there: see ordered_after.
+    # The parameters are computed first, before the old slots are overwritten: see ordered_after.
     (moved,) = compute_first(apply_updates(params, updates))
 
     def slot(name: str, new: Any) -> Any:
@@ -67,7 +67,7 @@ def _selected_slot(condition: Array, old: Any, new: Any, moved: Params) -> Any:
     """
     try:
         olds, news = (trees.flatten_like(moved, tree, "slots") for tree in (old, new))
-    except ValueError:  # a scalar, or whatever else has not the structure of params
+    except ValueError:  # a scalar, or anything else without the structure of params
         return jax.tree.map(lambda before, after: jnp.where(condition, after, before), old, new)
     leaves = [
         None if o is None else _select(condition, o, n, p)

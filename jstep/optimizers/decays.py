@@ -12,22 +12,22 @@ from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.masks import Flag, first_match, mask
 
 Decay: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
-"""A decay, or path or glob → the decay of the leaves it means."""
+"""A decay, or path or glob → the decay of the leaves that match."""
 DECAY = "decay"
-"""The flag that says how a leaf decays: the name of the hyperparameter and a factor on it, or None."""
+"""The flag for the decay of a leaf: the name of the hyperparameter and a factor on it, or None."""
 
 
 def decay_arguments(name: str, weight_decay: Any, mask_given: Any) -> tuple[dict[str, Any], dict[str, Flag]]:
-    """The hyperparameters and the flag of a decay.
+    """The hyperparameters and the flag of a weight decay.
 
     Args:
-        name: What the hyperparameter is called.
-        weight_decay: A number, an array, a schedule or held; or a mapping from paths or globs to such.
-        mask_given: Which leaves decay, in the grammar of `var_list`; or path or glob → a factor ≥ 0 on the decay.
+        name: The name of the hyperparameter.
+        weight_decay: A number, an array, a schedule or `held`; or a mapping from paths or globs to these.
+        mask_given: The leaves that decay, in the grammar of `var_list`; or path or glob → a factor ≥ 0 on the decay.
 
     Raises:
-        TypeError: A value is not a number, or a key not a string.
-        ValueError: One is out of its range.
+        TypeError: A value is not a number, or a key is not a string.
+        ValueError: A value is out of its range.
     """
     given = _by_glob("weight_decay", weight_decay)
     if given is None:
@@ -55,7 +55,7 @@ def _of_leaf(name: str, is_split: bool, glob: str | None, scale: Any, factors: M
 
 
 def decay_of(h: Hyper) -> Any:
-    """The decay of this leaf; None if it does not decay, as far as is known while tracing."""
+    """The decay of this leaf; None if it is known while tracing that the leaf does not decay."""
     if h[DECAY] is None:
         return None
     name, factor = h[DECAY]
@@ -66,7 +66,7 @@ def decay_of(h: Hyper) -> Any:
 
 
 def is_zero(hyper: Mapping[str, Any]) -> bool:
-    """Whether nothing decays, whatever the leaf."""
+    """Whether all decays are the constant 0."""
     return all(isinstance(value, float) and value == 0 for value in hyper.values())
 
 
@@ -80,7 +80,7 @@ def _by_glob(argument: str, given: Any) -> Mapping[str, Any] | None:
 
 
 def _factors(given: VarList) -> dict[str, float] | None:
-    """Path or glob → factor, if that is what a mask is; a tree of bools has no numbers."""
+    """Path or glob → factor, or None if the mask is not such a mapping (a tree of bools has no numbers)."""
     if not isinstance(given, Mapping) or not given or not all(isinstance(glob, str) for glob in given):
         return None
     if not all(isinstance(one, int | float | np.number) and not isinstance(one, bool) for one in given.values()):

@@ -1,4 +1,4 @@
-"""Matrices of one shape, spread over the devices of their mesh: nobody repeats what another computes."""
+"""Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work."""
 
 import itertools
 import math
@@ -16,13 +16,13 @@ Names = tuple[str, ...]
 
 
 class Layout(NamedTuple):
-    """How matrices are split over a mesh.
+    """The sharding of a stack of matrices.
 
     Attributes:
         mesh: The mesh.
-        batch: The mesh axes that split a stack into its matrices, the major one first.
-        rows: Those that split their rows.
-        columns: Those that split their columns.
+        batch: The mesh axes that split the stack into matrices, major first.
+        rows: The mesh axes that split the rows.
+        columns: The mesh axes that split the columns.
     """
 
     mesh: Any
@@ -34,36 +34,36 @@ class Layout(NamedTuple):
 def layout_of_matrix(
     sharding: NamedSharding | None, shape: tuple[int, ...], axes: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> Layout | None:
-    """How an array is split, seen as a stack of matrices; None if that is unknown, or is not a split of a stack.
+    """The layout of an array viewed as a stack of matrices; None if it is unknown or cannot be expressed as one.
 
     Args:
-        sharding: Of the array.
+        sharding: The sharding of the array.
         shape: Its shape.
-        axes: Its axes that are rows, and those that are columns; the others count matrices.
+        axes: The axes that form the rows, and those that form the columns; the others index matrices.
     """
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
     spec = [mesh_axes_of(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
     parts = (tuple(i for i in range(len(shape)) if i not in (*axes[0], *axes[1])), *axes)
-    # Of axes that are joined, the first one alone can be split: the others are whole within each part of it.
+    # Of several axes that are merged into one, only the first may be split.
     if any(spec[i] for part in parts for i in part[1:]):
         return None
     return Layout(sharding.mesh, *(spec[part[0]] if part else () for part in parts))
 
 
 def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Callable[[Array], Array]) -> list[Array]:
-    """`compute` of matrices [..., rows, columns] of one shape, each on one device, or on few.
+    """Apply `compute` to matrices [..., rows, columns] of one shape, each on one device or a few.
 
-    They are stacked, and moved from where their parts are by one exchange for each axis of the mesh: in one go XLA
-    would gather them all on every device.
+    The matrices are stacked and resharded with one exchange per mesh axis. Resharded at once, XLA would gather all of
+    them on every device.
 
     Args:
         members: The matrices.
-        layout: How they are split.
-        compute: From matrices [n, rows, columns] to as many of the same shape.
+        layout: Their layout.
+        compute: Maps matrices [n, rows, columns] to an array of the same shape.
     """
     shape = members[0].shape[-2:]
-    # Matrices are added to each part of a batch that is split: in the order of the whole the parts would move.
+    # Each shard of a split batch is extended by itself: concatenated in global order, the shards would have to move.
     parts = math.prod(layout.mesh.shape[name] for name in layout.batch)
     flat = [member.reshape((parts, -1, *shape)) for member in members]
     stack = flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1)
@@ -71,7 +71,7 @@ def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Calla
     devices = math.prod(layout.mesh.shape[name] for name in hops[-1][0])
     padding = -stack.shape[1] % (devices // parts)
     if padding:
-        stack = jnp.pad(stack, ((0, 0), (0, padding), (0, 0), (0, 0)))  # a matrix of zeros stays one
+        stack = jnp.pad(stack, ((0, 0), (0, padding), (0, 0), (0, 0)))  # zero matrices stay zero
     stack = stack.reshape((-1, *shape))
     for hop in hops:
         stack = _constrained(stack, layout.mesh, hop)
@@ -87,19 +87,19 @@ def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Calla
 
 
 def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:
-    """The ways in which a stack is split, one after the other: from how it is to matrices alone."""
+    """The successive layouts of a stack, from the given one to one that splits only between matrices."""
     mesh, batch, rows, columns = layout
     sizes, used = mesh.shape, {*batch, *rows, *columns}
     free = tuple(name for name in mesh.axis_names if name not in used and sizes[name] > 1)
     hops = [(batch, rows, columns)]
     taken = math.prod(sizes[name] for name in used)
     chosen = min(_subsets(free), key=lambda names: (_rounds(count, taken, names, sizes), len(names)))
-    # What is on all devices of an axis is split there first: nothing has to move for that, and less afterwards.
+    # Axes over which the stack is replicated are split first: this needs no communication, and later hops move less.
     for name in chosen:
         batch = (*batch, name)
     if chosen:
         hops.append((batch, rows, columns))
-    while rows or columns:  # the minor axes first: the parts of a major one are not next to each other
+    while rows or columns:  # minor axes first: the shards along a major axis are not contiguous
         batch = (*batch, (columns or rows)[-1])
         rows, columns = (rows, columns[:-1]) if columns else (rows[:-1], columns)
         hops.append((batch, rows, columns))
@@ -114,7 +114,7 @@ def _subsets(names: Names) -> list[Names]:
 
 
 def _rounds(count: int, taken: int, names: Names, sizes: Any) -> int:
-    """How many matrices the busiest device gets."""
+    """The largest number of matrices on one device."""
     return -(-count // (taken * math.prod(sizes[name] for name in names)))
 
 

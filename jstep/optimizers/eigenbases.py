@@ -1,4 +1,4 @@
-"""Eigenbases of averaged g·gᵀ, made and followed: what SOAP does with its matrices every few steps."""
+"""Eigenbases of averaged g·gᵀ for SOAP: computed once, then tracked by power iteration."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,16 +12,16 @@ from jstep.core.types import Array
 from jstep.optimizers.householder import orthonormal
 
 FIRST, NEXT, SAME = 0, 1, 2
-"""What becomes of the bases at a step: made by eigh, moved along by one power iteration, or left as they are."""
+"""How a step updates the bases: compute them by eigh, refine them by one power iteration, or leave them unchanged."""
 
 
 class EigenbasisUpdate(NamedTuple):
-    """What turns together at a leaf: the matrices, one basis for each, and the moment in their coordinates.
+    """The matrices of a leaf, the basis of each, and the second moment in their coordinates.
 
     Attributes:
         grams: Axis → the average of g·gᵀ over the other axes.
         bases: Axis → its eigenbasis.
-        v: An array in the coordinates of all bases.
+        v: The second moment, in the coordinates of all bases.
     """
 
     grams: dict[int, Array]
@@ -30,36 +30,37 @@ class EigenbasisUpdate(NamedTuple):
 
 
 def update_eigenbases(turn: Array, leaves: Sequence[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
-    """The bases of all leaves made, moved along or left alone; each v follows where its coordinates change places.
+    """Update the bases of all leaves, and permute each v if the order of its coordinates changes.
 
-    CPUs and GPUs call a library for each matrix. A TPU has no such library: XLA compiles a program for each call, which
-    for `eigh` of 512 rows takes five minutes. There one loop goes through all matrices of a size, so that their
-    number does not matter, with Jacobi's method and `orthonormal`, whose programs do not grow with the matrices.
+    CPUs and GPUs call a library routine for each matrix. TPUs have no such library: XLA compiles a program for each
+    call, which takes five minutes for `eigh` of 512 rows. On TPUs one loop processes all matrices of one size, so
+    compile time does not depend on their number. It uses Jacobi's method and `orthonormal`, whose programs do not grow
+    with the matrix size.
 
     Args:
         turn: FIRST, NEXT or SAME.
-        leaves: What there is now.
+        leaves: The current values of all leaves.
     """
     if not leaves:
         return []
-    answers: list[EigenbasisUpdate] = jax.lax.platform_dependent(turn, list(leaves), tpu=in_loops, default=one_by_one)
-    return answers
+    new: list[EigenbasisUpdate] = jax.lax.platform_dependent(turn, list(leaves), tpu=in_loops, default=one_by_one)
+    return new
 
 
 def one_by_one(turn: Array, leaves: list[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
-    """By the routines of a library."""
+    """Update the bases with library routines, one call per matrix."""
     return [_leaf(turn, leaf) for leaf in leaves]
 
 
 @jax.jit
 def _leaf(turn: Array, leaf: EigenbasisUpdate) -> EigenbasisUpdate:
     # Traced and lowered once for all leaves of one shape.
-    answer: EigenbasisUpdate = jax.lax.switch(turn, [_first, _next, lambda leaf: leaf], leaf)
-    return answer
+    new: EigenbasisUpdate = jax.lax.switch(turn, [_first, _next, lambda leaf: leaf], leaf)
+    return new
 
 
 def _first(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
-    """Eigenvectors, those of the largest eigenvalues first."""
+    """Eigenvectors, in descending order of eigenvalues."""
     return leaf._replace(bases={i: jnp.flip(jnp.linalg.eigh(gram)[1], 1) for i, gram in leaf.grams.items()})
 
 
@@ -74,14 +75,14 @@ def _next(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
 
 
 def powered(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """A basis after one power iteration, the longest directions first, and the order that this puts them in."""
+    """A basis after one power iteration, by descending eigenvalue estimates, and the permutation that sorts it."""
     product = gram @ basis
     order = jnp.argsort(jnp.sum(basis * product, 0), descending=True)
     return product[:, order], order
 
 
 def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """Eigenvectors by Jacobi's method, those of the largest eigenvalues first; and no change of order."""
+    """Eigenvectors by Jacobi's method, in descending order of eigenvalues, and the identity permutation."""
     jacobi = jax.lax.linalg.EighImplementation.JACOBI
     vectors, _ = jax.lax.linalg.eigh(gram, implementation=jacobi)
     return jnp.flip(vectors, 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
@@ -90,12 +91,12 @@ def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
 def in_loops(
     turn: Array, leaves: list[EigenbasisUpdate], first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors
 ) -> list[EigenbasisUpdate]:
-    """By loops, one for all matrices of a size.
+    """Update the bases with one loop over all matrices of each size.
 
     Args:
         turn: FIRST, NEXT or SAME.
-        leaves: What there is now.
-        first: What FIRST does, before QR.
+        leaves: The current values of all leaves.
+        first: The function that FIRST applies before QR.
     """
     sizes: dict[Any, list[tuple[int, int]]] = {}
     for i, leaf in enumerate(leaves):
@@ -113,26 +114,26 @@ def in_loops(
 
 
 def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tuple[list[Array], Array]:
-    """New bases of matrices of one size, and the order in which each has its old directions.
+    """The new bases of matrices of one size, and for each the permutation of its old directions.
 
-    One matrix at a time is picked and put back: a stack of all would take the memory of two more.
+    Matrices are read and written one at a time, because stacking them would need the memory of two more copies.
     """
 
     def turned(turn: Array, gram: Array, basis: Array) -> tuple[Array, Array]:
         matrix, order = jax.lax.cond(turn == FIRST, first, powered, gram, basis)
-        # Jacobi's rotations lose orthogonality, four digits of seven at 256 rows; QR gives it back.
+        # Jacobi's rotations lose orthogonality (four of seven digits at 256 rows); QR restores it.
         return orthonormal(matrix), order
 
     def body(i: Array, carry: tuple[list[Array], Array]) -> tuple[list[Array], Array]:
         bases, orders = carry
         picks = [lambda grams, bases, j=j: (grams[j], bases[j]) for j in range(len(grams))]
-        # Split over devices, each of the thousands of rotations would be an exchange between them.
+        # If the matrix were sharded, each of the thousands of rotations would need communication.
         basis, order = on_every_device(turned, turn, *jax.lax.switch(i, picks, grams, bases))
         puts = [lambda bases, new, j=j: [*bases[:j], new, *bases[j + 1 :]] for j in range(len(grams))]
         return jax.lax.switch(i, puts, bases, basis), orders.at[i].set(order)
 
     orders = jnp.zeros((len(grams), grams[0].shape[0]), jnp.int32)
-    # A loop of no turns leaves the bases where they are; a conditional would copy them.
+    # A loop of zero iterations leaves the bases in place; a conditional would copy them.
     turns = jnp.where(turn == SAME, 0, len(grams))
-    answers: tuple[list[Array], Array] = jax.lax.fori_loop(0, turns, body, (bases, orders))
-    return answers
+    turned_bases: tuple[list[Array], Array] = jax.lax.fori_loop(0, turns, body, (bases, orders))
+    return turned_bases

@@ -1,4 +1,4 @@
-"""Elements of a chain that keep nothing but held hyperparameters."""
+"""Chain elements whose only slots are held hyperparameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,12 +14,12 @@ from jstep.optimizers.names import Init, Role, Roles
 def element(
     fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], *, finished: bool = False
 ) -> Optimizer:
-    """An element of `fn(updates, params, step, h) -> updates` with some hyperparameters.
+    """A chain element from `fn(updates, params, step, h) -> updates` and its hyperparameters.
 
     Args:
-        fn: The transformation; what it does with None leaves and `IndexedSlices` is its own affair.
-        hyper: Name → what `checked` returned.
-        finished: Whether the updates have −learning_rate in them.
+        fn: The transformation; it must handle None leaves and `IndexedSlices` itself.
+        hyper: Name → the value returned by `checked`.
+        finished: Whether the updates include −learning_rate.
     """
     held = held_names(hyper)
 
@@ -37,11 +37,11 @@ def element(
 
 
 def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
-    """An element of a chain made of a function, with no slots and no hyperparameters.
+    """A chain element from a pure function, without slots or hyperparameters.
 
     Args:
-        fn: `fn(updates, params, step) -> updates`, pure. Leaves of updates are arrays, `IndexedSlices` or None, which
-            stays None; the step is the number of updates applied so far.
+        fn: A pure function `fn(updates, params, step) -> updates`. Leaves of updates are arrays, `IndexedSlices` or
+            None, which stays None; the step is the number of updates applied so far.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep

@@ -1,4 +1,4 @@
-"""The slot of one part of an optimizer, found in a state: there is no optimizer at hand, so names and shapes decide."""
+"""Find the slot of one part of an optimizer in a state, by name and shape, without the optimizer itself."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from jstep.state import TrainState
 
 
 def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
-    """The full name of the one slot that has a name, below whatever scopes and labels.
+    """The full name of the only slot with a given name, under any scopes and labels.
 
     Args:
         state: The state.
-        name: The name, with all its prefixes or without.
-        hint: What makes such a slot, for the error.
-        belongs: Whether a slot of this name is the one that is meant.
+        name: The name, with or without its prefixes.
+        hint: How such a slot is created, for the error.
+        belongs: A predicate on the slot's full name; slots that fail it are ignored.
 
     Raises:
         TypeError: The state is not a TrainState.
@@ -28,7 +28,7 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
     if name in found:
         return name
     if len(found) > 1:
-        raise ValueError(f"name={name!r}: the state has several such slots, {sorted(found)}; give the name of one")
+        raise ValueError(f"name={name!r}: the state has several such slots, {sorted(found)}; give the full name of one")
     if not found:
         raise ValueError(
             f"name={name!r}: the state has no such slot{trees.nearest(str(name), slots)}; it has {sorted(slots)}. "

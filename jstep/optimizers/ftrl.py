@@ -17,23 +17,24 @@ def ftrl(
     l2_shrinkage_regularization_strength: ScalarOrSchedule = 0.0,
     beta: ScalarOrSchedule = 0.0,
 ) -> Optimizer:
-    """Per-coordinate rates with sparsity: weights that l1 outweighs are exactly 0.
+    """FTRL-Proximal: per-coordinate learning rates with exact sparsity.
 
     a' = a + g²; linear += g + 2·shrinkage·p − (a'^−power − a^−power)/lr · p;
     p = (sign(linear)·l1 − linear) / (a'^−power/lr + 2·(l2 + β/(2·lr))) where |linear| > l1, else 0.
 
     Args:
-        learning_rate: The step size lr > 0. At a step where a schedule reaches 0, nothing moves.
-        learning_rate_power: How the rate falls with the accumulated squares, ≤ 0; −0.5 as in Adagrad, 0 fixed.
-        initial_accumulator_value: What the accumulator starts from, ≥ 0.
-        l1_regularization_strength: Towards sparse weights, ≥ 0.
-        l2_regularization_strength: Towards small weights, ≥ 0.
-        l2_shrinkage_regularization_strength: An l2 penalty on the gradient alone, ≥ 0; it does not enter the
+        learning_rate: The step size lr > 0. When a schedule returns 0, the parameters stay unchanged.
+        learning_rate_power: The exponent ≤ 0 of the accumulated squares in the rate: −0.5 as in Adagrad, 0 for a
+            constant rate.
+        initial_accumulator_value: The initial value of the accumulator, ≥ 0.
+        l1_regularization_strength: The l1 penalty ≥ 0, which makes weights with |linear| ≤ l1 exactly 0.
+        l2_regularization_strength: The l2 penalty ≥ 0, which favors small weights.
+        l2_shrinkage_regularization_strength: An l2 penalty ≥ 0 that is added to the gradient but not to the
             accumulator.
-        beta: The paper's β ≥ 0, which lowers the first rates.
+        beta: The paper's β ≥ 0, which lowers the learning rates of the first steps.
 
     Returns:
-        An `Optimizer` with the slots `accum` and `linear` (initially 0). A sparse gradient touches its rows alone.
+        An `Optimizer` with the slots `accum` and `linear` (initially 0). A sparse gradient updates only its own rows.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -77,8 +78,8 @@ def ftrl_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
     shrunk = g + 2 * h["l2_shrinkage_regularization_strength"] * p
     linear = slots["linear"] + shrunk - (rate_power(old + g * g) - rate_power(old)) / lr * p
     linear = jnp.where(moves, linear, slots["linear"])
-    # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Left to
-    # itself XLA computes them from the old slots in another order, and copies what it has to overwrite.
+    # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Otherwise
+    # XLA computes them from the old slots in another order and copies the slots that it has to overwrite.
     linear, old, g = compute_first(linear, old, g)
     accum = ordered_after(old + g * g, linear)
     quadratic = rate_power(accum) / lr + 2 * (h["l2_regularization_strength"] + h["beta"] / (2 * lr))

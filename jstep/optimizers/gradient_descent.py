@@ -12,7 +12,7 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
         learning_rate: The step size lr ≥ 0.
 
     Returns:
-        An `Optimizer` without slots. A sparse gradient touches its rows alone.
+        An `Optimizer` without slots. A sparse gradient updates only its own rows.
 
     Example:
         >>> import jax.numpy as jnp, jstep

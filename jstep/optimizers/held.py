@@ -1,4 +1,4 @@
-"""Hyperparameters that the state holds: values that stay until they are set, and are saved with the state."""
+"""Hyperparameters stored in the state, which can be changed during training and are saved in checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,19 +11,19 @@ from jstep.core import trees
 from jstep.core.types import Array, Held, Slots
 
 HELD = "held"
-"""The part of a slot's name that says so: `held/name`, `embed/held/name` under a scope or label."""
+"""The part of a slot's name that marks held hyperparameters: `held/name`, `embed/held/name` under a scope or label."""
 
 
 def held(name: str, value: Any) -> Held:
-    """A hyperparameter that the state holds, for the place of a number or a schedule.
+    """A hyperparameter stored in the state, given in place of a number or a schedule.
 
-    It lives in the scalar slot `held/name` (float32; under a scope or label `embed/held/name`), is saved with the
-    state, shown in the step's metrics under its name, and stays until `set_hyperparameter` sets it, which costs no
-    second compilation. `optimizer.hyperparameters(step)`, which knows the step alone, leaves it out.
+    The value is stored in the scalar slot `held/name` (float32; `embed/held/name` under a scope or label), saved with
+    the state and shown in the step's metrics under its name. It stays constant until `set_hyperparameter` changes it,
+    which does not recompile. `optimizer.hyperparameters(step)` omits it, because it depends on the step only.
 
     Args:
-        name: Its name; two of one name collide as slots do.
-        value: The first value, a number or a scalar array. What it may be is checked where it is used.
+        name: Its name; equal names collide like those of slots.
+        value: The initial value, a number or a scalar array. Its range is checked by the optimizer that uses it.
 
     Raises:
         ValueError: The name is empty, begins or ends with a slash, or has the part `held`; or the value is not
@@ -46,7 +46,7 @@ def held(name: str, value: Any) -> Held:
 
 
 def check_prefix(argument: str, name: str) -> None:
-    """Refuses what cannot stand before a slash in the name of a slot.
+    """Check that a name can be the prefix of a slot's name.
 
     Raises:
         ValueError: It is empty, begins or ends with a slash, or has the part `held`.
@@ -61,10 +61,11 @@ def check_prefix(argument: str, name: str) -> None:
 
 
 def held_names(hyper: Mapping[str, Any]) -> tuple[str, ...]:
-    """The slots of the held among some hyperparameters.
+    """The names of the slots of held hyperparameters.
 
     Raises:
-        ValueError: Two of them have one name, or one has that of another argument, beside which it would be shown.
+        ValueError: Two of them have the same name, or one has the name of another argument, with which it would clash
+            in the metrics.
     """
     owner: dict[str, str] = {}
     for argument, value in hyper.items():
@@ -78,14 +79,14 @@ def held_names(hyper: Mapping[str, Any]) -> tuple[str, ...]:
             owner[slot] = argument
             if not isinstance(hyper.get(value.name, value), Held):
                 raise ValueError(
-                    f"{argument} holds a hyperparameter named {value.name!r}, which is the name of another one here; "
-                    f"give it a name of its own, such as held({argument!r}, …)"
+                    f"{argument} holds a hyperparameter named {value.name!r}, which is the name of another argument; "
+                    f"give it another name, such as held({argument!r}, …)"
                 )
     return tuple(owner)
 
 
 def held_slots(hyper: Mapping[str, Any]) -> Slots:
-    """The slots that the held among some hyperparameters start from."""
+    """The initial slots of held hyperparameters."""
     return {
         f"{HELD}/{value.name}": jnp.array(value.value, dtype=jnp.float32, copy=True)
         for value in hyper.values()
@@ -94,7 +95,7 @@ def held_slots(hyper: Mapping[str, Any]) -> Slots:
 
 
 def shown_name(slot: str) -> str | None:
-    """The name under which a held hyperparameter is known, from its slot's; None for other slots."""
+    """The name of a held hyperparameter, from the name of its slot; None for other slots."""
     parts = slot.split("/")
     if HELD not in parts[:-1]:
         return None
@@ -103,23 +104,23 @@ def shown_name(slot: str) -> str | None:
 
 
 def held_values(slots: Slots) -> dict[str, Array]:
-    """All hyperparameters that some slots hold, by the names they are known under (`embed/learning_rate`).
+    """All held hyperparameters among some slots, by name (`embed/learning_rate`).
 
-    For where there is a state and no optimizer: names decide.
+    They are recognized by the names of the slots, so no optimizer is needed.
     """
     named = ((shown_name(slot), value) for slot, value in slots.items() if trees.is_array(value))
     return {name: value for name, value in named if name is not None}
 
 
 def get_hyperparameter(state: Any, name: str) -> Any:
-    """The value of a held hyperparameter. Waits for the device.
+    """Return the value of a held hyperparameter. Blocks until the value is ready.
 
     Args:
-        state: A `TrainState`. Of a population of states, stacked by `jax.vmap`, the value is an array.
+        state: A `TrainState`. For a population of states, stacked by `jax.vmap`, the result is an array.
         name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
 
     Raises:
-        KeyError: The state holds no such hyperparameter; names those it does.
+        KeyError: The state holds no such hyperparameter; the error lists those it holds.
 
     Example:
         >>> import jstep
@@ -128,22 +129,22 @@ def get_hyperparameter(state: Any, name: str) -> Any:
         0.5
     """
     slot = _slot_of(state, name)
-    value = np.asarray(jax.device_get(state.slots[slot]))  # an explicit transfer, which a guard lets pass
+    value = np.asarray(jax.device_get(state.slots[slot]))  # explicit, so that a transfer guard allows it
     return value if value.ndim else float(value)
 
 
 def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
-    """A new state with another value of a held hyperparameter. No compiled step compiles again.
+    """Return a new state with another value of a held hyperparameter. Compiled steps are not recompiled.
 
     Args:
         state: A `TrainState`.
         name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
-        value: A finite number, or a scalar array (traced too). In a population of states, stacked by `jax.vmap`, one
-            for all, or an array with one for each.
+        value: A finite number or a scalar array, which may be traced. For a population of states, stacked by
+            `jax.vmap`, one value for all, or an array with one value per state.
 
     Raises:
-        KeyError: The state holds no such hyperparameter; names those it does.
-        ValueError: The value is not finite, or has another shape than what the state holds.
+        KeyError: The state holds no such hyperparameter; the error lists those it holds.
+        ValueError: The value is not finite, or its shape differs from that of the stored value.
 
     Example:
         >>> import jstep
@@ -172,7 +173,7 @@ def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
 
 
 def _check_number(value: Any, shape: tuple[int, ...] = ()) -> None:
-    """Refuses what cannot be the value of a held hyperparameter: one number, or an array of them of a given shape."""
+    """Check that a value can be held: a finite number, or an array of finite numbers of a given shape."""
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"value={value!r}: must be a number or a scalar array, got {type(value).__name__}")
     if np.ndim(value) and np.shape(value) != shape:
@@ -195,6 +196,6 @@ def _slot_of(state: Any, name: str) -> str:
         have = f"it holds {sorted(known)}" if known else "it holds none"
         raise KeyError(
             f"name={name!r}: the state holds no such hyperparameter{trees.nearest(name, known)}; {have}. "
-            "A hyperparameter is held where jstep.held(name, value) stands in the place of its number."
+            "To hold a hyperparameter in the state, pass jstep.held(name, value) in place of its number."
         )
     return known[name]

@@ -1,4 +1,4 @@
-"""Hyperparameters: numbers, arrays, schedules or held, checked when given and evaluated at a step."""
+"""Checking hyperparameters (numbers, arrays, schedules or `held`) and evaluating them at a step."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.held import HELD
 
 Hyper: TypeAlias = dict[str, Any]
-"""The values in force at a step, by name."""
+"""The values of hyperparameters at a step, by name."""
 
 
 def checked(
@@ -27,19 +27,19 @@ def checked(
     above: bool = False,
     below: bool = False,
 ) -> Any:
-    """A hyperparameter as given, refused where it cannot be right.
+    """Check a hyperparameter and return it.
 
     Args:
         name: The argument's name, for the error.
-        value: A number, a scalar array (a tracer too), a schedule, or what `held` made, whose first value is
-            checked like a number.
-        low: The smallest value.
-        high: The largest value.
-        above: Whether `low` itself is refused.
-        below: Whether `high` itself is refused.
+        value: A number, a scalar array (which may be traced), a schedule, or the result of `held`, whose initial value
+            is checked like a number.
+        low: The lower bound.
+        high: The upper bound.
+        above: Whether the value must be strictly greater than `low`.
+        below: Whether the value must be strictly less than `high`.
 
     Raises:
-        ValueError: The value is no scalar, not finite, or out of range.
+        ValueError: The value is not a scalar, not finite, or out of range.
     """
     if isinstance(value, Held):
         first = checked(name, value.value, low=low, high=high, above=above, below=below)
@@ -61,7 +61,7 @@ def checked(
         raise TypeError(f"{name}: must be a real number, got dtype {jnp.result_type(value)}")
     number = trees.concrete(value)
     if number is not None:
-        # A float32 array may lie a rounding below a bound such as 0; nothing here needs more than ≤ and <.
+        # A float32 array may be one rounding below a bound such as 0; only ≤ and < are needed here.
         fits = (number > low if above else number >= low) and (number < high if below else number <= high)
         if not (fits and np.isfinite(number)):
             signs = [f"{'>' if above else '≥'} {low:g}"] * (low > -math.inf)
@@ -74,7 +74,7 @@ def checked(
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
-    """A number that is fixed when the optimizer is made: as `checked`, but no array, schedule or held.
+    """Check a number that is fixed when the optimizer is created: like `checked`, without schedules or `held`.
 
     Raises:
         ValueError: It is not finite, or out of range.
@@ -83,21 +83,23 @@ def constant(name: str, value: Any, **bounds: Any) -> float:
         kind = (
             "a held value" if isinstance(value, Held) else "a traced array" if trees.is_array(value) else "a function"
         )
-        raise TypeError(f"{name}={value!r}: must be a plain number, got {kind}; it is fixed when the optimizer is made")
+        raise TypeError(
+            f"{name}={value!r}: must be a plain number, got {kind}; it is fixed when the optimizer is created"
+        )
     return float(checked(name, value, **bounds))
 
 
 def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> Any:
-    """The value of a hyperparameter at a step: a Python float where it is constant, else a float scalar array.
+    """The value of a hyperparameter at a step: a Python float if it is constant, else a float scalar array.
 
     Args:
         name: The argument's name, for the error.
-        value: What `checked` returned.
+        value: The value returned by `checked`.
         step: The step.
-        slots: The slots of the optimizer, from which a held value is read.
+        slots: The slots of the optimizer, from which held values are read.
 
     Raises:
-        ValueError: A schedule returned something that is not a scalar, or the slots hold no such value.
+        ValueError: A schedule did not return a scalar, or the slots have no such held value.
     """
     if isinstance(value, float):
         return value
@@ -123,19 +125,19 @@ def values_at(given: Mapping[str, Any], step: Step, slots: Slots | None = None) 
 
 
 def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step], Any]:
-    """A function of the step, from a number, an array or a schedule: for hyperparameters of one's own optimizers.
+    """Convert a number, an array or a schedule to a function of the step, for hyperparameters of custom optimizers.
 
     Args:
-        value: What the user gave.
+        value: A number, a scalar array or a schedule.
         name: Its name, for errors.
 
     Returns:
-        `schedule(step)`, a scalar; a plain number stays a Python float, which is exact and costs a compiled step
-        nothing.
+        `schedule(step)`, a scalar; a plain number stays a Python float, which is exact and free in a compiled step.
 
     Raises:
-        TypeError: It is none of these, or held: what the state holds, the step does not tell.
-        ValueError: It is no scalar, or not finite.
+        TypeError: It is not a number, an array or a schedule. `held` is not supported, because a held value depends on
+            the state.
+        ValueError: It is not a scalar, or not finite.
 
     Example:
         >>> import jstep
@@ -149,10 +151,10 @@ def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step]
 
 
 def report(given: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
-    """The `hyperparameters` function of an optimizer with these hyperparameters; held ones are the state's to tell.
+    """The `hyperparameters` function of an optimizer with these hyperparameters, without held ones.
 
-    Under a trace constants come as NumPy scalars: what a compiled step need not compute, it need not
-    return either (an output costs some 2 µs a call on a CPU), and `training` puts it back in outside.
+    Under a trace, constants are NumPy scalars. A compiled step then does not return them (an output costs about 2 µs
+    per call on a CPU), and `training` adds them outside of it.
     """
     given = {name: value for name, value in given.items() if not isinstance(value, Held)}
 

@@ -1,4 +1,4 @@
-"""LAMB: Adam with a step as long as each layer bears."""
+"""LAMB: Adam with layer-wise trust ratios."""
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
@@ -18,19 +18,19 @@ def lamb(
 ) -> Optimizer:
     """LAMB: r = m̂/(√v̂ + ε) + weight_decay·p; p −= lr·r·‖p‖/‖r‖, norms by leaf; lr·r where a norm is 0.
 
-    m, v and their corrections are Adam's.
+    m̂ and v̂ are those of Adam.
 
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
         beta2: The decay of the second moment, likewise.
         epsilon: Added to √v̂, ≥ 0.
-        weight_decay: Added to the direction, inside its norm; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        weight_decay: Weight decay ≥ 0, added to the direction before its norm is taken.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0), and the scalar `start_step`. A leaf that stacks layers
-        has one norm for them all: keep layers as leaves of their own.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`. If a leaf stacks several
+        layers, they share one norm: keep layers in separate leaves.
 
     Raises:
         ValueError: An argument is out of its range, or the mask matches nothing.
@@ -42,8 +42,8 @@ def lamb(
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
         1.5
 
-    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019); the numbers
-    are those of `optax.lamb`. timm clips by the global norm besides, Keras decays outside the norm.
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019); the results
+    match `optax.lamb`. timm also clips by the global norm; Keras decays outside the norm.
     """
     return leafwise(
         lamb_rule,

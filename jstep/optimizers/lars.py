@@ -1,4 +1,4 @@
-"""LARS: momentum with a step as long as each layer bears."""
+"""LARS: momentum with layer-wise trust ratios."""
 
 from jstep.core.checks import as_bool
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
@@ -22,18 +22,18 @@ def lars(
 ) -> Optimizer:
     """LARS: g += weight_decay·p; a = momentum·a + lr·g·trust_coefficient·‖p‖/(‖g‖ + ε); p −= a, norms by leaf.
 
-    With Nesterov p −= (the last term of a) + momentum·a. Where a norm is 0 the ratio is 1. The rate is inside the
-    buffer: what was gathered at a high rate goes on at that.
+    With Nesterov p −= (the last term of a) + momentum·a. If a norm is 0, the ratio is 1. The learning rate is inside
+    the buffer: gradients accumulated at a high rate keep that rate.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        momentum: The share of the old update that is kept, in [0, 1].
-        use_nesterov: Whether to look ahead along the new update.
-        trust_coefficient: How far a leaf may move in one step of rate 1, as a share of its norm; ≥ 0.
+        momentum: The fraction of the old update that is kept, in [0, 1].
+        use_nesterov: Whether to use Nesterov momentum.
+        trust_coefficient: The step length at lr = 1 as a fraction of the leaf's norm, ≥ 0.
         epsilon: Added to ‖g‖, ≥ 0.
-        trust_ratio_mask: Which leaves have the ratio: the grammar of `var_list`, None for all.
-        weight_decay: Coupled: added to the gradient as weight_decay·p; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        trust_ratio_mask: The leaves with a trust ratio, in the grammar of `var_list`; None for all.
+        weight_decay: Coupled weight decay ≥ 0, added to the gradient as weight_decay·p.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0).
@@ -48,7 +48,7 @@ def lars(
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
         1.5
 
-    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the numbers are those of
+    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the results match
     `optax.lars`.
     """
     return leafwise(
@@ -67,7 +67,7 @@ def lars(
 
 
 def scaled(g: Array, p: Array, h: Hyper) -> Array:
-    """The gradient with decay, ratio and rate in it."""
+    """The gradient with weight decay, multiplied by the trust ratio and the learning rate."""
     g = with_decay(g, p, h)
     ratio = trust_ratio(p, g, h["trust_coefficient"], h["epsilon"]) if h["trusts"] else 1.0
     return h["learning_rate"] * ratio * g
@@ -80,7 +80,7 @@ def lars_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """Likewise, with a look ahead."""
+    """The same with Nesterov momentum."""
     g = scaled(g, p, h)
     a = h["momentum"] * slots["momentum"] + g
     return -(g + h["momentum"] * a), {"momentum": a}

@@ -1,8 +1,8 @@
-"""From the rule for one leaf to an optimizer: all that optimizers share.
+"""`leafwise`: build an optimizer from the update rule of one leaf.
 
-A rule is a function at module level, of arrays of one floating dtype; `leafwise` takes care of walking the tree,
+A rule is a module-level function of arrays of one floating dtype. `leafwise` handles the rest: traversing the tree,
 None and integer leaves, None gradients, `IndexedSlices`, dtypes of slots and of arithmetic, hyperparameters at a
-step (numbers, arrays, schedules, held), the age of the slots, masks by path, and names. RMSProp without momentum:
+step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, and names. RMSProp without momentum:
 
     def rule(g, p, slots, h):
         rms = h["decay"] * slots["rms"] + (1 - h["decay"]) * g * g
@@ -16,17 +16,18 @@ step (numbers, arrays, schedules, held), the age of the slots, masks by path, an
             slots={"rms": 1.0},
         )
 
-- `slots`: a number is what a slot starts from, everywhere; `Slot(...)` says more: a copy of the parameter, another
-  shape or none for some leaves, a narrower dtype. What the rule leaves out of its answer stays as it is.
-- `h` holds every hyperparameter (a Python float where it is a plain number, so that 1 − 0.999 is exact), the scalar
-  slots, the flags of the leaf, its `dtype`, `step`, `age` where aged, and whatever `prepare` and `conclude` returned.
-- `prepare(h)` runs once before the leaves; what it returns joins h, and a new value of a scalar slot is returned
-  under the slot's name.
-- `measure(g, p, slots, h) -> {name: scalar}` runs on each leaf that has a gradient and is summed over all of them;
-  `conclude(h)`, with the sums in h, runs once after it and before the rule, and returns as `prepare` does.
-- `flags`: what a leaf is told by its path (`mask("weight_decay_mask", given)`, `by_path(fn)`), a Python value in h.
-- The rule sees the whole leaf: norms, products of matrices and `lax.cond` are fine. With `sparse=True` it is applied
-  to rows of a table alone and must then be elementwise.
+- `slots`: a number is the initial value of a slot for all leaves. `Slot(...)` allows a copy of the parameter, another
+  shape or no slot for some leaves, or a narrower dtype. Slots that the rule does not return stay unchanged.
+- `h` contains every hyperparameter (a Python float if it is a plain number, so that 1 − 0.999 is exact), the scalar
+  slots, the flags of the leaf, its `dtype`, `step`, `age` if aged, and the values returned by `prepare` and
+  `conclude`.
+- `prepare(h)` runs once before the leaves. The values it returns are added to h; to change a scalar slot, it returns
+  the new value under the slot's name.
+- `measure(g, p, slots, h) -> {name: scalar}` runs on each leaf that has a gradient, and its results are summed over
+  these leaves. `conclude(h)` then runs once, before the rule, with the sums in h, and returns values as `prepare` does.
+- `flags`: static values that depend on a leaf's path (`mask("weight_decay_mask", given)`, `by_path(fn)`), in h.
+- The rule sees the whole leaf: norms, matrix products and `lax.cond` are allowed. With `sparse=True` it is applied to
+  some rows of a table only, so it must be elementwise.
 """
 
 import dataclasses
@@ -57,15 +58,16 @@ Rule: TypeAlias = Callable[[Array, Array, LeafSlots, Hyper], tuple[Array, LeafSl
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """What a slot starts from, for `leafwise`.
+    """The initial value, shape and dtype of a slot, for `leafwise`.
 
     Attributes:
-        initial: A number (or array, or schedule of the step of creation), or `"copy"` for the parameter itself.
-        shape: `shape(path, leaf)`, the shape of the slot's leaf, or None where this leaf has none; the parameter's
-            unless told. It is asked of trainable leaves alone. On a mesh it lies as the parameter does, without the
-            dimensions it has not; of a square parameter `…_row` is known by its name to lack the columns.
-        dtype: The dtype it is kept in; that of arithmetic (the parameter's, float32 at least) unless told. The rule
-            sees floating slots in the dtype of arithmetic all the same.
+        initial: A number (or array, or schedule of the step of creation), or `"copy"` for a copy of the parameter.
+        shape: `shape(path, leaf)`, the shape of the slot's leaf, or None if this leaf has no slot; by default the
+            parameter's shape. It is called for trainable leaves only. On a mesh the slot is sharded like the
+            parameter, without the dimensions that it lacks; for a square parameter, a slot named `…_row` is taken to
+            lack the columns.
+        dtype: The dtype in which the slot is stored; by default that of arithmetic (the parameter's, at least
+            float32). The rule always sees floating slots in the dtype of arithmetic.
 
     Example:
         >>> import jstep
@@ -93,34 +95,35 @@ def leafwise(
     finished: bool | None = None,
     late: tuple[str, ...] = (),
 ) -> Optimizer:
-    """An optimizer that treats each leaf by the same rule: `rule(g, p, slots, h) -> (update, slots)`.
+    """An optimizer that applies the same rule to each leaf: `rule(g, p, slots, h) -> (update, slots)`.
 
     None and integer leaves, None gradients, `IndexedSlices`, dtypes, hyperparameters of any kind, ages and names are
-    taken care of. `h` holds the hyperparameters in force, the scalar slots, `step`, the leaf's `dtype`, `age` where
-    aged, and what `prepare`, `measure` and `conclude` returned. The recipe "Your own optimizer" shows each at work.
+    handled. `h` contains the current hyperparameters, the scalar slots, `step`, the leaf's `dtype`, `age` if aged, and
+    the values returned by `prepare`, `measure` and `conclude`. The recipe "Your own optimizer" has examples of each.
 
     Args:
         rule: The update of one leaf.
-        hyper: Name of each hyperparameter → a number, an array, a schedule or held.
-        slots: Name of each slot → its initial value or a `Slot`; or a function from params to that.
-        scalars: Name of each scalar slot → its first value; kept in float32.
-        flags: Name → a function from params to a list, in the order of leaves, of what the rule is told in h.
-        prepare: `prepare(h)` computes once what all leaves share, and returns what joins h.
-        measure: `measure(g, p, slots, h)` returns scalars by name: summed over all leaves before their updates.
-        conclude: `conclude(h)` computes once what follows from the sums, and returns what joins h.
+        hyper: Name of each hyperparameter → a number, an array, a schedule or `held`.
+        slots: Name of each slot → its initial value or a `Slot`; or a function from params to such a mapping.
+        scalars: Name of each scalar slot → its initial value; stored in float32.
+        flags: Name → a function from params to a list of static values, one per leaf in order, passed to the rule in h.
+        prepare: `prepare(h)` computes values shared by all leaves once, and returns values to add to h.
+        measure: `measure(g, p, slots, h)` returns scalars by name, which are summed over all leaves before the rule.
+        conclude: `conclude(h)` computes values from these sums once, and returns values to add to h.
         aged: Whether to keep the scalar slot `start_step`; then age = step + 1 − start_step is in h.
-        sparse: Whether the rule, applied to some rows of a table, leaves the other rows as they are. Where
-            it does not, sparse gradients are made dense.
-        finished: Whether the updates have −learning_rate in them; where there is such a hyperparameter unless told.
-        late: Slots whose old values the update is made of, but not the new ones (Lion's m): where they are written
-            after the parameters, XLA need not copy them.
+        sparse: Whether the rule may be applied to some rows of a table only, leaving the other rows unchanged.
+            Otherwise sparse gradients are converted to dense ones.
+        finished: Whether the updates include −learning_rate; by default, whether `hyper` has a learning_rate.
+        late: Slots whose old values, but not new ones, the update is computed from (Lion's m): written after the
+            parameters, they need not be copied by XLA.
 
     Returns:
         An `Optimizer`.
 
     Raises:
-        TypeError: A hyperparameter is no number and no schedule; the rule does not return two things.
-        ValueError: It is no scalar, or two held ones have one name; the update has another shape than the gradient.
+        TypeError: A hyperparameter is not a number, an array or a schedule; or the rule does not return two values.
+        ValueError: A hyperparameter is not a scalar, or two held ones have the same name; or the shape of the update
+            differs from that of the gradient.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -148,7 +151,7 @@ def leafwise(
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         for flag in flags.values():
-            flag(params)  # a mask that matches nothing is said here, not at the first step
+            flag(params)  # a mask that matches nothing raises here, not at the first step
         fresh: Slots = {name: fresh_slot(name, spec, params, global_step) for name, spec in specs_for(params).items()}
         if aged:
             fresh[START_STEP] = new_start_step(global_step)
@@ -196,7 +199,7 @@ def leafwise(
             for name, value in new_slots.items():
                 mine[name][i] = value
         new: Slots = {name: treedef.unflatten(values) for name, values in mine.items()} | kept
-        if is_finished:  # else the chain orders them, which knows the finished ones
+        if is_finished:  # otherwise the chain orders the slots, after the finished updates
             new = written_late(new, late, params, treedef.unflatten(new_updates))
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
@@ -213,7 +216,7 @@ def _scalar(name: str, value: Any, global_step: Step) -> Array:
 
 
 def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
-    """A slot for params."""
+    """The initial value of a slot for params."""
     copy = isinstance(spec.initial, str)
     value: Any = None if copy else value_at(f"the initial value of slot {name!r}", spec.initial, global_step)
 
@@ -224,7 +227,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
         if copy:
             return jnp.array(leaf, dtype=dtype, copy=True)
         if spec.shape is None:
-            return jnp.full_like(leaf, value, dtype=dtype)  # keeps the sharding of the parameter where it has one
+            return jnp.full_like(leaf, value, dtype=dtype)  # keeps the parameter's sharding
         shape = spec.shape(path, like)
         return None if shape is None else jnp.full(shape, value, dtype)
 
@@ -233,9 +236,9 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
 
 
 def _split(h: Hyper) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
-    """What is known while tracing, and what is not, computed once.
+    """The static values in h, and the traced ones behind a barrier.
 
-    Without the barrier XLA fuses a schedule into the kernel of each leaf.
+    Without the barrier XLA would fuse a schedule into the kernel of each leaf.
     """
     floats = tuple((name, value) for name, value in h.items() if isinstance(value, float | bool | str))
     arrays = {name: value for name, value in h.items() if trees.is_array(value)}
@@ -243,9 +246,9 @@ def _split(h: Hyper) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
 
 
 def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> Any:
-    """The rule with dtypes and rows taken care of, traced and lowered once for all leaves of one shape and flags.
+    """The rule with dtypes and sparse rows handled, traced and lowered once for all leaves of equal shape and flags.
 
-    The jit compiles nothing inside a step: it becomes one shared function that XLA inlines. Without it
+    Inside a step the jit does not compile anything: it becomes one shared function that XLA inlines. Without it,
     1000 leaves take four times as long to trace and lower.
     """
 
@@ -259,21 +262,21 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
             old = slots[name]
             return x if old is None or x is None else x.astype(old.dtype)
 
-        # Python floats stay such: 1 − 0.999 is exact in double precision and off by 5e-5 in float32.
+        # Python floats are not converted: 1 − 0.999 is exact in double precision and off by 5e-5 in float32.
         h = dict(static) | {name: wide(value) for name, value in arrays.items()} | {"dtype": leaf.dtype}
         if isinstance(gradient, IndexedSlices) and not sparse:
             gradient = gradient.to_dense()
         if not isinstance(gradient, IndexedSlices):
-            answer = rule(gradient.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)
-            if not isinstance(answer, tuple):
-                return answer
-            return answer[0], {name: narrow(name, value) for name, value in answer[1].items()}
+            result = rule(gradient.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)
+            if not isinstance(result, tuple):
+                return result
+            return result[0], {name: narrow(name, value) for name, value in result[1].items()}
         rows = combined(gradient)
-        # Rows past the end are computed from the last one, and dropped.
+        # Rows past the end are computed from the last row and dropped.
         old = {name: wide(slot.at[rows.indices].get(mode="clip")) for name, slot in slots.items()}
         at_rows = leaf.at[rows.indices].get(mode="clip").astype(dtype)
         update, new = rule(rows.values.astype(dtype), at_rows, old, h)
-        # Indices are unique but for those past the end, so setting them is well-defined.
+        # Indices are unique except for those past the end, so setting is well-defined.
         kept = {name: slots[name].at[rows.indices].set(narrow(name, x), mode="drop") for name, x in new.items()}
         return within(IndexedSlices(update, rows.indices, gradient.dense_shape)), kept
 

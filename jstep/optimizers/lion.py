@@ -21,15 +21,16 @@ def lion(
 ) -> Optimizer:
     """Lion: p −= lr·(sign(β1·m + (1−β1)·g) + weight_decay·p); then m = β2·m + (1−β2)·g.
 
-    Every coordinate moves by lr, so that the rate is 3 to 10 times smaller than AdamW's, and the decay as much larger.
+    Every coordinate moves by lr. Use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by
+    the same factor.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The share of m in the direction, in [0, 1).
+        beta1: The weight of m in the direction, in [0, 1).
         beta2: The decay of m, in [0, 1).
-        weight_decay: Decoupled, multiplied by lr; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
-        m_dtype: The dtype in which m is kept, such as `jnp.bfloat16`; float32 at least unless told.
+        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        m_dtype: The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
 
     Returns:
         An `Optimizer` with the slot `m` (initially 0).
@@ -44,7 +45,7 @@ def lion(
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
         0.75
 
-    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the numbers are those of `optax.lion`.
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match `optax.lion`.
     """
     return leafwise(
         lion_rule,

@@ -17,13 +17,13 @@ def madgrad(
 ) -> Optimizer:
     """MADGRAD: s += λ·g, G += λ·g² with λ = (lr + ε)·√t; z = p₀ − s/(∛G + ε); p = momentum·p + (1 − momentum)·z.
 
-    p₀ are the parameters at first, t the age of the slots. A schedule of the rate enters through λ: it weighs
-    gradients, and old ones keep their weight.
+    p₀ are the initial parameters, t is the age of the slots. A learning rate schedule enters through λ: it weights
+    gradients, and old gradients keep their weight.
 
     Args:
-        learning_rate: The step size lr ≥ 0; not that of Adam, and often larger.
-        momentum: The share of p that stays, in [0, 1).
-        weight_decay: Coupled: added to g as weight_decay·p, ≥ 0. The authors recommend 0.
+        learning_rate: The step size lr ≥ 0; it differs from Adam's and is often larger.
+        momentum: The weight of the old p in the new one, in [0, 1).
+        weight_decay: Coupled weight decay ≥ 0, added to g as weight_decay·p. The authors recommend 0.
         epsilon: Added to lr and to ∛G, ≥ 0.
 
     Returns:
@@ -41,7 +41,7 @@ def madgrad(
         0.750
 
     Source: Defazio and Jelassi, "Adaptivity without Compromise: A Momentumized, Adaptive, Dual Averaged Gradient Method
-    for Stochastic Optimization" (2021); the numbers are those of the authors' code and of `optax.contrib.madgrad`.
+    for Stochastic Optimization" (2021); the results match the authors' code and `optax.contrib.madgrad`.
     """
     return leafwise(
         madgrad_rule,
@@ -54,7 +54,7 @@ def madgrad(
         },
         prepare=madgrad_weight,
         aged=True,
-        # Momentum moves rows on that have no gradient.
+        # Momentum also moves rows without a gradient.
         sparse=False,
     )
 
@@ -71,7 +71,7 @@ def madgrad_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple
     s, total = slots["s"] + h["weight"] * g, slots["grad_sum_sq"] + h["weight"] * (g * g)
     s, total, p = compute_first(s, total, p)
     root = jnp.cbrt(total) + h["epsilon"]
-    # With ε = 0 a gradient that has always been 0 moves nothing.
+    # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     moved = jnp.where(root > 0, s / jnp.where(root > 0, root, jnp.ones_like(root)), jnp.zeros_like(s))
     z = slots["initial"] - moved
     return (1 - h["momentum"]) * (z - p), {"s": s, "grad_sum_sq": total, "initial": slots["initial"]}

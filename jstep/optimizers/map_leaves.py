@@ -1,4 +1,4 @@
-"""A map over what can be trained, for optimizers of one's own."""
+"""Map a function over trainable leaves, for custom optimizers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,21 +12,21 @@ from jstep.core.types import Params
 
 
 def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
-    """A tree of `fn(path, leaf, …)` over the leaves that can be trained and have something in all other trees.
+    """Map `fn(path, leaf, …)` over the trainable leaves for which no other tree has None.
 
-    It takes care of what an update may meet: None and integer leaves, None gradients, `IndexedSlices` (made dense),
-    low-precision leaves (handed over in float32).
+    It handles None and integer leaves, None gradients, `IndexedSlices` (converted to dense) and low-precision leaves
+    (converted to float32).
 
     Args:
         fn: `fn(path, leaf, *others)`, with arrays of one floating dtype.
         params: The parameters.
-        *others: Trees like them, such as gradients and slots, with None where there is nothing.
+        *others: Trees like params, such as gradients and slots; leaves may be None.
 
     Returns:
-        A tree like params, with None where `fn` was not called: updates as an `Optimizer` returns them.
+        A tree like params, with None where `fn` was not called: the form in which an `Optimizer` returns updates.
 
     Raises:
-        ValueError: A tree has not the structure of params.
+        ValueError: A tree does not have the structure of params.
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -1,4 +1,4 @@
-"""What each leaf is told besides its values: masks, axes, factors; by its path, and known while tracing."""
+"""Static values per leaf (masks, axes, factors), computed from paths, shapes and dtypes."""
 
 import contextlib
 import contextvars
@@ -12,14 +12,14 @@ from jstep.core.types import Params
 from jstep.core.var_list import VarList, check_form, flags
 
 Flag: TypeAlias = Callable[[Params], list[Any]]
-"""From params to one hashable value for each leaf, in order."""
+"""Maps params to one hashable value per leaf, in order."""
 
 _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params", default=None)
 
 
 @contextlib.contextmanager
 def partial_params(params: Params) -> Iterator[None]:
-    """Within, what is handed on has None or another dtype for some leaves of `params`, which masks go on to see."""
+    """Make masks see `params` in this context, even if inner optimizers get None or another dtype for some leaves."""
     token = _WHOLE.set(params if _WHOLE.get() is None else _WHOLE.get())
     try:
         yield
@@ -28,9 +28,9 @@ def partial_params(params: Params) -> Iterator[None]:
 
 
 def mask(argument: str, var_list: VarList) -> Flag:
-    """Whether each leaf is meant: `var_list`'s grammar, None for all.
+    """The flag for whether each leaf is selected, in the grammar of `var_list`; None for all.
 
-    An entry that matches no parameter at all raises; inside `partition` it may match only leaves of other labels.
+    An entry that matches no parameter raises; inside `partition` it may match leaves of other labels only.
 
     Args:
         argument: The argument's name, for errors.
@@ -41,7 +41,7 @@ def mask(argument: str, var_list: VarList) -> Flag:
 
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:
-    """For each leaf `fn(path, leaf)`, which must be hashable and may look at shape and dtype, not at values."""
+    """The flag `fn(path, leaf)`, which must be hashable and may depend on shape and dtype, not on values."""
 
     def values(params: Params) -> list[Any]:
         return [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
@@ -50,9 +50,9 @@ def by_path(fn: Callable[[str, Any], Any]) -> Flag:
 
 
 def first_match(argument: str, entries: Iterable[str]) -> Flag:
-    """For each leaf the first path or glob that means it, or None; each has to match something.
+    """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf.
 
-    What is the path of a leaf means that leaf alone, whatever marks of globs it has.
+    An entry that is the path of a leaf matches only that leaf, even if it contains glob characters.
     """
     globs = list(entries)
 
@@ -70,7 +70,7 @@ def first_match(argument: str, entries: Iterable[str]) -> Flag:
 
 
 def own_leaves(params: Params) -> list[tuple[str, Any]]:
-    """The leaves of params with their paths, each as the state has it: predicates look at shape and dtype."""
+    """The leaves of params with their paths, with the shapes and dtypes that they have in the state."""
     whole = _whole(params)
     if whole is None:
         return trees.leaves_with_paths(params)
@@ -84,7 +84,7 @@ def own_leaves(params: Params) -> list[tuple[str, Any]]:
 
 
 def on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:
-    """For each leaf of params what `of` says of it; `of` sees all parameters, also inside `partition`."""
+    """Apply `of` to all parameters, even inside `partition`, and return its values for the leaves of params."""
     whole = _whole(params)
     if whole is None:
         return of(params)
@@ -94,7 +94,7 @@ def on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:
 
 
 def _whole(params: Params) -> Params | None:
-    """The parameters of the state, of which these are a part or another form; None if these are all there is."""
+    """The parameters of the state, if params are a part or another form of them; otherwise None."""
     whole = _WHOLE.get()
     return None if whole is None or _with_nones(params)[1] != _with_nones(whole)[1] else whole
 
@@ -104,5 +104,5 @@ def _with_nones(tree: Any) -> tuple[list[Any], Any]:
 
 
 def leaf_numbers(params: Params) -> list[int]:
-    """The number of each leaf among all parameters, also inside `partition`: what keys are folded with."""
+    """The index of each leaf among all parameters, even inside `partition`, for folding into PRNG keys."""
     return on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))

@@ -1,4 +1,4 @@
-"""Gradients and slots, matched to the parameters they are for."""
+"""Match gradients and slots to their parameters."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jstep.optimizers.masks import own_leaves
 
 
 class NoGradientsError(ValueError):
-    """No leaf has a gradient: an error of the whole update, while one part of a `partition` may sit a step out."""
+    """No leaf has a gradient. This is an error for a whole update; a part of a `partition` skips such a step."""
 
     def __init__(self, params: Params, why: str) -> None:
         super().__init__(f"No gradients provided for any variable: {trees.paths_of(params)[:20]}. {why}")
@@ -25,8 +25,8 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
     """The gradients of the leaves of params, in order: arrays, `IndexedSlices` or None.
 
     Raises:
-        TypeError: A gradient is not floating point, or is given for a leaf that cannot be trained.
-        ValueError: Structure or shape differ from params, or there is no gradient at all.
+        TypeError: A gradient is not floating point, or is given for a leaf that is not trainable.
+        ValueError: The structure or a shape differs from params, or there is no gradient at all.
     """
     found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
     leaves = jax.tree.leaves(params)
@@ -48,8 +48,8 @@ def _path_at(params: Params, i: int) -> str:
 def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
     if not trees.is_trainable(leaf):
         raise TypeError(
-            f"gradients: a gradient for {trees.quoted(path())}, whose dtype {jnp.result_type(leaf)} cannot be trained; "
-            "put None in its place"
+            f"gradients: got a gradient for {trees.quoted(path())}, whose dtype {jnp.result_type(leaf)} cannot be "
+            "trained; pass None instead"
         )
     if isinstance(gradient, IndexedSlices):
         check(gradient, path(), np.shape(leaf))
@@ -57,7 +57,7 @@ def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
     else:
         if not (trees.is_array(gradient) or isinstance(gradient, float | int)):
             raise TypeError(
-                f"gradients: at {trees.quoted(path())} stands a {type(gradient).__name__}, which is no array"
+                f"gradients: the gradient at {trees.quoted(path())} must be an array, got {type(gradient).__name__}"
             )
         if not trees.is_array(gradient):
             gradient = jnp.asarray(gradient, jnp.result_type(leaf))
@@ -75,14 +75,13 @@ def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
 
 
 def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
-    """The leaves of a slot in the order of those of params; None where a parameter has none.
+    """The leaves of a slot in the order of the leaves of params; None for a parameter without one.
 
     Args:
         held: The slots.
         name: The slot's name.
         params: The parameters.
-        shape: `shape(path, leaf)`, the shape of the slot's leaf, or None where there is none; that of the
-            parameter unless told.
+        shape: `shape(path, leaf)`, the shape of the slot's leaf, or None if it has none; by default the parameter's.
 
     Raises:
         ValueError: There is no such slot, or it belongs to other parameters.
@@ -99,16 +98,16 @@ def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, An
                 f"slot {name!r} has {'nothing' if have is None else f'shape {have}'} at "
                 f"{trees.quoted(trees.paths_of(params)[i])}, where the parameter has shape {np.shape(leaf)} and dtype "
                 f"{jnp.result_type(leaf)}{'' if shape is None else f' and the slot should have {want}'}. Slots belong "
-                "to the params they were created for: make them with TrainState.create(params, optimizer)."
+                "to the params they were created for: create them with TrainState.create(params, optimizer)."
             )
     return leaves
 
 
 def missing_slot(name: str, held: Slots) -> ValueError:
-    """The error about a slot that is not there."""
-    # An element of a chain is handed its own slots alone: that it has none says nothing about the state.
+    """The error for a missing slot."""
+    # An element of a chain gets its own slots only: if it has none, the state may still have others.
     has = f"it has {sorted(held)}" if held else "nor any other of this optimizer"
     return ValueError(
         f"the state has no slot {name!r}, {has}. It was created with another optimizer: use that "
-        "one, or make new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
+        "one, or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
     )

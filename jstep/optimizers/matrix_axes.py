@@ -1,4 +1,4 @@
-"""Which axes of a leaf are its matrix: (in, out); further ones count matrices."""
+"""The axes of a leaf that form a matrix, (in, out); the others index a stack of matrices."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ MatrixAxes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def checked_axes(axes: Axes | None) -> Axes:
-    """What a user gave as `axes`; by default the last two axes are the matrix, (in, out) as in Flax."""
+    """Check the argument `axes`; by default the last two axes are the matrix, (in, out) as in Flax."""
     chosen: Axes = as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True) or _last_two
     return chosen
 
@@ -23,23 +23,23 @@ def _last_two(path: str, leaf: Any) -> tuple[int, int]:
 
 
 def axes_of(path: str, leaf: Any, chosen: Axes, purpose: str, way_out: str) -> MatrixAxes:
-    """The axes of a leaf that are rows of its matrix, and those that are columns.
+    """The axes of a leaf that form the rows of its matrix, and those that form the columns.
 
     Args:
         path: The leaf's path.
-        leaf: The leaf, of which the shape counts.
-        chosen: What `checked_axes` returned.
-        purpose: What a matrix is needed for, for the error.
-        way_out: The partition that trains the other leaves, for the error.
+        leaf: The leaf; only its shape is used.
+        chosen: The function returned by `checked_axes`.
+        purpose: Why a matrix is needed, for the error.
+        way_out: A partition that trains the other leaves, for the error.
 
     Raises:
-        ValueError: The leaf has fewer than two axes, or not those that `chosen` returns.
+        ValueError: The leaf has fewer than two axes, or lacks an axis that `chosen` returns.
     """
     shape = np.shape(leaf)
     if len(shape) < 2:
         raise ValueError(
             f"params: the leaf at {trees.quoted(path)} has shape {shape}: must have two axes, a matrix, {purpose}; "
-            f"train the rest by another optimizer: {way_out}"
+            f"train the rest with another optimizer: {way_out}"
         )
     given = chosen(path, leaf)
     if not (isinstance(given, tuple | list) and len(given) == 2):
@@ -58,7 +58,7 @@ def axes_of(path: str, leaf: Any, chosen: Axes, purpose: str, way_out: str) -> M
 
 
 def partition_shown(label: str, optimizer: str) -> str:
-    """A partition that trains matrices by one optimizer and the rest by AdamW, as errors show it."""
+    """The code of a partition that trains matrices with one optimizer and the rest with AdamW, for errors."""
     return (
         f"jstep.partition({{'{label}': {optimizer}, 'adamw': jstep.adamw(1e-3)}}, lambda path, leaf: '{label}' if "
         "leaf.ndim == 2 and 'embed' not in path else 'adamw')"

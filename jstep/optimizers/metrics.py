@@ -1,4 +1,4 @@
-"""What a step's metrics show of its slots."""
+"""Slots and skipped updates in the metrics of a step."""
 
 import functools
 
@@ -15,17 +15,17 @@ SKIPPED = "skipped"
 
 
 def shown_slots(roles: Roles, slots: Slots) -> dict[str, Array]:
-    """The held hyperparameters and the loss scale in force, by name, with the prefixes of scopes and labels."""
+    """The current held hyperparameters and loss scale, by name with the prefixes of scopes and labels."""
     held = {str(shown_name(name)): slots[name] for name in roles.of(Role.HELD)}
     return held | {name: slots[name] for name in roles.of(Role.LOSS_SCALE)}
 
 
 def skips(left_out: dict[str, Array], unscalable: Array | None, roles: Roles) -> dict[str, Array]:
-    """Whether each guard left the update out, by the name of its metric: `skipped` with its prefix.
+    """Whether each guard skipped the update, by the name of its metric: `skipped` with its prefix.
 
     Args:
-        left_out: For each guard's slot, whether that guard, or one around it, left the update out.
-        unscalable: Whether the gradients were not finite, if there is a loss scale.
+        left_out: For each guard's slot, whether that guard, or one around it, skipped the update.
+        unscalable: Whether the gradients were not finite; None without a loss scale.
         roles: The roles of the slots.
     """
     found = {_beside(name): value for name, value in left_out.items()}
@@ -41,7 +41,7 @@ def _beside(slot: str) -> str:
 
 
 def spoiled(updates: Updates, before: Slots, after: Slots, roles: Roles) -> Array:
-    """Whether an update added something that is not finite to the parameters, or put it into a slot."""
+    """Whether an update contains values that are not finite, or made a finite value of a slot not finite."""
     values = [u.values if isinstance(u, IndexedSlices) else u for u in jax.tree.leaves(updates, is_leaf=is_slices)]
     bad = [jnp.any(~jnp.isfinite(u)) for u in values]
     for name, tree in after.items():

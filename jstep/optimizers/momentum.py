@@ -1,4 +1,4 @@
-"""Momentum, Polyak's and Nesterov's."""
+"""Momentum: Polyak's heavy ball and Nesterov's variant."""
 
 import functools
 
@@ -13,11 +13,11 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        momentum: The share of the old direction that is kept, in [0, 1].
-        use_nesterov: Whether to look ahead along the new direction.
+        momentum: The fraction of the old direction that is kept, in [0, 1].
+        use_nesterov: Whether to use Nesterov momentum.
 
     Returns:
-        An `Optimizer` with the slot `momentum` (initially 0). A sparse gradient touches its rows alone.
+        An `Optimizer` with the slot `momentum` (initially 0). A sparse gradient updates only its own rows.
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal."""
+"""Muon: orthogonalized momentum."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,25 +37,25 @@ def muon(
 ) -> Optimizer:
     """Muon: M = μ·M + (1−μ)·g; G = (1−μ)·g + μ·M by Nesterov, or M; p −= lr·(scale·(about UVᵀ) + weight_decay·p).
 
-    UVᵀ of G = USVᵀ comes of a Newton–Schulz iteration: see `orthogonalize`. For matrices of hidden layers; train
-    embeddings, heads, vectors and scalars by another optimizer beside it (the example).
+    UVᵀ of G = USVᵀ is approximated by a Newton–Schulz iteration: see `orthogonalize`. Use Muon for the matrices of
+    hidden layers; train embeddings, heads, vectors and scalars with another optimizer (see the example).
 
     Args:
-        learning_rate: The step size lr ≥ 0; with scale "rms" about AdamW's.
+        learning_rate: The step size lr ≥ 0; with scale "rms" about the same as AdamW's.
         momentum: The decay μ of the average of gradients, in [0, 1].
-        use_nesterov: Whether to look ahead along the new average.
-        ns_steps: How many iterations, ≥ 1; None for as many as the preset has, 5 with triples of your own.
+        use_nesterov: Whether to use Nesterov momentum.
+        ns_steps: The number of iterations, ≥ 1; None for the preset's number, or 5 with custom coefficients.
         ns_coefficients: (a, b, c), one such triple for each iteration, or a preset: "jordan" (the default), "dion" or
             "polar_express"; see `orthogonalize`.
-        epsilon: The smallest norm that is divided by, > 0.
+        epsilon: The lower bound of the norm in the divisor, > 0.
         scale: "rms" for 0.2·√max(in, out), "original" for √max(1, out/in), None for 1.
-        weight_decay: Decoupled, multiplied by lr; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
-        axes: `(path, leaf) -> (in, out)`, the axes (a number or several) of a leaf that are its matrix; further ones
-            count matrices. Unless told the last two are, (in, out) as in Flax.
+        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
+            a stack of matrices. By default the last two, (in, out) as in Flax.
         ns_dtype: The dtype of the iteration's products.
-        normalization: The norm that is divided by, "frobenius" or "schatten"; see `orthogonalize`.
-        distribute: Whether matrices of one shape are spread over the devices of their mesh; see `orthogonalize`.
+        normalization: The norm in the divisor, "frobenius" or "schatten"; see `orthogonalize`.
+        distribute: Whether to distribute matrices of one shape over the devices of their mesh; see `orthogonalize`.
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0).
@@ -75,8 +75,8 @@ def muon(
         ['adamw/m', 'adamw/v', 'muon/momentum']
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
-    Scalable for LLM Training" (2025), for scale "rms". The numbers are those of `torch.optim.Muon` with
-    adjust_lr_fn="match_rms_adamw" and products in float32; Optax's corrects a bias besides.
+    Scalable for LLM Training" (2025), for scale "rms". The results match `torch.optim.Muon` with
+    adjust_lr_fn="match_rms_adamw" and products in float32; Optax's also corrects the bias.
     """
     return chain(
         leafwise(
@@ -102,11 +102,11 @@ def momentum_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tupl
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """Likewise, with a look ahead."""
+    """The same with Nesterov momentum."""
     m, g = compute_first(average(slots["momentum"], g, h["momentum"]), g)
     return average(m, g, h["momentum"]), {"momentum": m}
 
 
 def step_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update with decay and rate."""
+    """A leaf's update with weight decay and learning rate."""
     return -h["learning_rate"] * with_decay(g, p, h), {}

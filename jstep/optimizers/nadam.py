@@ -1,4 +1,4 @@
-"""NAdam: Adam with Nesterov's look ahead."""
+"""NAdam: Adam with Nesterov momentum."""
 
 import jax.numpy as jnp
 
@@ -20,19 +20,19 @@ def nadam(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """NAdam: p −= lr·((β1·m/(1−β1^(t+1)) + (1−β1)·g/(1−β1^t))/(√v̂ + ε) + weight_decay·p), m and v as Adam's.
+    """NAdam: p −= lr·((β1·m/(1−β1^(t+1)) + (1−β1)·g/(1−β1^t))/(√v̂ + ε) + weight_decay·p), m and v as in Adam.
 
-    With a momentum_decay ψ the momentum grows: μ_t = β1·(1 − 0.96^(tψ)/2), P_t = μ_1·…·μ_t, and in the place of the
-    first fraction's numerator stands μ_{t+1}·m/(1 − P_{t+1}) + (1 − μ_t)·g/(1 − P_t). t is the age of the slots.
+    With a momentum_decay ψ the momentum grows: μ_t = β1·(1 − 0.96^(tψ)/2), P_t = μ_1·…·μ_t, and the numerator of the
+    first fraction is μ_{t+1}·m/(1 − P_{t+1}) + (1 − μ_t)·g/(1 − P_t). t is the age of the slots.
 
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
         beta2: The decay of the second moment, likewise.
         epsilon: Added to √v̂, ≥ 0.
-        momentum_decay: ψ ≥ 0, or None for a momentum that stays; 0.004 is torch's default, 1.0 Keras's.
-        weight_decay: Decoupled, multiplied by lr; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        momentum_decay: ψ ≥ 0, or None for constant momentum; torch's default is 0.004, Keras's is 1.0.
+        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slots `m` and `v` (initially 0), the scalar `start_step` and, with momentum_decay, the
@@ -48,8 +48,8 @@ def nadam(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.2f}')
         0.72
 
-    Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016). Of the four algorithms under this name these
-    are `optax.nadamw`, and with momentum_decay `torch.optim.NAdam(decoupled_weight_decay=True)`.
+    Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016). Four algorithms have this name; this is
+    `optax.nadamw`, and with momentum_decay `torch.optim.NAdam(decoupled_weight_decay=True)`.
     """
     hyper = adam_hyper(learning_rate, beta1, beta2, epsilon) | decay_hyper(weight_decay)
     if momentum_decay is not None:
@@ -67,7 +67,7 @@ def nadam(
 
 
 def shares(h: Hyper) -> Hyper:
-    """The weights of m and of g in the direction, and what takes the bias from v."""
+    """The weights of m and g in the direction, and the bias correction of v."""
     beta1, age = h["beta1"], h["age"]
     return {
         "of_m": beta1 / bias_correction(beta1, age + 1),
@@ -77,7 +77,7 @@ def shares(h: Hyper) -> Hyper:
 
 
 def growing_shares(h: Hyper) -> Hyper:
-    """Likewise, for a momentum that grows with the age."""
+    """The same with a momentum that grows with the age."""
     age = h["age"].astype(jnp.result_type(h["mu_product"]))
 
     def mu(t: Array) -> Array:

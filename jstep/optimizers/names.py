@@ -1,4 +1,4 @@
-"""Which slots an optimizer has, and what each means to jstep: known from the optimizer, never read out of names."""
+"""The slots of an optimizer and their roles, taken from the optimizer itself and never inferred from names."""
 
 import contextvars
 import dataclasses
@@ -13,19 +13,19 @@ from jstep.core.types import Optimizer, Params, Slots, Step
 
 
 class Role(enum.Enum):
-    """What a slot means to jstep; most mean nothing, and have none."""
+    """The role of a slot that jstep treats specially; most slots have no role."""
 
-    AGE = "the step at which slots were created: a step that is left out moves it along"
-    OWN_AGE = "the same, of an optimizer that leaves out some steps by itself: no age for what is around it"
-    HELD = "a hyperparameter that the state holds"
-    LOSS_SCALE = "what the loss is multiplied by"
-    HIDDEN_SCALE = "a loss scale that is not outermost, which is refused when it is used"
+    AGE = "the step at which slots were created; a skipped step advances it"
+    OWN_AGE = "the same for an optimizer that skips some steps itself, so that wrappers cannot use it as their age"
+    HELD = "a held hyperparameter"
+    LOSS_SCALE = "the factor on the loss"
+    HIDDEN_SCALE = "a loss scale that is not outermost, which raises when it is used"
     SCALE_SINCE = "the step of the loss scale's last change"
-    LAST_FINITE = "the step that the last finite update made"
+    LAST_FINITE = "the global step after the last finite update"
     NOISE = "the average of the gradient's noise"
     NOISE_SQUARE = "the average of the gradient's squared norm"
     NOISE_WEIGHT = "the weight of both averages"
-    HIDDEN_NOISE = "such an average below a label or beside other elements, which is refused when it is used"
+    HIDDEN_NOISE = "such an average under a label or beside other elements, which raises when it is used"
 
 
 AGES = (Role.AGE, Role.OWN_AGE)
@@ -36,7 +36,7 @@ class Roles(dict[str, Role | None]):
     """Slot name → its role.
 
     Attributes:
-        complete: Whether these are all slots of the optimizer: False if its `init` cannot be traced.
+        complete: Whether these are all slots of the optimizer; False if its `init` cannot be traced.
     """
 
     def __init__(self, roles: Mapping[str, Role | None] | Iterable[str] = (), *, complete: bool = True) -> None:
@@ -48,21 +48,21 @@ class Roles(dict[str, Role | None]):
         return Roles({f"{prefix}/{name}": role for name, role in self.items()}, complete=self.complete)
 
     def joined(self, other: "Roles") -> "Roles":
-        """These roles and others."""
+        """The union of these roles and others."""
         return Roles({**self, **other}, complete=self.complete and other.complete)
 
     def beside_others(self) -> "Roles":
-        """The roles of a part that is not the whole optimizer: what has to be around all of it is not."""
+        """The roles of one part of an optimizer, where wrappers that must be outermost are hidden."""
         roles = self.without_scale()
         return Roles({name: _HIDDEN.get(role, role) for name, role in roles.items()}, complete=self.complete)
 
     def without_scale(self) -> "Roles":
-        """The roles of an optimizer that does not see all gradients: its loss scale is not outermost."""
+        """The roles of an optimizer that does not see all gradients, so its loss scale is not outermost."""
         hidden = {name: Role.HIDDEN_SCALE if role is Role.LOSS_SCALE else role for name, role in self.items()}
         return Roles(hidden, complete=self.complete)
 
     def at_some_steps(self) -> "Roles":
-        """The roles of an optimizer that updates at some steps alone: it sees some gradients, and ages at its own."""
+        """The roles of an optimizer that updates at some steps only, with an age of its own."""
         own = {name: Role.OWN_AGE if role is Role.AGE else role for name, role in self.items()}
         return Roles(own, complete=self.complete).without_scale()
 
@@ -73,13 +73,14 @@ class Roles(dict[str, Role | None]):
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """An `Optimizer.init` that also knows what it will make without making it.
+    """An `Optimizer.init` that also describes its slots without creating them.
 
     Attributes:
         make: `make(params, global_step) -> slots`.
-        roles: `roles(params)`: the slots that `make` makes for params, and their roles. It touches no device.
-        finished: Whether the updates are finished, with −learning_rate in them, fit to be added.
-        late: Slots that updates are made of as they were, and that are written after the parameters: see `leafwise`.
+        roles: `roles(params)`: the names of the slots that `make` returns, and their roles. It uses no device.
+        finished: Whether the updates include −learning_rate, ready to be added to the parameters.
+        late: Slots whose old values updates are computed from, and which are written after the parameters: see
+            `leafwise`.
         guarded: Whether gradients that are not finite reach neither parameters nor slots.
     """
 
@@ -90,7 +91,7 @@ class Init:
     guarded: bool = False
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
-        """The slots for `params`, created at `global_step`."""
+        """Create the slots for `params` at `global_step`."""
         slots = self.make(params, global_step)
         made = _MADE.get()
         if made is not None:
@@ -100,11 +101,11 @@ class Init:
 
 
 _MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvars.ContextVar("jstep_made", default=None)
-"""What optimizers inside a custom one make while its `init` is traced: slots and their roles."""
+"""The slots that optimizers inside a custom one create while its `init` is traced, and their roles."""
 
 
 def roles_of(optimizer: Optimizer, params: Params) -> Roles:
-    """The slots of an optimizer for some parameters, and their roles. Touches no device."""
+    """The slots of an optimizer for some parameters, and their roles. Uses no device."""
     init = optimizer.init
     if isinstance(init, Init):
         return init.roles(params)
@@ -112,7 +113,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     found: dict[str, Role | None] = {}
 
     def trace(step: Step) -> None:
-        # Those that optimizers inside a custom one have made keep their roles. No tracer leaves this function.
+        # Slots created by optimizers inside a custom one keep their roles. No tracer leaves this function.
         made: list[tuple[Any, Role | None]] = []
         token = _MADE.set(made)
         try:
@@ -124,7 +125,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
 
     try:
         _trace(trace)
-    except Exception:  # a custom init may want values: then the names are those it makes in the end
+    except Exception:  # a custom init may need values; its slots are then known only once it has run
         return Roles(ages, complete=False)
     return Roles(found)
 
@@ -136,13 +137,13 @@ def slot_names(optimizer: Optimizer, params: Params) -> list[str] | None:
 
 
 def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
-    """Of all slots those that an optimizer made, by the names it knows them under.
+    """Select the slots of one optimizer, under the names it uses itself.
 
     Args:
-        optimizer: Whose slots.
-        slots: The slots of all parties.
+        optimizer: The optimizer.
+        slots: The slots of all optimizers.
         params: The parameters they are for.
-        prefix: What stands before its names in `slots`.
+        prefix: The prefix of its names in `slots`.
     """
     names: Iterable[str] | None = slot_names(optimizer, params)
     if names is None:
@@ -151,7 +152,7 @@ def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = 
 
 
 def hyperparameter_names(optimizer: Optimizer) -> list[str]:
-    """The names of an optimizer's hyperparameters. Touches no device."""
+    """The names of an optimizer's hyperparameters. Uses no device."""
     names: list[str] = []
     _trace(lambda step: names.extend(optimizer.hyperparameters(step)))
     return names
@@ -162,7 +163,7 @@ def _trace(fn: Callable[[Step], None]) -> None:
 
 
 def late_slots(optimizer: Optimizer) -> tuple[str, ...]:
-    """The slots of an element of a chain that are to be written after the parameters."""
+    """The slots of a chain element that must be written after the parameters."""
     return optimizer.init.late if isinstance(optimizer.init, Init) else ()
 
 
@@ -172,11 +173,11 @@ def is_guarded(optimizer: Optimizer) -> bool:
 
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:
-    """Whether what an optimizer returns has −learning_rate in it, so that another one would turn it round."""
+    """Whether the updates of an optimizer include −learning_rate, so that another one would flip their sign."""
     if isinstance(optimizer.init, Init):
         return optimizer.init.finished
     try:
         names = hyperparameter_names(optimizer)
-    except Exception:  # a user's own function, which may want a concrete step
+    except Exception:  # a user-defined function, which may need a concrete step
         return False
     return any(name.rsplit("/", 1)[-1] == "learning_rate" for name in names)

@@ -1,4 +1,4 @@
-"""Newton–Schulz: the orthogonal matrix nearest to one, about, by products of matrices alone."""
+"""Newton–Schulz iteration: approximate the nearest orthogonal matrix with matrix products only."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,20 +12,20 @@ from jstep.core.types import Array
 from jstep.optimizers.distribute_matrices import Layout, distribute_matrices
 
 SMALL = 64 * 64
-"""Matrices of up to so many elements are faster in one batch on a CPU, too; larger ones one by one."""
+"""Up to this number of elements, batching matrices is faster on CPUs, too; larger ones run separately."""
 
 
 Normalization: TypeAlias = Literal["frobenius", "schatten"]
 
 
 class Iteration(NamedTuple):
-    """How to orthogonalize, fixed when the optimizer is made.
+    """The options of the iteration, fixed when the optimizer is created.
 
     Attributes:
         coefficients: (a, b, c) of each step.
         dtype: The dtype of the products; None for that of the matrices.
-        safety: What the norm is multiplied by: steep polynomials diverge just above 1.
-        schatten: Whether the norm is Schatten's of order 4, and not Frobenius'.
+        safety: A factor on the norm, because steep polynomials diverge just above 1.
+        schatten: Whether to use the Schatten-4 norm instead of the Frobenius norm.
     """
 
     coefficients: tuple[tuple[float, float, float], ...]
@@ -37,25 +37,25 @@ class Iteration(NamedTuple):
 def orthogonalized(
     matrices: Sequence[Array], iteration: Iteration, epsilon: Any, layouts: Sequence[Layout | None]
 ) -> list[Array]:
-    """Each of some matrices [..., rows, columns], made about orthogonal.
+    """Orthogonalize matrices [..., rows, columns] approximately.
 
-    Matrices of one shape go through the iteration in one batch where that is faster: on accelerators, which one small
-    matrix leaves idle, and where they are small. A CPU works on large ones one by one. Those on a mesh are spread over
-    its devices.
+    Matrices of one shape are batched where that is faster: on accelerators, which a single small matrix does not
+    fill, and if they are small. A CPU processes large matrices separately. Matrices on a mesh are distributed over its
+    devices.
 
     Args:
         matrices: Floating arrays; a zero matrix stays zero.
-        iteration: How.
-        epsilon: The smallest norm that is divided by.
-        layouts: How each is split over the devices of a mesh; None if it is not to be spread over them.
+        iteration: The options of the iteration.
+        epsilon: The lower bound of the norm in the divisor.
+        layouts: The layout of each matrix on a mesh; None if it should not be distributed.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):
         shape = matrix.shape if layout is None else matrix.shape[-2:]
         groups.setdefault((shape, matrix.dtype, layout), []).append(i)
-    answers: dict[int, Array] = {}
-    for (shape, _, layout), places in groups.items():
-        members = [matrices[i] for i in places]
+    results: dict[int, Array] = {}
+    for (shape, _, layout), indices in groups.items():
+        members = [matrices[i] for i in indices]
         if layout is not None and sum(math.prod(member.shape[:-2]) for member in members) > 1:
             together = distribute_matrices(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
         elif len(members) == 1:
@@ -66,8 +66,8 @@ def orthogonalized(
             together = jax.lax.platform_dependent(
                 epsilon, *members, cpu=_one_by_one(iteration), default=_batched(iteration)
             )
-        answers |= dict(zip(places, together, strict=True))
-    return [answers[i] for i in range(len(matrices))]
+        results |= dict(zip(indices, together, strict=True))
+    return [results[i] for i in range(len(matrices))]
 
 
 def _batched(iteration: Iteration) -> Callable[..., list[Array]]:
@@ -84,7 +84,7 @@ def _newton_schulz(x: Array, epsilon: Any, iteration: Iteration) -> Array:
     x = jnp.swapaxes(x, -2, -1) if turned else x
     smallest = jnp.asarray(epsilon).astype(wide)
     length = _length(x)
-    # Schatten's norm is that of the first product, of matrices of norm 1: small ones would be squared to nothing.
+    # The Schatten norm comes from the first product, computed at norm 1: squares of small matrices would underflow.
     by = jnp.maximum(length if iteration.schatten else iteration.safety * length, smallest)
     x = (x / by).astype(iteration.dtype or wide)
     gram = None
@@ -111,11 +111,11 @@ newton_schulz = jax.jit(_newton_schulz, static_argnums=2)
 
 
 def as_matrix(x: Array, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Array, Callable[[Array], Array]]:
-    """An array as matrices [batch..., in, out], and the way back.
+    """Reshape an array to matrices [batch..., in, out], and return the inverse function, too.
 
     Args:
         x: The array.
-        axes: Its axes that are rows, and those that are columns; the others count matrices.
+        axes: The axes that form the rows, and those that form the columns; the others index matrices.
     """
     rows, columns = axes
     batch = tuple(i for i in range(x.ndim) if i not in (*rows, *columns))

@@ -23,15 +23,14 @@ def novograd(
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The share of the old direction that is kept, in [0, 1).
+        beta1: The fraction of the old direction that is kept, in [0, 1).
         beta2: The decay of the squared norm, in [0, 1).
         epsilon: Added to √v, ≥ 0.
-        weight_decay: Inside the direction, and so multiplied by lr; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        weight_decay: Weight decay ≥ 0, part of the direction and so multiplied by lr.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0; v is a scalar for each leaf), and the scalar
-        `start_step`.
+        An `Optimizer` with the slots `m` and `v` (initially 0; v has one scalar per leaf) and the scalar `start_step`.
 
     Raises:
         ValueError: An argument is out of its range, or the mask matches nothing.
@@ -43,8 +42,8 @@ def novograd(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (2019); the numbers are
-    those of `optax.novograd`.
+    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (2019); the results match
+    `optax.novograd`.
     """
     return leafwise(
         novograd_rule,
@@ -58,7 +57,7 @@ def novograd(
 
 
 def share_of_old(h: Hyper) -> Hyper:
-    """What of the old squared norm stays: nothing of a fresh slot's."""
+    """The weight of the old squared norm, which is 0 for a new slot."""
     return {"kept": jnp.where(h["age"] == 1, 0.0, h["beta2"])}
 
 

@@ -1,4 +1,4 @@
-"""Coefficients of Newton–Schulz iterations: the presets, and a user's own."""
+"""Coefficients of Newton–Schulz iterations: presets and custom ones."""
 
 import math
 from typing import Any, NamedTuple, TypeAlias
@@ -16,9 +16,9 @@ class Preset(NamedTuple):
 
     Attributes:
         triples: (a, b, c) of each step.
-        steps: How many steps to take by default.
-        safety: What the norm is multiplied by before it is divided by.
-        repeats: Whether steps beyond the list repeat its last triple.
+        steps: The default number of steps.
+        safety: A factor on the norm in the divisor.
+        repeats: Whether further steps repeat the last triple.
     """
 
     triples: tuple[Triple, ...]
@@ -38,7 +38,7 @@ PRESETS = {
             (2.8366, -3.0525, 1.2012),
         )
     ),
-    # Ten polynomials for singular values from 0.001, each the best after those before it, with a cushion of 0.02.
+    # Ten polynomials for singular values from 0.001, each optimal after the preceding ones, with a cushion of 0.02.
     "polar_express": Preset(
         (
             (8.2373125, -23.1577474, 16.6805684),
@@ -58,15 +58,15 @@ PRESETS = {
 
 
 def triples_and_safety(given: Any, steps: int | None) -> tuple[tuple[Triple, ...], float]:
-    """One triple for each step, and the safety factor.
+    """The triple of each step, and the safety factor.
 
     Args:
-        given: The name of a preset, a triple, or one for each step.
-        steps: How many steps; None for the preset's number, or 5.
+        given: The name of a preset, a triple, or one triple for each step.
+        steps: The number of steps; None for the preset's number, or 5.
 
     Raises:
-        TypeError: `given` is none of these, or `steps` is not an integer.
-        ValueError: There is no such preset, or it has fewer steps; or the number of triples is another one.
+        TypeError: `given` has another form, or `steps` is not an integer.
+        ValueError: There is no such preset, or it has fewer steps; or the number of triples is not the number of steps.
     """
     count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
     if not isinstance(given, str):
@@ -76,7 +76,7 @@ def triples_and_safety(given: Any, steps: int | None) -> tuple[tuple[Triple, ...
     if count > len(triples) and not repeats:
         raise ValueError(
             f"ns_steps={count}: must be at most {len(triples)}, the steps of ns_coefficients={given!r}; "
-            "ns_coefficients='polar_express' has as many as wanted"
+            "ns_coefficients='polar_express' allows any number"
         )
     return (triples + triples[-1:] * (count - len(triples)))[:count], safety
 

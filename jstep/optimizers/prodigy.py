@@ -1,4 +1,4 @@
-"""Prodigy: Adam that finds its own rate."""
+"""Prodigy: Adam with an automatically estimated learning rate."""
 
 import math
 from typing import Any
@@ -35,23 +35,23 @@ def prodigy(
     leaves; then d' = max(d, d_coef·n/‖s‖₁), and at most d·growth_rate.
 
     Args:
-        learning_rate: A factor lr ≥ 0 of the rate that is found: 1, or a schedule that falls from 1. At a step where
-            it is 0 nothing changes.
+        learning_rate: A factor lr ≥ 0 on the estimated rate: 1, or a schedule that falls from 1. At a step where it is
+            0, nothing changes.
         beta1: The decay of the first moment, in [0, 1).
         beta2: The decay of the second moment, in [0, 1).
         beta3: The decay of the sums, in [0, 1); None for √β2.
-        epsilon: Added to √v, times d; ≥ 0.
-        d0: The first estimate, > 0.
-        d_coef: A factor of the estimate, > 0.
-        growth_rate: By how much the estimate may grow in one step, ≥ 1; infinite as a rule.
-        bias_correction: Whether to multiply the rate by √(1−β2^t)/(1−β1^t), t the age of the slots.
-        safeguard_warmup: Whether lr is left out of s: for a learning rate that warms up.
-        weight_decay: Decoupled, multiplied by d·lr; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        epsilon: Added to √v, multiplied by d; ≥ 0.
+        d0: The initial estimate, > 0.
+        d_coef: A factor on the estimate, > 0.
+        growth_rate: The largest factor by which the estimate may grow in one step, ≥ 1; usually infinite.
+        bias_correction: Whether to multiply the rate by √(1−β2^t)/(1−β1^t), where t is the age of the slots.
+        safeguard_warmup: Whether to omit lr from s, for a learning rate with warmup.
+        weight_decay: Decoupled weight decay, multiplied by d·lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slots `m`, `v`, `s` (initially 0) and `p0` (a copy of the parameters), and the scalars
-        `d`, `d_max`, `d_numerator` and `start_step`. In a `partition` each label finds a rate of its own.
+        `d`, `d_max`, `d_numerator` and `start_step`. In a `partition`, each label has a separate estimate.
 
     Raises:
         ValueError: An argument is out of its range, or the mask matches nothing.
@@ -65,8 +65,8 @@ def prodigy(
         >>> print(f'{state.slots["d"]:.2f}')
         0.25
 
-    Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (2023); the numbers are
-    those of the authors' `prodigyopt`. `optax.contrib.prodigy` always corrects the bias.
+    Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (2023); the results
+    match the authors' `prodigyopt`. `optax.contrib.prodigy` always corrects the bias.
     """
     hyper = adam_hyper(learning_rate, beta1, beta2, epsilon) | {
         "d0": checked("d0", d0, low=0, above=True),
@@ -96,7 +96,7 @@ def prodigy(
 
 
 def decayed_sizes(h: Hyper, corrected: bool, guarded: bool) -> Hyper:
-    """What all leaves share: the rate, and the shares of old and new in each average."""
+    """The values shared by all leaves: the rate, and the weights of old and new values in each average."""
     lr, d = h["learning_rate"], h["d"]
     beta3 = h["beta3"] if "beta3" in h else _root(h["beta2"])
     size = d * lr
@@ -135,7 +135,7 @@ def new_s(g: Array, slots: dict[str, Array], h: Hyper) -> Array:
 
 
 def progress(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> dict[str, Array]:
-    """A leaf's part in the sums: ⟨g, p0 − p⟩ and ‖s‖₁."""
+    """A leaf's terms of the sums ⟨g, p0 − p⟩ and ‖s‖₁."""
     return {"ahead": jnp.sum(g * (slots["p0"] - p)), "length": jnp.sum(jnp.abs(new_s(g, slots, h)))}
 
 
@@ -143,7 +143,7 @@ def estimate(h: Hyper) -> Hyper:
     """The new estimate of the distance."""
     d, highest, length = h["d"], h["d_max"], h["length"]
     numerator = h["n_old"] * h["d_numerator"] + h["n_new"] * h["ahead"]
-    # Without any gradient yet, or at a rate of 0, nothing is learnt.
+    # The estimate stays unchanged as long as all gradients have been 0, and at a rate of 0.
     learns = h["moves"] & (length > 0)
     found = h["d_coef"] * numerator / jnp.where(learns, length, jnp.ones_like(length))
     first = jnp.where(d == h["d0"], jnp.maximum(d, found), d)
@@ -162,8 +162,8 @@ def prodigy_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple
     m = h["m_old"] * slots["m"] + h["m_new"] * g
     v = h["v_old"] * slots["v"] + h["v_new"] * (g * g)
     denominator = jnp.sqrt(v) + h["d"] * h["epsilon"]
-    # With ε = 0 a gradient that has always been 0 moves nothing.
+    # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
-    # The new size comes of the length of s: what is ordered after it needs no copy of the old s.
+    # The new size depends on ‖s‖₁, so ordering s after it avoids a copy of the old s.
     s = ordered_after(new_s(g, slots, h), h["size"])
     return -h["size"] * with_decay(u, p, h), {"m": m, "v": v, "s": s, "p0": slots["p0"]}

@@ -22,20 +22,20 @@ def radam(
 ) -> Optimizer:
     """RAdam: p −= lr·(r·m̂/(√v̂ + ε) + weight_decay·p) where ρ_t ≥ threshold, lr·(m̂ + weight_decay·p) before.
 
-    ρ∞ = 2/(1−β2) − 1, ρ_t = ρ∞ − 2t·β2^t/(1−β2^t), r = √[(ρ_t−4)(ρ_t−2)ρ∞ / ((ρ∞−4)(ρ∞−2)ρ_t)], t the age of the
-    slots: until v has seen enough gradients to divide by, the step is that of momentum.
+    ρ∞ = 2/(1−β2) − 1, ρ_t = ρ∞ − 2t·β2^t/(1−β2^t), r = √[(ρ_t−4)(ρ_t−2)ρ∞ / ((ρ∞−4)(ρ∞−2)ρ_t)], where t is the age
+    of the slots. Until v has averaged enough gradients, the step is a momentum step.
 
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise. Up to 0.6 nothing is ever rectified.
+        beta2: The decay of the second moment, likewise. Up to 0.6, steps are never rectified.
         epsilon: Added to √v̂, ≥ 0.
-        threshold: From which ρ_t on the step is rectified, ≥ 4.
-        weight_decay: Decoupled, multiplied by lr; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        threshold: The smallest ρ_t at which steps are rectified, ≥ 4.
+        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0), and the scalar `start_step`.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`.
 
     Raises:
         ValueError: An argument is out of its range, or the mask matches nothing.
@@ -47,8 +47,8 @@ def radam(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.2f}')
         0.25
 
-    Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019); the numbers are those of
-    `optax.radam`. torch says ρ_t > 5, and adds ε to √v before its bias is taken away.
+    Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019); the results match
+    `optax.radam`. torch uses ρ_t > 5, and adds ε to √v before the bias correction.
     """
     return leafwise(
         radam_rule,
@@ -64,13 +64,13 @@ def radam(
 
 
 def rectification(h: Hyper) -> Hyper:
-    """Whether to rectify, and by how much."""
+    """Whether to rectify, the factor r, and the bias corrections."""
     beta2, age = h["beta2"], h["age"]
     seen = bias_correction(beta2, age)
     longest = 2 / (1 - beta2) - 1
     rho = longest - 2 * age.astype(seen.dtype) * (1 - seen) / seen
     rectified = (rho >= h["threshold"]) & (longest > 4)
-    # Where it is not rectified the root would be that of a negative number: NaN, which derivatives do not forget.
+    # Without rectification the radicand may be negative, and its NaN would leak into derivatives even if discarded.
     safe, top = jnp.where(rectified, rho, 5.0), jnp.where(longest > 4, longest, 5.0)
     r = jnp.sqrt((safe - 4) * (safe - 2) * top / ((top - 4) * (top - 2) * safe))
     return corrections(h) | {"r": r, "rectified": rectified}

@@ -24,13 +24,13 @@ def rmsprop(
     Args:
         learning_rate: The step size lr ≥ 0.
         decay: The decay of the averages, in [0, 1].
-        momentum: The share of the old update that is kept, in [0, 1].
+        momentum: The fraction of the old update that is kept, in [0, 1].
         epsilon: Added under the root, ≥ 0.
         centered: Whether to divide by an estimate of the variance instead of the second moment.
 
     Returns:
         An `Optimizer` with the slots `rms` (initially 1), `momentum` (0) and, centered, `mg` (0). A sparse
-        gradient touches its rows alone.
+        gradient updates only its own rows.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -40,8 +40,8 @@ def rmsprop(
         0.5
 
     Source: Tieleman and Hinton, Coursera lecture 6.5 (2012); Graves, "Generating Sequences With Recurrent
-    Neural Networks" (2013), for the centered form; `tf.train.RMSPropOptimizer`. Where rounding makes the
-    variance negative it counts as 0; TF returns NaN.
+    Neural Networks" (2013), for the centered form; `tf.train.RMSPropOptimizer`. If rounding makes the
+    variance negative, it is set to 0; TF returns NaN.
     """
     return leafwise(
         functools.partial(rmsprop_rule, centered=as_bool(centered, "centered")),

@@ -17,12 +17,12 @@ def rprop(
 ) -> Optimizer:
     """Rprop: η *= eta_plus where g keeps its sign, η *= eta_minus and g = 0 where it turns; p −= η·sign(g).
 
-    By signs alone: for gradients of the whole batch.
+    It uses only the signs of gradients, so it is meant for full-batch gradients.
 
     Args:
-        learning_rate: The first step size η, > 0; fixed when the optimizer is made.
-        eta_minus: The factor of a step too far, in (0, 1).
-        eta_plus: The factor of a step in the same direction, > 1.
+        learning_rate: The initial step size η, > 0; fixed when the optimizer is created.
+        eta_minus: The factor on η when the gradient changes its sign, in (0, 1).
+        eta_plus: The factor on η when the gradient keeps its sign, > 1.
         min_step_size: The smallest η, ≥ 0.
         max_step_size: The largest η, ≥ 0.
 
@@ -36,8 +36,8 @@ def rprop(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Riedmiller and Braun, "A direct adaptive method for faster backpropagation learning" (1993); the numbers are
-    those of `torch.optim.Rprop`. `optax.rprop` returns the update of the step before.
+    Source: Riedmiller and Braun, "A direct adaptive method for faster backpropagation learning" (1993); the results
+    match `torch.optim.Rprop`. `optax.rprop` returns the update of the previous step.
     """
     return leafwise(
         rprop_rule,
@@ -61,7 +61,7 @@ def rprop_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
     size = jnp.clip(slots["step_size"] * factor, h["min_step_size"], h["max_step_size"])
     g = jnp.where(turn < 0, jnp.zeros_like(g), g)
     u = -size * jnp.sign(g)
-    # The parameter and the step sizes are there before the old gradient is overwritten.
+    # The parameter and the step sizes are computed before the old gradient is overwritten.
     (new_p,) = after_parameter(p, u, h["dtype"])
     size = ordered_after(size, new_p)
     return u, {"step_size": size, "previous": ordered_after(g, compute_first(size)[0])}

@@ -1,4 +1,4 @@
-"""What a rule for one leaf must answer."""
+"""Checking what the update rule of a leaf returns."""
 
 import functools
 from collections.abc import Callable
@@ -10,26 +10,26 @@ from jstep.core.types import Array
 
 
 def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule, with an error that says what a wrong answer should have been: else it would be one about a tree."""
+    """Wrap a rule to check its result; without this, a wrong result raises an obscure error about tree structures."""
     named = getattr(rule, "__name__", "rule")
 
     @functools.wraps(rule)
     def checked_rule(g: Array, p: Array, slots: dict[str, Any], h: dict[str, Any]) -> Any:
-        answer = rule(g, p, slots, h)
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
-            what = f"{len(answer)} of them" if isinstance(answer, tuple) else type(answer).__name__
-            raise TypeError(f"rule={named}: must return two things, (update, {{slot: new value}}), got {what}")
-        update, new = answer
+        result = rule(g, p, slots, h)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+            raise TypeError(f"rule={named}: must return two values, (update, {{slot: new value}}), got {what}")
+        update, new = result
         unknown = sorted(set(new) - set(slots))
         if unknown:
             raise ValueError(
-                f"rule={named}: returned a slot {unknown[0]!r} that leafwise was not told of; it has {sorted(slots)}: "
-                f"leafwise(…, slots={{{unknown[0]!r}: 0.0}}) makes one that starts from 0"
+                f"rule={named}: returned a slot {unknown[0]!r} that leafwise does not have; it has {sorted(slots)}: "
+                f"leafwise(…, slots={{{unknown[0]!r}: 0.0}}) adds one that is initially 0"
             )
         if jnp.shape(update) != jnp.shape(g):
             raise ValueError(
                 f"rule={named}: the update must have the shape of the gradient, {jnp.shape(g)}, got {jnp.shape(update)}"
             )
-        return answer
+        return result
 
     return checked_rule

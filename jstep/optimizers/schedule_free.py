@@ -1,4 +1,4 @@
-"""Schedule-free learning: an average of iterates in the place of a falling rate."""
+"""Schedule-free optimizers, which average iterates instead of decaying the learning rate."""
 
 from typing import Any
 
@@ -32,24 +32,24 @@ def schedule_free_adamw(
 ) -> Optimizer:
     """Schedule-free AdamW: u = g/(√v̂ + ε) + weight_decay·y; z −= lr·u; x averages z; y = (1−β1)·z + β1·x.
 
-    The parameters are y, where gradients are taken; x is what to evaluate and to use: `schedule_free_params(state)`.
-    x moves towards z by c = w/Σw, w = t^r · (the highest rate so far)^weight_lr_power, t the age of the slots. The
-    rate needs no decay; warm it up by `linear_warmup(lr, steps)`.
+    The parameters are y, where gradients are computed; evaluate and deploy x, which is `schedule_free_params(state)`.
+    x moves towards z by c = w/Σw, w = t^r · (the highest rate so far)^weight_lr_power, where t is the age of the slots.
+    The learning rate needs no decay; warm it up with `linear_warmup(lr, steps)`.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The share of x in y, in (0, 1); fixed when the optimizer is made.
+        beta1: The weight of x in y, in (0, 1); fixed when the optimizer is created.
         beta2: The decay of v, the average of g², in [0, 1). A schedule enters the correction as β2(step)^t.
         epsilon: Added to √v̂, ≥ 0.
-        weight_lr_power: How much more a step of a higher rate weighs, ≥ 0.
-        r: How much more a later step weighs.
-        weight_decay: Decoupled, multiplied by lr, of y; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        weight_lr_power: The power of the highest rate in the weight of a step, ≥ 0.
+        r: The power of the age in the weight of a step.
+        weight_decay: Decoupled weight decay of y, multiplied by lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `z` (a copy of the parameters at first) and `v` (0), and the scalars
-        `weight_sum`, `lr_max`, `beta1` and `start_step`. Statistics of BatchNorm are those of y. In bfloat16 y rounds
-        away what x needs: wrap it in `master_weights`.
+        An `Optimizer` with the slots `z` (initially a copy of the parameters) and `v` (0), and the scalars
+        `weight_sum`, `lr_max`, `beta1` and `start_step`. BatchNorm statistics are those of y. In bfloat16, rounding y
+        loses the digits that x needs: wrap the optimizer in `master_weights`.
 
     Raises:
         ValueError: An argument is out of its range, or the mask matches nothing.
@@ -63,8 +63,8 @@ def schedule_free_adamw(
         >>> print(f'{state.params["w"]:.3f} {jstep.schedule_free_params(state)["w"]:.3f}')
         0.340 0.350
 
-    Source: Defazio et al., "The Road Less Scheduled" (2024); the numbers are those of Facebook's `schedulefree`
-    (`AdamWScheduleFree`). Optax's wrapper counts for itself, and so weighs steps by another rate while it warms up.
+    Source: Defazio et al., "The Road Less Scheduled" (2024); the results match Facebook's `schedulefree`
+    (`AdamWScheduleFree`). Optax's wrapper has a counter of its own, so it weights steps by another rate during warmup.
     """
     return leafwise(
         adamw_rule,
@@ -88,20 +88,20 @@ def schedule_free_sgd(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """Schedule-free descent: u = g + weight_decay·y; z −= lr·u; x averages z; y = (1−β1)·z + β1·x.
+    """Schedule-free SGD: u = g + weight_decay·y; z −= lr·u; x averages z; y = (1−β1)·z + β1·x.
 
     The parameters are y, x is `schedule_free_params(state)`: see `schedule_free_adamw`.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        beta1: The share of x in y, in (0, 1); fixed when the optimizer is made.
-        weight_lr_power: How much more a step of a higher rate weighs, ≥ 0.
-        r: How much more a later step weighs.
-        weight_decay: Decoupled, multiplied by lr, of y; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        beta1: The weight of x in y, in (0, 1); fixed when the optimizer is created.
+        weight_lr_power: The power of the highest rate in the weight of a step, ≥ 0.
+        r: The power of the age in the weight of a step.
+        weight_decay: Decoupled weight decay of y, multiplied by lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slot `z` (a copy of the parameters at first), and the scalars `weight_sum`, `lr_max`,
+        An `Optimizer` with the slot `z` (initially a copy of the parameters), and the scalars `weight_sum`, `lr_max`,
         `beta1` and `start_step`.
 
     Raises:
@@ -143,19 +143,19 @@ def _hyper(learning_rate: Any, beta1: Any, weight_lr_power: Any, r: Any) -> dict
 
 
 def weights(h: Hyper) -> Hyper:
-    """How far x moves to z, and what follows for y."""
+    """The weight c by which x moves towards z, and the weight of u in the update of y."""
     lr, age = h["learning_rate"], h["age"].astype(h["lr_max"].dtype)
     highest = jnp.maximum(h["lr_max"], lr)
     weight = jnp.power(age, h["r"]) * jnp.power(highest, h["weight_lr_power"])
     total = h["weight_sum"] + weight
-    # At a rate of 0 there is nothing to average yet.
+    # As long as all rates have been 0, there is nothing to average.
     c = jnp.where(total > 0, weight / jnp.where(total > 0, total, jnp.ones_like(total)), jnp.zeros_like(total))
-    # y' = (1−c)·y + c·z + lr·(β1·(1−c) − 1)·u, written by the new z' = z − lr·u.
+    # y' = (1−c)·y + c·z + lr·(β1·(1−c) − 1)·u, expressed in terms of the new z' = z − lr·u.
     return {"lr_max": highest, "weight_sum": total, "c": c, "of_u": lr * (1 - c) * (1 - h["beta1"])}
 
 
 def adamw_weights(h: Hyper) -> Hyper:
-    """Likewise, with what takes the bias from v."""
+    """The same, with the bias correction of v."""
     return weights(h) | {"unbias2": 1 / bias_correction(h["beta2"], h["age"])}
 
 
@@ -168,7 +168,7 @@ def sgd_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Arr
 
 def adamw_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update, z and second moment."""
-    # The direction is made twice, for z and for y, rather than kept in between: z first, y of the new z.
+    # The direction is computed twice, for z and for y, instead of being stored: z first, then y from the new z.
     v, g, p = compute_first(average(slots["v"], g * g, h["beta2"]), g, p)
     z = slots["z"] - h["learning_rate"] * adamw_direction(g, v, p, h)
     z, v, g, p = compute_first(z, v, g, p)
@@ -176,25 +176,25 @@ def adamw_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
 
 
 def adamw_direction(g: Array, v: Array, p: Array, h: Hyper) -> Array:
-    """The direction u, with decay."""
+    """The direction u, with weight decay."""
     return with_decay(g / (jnp.sqrt(h["unbias2"] * v) + h["epsilon"]), p, h)
 
 
 @on_any_mesh
 def schedule_free_params(state: Any, name: str | None = None) -> Any:
-    """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free run, for evaluation: the state's own are y.
+    """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free run, for evaluation; the state's parameters are y.
 
     Args:
-        state: A `TrainState` whose optimizer is, or holds under a scope or a label, a schedule-free one. Where it is
-            inside `master_weights`, y is the master.
+        state: A `TrainState` whose optimizer is schedule-free, or has such a part under a scope or label. Inside
+            `master_weights`, y is the master copy.
         name: The name of its slot `z` with the prefixes of scopes and labels, such as `"embed/z"`, if there are
             several; None for the only one.
 
     Returns:
-        A tree like params, of their dtypes; leaves of other optimizers as they are.
+        A tree like params, with their dtypes; leaves of other optimizers are unchanged.
 
     Raises:
-        ValueError: The state has no slot `z` of such an optimizer, or several (lists their names).
+        ValueError: The state has no slot `z` of such an optimizer, or several; the error lists their names.
 
     Example:
         >>> import jstep
@@ -208,7 +208,7 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
     def has_scalars(slot: str) -> bool:
         return all(trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS)
 
-    hint = "The state has no slots of a schedule-free optimizer; schedule_free_adamw and schedule_free_sgd make them."
+    hint = "Slots of schedule-free optimizers are created by schedule_free_adamw and schedule_free_sgd."
     prefix = find_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
     params, slots = state.params, state.slots
     leaves, treedef = trees.flatten(params)
@@ -224,7 +224,7 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
 
 
 def _masters_around(prefix: str, params: Params, slots: Slots) -> list[Any]:
-    """What may be the slots of `master_weights` around the optimizer of a prefix, by their names, outermost first."""
+    """Possible slots of `master_weights` around the optimizer of a prefix, found by name, outermost first."""
     parts = prefix.split("/")[:-1]
     around = ("/".join([*parts[:count], "master"]) for count in range(len(parts) + 1))
     found = (slots[name] for name in around if name in slots)
@@ -232,7 +232,7 @@ def _masters_around(prefix: str, params: Params, slots: Slots) -> list[Any]:
 
 
 def _unrounded(leaf: Any, masters: list[Any]) -> Any:
-    """A leaf as it was before it was rounded: what rounds to something else is another slot of that name."""
+    """A leaf before rounding; a candidate that does not round to the leaf is an unrelated slot of the same name."""
     y = leaf = on_devices(leaf)
     for one in map(on_devices, masters):
         if trees.is_array(one) and one.shape == y.shape and trees.is_floating(one.dtype):
@@ -243,5 +243,5 @@ def _unrounded(leaf: Any, masters: list[Any]) -> Any:
 def _x(leaf: Any, y: Any, z: Any, beta1: Array) -> Any:
     dtype = trees.compute_dtype(y.dtype)
     y, z, beta1 = y.astype(dtype), z.astype(dtype), beta1.astype(dtype)
-    # Where z is y, as at first, so is x. No number of Python enters: transfers may be guarded.
+    # If z equals y, as it does initially, x equals both. No Python numbers are used: transfers may be guarded.
     return (z + (y - z) / beta1).astype(leaf.dtype)

@@ -21,25 +21,25 @@ def sgd(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """Descent: g += weight_decay·p; a = momentum·a + (1 − dampening)·g; p −= lr·a, or lr·(g + momentum·a) by Nesterov.
+    """SGD: g += weight_decay·p; a = momentum·a + (1 − dampening)·g; p −= lr·a, or lr·(g + momentum·a) with Nesterov.
 
-    At the first update of a slot a = g, whatever the dampening. The decay is coupled: it is part of the gradient.
+    At the first update of a slot a = g, whatever the dampening. Weight decay is coupled: it is part of the gradient.
 
     Args:
         learning_rate: The step size lr ≥ 0.
-        momentum: The share of the old direction that is kept, in [0, 1].
-        dampening: The share of the gradient that stays out of the direction, in [0, 1].
-        use_nesterov: Whether to look ahead along the new direction; takes a momentum, and no dampening.
-        weight_decay: Added to the gradient as weight_decay·p; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
+        momentum: The fraction of the old direction that is kept, in [0, 1].
+        dampening: The fraction of the gradient that is left out of the direction, in [0, 1].
+        use_nesterov: Whether to use Nesterov momentum, which requires momentum and no dampening.
+        weight_decay: Weight decay ≥ 0, added to the gradient as weight_decay·p.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
 
     Returns:
         An `Optimizer` with the slot `momentum` (initially 0) unless momentum is the number 0, and with dampening the
-        scalar `start_step`. Without weight decay a sparse gradient touches its rows alone.
+        scalar `start_step`. Without weight decay a sparse gradient updates only its own rows.
 
     Raises:
-        ValueError: An argument is out of its range, the mask matches nothing, or Nesterov has no momentum or some
-            dampening.
+        ValueError: An argument is out of its range, the mask matches nothing, or Nesterov momentum is combined with
+            dampening or zero momentum.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -48,7 +48,7 @@ def sgd(
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
         0.25
 
-    Source: `torch.optim.SGD`, whose numbers these are. `momentum` is TF's.
+    Source: `torch.optim.SGD`, whose results it matches. For TF's variant, see `momentum`.
     """
     use_nesterov = as_bool(use_nesterov, "use_nesterov")
     hyper = {
@@ -59,8 +59,8 @@ def sgd(
     keeps, damped, decays = (not _is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
     if use_nesterov and (damped or not keeps):
         raise ValueError(
-            f"use_nesterov=True: must go with a momentum > 0 and a dampening of 0, got momentum={momentum} and "
-            f"dampening={dampening}; leave dampening out and give a momentum such as 0.9"
+            f"use_nesterov=True: requires a momentum > 0 and a dampening of 0, got momentum={momentum} and "
+            f"dampening={dampening}; omit dampening and set a momentum such as 0.9"
         )
     rule = nesterov_rule if use_nesterov else heavy_rule if keeps else plain_rule
     return leafwise(
@@ -79,7 +79,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def share_of_gradient(h: Hyper) -> Hyper:
-    """What of the gradient enters the buffer: all of it at first, 1 − dampening later."""
+    """The weight of the gradient in the buffer: 1 at the first update, 1 − dampening later."""
     return {"share": jnp.where(h["age"] == 1, 1.0, 1 - h["dampening"])}
 
 
@@ -97,11 +97,11 @@ def heavy_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update along the gradient and the new buffer."""
     a = buffer(with_decay(g, p, h), slots, h)
-    # The buffer is there before the parameter, which would else be computed from the old one, and that copied.
+    # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old buffer.
     a, g, p = compute_first(a, g, p)
     return -h["learning_rate"] * (with_decay(g, p, h) + h["momentum"] * a), {"momentum": a}
 
 
 def buffer(g: Array, slots: dict[str, Array], h: Hyper) -> Array:
-    """The new buffer of momentum."""
+    """The new momentum buffer."""
     return h["momentum"] * slots["momentum"] + (h["share"] * g if "share" in h else g)

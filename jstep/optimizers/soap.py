@@ -30,10 +30,10 @@ def soap(
 ) -> Optimizer:
     """SOAP: g' = Qᵀg; m averages g, v averages g'²; p −= lr·√(1−β2^k)/(1−β1^k) · Q(Qᵀm/(√v + ε)), k = t − 1.
 
-    For each axis i of a leaf GG_i averages g·gᵀ over the other axes, and Q_i is its eigenbasis. At the first update of
-    a slot nothing moves: GG and Q are made (by eigh). Every precondition_frequency steps Q goes through one power
-    iteration, QR of GG·Q. t is the age of the slots. On TPUs eigh is Jacobi's method, and both go through all matrices
-    of a size in one loop, so that compiling takes seconds, whatever the sizes and the number of leaves.
+    For each axis i of a leaf GG_i averages g·gᵀ over the other axes, and Q_i is its eigenbasis. The first update of a
+    slot only initializes GG and Q (by eigh). Every precondition_frequency steps Q is refined by one power iteration,
+    the QR of GG·Q. t is the age of the slots. On TPUs eigh uses Jacobi's method, and eigh and QR process all matrices
+    of one size in a loop, so that compiling takes seconds whatever the sizes and the number of leaves.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -41,14 +41,15 @@ def soap(
         beta2: The decay of the second moment, in [0, 1).
         shampoo_beta: The decay of GG, in [0, 1).
         epsilon: Added to √v, ≥ 0.
-        weight_decay: Decoupled, multiplied by lr, taken of the parameter after its step, and not at the first; ≥ 0.
-        weight_decay_mask: Which leaves decay: the grammar of `var_list`, None for all.
-        precondition_frequency: After how many steps Q is made anew, ≥ 1; fixed when the optimizer is made.
-        max_precondition_dim: Longer axes have no GG and Q; leaves of fewer than two axes have none either: Adam.
+        weight_decay: Decoupled weight decay, multiplied by lr and applied after each step except the first; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        precondition_frequency: The number of steps between updates of Q, ≥ 1; fixed when the optimizer is created.
+        max_precondition_dim: The size of the largest axis with GG and Q. Longer axes, and leaves with fewer than two
+            axes, have none; a leaf without any uses Adam.
 
     Returns:
-        An `Optimizer` with the slots `m`, `v` (initially 0) and, for each axis, `gg_0`, `q_0`, `gg_1` … (square, 0 at
-        first), and the scalar `start_step`.
+        An `Optimizer` with the slots `m`, `v` (initially 0) and, for each axis, `gg_0`, `q_0`, `gg_1` … (square,
+        initially 0), and the scalar `start_step`.
 
     Raises:
         ValueError: An argument is out of its range, or the mask matches nothing.
@@ -59,8 +60,8 @@ def soap(
         >>> print(jstep.get_slot_names(state), state.slots["gg_0"]["w"].shape, state.slots["gg_0"]["b"])
         ['gg_0', 'gg_1', 'm', 'q_0', 'q_1', 'v'] (3, 3) None
 
-    Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024); the numbers are those of the
-    authors' code and of pytorch_optimizer, but for the signs of eigenvectors, and for bases of what has no length.
+    Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024); the results match the
+    authors' code and pytorch_optimizer, except for the signs of eigenvectors and the bases of null spaces.
     """
     frequency = as_int(precondition_frequency, "precondition_frequency", at_least=1)
     longest = as_int(max_precondition_dim, "max_precondition_dim", at_least=1)
@@ -73,7 +74,7 @@ def soap(
         return shape
 
     def slots(params: Params) -> dict[str, Any]:
-        # Names that do not depend on whether there is a matrix: two axes always.
+        # At least two axes, so that the names do not depend on whether there is a matrix.
         axes = range(max([2, *(np.ndim(leaf) for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf))]))
         return {"m": 0.0, "v": 0.0} | {
             f"{name}_{axis}": Slot(shape=square(axis)) for axis in axes for name in ("gg", "q")
@@ -105,7 +106,7 @@ def soap(
 
 
 def with_turned_bases(slots: dict[str, list[Any]], turn: Array, has_update: list[bool]) -> dict[str, list[Any]]:
-    """The leaves of each slot, with the bases turned of those leaves that have bases and were updated."""
+    """The leaves of each slot, with new bases for the leaves that have bases and were updated."""
     axes = [axis for axis in range(len(slots)) if f"gg_{axis}" in slots]
     leaves = {}
     for i, v in enumerate(slots["v"]):
@@ -122,7 +123,7 @@ def with_turned_bases(slots: dict[str, list[Any]], turn: Array, has_update: list
 
 
 def sizes_and_shares(h: Hyper) -> Hyper:
-    """The size of a step, and the shares of old and new in the moments."""
+    """The step size, and the weights of old and new values in the moments."""
     first, k = h["age"] == 1, jnp.maximum(h["age"] - 1, 1)
     size = h["learning_rate"] * jnp.sqrt(bias_correction(h["beta2"], k)) / bias_correction(h["beta1"], k)
     return {
@@ -137,13 +138,13 @@ def sizes_and_shares(h: Hyper) -> Hyper:
 
 
 def soap_rule(g: Array, p: Array, slots: dict[str, Any], h: Hyper) -> tuple[Array, dict[str, Any]]:
-    """A leaf's update, moments and averages of g·gᵀ; its bases turn afterwards, with those of the other leaves."""
+    """A leaf's update, moments and averages of g·gᵀ; the bases of all leaves are updated together afterwards."""
     axes = [axis for axis in range(p.ndim) if slots.get(f"gg_{axis}") is not None]
     bases = {axis: slots[f"q_{axis}"] for axis in axes}
     m = h["m_old"] * slots["m"] + h["m_new"] * g
     v = h["v_old"] * slots["v"] + h["v_new"] * jnp.square(projected(g, bases))
     u = projected(projected(m, bases) / (jnp.sqrt(v) + h["epsilon"]), bases, back=True)
-    # The first bases are made of the first gradient: until then there is no direction.
+    # The bases are initialized from the first gradient, so the first update has no direction.
     update = jnp.where(h["first"], jnp.zeros_like(u), -h["size"] * u)
     if decays(h):
         update = update - h["shrink"] * (p + update)
@@ -152,13 +153,13 @@ def soap_rule(g: Array, p: Array, slots: dict[str, Any], h: Hyper) -> tuple[Arra
 
 
 def projected(x: Array, bases: dict[int, Array], back: bool = False) -> Array:
-    """An array in other bases, axis by axis; or back."""
+    """Project an array onto bases, axis by axis, or back."""
     for axis, q in bases.items():
         x = jnp.moveaxis(jnp.tensordot(x, q, ((axis,), (1 if back else 0,))), -1, axis)
     return x
 
 
 def gram(g: Array, axis: int, old: Array, decay: Any) -> Array:
-    """The average of g·gᵀ over all axes but one."""
+    """The new average of g·gᵀ, contracted over all axes but one."""
     others = tuple(i for i in range(g.ndim) if i != axis)
     return decay * old + (1 - decay) * jnp.tensordot(g, g, (others, others))

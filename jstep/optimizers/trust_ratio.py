@@ -1,4 +1,4 @@
-"""The trust ratio of LAMB and LARS: how long a step is, in lengths of its parameter."""
+"""The trust ratio of LAMB and LARS: the norm of a parameter over that of its update."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jstep.core.types import Array
 
 
 def trust_ratio(p: Array, u: Array, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
-    """The ratio: coefficient·‖p‖ / (‖u‖ + epsilon) of a leaf, and 1 where either norm is 0."""
+    """The ratio coefficient·‖p‖ / (‖u‖ + epsilon) of a leaf; 1 if either norm is 0."""
     of_p, of_u = norm(p), norm(u)
     neither = (of_p > 0) & (of_u > 0)
     return jnp.where(neither, coefficient * of_p / jnp.where(neither, of_u + epsilon, jnp.ones_like(of_u)), 1.0)

@@ -1,4 +1,4 @@
-"""An optimizer around another: the inner one's slots under their names, and some of its own."""
+"""Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished
 from jstep.state import START_STEP
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]
-"""`update(updates, inner, own, params, step, h, context) -> (updates, inner, own)`, the slots of either apart."""
+"""`update(updates, inner, own, params, step, h, context) -> (updates, inner, own)`, with separate slots."""
 
 
 def wrap_optimizer(
@@ -32,21 +32,22 @@ def wrap_optimizer(
     init_on: Callable[[Params], Params] = lambda params: params,
     takes_context: bool = False,
 ) -> Optimizer:
-    """An optimizer around another.
+    """Wrap an optimizer.
 
     Args:
-        optimizer: The inner one.
+        optimizer: The inner optimizer.
         by: The wrapper's name, for errors.
-        update: The update.
-        added: The names of its own slots → `make(params, global_step)`.
-        hyper: Its own hyperparameters, as `checked` returned them.
-        roles: The roles of some of its own slots.
-        aged: Whether it needs an age: that of the inner one's `start_step`, or of one of its own if the inner one has
-            none. Either way it finds it in `own` as `start_step`, and need not return it.
-        guarded: Whether gradients that are not finite reach neither parameters nor slots; that of the inner one by
-            default.
-        inner_roles: From the roles of the inner one's slots to those that others see.
-        init_on: What the inner one sees as params when its slots are made.
+        update: The wrapper's update.
+        added: The names of the wrapper's slots → `make(params, global_step)`.
+        hyper: The wrapper's hyperparameters, as returned by `checked`.
+        roles: The roles of some of the wrapper's slots.
+        aged: Whether the wrapper needs an age. It is that of the inner optimizer's `start_step` if there is one,
+            otherwise of a separate slot. In both cases `own` contains it as `start_step`, and `update` need not
+            return it.
+        guarded: Whether gradients that are not finite reach neither parameters nor slots; by default as for the inner
+            optimizer.
+        inner_roles: Maps the roles of the inner optimizer's slots to those that outer wrappers see.
+        init_on: Maps params to those from which the inner optimizer creates its slots.
         takes_context: Whether the update reads the context itself.
 
     Raises:

@@ -16,7 +16,7 @@ def yogi(
 ) -> Optimizer:
     """Yogi: m averages g; v −= (1−β2)·sign(v − g²)·g²; p −= lr·m̂/(√v̂ + ε).
 
-    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), t the age of the slots: v falls no faster than it can rise.
+    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), where t is the age of the slots. v decreases no faster than it can increase.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -34,7 +34,7 @@ def yogi(
         >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (2018); the numbers are those of `optax.yogi`.
+    Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (2018); the results match `optax.yogi`.
     """
     return leafwise(
         yogi_rule,

@@ -1,8 +1,8 @@
 """TensorBoard event files without TensorFlow.
 
-Summaries are values: pytrees that may be made inside a compiled step, returned from it, scanned and merged. A
-`SummaryWriter` writes them on a thread of its own. Needs the extra `summaries` (tensorboard's protos,
-google-crc32c), which is imported when the first file is opened.
+Summaries are pytrees: they can be created inside a compiled step, returned from it, scanned and merged. A
+`SummaryWriter` writes them on a background thread. The extra `summaries` (tensorboard's protos, google-crc32c) is
+required, and imported when the first file is opened.
 """
 
 from typing import TYPE_CHECKING

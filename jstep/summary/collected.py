@@ -1,7 +1,7 @@
-"""Named collections: which summaries were made, without handing each of them on.
+"""Named collections of summaries.
 
-Eagerly made summaries gather in their collections until `merge_all`; `collect` runs a function and returns
-what was made inside it, and so works under `jit`, where a side effect would leak a tracer.
+Summaries created eagerly stay in their collections until `merge_all`. `collect` returns the summaries created inside a
+function, and so works under `jit`, where a side effect would leak a tracer.
 """
 
 import contextvars
@@ -24,20 +24,19 @@ R = TypeVar("R")
 SUMMARIES = "summaries"
 DEFAULT = (SUMMARIES,)
 
-# Collection → tags → the newest part with those tags: a loop that never merges holds no more than one step of
-# it.
+# Collection → tags → the newest part with those tags, so that a loop that never merges keeps one step of summaries.
 _eager: dict[str, dict[tuple[str, ...], Part]] = {}
 _lock = threading.Lock()
 
 
 def _trace() -> Any:
-    """What JAX is tracing now, to be compared; of jax.extend, since jax itself does not tell."""
+    """Return a comparable token of the current trace; only jax.extend exposes it."""
     return get_opaque_trace_state()
 
 
 @functools.cache
 def _no_trace() -> Any:
-    """What a thread sees that traces nothing: a new one, as this one may be tracing when it first asks."""
+    """Return the token outside any trace, taken on a new thread because the current one may be tracing."""
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append(_trace()))
     thread.start()
@@ -50,14 +49,14 @@ class _Collector:
         self.key = key
         self.trace = _trace()
         self.parts: list[Part] = []
-        self.nested: dict[tuple[str, ...], str] = {}  # tags → where they were made; never the tracers
+        self.nested: dict[tuple[str, ...], str] = {}  # tags → source line; tracers are never stored
 
 
 _active: contextvars.ContextVar[tuple[_Collector, ...]] = contextvars.ContextVar("jstep_collect", default=())
 
 
 def register(part: Part, collections: Sequence[str] | None) -> None:
-    """Puts a new part in its collections; a traced one only where a `collect` is there to return it."""
+    """Add a new part to its collections. A traced part is added only to an active `collect`, which returns it."""
     if type(collections) is tuple and not collections:
         return
     collectors = _active.get()
@@ -94,13 +93,13 @@ def _checked(collections: Any) -> Sequence[str]:
     names = tuple(collections) if isinstance(collections, Iterable) else (None,)
     if isinstance(collections, str) or not all(isinstance(key, str) for key in names):
         raise TypeError(
-            f"collections={shown(collections)}: must be a sequence of names, such as ('summaries',), or None for that"
+            f"collections={shown(collections)}: must be a sequence of names, such as ('summaries',), or None"
         )
     return names
 
 
 def _caller() -> str:
-    """File and line of the nearest frame outside this package."""
+    """Return file and line of the nearest frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("jstep.summary"):
         frame = frame.f_back
@@ -108,10 +107,10 @@ def _caller() -> str:
 
 
 def merge_parts(parts: Iterable[Part]) -> Summary:
-    """One summary of all parts.
+    """Combine parts into one summary.
 
     Raises:
-        ValueError: Two of them have the same tag; names it.
+        ValueError: Two parts have the same tag; the message names it.
     """
     parts = tuple(parts)
     seen: set[str] = set()
@@ -119,27 +118,27 @@ def merge_parts(parts: Iterable[Part]) -> Summary:
         for tag in part.tags:
             if tag in seen:
                 raise ValueError(
-                    f"duplicate tag {tag!r}: a merged summary holds one value for each tag. Give the values "
-                    "tags of their own; values of several steps are stacked, by lax.scan for instance."
+                    f"duplicate tag {tag!r}: a merged summary holds one value for each tag. Give each value "
+                    "its own tag; values of several steps are stacked, by lax.scan for instance."
                 )
             seen.add(tag)
     return Summary(parts)
 
 
 def merge_all(key: str = SUMMARIES) -> Summary | None:
-    """Merges the summaries of a collection that were made since the last call, and empties it.
+    """Merge the summaries added to a collection since the last call, and empty it.
 
-    Outside of any `collect` these are the ones made eagerly, the newest where a tag was made several times;
-    inside a function that `collect` runs, the ones made so far inside it.
+    Outside `collect`, these are the summaries created eagerly; of several with the same tag, the newest is kept. Inside
+    a function that `collect` runs, they are the summaries that it has created so far.
 
     Args:
-        key: The collection.
+        key: The name of the collection.
 
     Returns:
-        The merged summary, or None where there was none.
+        The merged summary, or None if the collection is empty.
 
     Raises:
-        RuntimeError: Called inside a function that JAX is tracing, with no `collect` around it.
+        RuntimeError: Called inside a function that JAX is tracing, without a `collect` around it.
 
     Example:
         >>> import jstep.summary
@@ -171,32 +170,31 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
 
 
 _UNDER_TRACE = (
-    "merge_all({key!r}) gathers what was made eagerly, and was called inside a function that JAX is tracing "
+    "merge_all({key!r}) merges summaries made eagerly, and was called inside a function that JAX is tracing "
     "(jit, grad, scan, vmap). Return the summaries from that function, or wrap it before it is transformed: "
     "jax.jit(jstep.summary.collect(fn)) returns (result, merged summary)."
 )
 
 
 def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Summary | None]]:
-    """Makes a function that also returns the summaries made inside it.
+    """Wrap a function so that it also returns the summaries created inside it.
 
-    What the function returns may be transformed: `jax.jit(collect(fn))`, `jax.lax.scan(collect(body), …)`
-    with the summaries stacked, `jax.value_and_grad(collect(loss_fn), has_aux=True)`. A function that is
-    transformed *inside* `fn` is another matter: its summaries have values only in there, and must be returned
-    from it. Those of them that `fn` returns as part of its result are in the merged summary as well.
+    The wrapped function can be transformed: `jax.jit(collect(fn))`, `jax.lax.scan(collect(body), …)`, which stacks the
+    summaries, and `jax.value_and_grad(collect(loss_fn), has_aux=True)`. If a function is transformed *inside* `fn`, its
+    summaries have no value outside it and must be returned from it. Those that `fn` then returns in its result are in
+    the merged summary as well.
 
     Args:
-        fn: Any function; its summaries with `key` among their collections are taken.
-        key: The collection. Others pass through to the `collect` around this one, if any.
+        fn: Any function. Summaries with `key` among their collections are collected.
+        key: The name of the collection. Other summaries pass through to the enclosing `collect`, if any.
 
     Returns:
-        A function of the same arguments that returns `(result, summary)`; the summary is None where none was
-        made.
+        A function of the same arguments that returns `(result, summary)`; the summary is None if none was created.
 
     Raises:
-        RuntimeError: When called: a summary was made inside a nested transformation and not returned from it.
-            Names the tag and the line, and says how to return it.
-        ValueError: When called: a tag was made twice.
+        RuntimeError: When called: a summary was created inside a nested transformation and not returned from it. The
+            message has the tag, the line and how to return it.
+        ValueError: When called: two summaries have the same tag.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep.summary
@@ -228,7 +226,7 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
 
 
 def collect_unreturned(fn: Callable[[], R]) -> Callable[[], tuple[R, Summary | None]]:
-    """As `collect`, without the summaries that the function returns: what a training step adds to its metrics."""
+    """Variant of `collect` for the loss of a training step: summaries that the function returns are left out."""
 
     def collected() -> tuple[R, Summary | None]:
         collector = _Collector(SUMMARIES)
@@ -253,10 +251,10 @@ register_with_steps(collect_unreturned, _merged)
 
 
 def _returned(result: Any, collector: _Collector) -> list[Part]:
-    """The parts in `result` that were made under nested transformations.
+    """Return the parts in `result` that were created under nested transformations.
 
     Raises:
-        RuntimeError: One that was made there has not come back.
+        RuntimeError: A part created there was not returned.
     """
     kept = {tag for part in collector.parts for tag in part.tags}
     back = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
@@ -268,16 +266,16 @@ def _returned(result: Any, collector: _Collector) -> list[Part]:
 _LOST = (
     "nested in the function that collect runs (grad, scan, vmap, jit, cond, …) and was not returned from it; it has no "
     "value outside. Return it from the transformed function: jax.value_and_grad(collect(loss_fn), has_aux=True) gives "
-    "((loss, summary), grads), jax.lax.scan and jax.vmap over collect(body) give it stacked, jax.jit(collect(fn)) as "
-    "it is. Then return it from the outer function as well, or add it to the outer collection with "
+    "((loss, summary), grads), jax.lax.scan and jax.vmap over collect(body) give it stacked, jax.jit(collect(fn)) "
+    "unchanged. Then return it from the outer function as well, or add it to the outer collection with "
     "merge([summary], collections=({key!r},))."
 )
 _LOST_IN_A_LOSS = (
     "nested in the loss (jit, scan, remat, vmap, cond, grad, …) and was not returned from it; it has no value outside. "
-    "Return it from the transformed function and add it to those of the loss: "
+    "Return it from the transformed function and add it to the summaries of the loss: "
     "y, made = jax.jit(jstep.summary.collect(layer))(x); jstep.summary.merge([made], collections=({key!r},)). "
-    "jax.checkpoint, jax.lax.scan and jax.vmap over collect(layer) likewise, the latter two give it stacked. Or make "
-    "it outside, of what the transformed function returns."
+    "jax.checkpoint, jax.lax.scan and jax.vmap over collect(layer) likewise; the latter two give it stacked. Or make "
+    "it outside, from what the transformed function returns."
 )
 
 
@@ -285,4 +283,4 @@ def _refuse_lost(collector: _Collector, there: set[str], why: str) -> None:
     for tags, where in collector.nested.items():
         if not there.issuperset(tags):
             way_out = why.format(key=collector.key)
-            raise RuntimeError(f"summary {tags[0]!r}, made at {where}, was made inside a transformation {way_out}")
+            raise RuntimeError(f"summary {tags[0]!r}, made at {where}, comes from inside a transformation {way_out}")

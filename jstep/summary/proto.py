@@ -1,7 +1,7 @@
-"""TensorBoard's protos and the C checksum, imported when the first event is written or read.
+"""Lazy imports of TensorBoard's protos, of the CRC-32C in C, and of Pillow.
 
-`tensorboard.compat.proto` holds message classes alone. Nothing else of tensorboard is imported for writing:
-its own writer goes through `tensorboard.compat.tf`, which imports TensorFlow wherever that is installed.
+Writing imports only `tensorboard.compat.proto`, which contains message classes: tensorboard's own writer uses
+`tensorboard.compat.tf`, which imports TensorFlow if it is installed.
 """
 
 import functools
@@ -35,21 +35,21 @@ def _import(module: str, what: str) -> types.ModuleType:
 
 @functools.cache
 def proto(name: str) -> Any:
-    """The message class of that name: `proto("Event")`; the enum module for "types"."""
+    """Return a message class by name, such as `proto("Event")`; for "types", the module of enums."""
     module = _import(f"tensorboard.compat.proto.{_HOME[name]}", "an event file")
     return module if name == "types" else getattr(module, name)
 
 
 @functools.cache
 def decode_error() -> type[Exception]:
-    """What protobuf raises for bytes that are no message."""
+    """Return the exception that protobuf raises for bytes that are not a message."""
     error: type[Exception] = _import("google.protobuf.message", "an event file").DecodeError
     return error
 
 
 @functools.cache
 def hparams_protos() -> tuple[Any, Any]:
-    """The messages of TensorBoard's HParams tab: `api_pb2` and `plugin_data_pb2`."""
+    """Return the modules of TensorBoard's HParams messages: `api_pb2` and `plugin_data_pb2`."""
     home = "tensorboard.plugins.hparams."
     what = "add_hparams"
     return _import(home + "api_pb2", what), _import(home + "plugin_data_pb2", what)
@@ -57,17 +57,17 @@ def hparams_protos() -> tuple[Any, Any]:
 
 @functools.cache
 def crc32c() -> Any:
-    """The CRC-32C of bytes as an int, computed in C."""
+    """Return a function from bytes to their CRC-32C as an int, computed in C."""
     return _import("google_crc32c", "an event file").value
 
 
 @functools.cache
 def pillow_image() -> Any:
-    """Pillow's `Image` module; tensorboard itself depends on Pillow."""
+    """Return Pillow's `Image` module; Pillow is a dependency of tensorboard."""
     return _import("PIL.Image", "an image summary")
 
 
 def is_message(x: Any, name: str) -> bool:
-    """Whether x is a proto message of that name, of tensorboard's or of TensorFlow's own pool."""
+    """Whether x is a proto message of this name, from tensorboard or from TensorFlow."""
     descriptor = getattr(x, "DESCRIPTOR", None)
     return getattr(descriptor, "full_name", "").rpartition(".")[2] == name and hasattr(x, "SerializeToString")

@@ -1,8 +1,7 @@
-"""What a summary is: a pytree of arrays whose tags are static.
+"""Summaries as pytrees.
 
-The arrays are leaves, the tags belong to the tree's structure, so that a summary is a legal result of `jit`,
-`scan`, `vmap` and of a function with `has_aux`. Axes that a transformation puts in front of a leaf are steps,
-in their order.
+Arrays are leaves and tags are part of the tree structure, so that a summary can be returned from `jit`, `scan`, `vmap`
+and functions with `has_aux`. Leading axes that a transformation adds to a leaf are steps, in order.
 """
 
 import dataclasses
@@ -19,11 +18,11 @@ from jstep.core.trees import is_traced
 _STATIC = {"static": True}
 
 
-# Not frozen and without slots' checks: a scalar is made on the training thread, in microseconds.
+# Not frozen, which would slow down creation: scalars are created on the training thread, in microseconds.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Scalars:
-    """One value a tag; `values` has the shape of the tags, `rank` axes of its own."""
+    """Scalars, one per tag. The last `rank` axes of `values` have the shape of the tags."""
 
     tags: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
     rank: int = dataclasses.field(metadata=_STATIC)
@@ -33,9 +32,9 @@ class Scalars:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Images:
-    """Pictures as uint8 `[count, height, width, channels]`, one tag each.
+    """Images as uint8 `[count, height, width, channels]`, one tag each.
 
-    `added` is 1. Microbatches add up the integers among what they return, and so say how many they were.
+    `added` is 1. Microbatches sum the integers that they return, so that `added` becomes their number.
     """
 
     tags: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
@@ -46,10 +45,10 @@ class Images:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Histogram:
-    """What is left of the values: how many lie in each bucket, and their moments.
+    """Bucket counts and moments of the values of an array.
 
-    `sums` are those of x·2^−e and of its square, e = `exponent`, so that float32 holds them whatever the
-    values. `added` is as in `Images`.
+    `sums` are the sums of x·2^−e and of its square, where e = `exponent`, so that they do not overflow float32. `added`
+    is as in `Images`.
     """
 
     tags: tuple[str] = dataclasses.field(metadata=_STATIC)
@@ -64,7 +63,7 @@ class Histogram:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Text:
-    """Strings, which no array holds: all of it is static."""
+    """Strings. All fields are static, since arrays cannot hold strings."""
 
     tags: tuple[str] = dataclasses.field(metadata=_STATIC)
     shape: tuple[int, ...] = dataclasses.field(metadata=_STATIC)
@@ -77,10 +76,10 @@ Part: TypeAlias = Scalars | Images | Histogram | Text
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Summary:
-    """Values with tags, made by `scalar`, `image`, `histogram`, `text` and `merge`.
+    """Values with tags, created by `scalar`, `image`, `histogram`, `text` and `merge`.
 
-    A pytree: its leaves are arrays, its tags are static. Return it from a compiled step, scan over it, and
-    give it to `SummaryWriter.add_summary`.
+    A pytree with arrays as leaves and static tags. Return it from a compiled step, scan over it, and pass it to
+    `SummaryWriter.add_summary`.
 
     Example:
         >>> import jax, jstep.summary
@@ -93,7 +92,7 @@ class Summary:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All tags, in the order the values are written."""
+        """All tags, in the order in which the values are written."""
         return tuple(tag for part in self.parts for tag in part.tags)
 
     def __repr__(self) -> str:
@@ -106,7 +105,7 @@ def is_summary(x: Any) -> bool:
 
 
 def find_summaries(tree: Any) -> Iterator[Summary]:
-    """All summaries in a pytree, in JAX's order."""
+    """Return all summaries in a pytree, in JAX's order of leaves."""
     return filter(is_summary, jax.tree.leaves(tree, is_leaf=is_summary))
 
 
@@ -118,11 +117,11 @@ def has_tracers(part: Part) -> bool:
 
 
 def check_tag(tag: Any, what: str) -> str:
-    """The tag, a string that is not empty.
+    """Check that a tag is a non-empty string, and return it.
 
     Raises:
-        TypeError: It is no string.
-        ValueError: It is empty.
+        TypeError: The tag is not a string.
+        ValueError: The tag is empty.
     """
     if not isinstance(tag, str):
         raise TypeError(f"{what}: the tag must be a str, not {type(tag).__name__} {tag!r}")
@@ -137,7 +136,7 @@ def _copy(x: jax.Array) -> jax.Array:
 
 
 def is_here(x: jax.Array) -> bool:
-    """Whether x can be read on the host now, without waiting for the device or copying from it."""
+    """Whether x can be read on the host without waiting for the device or copying from it."""
     is_ready = getattr(x, "is_ready", None)
     return (
         is_ready is not None
@@ -148,10 +147,10 @@ def is_here(x: jax.Array) -> bool:
 
 
 def keep(x: Any) -> Any:
-    """The value of x, safe from what happens to x later; does not wait for the device.
+    """Copy x if its value can change or be deleted later; do not wait for the device.
 
-    An array of the training state is deleted when the next step takes its buffer, and one of NumPy's can be
-    written to. Other values are returned as they are.
+    An array of the training state is deleted when it is donated to the next step, and a NumPy array can be written to.
+    Other values are returned unchanged.
     """
     if is_traced(x):
         return x

@@ -1,4 +1,4 @@
-"""What only one clock can give."""
+"""Debugging and planning tools built on the global step."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.timeline import Goodput, goodput

@@ -1,4 +1,4 @@
-"""Whether a loss says itself where its activations are."""
+"""Detection of losses that place their activations themselves."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,11 +7,11 @@ from jax.extend import core
 
 _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 _OF_THE_LOSS = "jvp"
-"""JAX marks what it traces for gradients, forward and backward, with this word."""
+"""The mark in the name stacks of operations traced for gradients, forward and backward."""
 
 
 def is_annotated(traced: Any) -> bool:
-    """Whether the loss of a traced step places its activations: by constraints, in `shard_map`, or on Explicit axes.
+    """Whether the loss of a step places its activations: by constraints, in `shard_map`, or on Explicit axes.
 
     Args:
         traced: The jaxpr of the step.
@@ -30,7 +30,7 @@ def _places_activations(jaxpr: core.Jaxpr, *, in_loss: bool) -> bool:
 
 
 def _is_explicit(var: Any) -> bool:
-    """Whether the type of an array says how it is split, which only Explicit axes do."""
+    """Whether the type of an array has a sharding, as only types on Explicit axes do."""
     spec = getattr(getattr(var.aval, "sharding", None), "spec", ())
     return any(axis is not None for axis in spec)
 

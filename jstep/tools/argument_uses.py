@@ -1,4 +1,4 @@
-"""How often a traced program uses each of its arguments."""
+"""Counting how often a traced program uses each of its arguments."""
 
 import math
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from jstep.core.operations import MOVES, Operation, Subprogram, body_of
 from jstep.core.scans import counts_of
 
 _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
-"""Operations whose result is a copy or a part of an operand, which is used by whatever takes the result."""
+"""Operations that return a copy or a part of an operand; uses of the result are uses of the operand."""
 _LOOPS = {"scan", "while"}
 _Sources = frozenset[int]
 
 
 def uses_of(traced: Any) -> list[float]:
-    """How often each argument is used as a whole, an upper bound.
+    """Return an upper bound on how often each argument is used as a whole.
 
-    Each operation that computes with an argument is a use, as often as it runs; an operation on a part of it counts for
-    the share that the part has. A loop of unknown length runs once. What cannot be counted is infinite.
+    Each operation that computes with an argument is a use, as often as it runs; an operation on half of the argument is
+    half a use. A loop of unknown length counts once. If uses cannot be counted, the number is infinite.
 
     Args:
         traced: The jaxpr of a program.
@@ -45,7 +45,7 @@ class _Counter:
         self.uses = [0.0] * len(sizes)
 
     def run(self, body: Subprogram, given: Sequence[_Sources], times: float) -> list[_Sources]:
-        """Counts the uses in a program whose arguments are parts of some sources; of which its results are parts."""
+        """Count uses in a program, given the sources of its arguments; return the sources of its results."""
         env: dict[Any, _Sources] = dict(zip(body.jaxpr.invars, given, strict=True))
 
         def sources(atom: Any) -> _Sources:
@@ -77,7 +77,7 @@ class _Counter:
         return nothing
 
     def _loop(self, operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
-        """What an iteration returns is given to the next one, so it is run until nothing new is a part of a source."""
+        """Iterate until the sources of the carried values, which an iteration passes to the next, no longer change."""
         params, body = operation.eqn.params, operation.bodies[-1]
         if operation.kind == "scan":
             before, carried = counts_of(params)

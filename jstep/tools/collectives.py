@@ -1,4 +1,4 @@
-"""What a compiled program moves between devices, read from its text."""
+"""Collectives of a compiled program, by kind."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from jstep.tools.compiled.program import parse_program
 
 
 class Collective(NamedTuple):
-    """Exchanges of one kind.
+    """The collectives of one kind in a step.
 
     Attributes:
-        number: How many a step makes, those in loops as often as they run.
-        bytes: What they give or take on each device, the larger of the two, summed over all.
+        number: How many run per step; those in loops count as often as they run.
+        bytes: Bytes that a device sends or receives, the larger of the two, summed over all of them.
     """
 
     number: int
@@ -20,14 +20,15 @@ class Collective(NamedTuple):
 
 
 def collectives_of(text: str) -> dict[str, Collective]:
-    """Kind → how many and how much, from the text of a compiled program.
+    """Return kind → number and bytes, parsed from the HLO of a compiled program.
 
-    Loops count as often as they run, once if that depends on values; of a conditional, the branch that moves most.
-    An asynchronous exchange counts once. An all-reduce that a TPU runs as a reduce-scatter is one. Transfers over the
-    network between slices of TPUs have the kind "between slices"; what they need inside a slice counts by itself.
+    Collectives in loops count as often as the loop runs, or once if that depends on values. Of a conditional, the
+    branch that moves the most bytes counts. An asynchronous collective counts once. An all-reduce that a TPU runs as a
+    reduce-scatter counts as a reduce-scatter. Transfers over the network between TPU slices have the kind "between
+    slices"; the collectives that they need inside a slice count separately.
 
     Args:
-        text: What `as_text()` of a compiled program returns.
+        text: The result of `compiled.as_text()`.
 
     Example:
         >>> import jax, jax.numpy as jnp

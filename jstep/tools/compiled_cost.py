@@ -1,4 +1,4 @@
-"""What XLA says of a step that it compiled, and of one that does not fit."""
+"""Compiling a step and collecting XLA's figures, including for a step that does not fit."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
-    """The fields of the `Cost` of a compiled step."""
+    """Compile a step and return the fields of its `Cost`."""
     traced = _traced(step, state, args)
     work = work_of(body_of(traced))
     device, devices = device_of((state, args)), device_count((state, args))
@@ -75,9 +75,9 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
         known
         | figures
         | {
-            "flops": _whole(analysis.get("flops"), work.once, work.all, devices),
-            # What was traced says how much is computed, but not what XLA fuses and so never writes.
-            "bytes_accessed": None if traffic is None else _whole(traffic, work.once_bytes, work.all_bytes, devices),
+            "flops": _scaled(analysis.get("flops"), work.once, work.all, devices),
+            # The traced program gives the operations, but not which results XLA fuses and so never writes.
+            "bytes_accessed": None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
             "collectives": collectives_of(text),
             "recomputes": recomputes(text),
             "warnings": tuple(warnings_of(text, state, args, traced, compiled.out_info)),
@@ -90,13 +90,13 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
 def _compiled(lowered: Any, *, is_there: bool) -> Any:
     with warnings.catch_warnings():
         if not is_there:
-            # What a compile-only client wrote into the compilation cache it cannot read, and compiles again.
+            # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
             warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
         return lowered.compile()
 
 
 def _needed(error: Exception) -> tuple[int, int] | None:
-    """The bytes that a program needs and those available, by XLA's error; None if the error is another one."""
+    """Parse the bytes that a program needs and those available from XLA's error; None for another error."""
     found = _TOO_LARGE.search(str(error))
     if found is None:
         return None
@@ -104,14 +104,15 @@ def _needed(error: Exception) -> tuple[int, int] | None:
 
 
 def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, int | None]:
-    """The figures of memory on each device, without what is on the host."""
+    """Return the memory figures of each device, without arrays on the host."""
     memory = compiled.memory_analysis()
     if memory is None:
         return dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"))
     arguments, outputs, alias, temporary = (
         int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in ("argument", "output", "alias", "temp")
     )
-    if host and not getattr(memory, "host_argument_size_in_bytes", 0):  # XLA's CPU compiler counts them all as one
+    # XLA's CPU compiler does not count them separately.
+    if host and not getattr(memory, "host_argument_size_in_bytes", 0):
         host_results = _bytes(compiled.out_info, on_host=True)
         donated = sum(_bytes(leaf, on_host=True) for leaf in _donated(compiled, (state, *args)))
         arguments, outputs = arguments - host, outputs - host_results
@@ -122,7 +123,7 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
         "output_bytes": outputs,
         "alias_bytes": alias,
         "temp_bytes": temporary,
-        # Of the host's share in it XLA's CPU compiler says nothing.
+        # XLA's CPU compiler does not report the share of the host.
         "peak_bytes": peak if platform == "cpu" else device_peak(memory),
     }
 
@@ -140,17 +141,17 @@ def _traced(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _analysis(found: Any) -> Mapping[str, float]:
-    """XLA's analysis; older versions gave a list, some platforms none."""
+    """Normalize XLA's analysis: older versions return a list, some platforms None."""
     if isinstance(found, list | tuple):
         found = found[0] if found else None
     return found or {}
 
 
-def _whole(measured: float | None, once: float, total: float, devices: int) -> float:
-    """XLA's figure for a device, which counts the inside of a loop once, and what the further iterations add.
+def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
+    """Correct XLA's figure for a device, which counts the body of a loop once, for the further iterations.
 
-    They are shared by the devices, unless XLA's figure says that nothing is. Where XLA does not know what a library
-    computes for it (a product of matrices on a GPU), what was traced counts.
+    Their operations are divided among the devices, unless XLA's figure shows that the work is not divided. If XLA does
+    not know the cost of a library call (a matrix product on a GPU), the figure of the traced program is used.
     """
     if not measured or measured < 0.2 * once / devices:
         return total / devices
@@ -158,7 +159,7 @@ def _whole(measured: float | None, once: float, total: float, devices: int) -> f
 
 
 def _bytes(tree: Any, *, on_host: bool = False) -> int:
-    """The bytes of a tree for each device, by the shardings of its leaves: in its memory, or in that of the host."""
+    """Return the bytes per device of the leaves of a tree that are in device memory, or in host memory."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)

@@ -1,4 +1,4 @@
-"""What a step takes, before it runs."""
+"""Compute, memory and communication cost of a step, without running it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -17,34 +17,34 @@ from jstep.tools.on_topology import on_topology, refuse_other_devices
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a step takes on each device.
+    """Cost of a step on each device.
 
-    What the compiler does not say is None: of a program that does not fit, all that only a finished one has.
+    Figures that the compiler does not report are None. For a program that does not fit, these are all figures of the
+    compiled program.
 
     Attributes:
-        flops: Floating-point operations, loops counted as often as they run (but those whose length depends on
-            values, which count once: `loops_unknown`).
-        bytes_accessed: Bytes read and written by all operations, by XLA's estimate; loops as above.
-        params_bytes: Of the parameters.
-        slots_bytes: Of the slots, without those in the memory of the host.
-        argument_bytes: Of all arguments, state and batch, without those in the memory of the host.
-        output_bytes: Of all results, without those in the memory of the host.
-        alias_bytes: Of the results that take over the memory of arguments.
-        temp_bytes: Of the temporaries.
-        peak_bytes: Arguments, results and temporaries, without what is taken over and what is on the host; of a program
-            that does not fit, what it would need.
-        collectives: Kind → (number, bytes) of what moves between devices, such as `all-reduce`.
-        compile_seconds: How long it took to compile.
-        devices: On how many devices the step runs.
-        memory_bytes: What a device has for programs, None where nothing says. On GPUs that only compile it is 0.75 of
-            the memory, JAX's default share.
-        loops_unknown: How many loops have a length that depends on values.
-        host_bytes: Of the arguments in the memory of the host (`shard_state(..., slots_memory="pinned_host")`), for
-            each device.
-        fits: Whether the peak is within the memory; None where one of the two is not known.
-        topology: The name of the topology that was compiled for, None for devices of this machine.
-        recomputes: Whether the compiler computes some things twice so that the program fits; None where not known.
-        warnings: What is probably not meant, each with what mends it.
+        flops: Floating-point operations. Loops count as often as they run; those whose length depends on values count
+            once (see `loops_unknown`).
+        bytes_accessed: Bytes read and written by all operations, as estimated by XLA; loops as above.
+        params_bytes: Bytes of the parameters.
+        slots_bytes: Bytes of the slots (the optimizer state), without those in host memory.
+        argument_bytes: Bytes of all arguments, state and batch, without those in host memory.
+        output_bytes: Bytes of all results, without those in host memory.
+        alias_bytes: Bytes of the results that reuse the memory of donated arguments.
+        temp_bytes: Bytes of the temporaries.
+        peak_bytes: Peak memory: arguments, results and temporaries, without aliased results and host memory. For a
+            program that does not fit, the memory that it would need.
+        collectives: Kind → (number, bytes) of the collectives, such as `all-reduce`.
+        compile_seconds: Compilation time in seconds.
+        devices: Number of devices that the step runs on.
+        memory_bytes: Device memory available to programs; None if unknown. For compile-only GPUs it is 0.75 of the
+            memory, JAX's default share.
+        loops_unknown: Number of loops whose length depends on values.
+        host_bytes: Bytes per device of the arguments in host memory (`shard_state(..., slots_memory="pinned_host")`).
+        fits: Whether peak memory is within the available memory; None if either is unknown.
+        topology: The name of the topology that the step was compiled for; None for the devices of this machine.
+        recomputes: Whether the compiler rematerializes some results so that the program fits; None if unknown.
+        warnings: Likely mistakes, each with its remedy.
     """
 
     flops: float | None
@@ -75,25 +75,26 @@ class Cost:
 
 
 def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str | None = None) -> Cost:
-    """What a step takes on each device: operations, memory, what moves between devices. Nothing is run.
+    """Return the cost of a step on each device: operations, memory and collectives. The step is not run.
 
-    It compiles the step for the shapes, dtypes and shardings of its arguments, which may be arrays or
-    `jax.ShapeDtypeStruct`: a model that fits nowhere can be asked for. On a mesh of `jstep.topology` it compiles for
-    TPUs or GPUs that are not there.
+    The step is compiled for the shapes, dtypes and shardings of its arguments. They may be arrays or
+    `jax.ShapeDtypeStruct`s, so the model need not fit into memory. On a mesh of `jstep.topology` the step is compiled
+    for TPUs or GPUs that the machine does not have.
 
     Args:
-        train_step: What `minimize` or `scan_steps` returned, or any function `(state, *args)`.
+        train_step: The result of `minimize` or `scan_steps`, or any function `(state, *args)`.
         state: The state, or its shapes (`jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))`).
         *args: The batch, or its shapes.
-        topology: The name of a topology (see `jstep.topology`) to compile for data-parallel training: the state on
-            every device, rows of the batch split over all. For any other layout place state and batch on its mesh.
+        topology: The name of a topology (see `jstep.topology`) to compile for data-parallel training: the state is
+            replicated and the rows of the batch are split over all devices. For other layouts, place state and batch on
+            the mesh of the topology.
 
     Returns:
-        A `Cost`, whose `str()` is a table. Also of a step that does not fit into memory: then `fits` is False.
+        A `Cost`, whose `str()` is a table. If the step does not fit into memory, `fits` is False.
 
     Raises:
-        TypeError: `train_step` is no function, or `state` no TrainState.
-        ValueError: State and batch are on different devices; or with a `topology` they are on a mesh already, or the
+        TypeError: `train_step` is not a function, or `state` is not a TrainState.
+        ValueError: State and batch are on different devices; or, with a `topology`, they are on a mesh already or the
             rows do not divide over its devices.
         ImportError: The compiler for the topology is not installed.
 

@@ -1,4 +1,4 @@
-"""The table that `str(cost)` is."""
+"""Formatting of a `Cost` as text and HTML."""
 
 import textwrap
 from typing import Any
@@ -13,7 +13,7 @@ _UNKNOWN = "not known"
 
 
 def rows_of(cost: Any) -> list[tuple[str, str]]:
-    """The name of each figure of a `Cost`, and the figure."""
+    """Return the rows of the table of a `Cost`: name and figure."""
     unknown = f", {cost.loops_unknown} loops of unknown length counted once" if cost.loops_unknown else ""
     moved = None if cost.collectives is None else cost.collectives.items()
     rows = [
@@ -22,8 +22,8 @@ def rows_of(cost: Any) -> list[tuple[str, str]]:
         ("parameters", size(cost.params_bytes)),
         ("slots", size(cost.slots_bytes)),
         ("arguments", _size(cost.argument_bytes)),
-        ("results", f"{_size(cost.output_bytes)}, {_size(cost.alias_bytes)} of it in the memory of arguments"),
-        ("in between", _size(cost.temp_bytes)),
+        ("results", f"{_size(cost.output_bytes)}, {_size(cost.alias_bytes)} of it aliased to arguments"),
+        ("temporaries", _size(cost.temp_bytes)),
         ("at its peak", _size(cost.peak_bytes) + _verdict(cost)),
         *([("on the host", size(cost.host_bytes))] if cost.host_bytes else []),
         *([("between devices", _UNKNOWN)] if moved is None else []),
@@ -36,7 +36,7 @@ def rows_of(cost: Any) -> list[tuple[str, str]]:
 
 
 def text_of(cost: Any) -> str:
-    """The figures of a `Cost`, one a line, then its warnings."""
+    """Format a `Cost` as text: one figure per line, then the warnings."""
     rows = rows_of(cost)
     width = max(len(name) for name, _ in rows)
     lines = [_title(cost), *(f"  {name:<{width}}  {text}" for name, text in rows)]
@@ -48,7 +48,7 @@ def text_of(cost: Any) -> str:
 
 
 def html_of(cost: Any) -> str:
-    """The same for a notebook."""
+    """Format a `Cost` as HTML for a notebook."""
     return html.table(_title(cost), rows_of(cost), notes=[f"warning: {warning}" for warning in cost.warnings])
 
 

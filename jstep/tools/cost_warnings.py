@@ -1,4 +1,4 @@
-"""What a compiled step does that is probably not meant, and the line that mends it."""
+"""Warnings about likely mistakes in a compiled step, each with its remedy."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,26 +21,26 @@ from jstep.tools.table import listed
 
 _PRODUCTS = {"dot", "convolution"}
 _OF_THE_LOSS = "jvp("
-"""JAX marks what it traces for gradients, forward and backward, with this word."""
+"""The mark in the names of operations traced for gradients, forward and backward."""
 _ALIASED = re.compile(r"\{[\d,\s]*\}:\s*\((\d+),")
 
 
 def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result: Any = None) -> list[str]:
-    """One sentence for each thing that a step does at a price, with what to do about it.
+    """Return a warning for each costly problem of a compiled step, with its remedy.
 
-    - Activations are resharded: XLA moves them to the shards of the parameters, not the parameters to the rows, so that
-      temporaries grow with the number of devices. What the loss itself asks for (`shard_map`, sharding constraints)
-      is not warned about.
+    - Activations are resharded: XLA moves them to the shards of the parameters instead of gathering the parameters, so
+      that temporaries grow with the number of devices. A loss that requests this (`shard_map`, sharding constraints)
+      gives no warning.
     - A part of the state is not donated although the step returns a new one.
     - Slots are gathered.
     - Parameters are gathered more often than the step uses them.
 
     Args:
-        text: What `as_text()` of the compiled step returns.
+        text: The result of `compiled.as_text()`.
         state: The state, as arrays or shapes with shardings.
         args: The batch, likewise.
         traced: The jaxpr of the step.
-        result: What the step returns, as shapes; None if that is not known.
+        result: The shapes of the results of the step; None if unknown.
     """
     program = parse_program(text)
     leaves = _leaves(program, state)
@@ -55,7 +55,7 @@ def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result:
 
 
 def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> list[str]:
-    """What may be the reason why a step does not fit: there is no program then that shows it.
+    """Return likely reasons why a step does not fit, in which case there is no compiled program.
 
     Args:
         state: The state, as arrays or shapes with shardings.
@@ -67,13 +67,13 @@ def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> 
     if axis is None or is_annotated(traced) or not any(_is_split(leaf, axis) for leaf in leaves):
         return []
     return [
-        "parameters are split over the axis of the batch, and the loss does not say where activations are. If they are "
-        f"resharded, temporaries grow with the number of devices: {_mend(axis)}"
+        "parameters are split over the axis of the batch, and the loss does not place its activations. If they are "
+        f"resharded, temporaries grow with the number of devices: {_remedy(axis)}"
     ]
 
 
 def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
-    """Number of the program's argument → path and leaf of the state, by the path that JAX wrote beside it."""
+    """Return argument number → path and leaf of the state, from the paths in the metadata of the parameters."""
     paths = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
     found: dict[int, tuple[str, Any]] = {}
     entry = program.computations.get(program.entry)
@@ -85,7 +85,7 @@ def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
 
 
 def _uses(state: Any, args: Sequence[Any], traced: Any) -> dict[str, float]:
-    """Path of a leaf → how often the step uses it; empty if the jaxpr takes other arguments."""
+    """Return path of a leaf → how often the step uses it; empty if the jaxpr has other arguments."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     counted = uses_of(traced)
     if len(counted) != len(paths) + len(jax.tree.leaves(args)):
@@ -104,10 +104,10 @@ def _resharded(
     if not others and not (gathers and _in_products(program, split)):
         return ""
     what = " and ".join(kind for kind, found in (("all-gather", gathers), ("all-to-all", others)) if found)
-    return f"activations are resharded ({what}, {size(gathers + others)} per step): {_mend(axis)}"
+    return f"activations are resharded ({what}, {size(gathers + others)} per step): {_remedy(axis)}"
 
 
-def _mend(axis: Any) -> str:
+def _remedy(axis: Any) -> str:
     spec = f'"{axis}"' if isinstance(axis, str) else repr(axis).replace("'", '"')
     return (
         "keep their rows on their devices with, after the embedding, "
@@ -116,7 +116,7 @@ def _mend(axis: Any) -> str:
 
 
 def _activations(moved: Sequence[Exchange], kind: str) -> int:
-    """The bytes of what the loss computed, not of parameters, that XLA gathers or reshards."""
+    """Return the bytes of activations, not parameters, that XLA gathers or reshards."""
     return sum(
         one.times * count
         for one in moved
@@ -127,7 +127,7 @@ def _activations(moved: Sequence[Exchange], kind: str) -> int:
 
 
 def _in_products(program: Program, numbers: set[int]) -> bool:
-    """Whether the loss multiplies with one of the program's arguments as it is, each device with its shard."""
+    """Whether a matrix product of the loss has one of these arguments as an operand, each device its shard."""
 
     def wanted(one: Instruction) -> bool:
         return one.opcode in _PRODUCTS and _OF_THE_LOSS in one.op_name
@@ -137,7 +137,7 @@ def _in_products(program: Program, numbers: set[int]) -> bool:
 
 
 def _batch_axis(args: Sequence[Any]) -> Any:
-    """The mesh axes that the rows of a batch are split over: the first that a spec of it names."""
+    """Return the mesh axes that the rows of a batch are split over: the first in the specs of its leaves."""
     for leaf in jax.tree.leaves(args):
         for axis in _spec(leaf):
             if axis is not None:
@@ -146,7 +146,7 @@ def _batch_axis(args: Sequence[Any]) -> Any:
 
 
 def _is_split(leaf: Any, axis: Any) -> bool:
-    """Whether a matrix is split over one of the axes of the batch."""
+    """Whether a matrix is split over one of the batch axes."""
     axes = set(_names(axis))
     return np.ndim(leaf) >= 2 and any(axes & set(_names(part)) for part in _spec(leaf))
 
@@ -170,19 +170,19 @@ def _undonated(text: str, leaves: Mapping[int, tuple[str, Any]], state: Any, res
         return ""
     return (
         f"{size(total)} of the state is not donated ({listed([path for path, _ in left])}), so that the old and "
-        "the new one are both in memory: use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
+        "the new state are both in memory: use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
     )
 
 
 def _returns(state: Any, result: Any) -> bool:
-    """Whether a step returns a new state: a tree of the same structure, alone or first in a tuple."""
+    """Whether a step returns a new state: a tree of the same structure, alone or as the first element of a tuple."""
     structure: Any = jax.tree.structure(state)
     candidates = [result, *(result[:1] if isinstance(result, tuple) else ())]
     return any(jax.tree.structure(one) == structure for one in candidates)
 
 
 def _header(text: str, key: str) -> str:
-    """The value of `key={ ... }` in the first line of a program's text."""
+    """Return the value of `key={ ... }` in the first line of a printed program."""
     line = text[: text.find("\n")]
     start = line.find(f"{key}={{")
     if start < 0:
@@ -196,7 +196,7 @@ def _header(text: str, key: str) -> str:
 
 
 def _bytes(leaf: Any) -> int:
-    """The bytes of a leaf on each device."""
+    """Return the bytes of a leaf on each device."""
     shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
     sharding = None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
     if sharding is not None:

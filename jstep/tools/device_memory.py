@@ -1,4 +1,4 @@
-"""Peak device memory, from what XLA's compilers report."""
+"""Peak device memory, from the memory analysis of XLA's compilers."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ PARTS = ("argument", "output", "alias", "temp")
 
 
 def device_peak(memory_analysis: Any) -> int | None:
-    """The peak memory of a program on each device, without what it keeps in the memory of the host.
+    """Return the peak memory of a program on each device, without host memory.
 
-    `peak_memory_in_bytes` counts every memory: that of the device, the one inside of a TPU's core (128 MiB of VMEM on
-    v5e) and, in full, that of the host. Arguments + results − aliased + temporaries counts the device alone, but
-    several of the temporaries twice. Both are upper bounds; the smaller one was within 2 % of what the TPU's compiler
-    allocates, for programs of 50 MB to 12 GB. Newer versions of JAX report that figure itself.
+    `peak_memory_in_bytes` counts all memories: device memory, the memory inside a TPU core (128 MiB of VMEM on v5e) and
+    host memory in full. Arguments + results − aliased + temporaries counts device memory only, but some temporaries
+    twice. Both are upper bounds; the smaller one was within 2 % of what the TPU compiler allocates, for programs of
+    50 MB to 12 GB. Newer versions of JAX report that figure directly.
 
-    XLA's CPU compiler counts arrays in the memory of the host with all others: its caller subtracts them.
+    XLA's CPU compiler does not count host memory separately; the caller subtracts it.
 
     Args:
-        memory_analysis: What `compiled.memory_analysis()` returned.
+        memory_analysis: The result of `compiled.memory_analysis()`.
 
     Returns:
         The number of bytes; None if the compiler does not report it.
@@ -36,7 +36,7 @@ def device_peak(memory_analysis: Any) -> int | None:
     if allocated > 0:
         bounds.append(allocated)
     elif live > 0 and host is not None:
-        # Temporaries on the host may be gone at the peak; its arguments and results are there from start to end.
+        # Host temporaries may be freed before the peak; host arguments and results exist from start to end.
         bounds.append(live - (host["argument"] + host["output"] - host["alias"]))
     return min(bounds)
 

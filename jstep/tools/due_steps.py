@@ -1,4 +1,4 @@
-"""When a hook is due, from what it says of itself."""
+"""The steps at which hooks are due, derived from their cadence."""
 
 from typing import Any
 
@@ -7,21 +7,19 @@ from jstep.hooks.hook import NEVER, Hook
 from jstep.hooks.hook import name_of as _name_of
 from jstep.hooks.stop_at_step import StopAtStepHook
 
-_LOOK = 64
-"""So many times are looked at before a cadence counts as one, and at most so many are listed where there is none."""
+_MAX_LISTED = 64
+"""Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""
 
 
 def name_of(hook: Any) -> str:
-    """What to call a hook."""
+    """Return the display name of a hook."""
     return _name_of(hook)
 
 
 def steps_of(hook: Any, start: int, last_step: int) -> Any:
-    """The steps after which the hook is called, a range where they are evenly spaced, else a tuple.
+    """Return the steps after which a hook is called: a range if they are evenly spaced, else a tuple.
 
-    Of an audit, the steps that it repeats.
-
-    None for one that is called by the clock alone, or never.
+    For an `AuditHook`, these are the steps that it repeats. None if the hook is due only by time, or never.
     """
     if isinstance(hook, AuditHook):
         return hook.audited_steps(start, last_step)
@@ -50,12 +48,12 @@ def _spaced(next_due: Any, start: int, last_step: int) -> Any:
     if first is None or first > last_step:
         return range(start + 1, start + 1)
     found = [first]
-    while len(found) < _LOOK and (due := next_due(found[-1])) is not None and due <= last_step:
+    while len(found) < _MAX_LISTED and (due := next_due(found[-1])) is not None and due <= last_step:
         found.append(due)
     if len(found) == 1:
         return range(first, first + 1)
     evenly = range(first, last_step + 1, found[1] - first)
-    # The cadence holds where it is looked at: at its beginning, and at its end.
+    # Checked at both ends only: the first steps and the last interval.
     if list(evenly[: len(found)]) == found and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
         return evenly
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Pictures, drawn with matplotlib, without a display."""
+"""Plots of plans with matplotlib; no display is needed."""
 
 import functools
 import math
@@ -11,11 +11,11 @@ from jstep.tools.table import due_text, number
 
 _INK, _MARK, _FAINT = "#1b4f72", "#7b241c", "#b3b6b7"
 _MARKS = 400
-"""More marks than this in a line are a bar."""
+"""More marks than this are drawn as a bar."""
 
 
 def figure() -> Any:
-    """An empty figure; built without pyplot, it needs no display and touches no global state.
+    """Return an empty figure, created without pyplot, which has global state and may need a display.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -37,7 +37,7 @@ def draw_plan(
     sizes: Mapping[int, int],
     rows: Mapping[str, np.ndarray[Any, Any]],
 ) -> None:
-    """Draws a plan: panels for what changes, bars for the stages, a line of marks for each hook, constants in words."""
+    """Draw a plan: panels for changing values, bars for stages, a line of marks for each hook, a line of constants."""
     columns = {name: column for name, column in values.items() if column.ndim == 1}
     changing = {name: column for name, column in columns.items() if len(np.unique(column)) > 1}
     constant = {name: column[0] for name, column in columns.items() if name not in changing}
@@ -74,10 +74,10 @@ def _panel(axes: Any, steps: Any, name: str, column: Any, last_step: int) -> Non
     axes.set_title(name, fontsize=9, loc="left")
     low, high = float(np.min(column)), float(np.max(column))
     if low >= 0 and low < 0.5 * high:
-        axes.set_ylim(0, high * 1.06)  # a rate's height means something only above its zero
+        axes.set_ylim(0, high * 1.06)  # the height of a rate is meaningful only from zero
     _steps_below(axes, steps, last_step)
     axes.grid(color=_FAINT, alpha=0.4, linewidth=0.5)
-    # Without a factor above the axis, which would push the title of this panel above those beside it.
+    # No common factor above the axis: it would misalign the panel's title with its neighbours.
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
 
 
@@ -124,7 +124,7 @@ def _marks(axes: Any, steps: Any, due: Sequence[tuple[str, Any]], last_step: int
             axes.plot([when[0], when[-1]], [row, row], color=_MARK, linewidth=4.5, alpha=0.45, solid_capstyle="butt")
         elif len(when):
             axes.plot(list(when), [row] * len(when), linestyle="none", marker="|", markersize=6.5, color=_MARK)
-        # Above its line and inside, so that the axis below stands under those of the panels.
+        # The label is inside the axes, so that they align with the panels.
         where = {"va": "bottom", "transform": axes.get_yaxis_transform()}
         axes.text(0.012, row - 0.27, f"{name}:  {due_text(when)}", fontsize=6.5, **where)
     axes.set_yticks([])

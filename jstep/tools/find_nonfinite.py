@@ -1,4 +1,4 @@
-"""Which operation made the first NaN."""
+"""Finding the operation that makes the first NaN or infinity."""
 
 import dataclasses
 import inspect
@@ -22,19 +22,19 @@ from jstep.training import TrainStep
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """What `find_nonfinite` found.
+    """The first operation that makes a non-finite number, found by `find_nonfinite`.
 
     Attributes:
         primitive: The operation, such as `log`.
-        source: The line that it comes from, such as "model.py:12 (loss_fn)".
-        where: What it is inside of, from the outermost in, such as "jit(loss_fn), scan iteration 3" or
-            "shard_map (data 2)"; empty where it is in none.
-        inputs: The range of each of its operands.
-        outputs: The range of each of its results.
-        reaches: Whether a result of the function is non-finite as well; else something, a `where` for instance, hides
-            it.
-        constant: The range of the constant that is not finite, if no operation made the number: `primitive` and
-            `source` then tell what reads it first. Else None.
+        source: Its line in the source code, such as "model.py:12 (loss_fn)".
+        where: The enclosing operations, outermost first, such as "jit(loss_fn), scan iteration 3" or
+            "shard_map (data 2)"; empty at the top level.
+        inputs: The range of each operand.
+        outputs: The range of each result.
+        reaches: Whether a result of the function is non-finite as well. If not, a later operation, such as `where`,
+            hides the number.
+        constant: The range of the non-finite constant if no operation made the number, else None. `primitive` and
+            `source` are then the operation that reads it first.
     """
 
     primitive: str
@@ -51,40 +51,40 @@ class NonFinite:
         elif self.primitive:
             lines = [f"a constant is not finite: {self.constant}, first read by {self.primitive} at {self.source}"]
         else:
-            lines = [f"a constant is not finite, and is returned as it is: {self.constant}"]
+            lines = [f"a constant is not finite, and is returned unchanged: {self.constant}"]
         if self.where:
             lines.append(f"  inside of  {self.where}")
         lines += [f"  operand {i}  {one}" for i, one in enumerate(self.inputs)]
         lines += [f"  result     {one}" for one in self.outputs]
         if not self.reaches:
-            lines.append("  All that the function returns is finite: something selects other numbers afterwards.")
+            lines.append("  All results of the function are finite: a later operation selects other numbers.")
         return "\n".join(lines)
 
 
 def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
-    """The first operation in `fn(*args)` that makes a NaN or an infinity of finite numbers.
+    """Find the first operation in `fn(*args)` that makes a NaN or an infinity from finite numbers.
 
-    The function is traced, and run once with a look at every result, also inside jit, scan, while, cond, remat,
-    shard_map and custom derivatives; what it is made of is then evaluated up to that operation. Of a step that
-    `minimize` returned, that is the loss, its gradient and the update; nothing is donated and nothing changes.
+    The function is traced and run once, with a check of every result, including those inside jit, scan, while, cond,
+    remat, shard_map and custom derivatives. For a step returned by `minimize`, this covers the loss, its gradient and
+    the update; nothing is donated or changed.
 
-    Infinities among the user's constants (a mask of −inf) are not a finding, but a NaN that is made of them is one. A
-    number that a `where` hides afterwards is a finding (its derivative often does not hide it); `reaches` tells. If a
-    result is not finite and no operation made it so, it comes from a constant: statistics with a NaN that the function
-    closes over, or `x * nan`. `constant` is then its range, and `primitive` and `source` tell what reads it first.
+    Infinities among constants (a mask of −inf) are not reported, but a NaN made from them is. A number that a later
+    `where` hides is reported, since its derivative often does not hide it; `reaches` is then False. If a result is
+    non-finite and no operation made it so, it comes from a constant: statistics with a NaN that the function closes
+    over, or `x * nan`. `constant` is then its range; `primitive` and `source` are the operation that reads it first.
 
     Args:
-        fn: Any function of arrays that JAX can trace; Python integers, texts and None among its arguments stay as they
-            are, and floats where it needs them so.
+        fn: Any function of arrays that JAX can trace. Integers, strings and None among its arguments remain Python
+            objects, and floats do if the function cannot be traced with them.
         *args: Its arguments, with finite numbers.
 
     Returns:
-        What was found, whose `str()` is a report; None if everything is finite.
+        A `NonFinite`, whose `str()` is a report; None if everything is finite.
 
     Raises:
         RuntimeError: An argument was donated to an earlier step.
-        TypeError: `fn` is no function.
-        ValueError: An argument has non-finite numbers already (names them).
+        TypeError: `fn` is not a function.
+        ValueError: An argument already has non-finite numbers; the message lists the leaves.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -115,14 +115,14 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
 
         return jax.make_jaxpr(fn)(*(leaves[i] for i in indices))
 
-    # The user's switches are for the user's function; here NaNs are what is sought.
+    # The user's debug flags must not interrupt the search.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
         try:
             closed, indices = traced(arrays + numbers), arrays + numbers
         except Exception:
             if not numbers:
                 raise
-            # It may ask such a number `if rate:`, which nothing that is traced could answer.
+            # Floats may be used as Python values (`if rate:`), which fails if they are traced.
             closed, indices = traced(arrays), arrays
         given = [leaves[i] for i in indices]
         with contexts.internal_transfers():
@@ -163,8 +163,8 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
     donated = trees.donated_leaf(args)
     if donated is not None:
         raise RuntimeError(
-            f"args: {trees.quoted(donated)} was donated to an earlier step, whose result holds its memory now; give "
-            "the state that the step returned, or that of an earlier step (jstep.replay)"
+            f"args: {trees.quoted(donated)} was donated to an earlier step and deleted; use the state that the "
+            "step returned, or that of an earlier step (jstep.replay)"
         )
     try:
         names = list(inspect.signature(fn).parameters)
@@ -181,6 +181,6 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
     if bad:
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         raise ValueError(
-            f"args: must be finite, got {'; '.join(bad[:8])}{more}. What made them lies before this call: go back to "
-            "an earlier step (jstep.replay)"
+            f"args: must be finite, got {'; '.join(bad[:8])}{more}. They were made before this call: go back to an "
+            "earlier step (jstep.replay)"
         )

@@ -1,4 +1,4 @@
-"""Which leaves of a state a step gathers that it had better not."""
+"""Warnings about all-gathers of slots and of parameters."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ _BY_HAND = "shard_map"
 
 
 def gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) -> str:
-    """A warning about slots that are gathered, the empty string if none is.
+    """Return a warning about gathered slots, or the empty string.
 
-    Only slots themselves count: an optimizer that gathers what it computes from them (Muon, SOAP) needs that.
+    Only slots themselves count: optimizers such as Muon and SOAP must gather values computed from slots.
     """
     sizes: dict[str, int] = {}
     for one, path, name, _ in _gathers(moved, leaves):
@@ -27,7 +27,7 @@ def gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, An
     if not sizes:
         return ""
     return (
-        f"slots are gathered ({listed(list(sizes))}; {size(sum(sizes.values()))} per step): where memory allows, "
+        f"slots are gathered ({listed(list(sizes))}; {size(sum(sizes.values()))} per step): if memory allows, "
         "replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs that leave their "
         "parameters whole"
     )
@@ -36,10 +36,10 @@ def gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, An
 def gathered_parameters(
     moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], uses: Callable[[], Mapping[str, float]]
 ) -> str:
-    """A warning about parameters that are gathered more often than they are used, the empty string if none is.
+    """Return a warning about parameters that are gathered more often than they are used, or the empty string.
 
-    That happens on TPUs if a loop runs over the axis that is split, such as that on which layers are stacked: each
-    iteration gathers all of them to take one.
+    This happens on TPUs if a loop runs over a split axis, such as the axis of stacked layers: each iteration gathers
+    all layers to use one.
     """
     often: dict[str, float] = {}
     for one, path, name, leaf in _gathers(moved, leaves):
@@ -54,14 +54,14 @@ def gathered_parameters(
         return ""
     return (
         f"parameters are gathered more often than they are used ({listed(worst)}; {often[worst[0]]:.0f} times per "
-        'step): split an axis that no loop runs over, such as that of jax.P(None, "data") for stacked layers'
+        'step): split an axis that no loop runs over, such as jax.P(None, "data") for stacked layers'
     )
 
 
 def _gathers(
     moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]
 ) -> Iterator[tuple[Exchange, str, str, Any]]:
-    """Each gathering of a leaf itself: the exchange, the path of the leaf, the operand, and the leaf."""
+    """Iterate over the all-gathers of leaves: the exchange, the path of the leaf, the operand, and the leaf."""
     for one in moved:
         for name, _ in one.parts() if one.kind == "all-gather" else ():
             found = leaves.get(number) if (number := argument_of(one.frame, name)) is not None else None

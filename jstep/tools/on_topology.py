@@ -1,4 +1,4 @@
-"""State and batch on the devices of one mesh, there or not."""
+"""Placing state and batch on the devices of a topology."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ from jstep.training import leading_axes
 
 
 def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The shapes of a state on every device of a topology, and of its batch with rows split over all of them.
+    """Return the shapes of a state replicated on a topology, and of a batch with rows split over all its devices.
 
     Raises:
-        ValueError: They are on a mesh already, or rows do not divide over the devices (names the leaf).
+        ValueError: They are on a mesh already, or rows do not divide over the devices (the message has the leaf).
     """
     if mesh_of((state, args)) is not None:
         raise ValueError(
@@ -46,10 +46,12 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
 
 
 def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """State and batch, which must be on the same devices; what is not on a mesh goes where the others are.
+    """Check that state and batch are on the same devices; return them.
+
+    If these devices are compile-only, arrays without a mesh are replaced by shapes.
 
     Raises:
-        ValueError: They are on meshes of different devices.
+        ValueError: State and batch are on meshes of different devices.
     """
     meshes = {"state": mesh_of(state)} | {f"args[{i}]": mesh_of(arg) for i, arg in enumerate(args)}
     placed = {name: mesh for name, mesh in meshes.items() if mesh is not None}

@@ -1,4 +1,4 @@
-"""What will be: the hyperparameters of all steps, and when hooks are due, before the first step."""
+"""Preview of hyperparameters, hook schedules, stages and batches of a run."""
 
 import dataclasses
 import os
@@ -21,9 +21,9 @@ from jstep.tools import table as _table
 
 
 class Due(Mapping[Any, Any]):
-    """Hook → the steps at which it is due; a hook is found by itself, and by the name of its class.
+    """Mapping from hooks to the steps at which they are due; keys are hooks or names of their classes.
 
-    The steps are a range, or a tuple where they are not evenly spaced.
+    The steps are a range, or a tuple if they are not evenly spaced.
     """
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -35,7 +35,7 @@ class Due(Mapping[Any, Any]):
             found = [steps for one, steps in self._pairs if _due.name_of(one) == hook]
         if len(found) != 1:
             names = ", ".join(_due.name_of(one) for one, _ in self._pairs)
-            raise KeyError(f"{len(found)} hooks are {shown(hook)}; there are: {names or 'none'}")
+            raise KeyError(f"{len(found)} hooks match {shown(hook)}; the hooks are: {names or 'none'}")
         return found[0]
 
     def __iter__(self) -> Iterator[Any]:
@@ -50,17 +50,17 @@ class Due(Mapping[Any, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What will be.
+    """Preview of a run, returned by `plan`.
 
     Attributes:
-        steps: Steps N from the first to the last, int64 `[points]`: those of the updates N → N + 1.
+        steps: The steps N of the updates N → N + 1 that were evaluated, int64 `[points]`.
         hyperparameters: Name → values at these steps, `[points]`.
-        due: Hook → the steps after which it is called, of hooks that are due by steps alone or also by steps.
-        last_step: Where the run ends.
-        stages: The first step of each stage → the name of its training step; empty if `plan` was not given any.
-        batch_size: The first step of each batch size → rows of a batch; empty if they are not known.
-        rows: Source → rows taken from it by the last step, `"rows"` for plain batches; empty if they are not known.
-        passes: Source → how many passes over it these are.
+        due: Hook → the steps after which it is called. Hooks that are due only by time are left out.
+        last_step: The step at which the run ends.
+        stages: First step of each stage → the name of its training step; empty if `train_step` was not given.
+        batch_size: First step of each batch size → rows of a batch; empty if unknown.
+        rows: Source → rows read from it by the last step, `"rows"` for plain batches; empty if unknown.
+        passes: Source → number of passes over it by the last step.
     """
 
     steps: np.ndarray[Any, Any]
@@ -75,17 +75,17 @@ class Plan:
 
     def __str__(self) -> str:
         text = _table.plan_text(self.steps, self.hyperparameters, self._dues(), self.last_step)
-        schedule = _table.score_text(self.stages, self.batch_size, self.rows, self.passes)
+        schedule = _table.schedule_text(self.stages, self.batch_size, self.rows, self.passes)
         return f"{text}\n\n{schedule}" if schedule else text
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan.
 
-        There is a panel for each hyperparameter that changes, for the batch size and for the rows of each source, a bar
-        for each stage, and a line of marks for each hook.
+        The plot has a panel for each hyperparameter that changes, for the batch size and for the rows of each source, a
+        bar for each stage, and a line of marks for each hook.
 
         Args:
-            path: The picture; its suffix (`.png`, `.svg`, `.pdf`) is its format.
+            path: The file; its suffix (`.png`, `.svg`, `.pdf`) selects the format.
 
         Raises:
             ImportError: matplotlib is not installed: `pip install jstep[plot]`.
@@ -104,12 +104,12 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        schedule = _table.score_text(self.stages, self.batch_size, self.rows, self.passes)
+        schedule = _table.schedule_text(self.stages, self.batch_size, self.rows, self.passes)
         text = _table.plan_html(self.steps, self.hyperparameters, self._dues(), self.last_step, schedule)
         return text + html.picture(self._picture(), "the plan, drawn")
 
     def _picture(self) -> bytes | None:
-        """The picture as a PNG; None where matplotlib is not installed."""
+        """Return the plot as a PNG; None if matplotlib is not installed."""
         with tempfile.TemporaryDirectory() as directory:
             path = os.path.join(directory, "plan.png")
             try:
@@ -133,22 +133,22 @@ def plan(
     train_step: Callable[..., Any] | Mapping[int, Callable[..., Any]] | None = None,
     batches: Any = None,
 ) -> Plan:
-    """What a run will do: its hyperparameters at steps from start to last_step − 1, and when its hooks are due.
+    """Preview a run: hyperparameters at the steps from start to last_step − 1, and the steps at which hooks are due.
 
-    A learning rate that has decayed to nothing after a tenth of the run, a warm-up in the wrong unit, a checkpoint
-    every step: seen before an hour is spent.
+    It shows mistakes before the run: a learning rate that decays to zero after a tenth of the run, a warm-up in the
+    wrong unit, a checkpoint at every step.
 
     Args:
         optimizer: An optimizer, a schedule, or a dict of schedules and numbers.
-        last_step: What `train` is to be given.
-        start: The step of the state that it is to be given.
-        hooks: What `train` is to be given. Hooks that are due by the clock alone are left out.
-        points: At how many steps to look, evenly spaced; the first and the last are among them.
-        train_step: What `train` is to be given: the stages.
-        batches: What `train` is to be given: batch sizes and rows, of `jstep.batches` and `jstep.mixture`.
+        last_step: As for `train`.
+        start: The step of the initial state.
+        hooks: As for `train`. Hooks that are due only by time are left out.
+        points: Number of steps to evaluate, evenly spaced, including the first and the last.
+        train_step: As for `train`; adds the stages to the plan.
+        batches: As for `train`; adds batch sizes and rows, if made by `jstep.batches` or `jstep.mixture`.
 
     Returns:
-        A `Plan`: `str()` is a table, `plot(path)` a picture.
+        A `Plan`: `str()` is a table, `plot(path)` draws it.
 
     Raises:
         ValueError: `start` is not before last_step, or a number is out of range.
@@ -174,7 +174,7 @@ def plan(
     last_step = as_int(last_step, "last_step", 1)
     start, points = as_int(start, "start", 0), as_int(points, "points", 1)
     if start >= last_step:
-        raise ValueError(f"start={start}: must be before last_step={last_step}, or there is no step to make")
+        raise ValueError(f"start={start}: must be before last_step={last_step}, or there is no step to run")
     functions = _functions(optimizer)
     dtype = jax.dtypes.canonicalize_dtype(np.int64)
     if last_step > np.iinfo(dtype).max:
@@ -201,7 +201,7 @@ def plan(
 
 
 def _functions(optimizer: Any) -> Any:
-    """A function from the step to a dict of values."""
+    """Return a function from the step to a dict of values."""
     if callable(getattr(optimizer, "hyperparameters", None)):
         return optimizer.hyperparameters
     if isinstance(optimizer, Mapping):
@@ -223,7 +223,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """The values at each step, computed as a compiled step computes them; by the host where they cannot be traced."""
+    """Evaluate a function at each step, compiled as in a train step, or on the host if it cannot be traced."""
     compiled = jax.jit(lambda step: {name: jnp.asarray(value) for name, value in function(step).items()})
     try:
         with internal_transfers():

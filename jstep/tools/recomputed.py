@@ -1,24 +1,24 @@
-"""Whether a compiler computes results twice to fit a program into memory, read from the program's text."""
+"""Detection of rematerialization by the compiler."""
 
 import re
 
 from jstep.tools.compiled.program import parse_program
 
 _COPY = re.compile(r"\.remat(?:\d|_compressed|_uncompressed|\.|$)")
-"""How XLA names the copy of an instruction that it runs again: "fusion.3.remat", "fusion.3.remat2.1".
+"""Names of rematerialized instructions: "fusion.3.remat", "fusion.3.remat2.1".
 
 Operations of `jax.checkpoint` have such words in their metadata, not after a dot in their names.
 """
 
 
 def recomputes(text: str) -> bool:
-    """Whether the compiler rematerialized something because the program would not have fit otherwise.
+    """Whether the compiler rematerialized results to fit the program into memory.
 
-    It takes longer then than the operations of the model suggest. `jax.checkpoint`, with which a model asks for less
-    memory itself, does not count.
+    Such a program takes longer than the operations of the model suggest. Rematerialization requested by the model, with
+    `jax.checkpoint`, does not count.
 
     Args:
-        text: What `as_text()` of a compiled program returns.
+        text: The result of `compiled.as_text()`.
 
     Example:
         >>> import jax, jax.numpy as jnp

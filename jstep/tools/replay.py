@@ -1,4 +1,4 @@
-"""Going back to a step."""
+"""Replaying a run up to a step."""
 
 import contextlib
 import os
@@ -20,11 +20,11 @@ from jstep.state import TrainState, global_step
 
 
 class Replay(NamedTuple):
-    """The update `step` → step + 1, before it is made: `train_step(state, *args)` makes it again.
+    """State and arguments before the update `step` → step + 1; `train_step(state, *args)` repeats the update.
 
     Attributes:
-        state: The state before it.
-        args: Its arguments: the batch.
+        state: The state before the update.
+        args: The other arguments of the step: the batch.
     """
 
     state: TrainState
@@ -42,41 +42,41 @@ def replay(
     steps_per_call: int = 1,
     batch_sharding: Any = None,
 ) -> Replay:
-    """The state before the update `step` → step + 1 of an earlier run, and that update's arguments, bit for bit.
+    """Return the state before the update `step` → step + 1 of an earlier run, and its arguments, bit for bit.
 
-    It restores the newest checkpoint up to that step and makes the steps between again, as the run did: with
-    `steps_per_call`, several in one call. Where there is no such checkpoint it starts from `state`. Nothing is written.
+    The newest checkpoint up to that step is restored and the steps after it are run again as in the run, with
+    `steps_per_call` several per call. If there is no such checkpoint, replay starts from `state`. Nothing is written.
 
-    "The loss was NaN at step 7310": the update 7309 → 7310 made it. From the arguments that `train` was given,
+    If the loss was NaN at step 7310, the update 7309 → 7310 made it. With the arguments of `train`,
 
         state, args = jstep.replay(train_step, state, batches, checkpoint_dir, 7309)
         print(jstep.find_nonfinite(train_step, state, *args))
 
-    says at which line of the loss, of which numbers. Or look closer: `loss_fn(state.params, *args)` is the loss,
-    `train_step(state, *args)` takes the step.
+    prints the line of the loss and the ranges of its operands. For a closer look, `loss_fn(state.params, *args)`
+    computes the loss and `train_step(state, *args)` runs the step.
 
-    What hooks changed in the state between that checkpoint and the step is not replayed (a hook that returns a
-    TrainState, such as `ReduceOnPlateau`): the checkpoint after the change has it. A loader that keeps its position
-    is set to where it was; start it anew before another use.
+    Changes that hooks made to the state between that checkpoint and the step are not replayed (hooks that return a
+    TrainState, such as `ReduceOnPlateau`); the checkpoint after the change has them. The position of a loader is
+    changed; reset the loader before another use.
 
     Args:
-        train_step: What `train` was given.
-        state: What `train` was given: its structure and places, and where to start where no checkpoint lies before the
-            step. It is used up, as by `train`.
-        batches: What `train` was given: an object with `batches[N]`, a function of the step, or a loader whose
-            position is kept: with `get_state` and `set_state`, or `state_dict` and `load_state_dict`.
-        checkpoint_dir: What `train` was given.
-        step: The number of updates before the one to look at, ≥ 0.
-        prefix: Of the checkpoints.
-        steps_per_call: What `train` was given.
-        batch_sharding: What `train` was given.
+        train_step: As given to `train`.
+        state: As given to `train`. It provides structure and shardings, and is the start if there is no checkpoint
+            before the step. It is donated, as by `train`.
+        batches: As given to `train`: an object with `batches[N]`, a function of the step, or a loader whose position is
+            saved: with `get_state` and `set_state`, or `state_dict` and `load_state_dict`.
+        checkpoint_dir: As given to `train`.
+        step: The number of updates before the one to replay, ≥ 0.
+        prefix: The prefix of the checkpoints.
+        steps_per_call: As given to `train`.
+        batch_sharding: As given to `train`.
 
     Returns:
         A `Replay`: `state`, whose global_step is `step`, and `args`.
 
     Raises:
-        CheckpointError: The checkpoint is damaged (names it).
-        ValueError: Nothing lies before the step, or the batches cannot go there.
+        CheckpointError: The checkpoint is corrupted (the message has its name).
+        ValueError: There is no checkpoint or state before the step, or the batches cannot be set to it.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -90,7 +90,7 @@ def replay(
         >>> print(state.global_step, state.params["w"], *args)
         5 3.0625 5.0
     """
-    step = as_int(step, "step", 0, "the number of updates before the one to look at")
+    step = as_int(step, "step", 0, "the number of updates before the one to replay")
     steps_per_call = as_int(steps_per_call, "steps_per_call", 1)
     stages = stages_of(train_step)
     check(state, step)
@@ -126,7 +126,7 @@ def replay(
 
 
 def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:
-    """The step to start from, the state, and the position of the batches, if it was kept."""
+    """Return the step to start from, the state, and the position of the batches if it was saved."""
     before: list[int] = []
     there: list[int] = []
     if checkpoint_dir is not None:
@@ -169,7 +169,7 @@ def _seekable(source: Source, batches: Any, start: int, position: Any) -> Source
     is_lost = source.position is not None and position is None and start > 0
     if source.seekable and not is_lost:
         return source
-    why = f"the checkpoint of step {start} has no position of it" if is_lost else "it has no position to go to"
+    why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
     raise ValueError(
         f"batches={shown(batches)}: must be able to go to step {start}, and {why}. Give jstep.batches, a list, a "
         "function of the step, or a loader with get_state and set_state, or with state_dict and load_state_dict, whose "
@@ -178,7 +178,7 @@ def _seekable(source: Source, batches: Any, start: int, position: Any) -> Source
 
 
 def _exactly(made: Iterator[Call], steps: int) -> Iterator[Call]:
-    """The calls of so many steps: no batch is taken that belongs to later ones."""
+    """Iterate over the calls of so many steps, without reading batches of later ones."""
     for call in made:
         yield call
         steps -= call.steps
@@ -188,6 +188,6 @@ def _exactly(made: Iterator[Call], steps: int) -> Iterator[Call]:
 
 def _too_few(reached: int, step: int) -> ValueError:
     return ValueError(
-        f"step={step}: the batches end after {reached} of the {step + 1} that it takes (the last is batch {step}); "
+        f"step={step}: the batches end after {reached} of the {step + 1} that it needs (the last is batch {step}); "
         "give the batches of that run, or an earlier step"
     )

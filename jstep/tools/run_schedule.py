@@ -1,4 +1,4 @@
-"""What a run takes when: stages, batch sizes, rows of each source."""
+"""Stages, batch sizes and rows of each source over a run."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,13 +12,13 @@ from jstep.loop.stages import name_of_step, stages_of
 
 
 class Data(NamedTuple):
-    """What is known of the batches of a run.
+    """Known properties of the batches of a run.
 
     Attributes:
-        batch_size: The first step of each batch size → rows of a batch.
-        rows: Source → rows taken from it by the last step.
-        passes: Source → passes over it by then.
-        rows_at: Source → rows taken before each of some steps.
+        batch_size: First step of each batch size → rows of a batch.
+        rows: Source → rows read from it by the last step.
+        passes: Source → passes over it by the last step.
+        rows_at: Source → rows read before each of the evaluated steps.
     """
 
     batch_size: Mapping[int, int]
@@ -28,7 +28,7 @@ class Data(NamedTuple):
 
 
 def stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
-    """The first step of each stage that the steps from `start` belong to → the name of its training step."""
+    """Return first step → name of the training step, for the stages between `start` and `last_step`."""
     return {
         stage.first: name_of_step(stage.value)
         for stage in stages_of(train_step).stages()
@@ -37,10 +37,10 @@ def stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
 
 
 def data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any]) -> Data:
-    """What is known of the batches; nothing of those that are not jstep's.
+    """Return the known properties of the batches; empty if they are not made by jstep.
 
     Raises:
-        ValueError: They end before the first step.
+        ValueError: The batches end before the first step.
     """
     if batches is None:
         return Data({}, {}, {}, {})

@@ -1,4 +1,4 @@
-"""Tables of text, a hundred columns wide at most."""
+"""Formatting of plans as text and HTML, at most 100 columns wide."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ _ROWS = 11
 def plan_text(
     steps: np.ndarray[Any, Any], values: Mapping[str, np.ndarray[Any, Any]], due: Sequence[tuple[str, Any]], last: int
 ) -> str:
-    """A plan: what changes in columns, then what does not, then the hooks."""
+    """Format a plan as text: columns of changing values, then constants, then hooks."""
     changing, rows = _changing(values), _rows_shown(steps)
     lines = [f"steps {_count(steps[0])} to {_count(last - 1)}"]
     step_width = max(4, *(len(_count(step)) for step in steps[rows]))
-    for names in _that_fit(list(changing), step_width):
+    for names in _column_groups(list(changing), step_width):
         widths = [max(12, len(_cut(name))) for name in names]
         heads = [f"{_cut(name):>{w}}" for name, w in zip(names, widths, strict=True)]
         lines += ["", "  ".join([f"{'step':>{step_width}}", *heads])]
@@ -39,14 +39,14 @@ def plan_html(
     values: Mapping[str, np.ndarray[Any, Any]],
     due: Sequence[tuple[str, Any]],
     last: int,
-    score: str,
+    schedule: str,
 ) -> str:
-    """The same for a notebook, with the score below it."""
+    """Format a plan as HTML for a notebook, followed by its schedule."""
     changing = _changing(values)
     same = ", ".join(f"{name} {_constant(values[name])}" for name in values if name not in changing)
     notes = [
         *([f"constant: {same}"] if same else []),
-        *score.splitlines(),
+        *schedule.splitlines(),
         *(f"{name}: {due_text(when)}" for name, when in due),
     ]
     cells = [
@@ -65,10 +65,10 @@ def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
     return np.unique(np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int))
 
 
-def score_text(
+def schedule_text(
     stages: Mapping[int, str], sizes: Mapping[int, int], rows: Mapping[str, int], passes: Mapping[str, float]
 ) -> str:
-    """What a run takes when: stages, batch sizes, rows of each source; empty where nothing is known."""
+    """Format stages, batch sizes and rows of each source; empty if none is known."""
     lines = []
     if stages:
         lines += wrapped("stages    ", [f"{_count(first)}: {name}" for first, name in stages.items()])
@@ -82,7 +82,7 @@ def score_text(
 
 
 def due_text(due: Any) -> str:
-    """When a hook is due, in words."""
+    """Describe the steps at which a hook is due."""
     if not len(due):
         return "not due"
     if isinstance(due, range) and len(due) > 1:
@@ -93,7 +93,7 @@ def due_text(due: Any) -> str:
 
 
 def wrapped(title: str, words: Sequence[str]) -> list[str]:
-    """Words after a title, over as many lines as they need."""
+    """Wrap a list of words after a title."""
     lines = [f"{title}  "]
     for i, word in enumerate(words):
         more = word + ("" if i + 1 == len(words) else ", ")
@@ -104,13 +104,13 @@ def wrapped(title: str, words: Sequence[str]) -> list[str]:
 
 
 def number(value: Any) -> str:
-    """A number in six digits at most."""
+    """Format a number with at most six digits."""
     value = np.asarray(value)
     return f"{value.item():.6g}" if value.ndim == 0 else f"{value.dtype}{list(value.shape)}"
 
 
 def listed(words: Sequence[str]) -> str:
-    """The first of some words, and how many more there are."""
+    """Return the first word, and the number of the others."""
     return words[0] if len(words) == 1 else f"{words[0]} and {len(words) - 1} more"
 
 
@@ -124,8 +124,8 @@ def _listed(due: Any) -> str:
     return f"{_count(due[0])}, {_count(due[1])}, …, {_count(due[-1])}"
 
 
-def _that_fit(names: list[str], step_width: int) -> list[list[str]]:
-    """The names in groups whose columns fit the width."""
+def _column_groups(names: list[str], step_width: int) -> list[list[str]]:
+    """Group names so that the columns of each group fit the width."""
     groups: list[list[str]] = []
     left = 0
     for name in names:

@@ -1,4 +1,4 @@
-"""A user's own proof that a run may be interrupted."""
+"""Verification that a run resumes bit for bit from a checkpoint."""
 
 import dataclasses
 import itertools
@@ -26,12 +26,12 @@ from jstep.state import TrainState, global_step
 
 @dataclasses.dataclass(frozen=True)
 class ResumeReport:
-    """What `verify_resume` found; true where resuming changes nothing.
+    """Result of `verify_resume`; true if resuming changes nothing.
 
     Attributes:
-        ok: Whether the two runs ended in the same state, bit for bit.
-        first_difference: The path of the first leaf that differs, None where none does.
-        cause: What is likely to be the reason, empty where all is well.
+        ok: Whether a resumed run ends in the same state, bit for bit.
+        first_difference: The path of the first leaf that differs; None if none does.
+        cause: The likely cause; empty if `ok`.
         differing: The paths of all leaves that differ.
     """
 
@@ -47,7 +47,7 @@ class ResumeReport:
         if self.ok:
             return "resuming changes nothing: both runs end in the same state, bit for bit"
         if not self.differing:
-            return f"the state resumes bit for bit, but a new process would go on with other batches: {self.cause}"
+            return f"the state resumes bit for bit, but a new process would continue with other batches: {self.cause}"
         return (
             f"resuming changes the run: {len(self.differing)} leaves differ, the first is "
             f"{self.first_difference!r}. Likely cause: {self.cause}"
@@ -61,23 +61,24 @@ def verify_resume(
     at: int,
     steps: int,
 ) -> ResumeReport:
-    """Runs `steps` steps in one go, and again with a checkpoint and a restart after `at`; compares bit for bit.
+    """Run `steps` steps uninterrupted, and again with a checkpoint and a restart after `at`; compare bit for bit.
 
     Args:
-        make_state: Makes the state to start from, the same each time; called for each run, and once for
-            the state that is restored into, as a restarted program would.
-        train_step: What `train` is given.
-        batches: What `train` is given. An iterator that cannot be set back (a generator) is read once, and its
-            batches kept, for both runs.
-        at: After how many steps to stop, 0 < at < steps.
-        steps: How many steps in all.
+        make_state: Returns the initial state, the same each time. It is called for each run, and once for the state to
+            restore into, as in a restarted program.
+        train_step: As for `train`.
+        batches: As for `train`. An iterator that cannot be reset (a generator) is read once, and its batches are kept
+            for both runs.
+        at: The number of steps before the restart, 0 < at < steps.
+        steps: The total number of steps.
 
     Returns:
-        A `ResumeReport`: true where all is well; else it names the first leaf that differs and the likely cause.
+        A `ResumeReport`, which is true if the runs end in the same state, and otherwise has the first leaf that differs
+        and the likely cause.
 
     Raises:
         RuntimeError: make_state returned a state that was donated to an earlier step.
-        ValueError: Not 0 < at < steps, or the batches end before.
+        ValueError: Not 0 < at < steps, or there are fewer batches than steps.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -98,14 +99,14 @@ def verify_resume(
     if keeps_position(batches):
         position = position_of(batches)
     elif hasattr(batches, "__next__"):
-        # Read once: where it stands is lost with the process, which the report has to say.
+        # Read once. Its position would be lost with the process, which the report states.
         batches, kept = list(itertools.islice(batches, steps)), True
 
     def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Source]:
         with internal_transfers():
             first = global_step(state)
         source = source_of(batches, first, first + count, position)
-        # No batch more than there are steps: its position counts.
+        # Read exactly as many batches as there are steps, since the position is saved.
         made = itertools.islice(make_calls(copied_batches(source), first, None), count)
         at = run_steps(Programs(stages, several=False), state, made, first, first + count)
         if at.step < first + count:
@@ -144,31 +145,31 @@ def verify_resume(
             )
             return ResumeReport(False, None, cause)
         return ResumeReport(True)
-    cause = _cause(before, after, reference, whole, differing, starts_anew=not kept and not source.seekable)
+    cause = _cause(before, after, reference, whole, differing, starts_over=not kept and not source.seekable)
     return ResumeReport(False, differing[0], cause, tuple(differing))
 
 
 def _cause(
-    before: Any, after: Any, reference: Any, whole: Callable[[], TrainState], differing: list[str], *, starts_anew: bool
+    before: Any, after: Any, reference: Any, whole: Callable[[], TrainState], differing: list[str], *, starts_over: bool
 ) -> str:
     changed = _differing(before, after)
     if changed:
-        return f"the checkpoint gave {changed[0]!r} back with other bits than the state had when it was saved"
+        return f"the checkpoint restored {changed[0]!r} with other bits than were saved"
     if _differing(reference, _on_host(whole())):
         return (
             "two uninterrupted runs differ as well: the step, make_state or the batches are not functions of their "
             "arguments (a random generator without a fixed seed, or an operation that is not deterministic)"
         )
-    if starts_anew:
+    if starts_over:
         return (
-            "batches is an iterable without a position, which starts anew after a restart: use jstep.batches, a "
-            "function of the step, or an iterator with get_state and set_state"
+            "batches is an iterable without a position, which starts from scratch after a restart: use jstep.batches, "
+            "a function of the step, or an iterator with get_state and set_state"
         )
     model = [path for path in differing if path.startswith("slots/model_state")]
     where = "model_state differs first; " if model and model[0] == differing[0] else ""
     return (
-        f"{where}something that the steps depend on is not in the state: a generator or counter that train_step or the "
-        "batches keep for themselves. Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in "
+        f"{where}something that the steps depend on is not in the state: a generator or counter inside train_step or "
+        "the batches. Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in "
         "params, slots or model_state"
     )
 
@@ -177,7 +178,7 @@ def _on_host(state: TrainState) -> dict[str, np.ndarray[Any, Any]]:
     def host(leaf: Any) -> np.ndarray[Any, Any]:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        return np.array(leaf)  # a copy: the next step takes over the memory
+        return np.array(leaf)  # a copy, since the leaf is donated to the next step
 
     tree = {"params": state.params, "slots": state.slots, "global_step": state.global_step}
     return {path: host(leaf) for path, leaf in trees.leaves_with_paths(tree)}

@@ -1,4 +1,4 @@
-"""Meshes of devices that only compile: TPU slices and GPU clusters, on a machine that has neither."""
+"""Compile-only meshes: TPU slices and GPU clusters that the machine does not have."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.topologies.topology import topology

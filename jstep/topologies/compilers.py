@@ -1,4 +1,4 @@
-"""XLA's TPU and GPU compilers on a machine without such devices: found, made ready, and asked for devices."""
+"""Loading XLA's TPU and GPU compilers on a machine without these devices, and listing compile-only devices."""
 
 import glob
 import importlib
@@ -21,19 +21,19 @@ _lock = threading.Lock()
 _made: dict[Name, Sequence[Any]] = {}
 
 _WITHOUT_TPUS = {
-    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to query
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # this and the next only keep libtpu from writing to stderr
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once; with TPUs to share it may crash
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once; if they share TPUs this may crash
 }
-_WITHOUT_GPUS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # else the plugin asks for cuDNN, which only running needs
+_WITHOUT_GPUS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # else the plugin requires cuDNN, which only running needs
 
 
 def devices_of(name: Name) -> Sequence[Any]:
-    """The compile-only devices of a topology; of equal names the same ones, so that meshes of them are equal.
+    """Return the compile-only devices of a topology, cached by name so that equal names give equal meshes.
 
     Raises:
-        ImportError: The compiler is not installed; says how to install it.
+        ImportError: The compiler is not installed; the message has the command that installs it.
     """
     with _lock:
         if name not in _made:
@@ -42,7 +42,7 @@ def devices_of(name: Name) -> Sequence[Any]:
 
 
 def name_of(device: Any) -> Name | None:
-    """The topology that a device is of; None for any other device."""
+    """Return the topology that a device belongs to, or None for any other device."""
     with _lock:
         made = list(_made.items())
     return next((name for name, devices in made if devices[0].client is device.client), None)
@@ -78,13 +78,13 @@ def _gpus(name: Name) -> Sequence[Any]:
     try:
         return make()
     except NotImplementedError:
-        # JAX was used before, and gave the plugin up for want of a GPU.
+        # JAX was already initialized and discarded the plugin because there is no GPU.
         importlib.import_module(plugins[0]).initialize()
         return make()
 
 
 def prepare() -> None:
-    """Set the variables that both compilers read when they are loaded, unless set or unless such devices are there."""
+    """Set the environment variables that the compilers read when loaded, unless already set or the devices exist."""
     settings: dict[str, str] = {}
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
         settings |= _WITHOUT_TPUS
@@ -97,7 +97,7 @@ def prepare() -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -120,7 +120,7 @@ def _missing(name: Name, what: str, extra: str) -> ImportError:
 
 
 def versions(kind: str) -> Mapping[str, str]:
-    """The packages that compile for a kind of device, and their versions."""
+    """Return the versions of the installed packages that compile for a kind of device."""
     wanted = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin") if kind in GPUS else ("jax", "libtpu")
     found = {}
     for package in wanted:

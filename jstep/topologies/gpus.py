@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: what XLA's compiler has to know of one that is not there."""
+"""NVIDIA GPU specifications, for XLA's compiler on machines without a GPU."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,28 +6,28 @@ from typing import NamedTuple
 
 LARGEST_HOST = 16
 LARGEST_CLUSTER = 16384
-"""Devices; the compiler takes more, but makes them one by one."""
+"""Devices per cluster. The compiler accepts more but creates them one at a time."""
 SHARE = 0.75
 """The share of a GPU's memory that JAX allocates by default."""
 
 
 class Gpu(NamedTuple):
-    """A GPU, by the names of XLA's `GpuTargetConfigProto`.
+    """Specification of a GPU, with the fields of XLA's `GpuTargetConfigProto`.
 
     Source: `xla/backends/gpu/target_config/specs` in github.com/openxla/xla.
 
     Attributes:
-        description: What `device.device_kind` is.
+        description: The value of `device.device_kind`.
         capability: CUDA's compute capability.
-        features: Its instructions beyond those of the capability.
+        features: Instruction-set extensions beyond the capability.
         cores: The number of multiprocessors.
-        fpus: Floating-point units of each.
-        shared_memory: Bytes of shared memory of each.
-        shared_memory_per_block: The bytes of it that a block may have if it asks.
-        bandwidth: Of its memory, in bytes a second.
-        l2_cache: In bytes.
-        clock: In GHz.
-        memory: In bytes.
+        fpus: Floating-point units per multiprocessor.
+        shared_memory: Bytes of shared memory per multiprocessor.
+        shared_memory_per_block: Bytes of shared memory that a block may request (opt-in).
+        bandwidth: Memory bandwidth in bytes per second.
+        l2_cache: Size of the L2 cache in bytes.
+        clock: Clock rate in GHz.
+        memory: Device memory in bytes.
     """
 
     description: str
@@ -87,11 +87,11 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         ),
     }
 )
-"""Name → GPU, as it stands in its makers' largest boards (SXM)."""
+"""Name → GPU, in its largest board (SXM)."""
 
 
 def target_config(gpu: Gpu) -> str:
-    """The text of a `GpuTargetConfigProto`."""
+    """Return a `GpuTargetConfigProto` in protobuf's text format."""
     major, minor = gpu.capability
     minor_text = f" minor: {minor}" if minor else ""
     return f"""\

@@ -1,4 +1,4 @@
-"""How much memory a device has for a program."""
+"""Device memory that is available to programs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jstep.topologies.tpus import TPUS
 
 
 def memory_of(device: Any) -> int | None:
-    """The bytes that programs may take on a device, there or not; None if nothing says."""
+    """Return the bytes available to programs on a device, real or compile-only; None if unknown."""
     if not is_compile_only(device):
         stats = device.memory_stats() if device.process_index == device.client.process_index() else None
         return None if not stats else stats.get("bytes_limit")

@@ -1,4 +1,4 @@
-"""Names of topologies, such as `v5e:4x4*2`, checked before a compiler sees them."""
+"""Parsing and validating topology names such as `v5e:4x4*2`, without loading a compiler."""
 
 import re
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class Name(NamedTuple):
     """A topology.
 
     Attributes:
-        kind: Of its devices, such as `"v5e"`.
-        sizes: Of a TPU slice in chips along each dimension; of GPUs the hosts, and the devices of each.
+        kind: The kind of its devices, such as `"v5e"`.
+        sizes: For TPUs, the chips of a slice along each dimension; for GPUs, the hosts and the devices per host.
         slices: The number of TPU slices.
     """
 
@@ -31,11 +31,11 @@ class Name(NamedTuple):
 
 
 def parsed(name: str, argument: str = "name") -> Name:
-    """The topology that a name means.
+    """Parse a topology name.
 
     Raises:
         TypeError: It is not a string.
-        ValueError: The kind is unknown (lists those there are), or has no such size.
+        ValueError: The kind is unknown (the message lists the kinds) or does not come in this size.
     """
     as_text(name, argument, f"such as {_EXAMPLES}")
     kinds = f"the kinds are {', '.join((*TPUS, *GPUS))}"
@@ -61,7 +61,7 @@ def _of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
         return f"a slice of {kind} has {dims} dimensions, got {len(sizes)}; write one such as {example!r}"
     if any(size > bound for size, bound in zip(sorted(sizes, reverse=True), largest, strict=True)):
         return f"a slice of {kind} has at most {'x'.join(map(str, largest))} chips; for more write slices, '{most}*2'"
-    # A host has 2x2 chips, but for slices of a single chip.
+    # A host has 2x2 chips, except in a slice of a single chip.
     if set(sizes) != {1} and (sizes[0] % 2 or sizes[1] % 2 or 0 in sizes):
         one = f"{kind}:{'x'.join(['1'] * dims)}"
         return f"hosts have 2x2 chips, so the first two sizes must be even and none 0 (or all 1: {one!r})"
@@ -72,7 +72,7 @@ def _of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
 
 def _of_gpus(sizes: tuple[int, ...], slices: str | None) -> str:
     if slices is not None:
-        return "slices are of TPUs; write GPUs as HOSTSxDEVICES, such as 'h100:4x8'"
+        return "only TPUs have slices; write GPUs as HOSTSxDEVICES, such as 'h100:4x8'"
     if len(sizes) > 2 or 0 in sizes:
         return "expected the devices of one host, such as 'h100:8', or HOSTSxDEVICES, such as 'h100:4x8'"
     if sizes[-1] > LARGEST_HOST:

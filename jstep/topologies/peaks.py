@@ -1,11 +1,11 @@
-"""How many operations a second a device computes at most, by the format of its matrix products.
+"""Peak operations per second of a device, by the format of its matrix products.
 
-Dense products, without structured sparsity, at the clock that the maker's figure assumes. Operations a second of one
-JAX device: TPUs before v4, and tpu7x, have two devices a chip.
+Figures are for dense products, without structured sparsity, at the clock that the vendor assumes. They are per JAX
+device: TPUs before v4, and tpu7x, have two devices per chip.
 
 Source: for TPUs `docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm` and its pages of v2 to tpu7x, a chip's
 "peak compute". For GPUs NVIDIA's data sheets of V100, T4, A100, A10, L4, L40S, H100, H200, GH200 and Blackwell
-(HGX B200, GB200), halved where they count sparsity. What a float32 product is on a device: `jax.lax.Precision`.
+(HGX B200, GB200), halved if they count sparsity. How a device computes a float32 product: `jax.lax.Precision`.
 """
 
 import re
@@ -18,11 +18,11 @@ from jstep.topologies.tpus import TPUS
 
 T = 1e12
 _NEGLIGIBLE = 0.01
-"""Products of formats without a figure do not matter below this share of all."""
+"""Products of formats without a figure are ignored below this share of all operations."""
 
 _PRESET = re.compile(r"(BF16|F16|TF32|F32|F64)_\1_\w+?(?:_X(\d))?")
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
-"""How often a TPU multiplies bfloat16 numbers for a product of float32."""
+"""bfloat16 passes that a TPU runs for a float32 product, by precision."""
 
 
 def _nvidia(half: float, tf32: float, f32: float, f64: float, int8: float, f8: float = 0.0) -> Mapping[str, float]:
@@ -67,7 +67,7 @@ GPU_PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "NVIDIA GB200": _nvidia(2500, 1250, 80, 40, 5000, 5000),
     }
 )
-"""`device_kind` → format → operations a second."""
+"""`device_kind` → format → operations per second."""
 
 TPU_PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
@@ -83,25 +83,25 @@ TPU_PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         TPUS["tpu7x"].device_kind: _tpu(2307 / 2, f8=4614 / 2),
     }
 )
-"""`device_kind` → format → operations a second."""
+"""`device_kind` → format → operations per second."""
 
 
 def has_peaks(device_kind: str) -> bool:
-    """Whether there are figures for a device."""
+    """Whether peak figures are known for a device."""
     return device_kind in TPU_PEAKS or device_kind in GPU_PEAKS
 
 
 def peak_of(device_kind: str, products: Mapping[Product, float]) -> float | None:
-    """The operations a second at which a device computes these matrix products in the shortest time.
+    """Return the peak operations per second of a device for a mix of matrix products.
 
-    Peak = Σ operations / Σ (operations / peak of their format): with one format, the peak of that format.
+    Peak = Σ operations / Σ (operations / peak of their format), which for a single format is the peak of that format.
 
     Args:
-        device_kind: What `device.device_kind` is.
+        device_kind: The value of `device.device_kind`.
         products: Operations by the format of their operands.
 
     Returns:
-        Operations a second of one device; None if there is no figure for the device or for the format, or no product.
+        Operations per second of one device; None if there is no figure for the device or the format, or no product.
     """
     total, known, seconds = sum(products.values()), 0.0, 0.0
     for product, flops in products.items():
@@ -112,7 +112,7 @@ def peak_of(device_kind: str, products: Mapping[Product, float]) -> float | None
 
 
 def rate_of(device_kind: str, product: Product) -> float | None:
-    """The operations a second of products of one format; None if there is no figure."""
+    """Return the peak operations per second for products of one format; None if there is no figure."""
     preset = _PRESET.fullmatch(product.precision)
     if preset is None and product.precision not in (*_PASSES, "ANY_F8"):
         return None

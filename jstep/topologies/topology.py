@@ -1,4 +1,4 @@
-"""The mesh of a TPU slice or a GPU cluster that is not there."""
+"""Compile-only meshes of TPU slices and GPU clusters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,26 +15,26 @@ from jstep.topologies.names import Name, parsed
 
 
 def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Sequence[AxisType] | None = None) -> Mesh:
-    """Return a mesh of devices that only compile: a TPU slice or a GPU cluster, on a machine that has neither.
+    """Return a compile-only mesh: a TPU slice or a GPU cluster that the machine does not have.
 
-    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` take such a mesh and give shapes; `cost` and a
-    step's `lower`, `trace` and `eval_shape` take these. XLA's own compiler then says whether the step compiles,
-    whether it fits into memory and what moves between the devices. Nothing can be run on it.
+    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` accept such a mesh and return shapes, which
+    `cost` and a step's `lower`, `trace` and `eval_shape` accept. XLA's own compiler then reports whether the step
+    compiles, whether it fits into memory and which collectives it runs. Nothing can be executed on the mesh.
 
     Args:
-        name: TPUs by generation and chips, `"v5e:16x16"`, `"v5p:4x4x4"`; several slices with a star, `"v5e:4x4*2"`.
-            GPUs by hosts and devices of each, `"h100:4x8"`, or devices of one host, `"b200:8"`. The kinds are v2, v3,
-            v4, v5e, v5p, v6e, tpu7x; a100, h100, h200, b200.
-        axes: Name of each axis of the mesh → its size, whose product is the number of devices; `{"data": all}` by
-            default. With several slices, the first axis that they divide goes across them.
-        axis_types: As in `jax.sharding.Mesh`: one for each axis; Auto by default.
+        name: For TPUs, generation and chips: `"v5e:16x16"`, `"v5p:4x4x4"`; several slices with a star, `"v5e:4x4*2"`.
+            For GPUs, hosts and devices per host, `"h100:4x8"`, or the devices of one host, `"b200:8"`. The kinds are
+            v2, v3, v4, v5e, v5p, v6e, tpu7x; a100, h100, h200, b200.
+        axes: Axis name → size. The sizes must multiply to the number of devices; the default is one axis, `"data"`,
+            over all devices. With several slices, the first axis divisible by their number spans them.
+        axis_types: One type per axis, as in `jax.sharding.Mesh`; Auto by default.
 
     Returns:
-        A `jax.sharding.Mesh`. Equal calls give equal meshes.
+        A `jax.sharding.Mesh`. Equal calls return equal meshes.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The kind is unknown, does not come in that size, or the axes do not multiply to its devices.
+        ValueError: The kind is unknown or does not come in this size, or the axes do not multiply to its devices.
         ImportError: The compiler is not installed: `pip install 'jstep[tpu]'` for TPUs, `'jstep[aot-cuda]'` for GPUs.
 
     Example:
@@ -45,8 +45,8 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         >>> print(jstep.cost(train_step, state, jstep.shard_batch(batch, mesh)))  # doctest: +SKIP
 
     Note:
-        It sets some environment variables of these compilers, unless they are set or such devices are there.
-        TPUs of generations before v4 and tpu7x have two devices a chip, all others one.
+        Sets some environment variables of these compilers, unless they are set already or the machine has such devices.
+        TPUs before v4, and tpu7x, have two devices per chip, all others one.
     """
     known = parsed(name)
     checked = None if axes is None else _checked_axes(axes)
@@ -80,14 +80,14 @@ def _checked_types(types: Any) -> tuple[AxisType, ...]:
 
 
 def _arranged(name: Name, sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """The devices as `jax.make_mesh` would arrange them; whole slices along the first axis that they divide."""
+    """Arrange devices as `jax.make_mesh` does, with slices along the first axis divisible by their number."""
     shape = tuple(sizes.values())
     if name.slices == 1:
         return _within_a_slice(shape, devices)
     across = next((dim for dim, size in enumerate(shape) if size % name.slices == 0), None)
     if across is None:
         raise ValueError(
-            f"axes={dict(sizes)}: one axis must be a multiple of the {name.slices} slices of {name}, which go along it"
+            f"axes={dict(sizes)}: one axis must be a multiple of the {name.slices} slices of {name}, which it spans"
         )
     inner = tuple(size // name.slices if dim == across else size for dim, size in enumerate(shape))
     each = [
@@ -100,5 +100,5 @@ def _within_a_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarra
     names = [str(dim) for dim in range(len(shape))]
     try:
         return jax.make_mesh(shape, names, devices=devices).devices
-    except NotImplementedError:  # no axis of the chips' grid is to be split, though these sizes ask for it
+    except NotImplementedError:  # make_mesh splits no physical axis, which these sizes require
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

@@ -1,8 +1,8 @@
-"""Saver against orbax's own CheckpointManager: a state of 268 MB, and what the training loop sees of a save.
+"""Saver and orbax's CheckpointManager with a state of 268 MB: save, restore, and the time that the loop is blocked.
 
     python tests/benchmarks/bench_checkpoint.py [rounds] [megabytes] [trained|fresh|zeros]
 
-Each round runs every contender in turn. Printed are medians and bests, and their ratio to the manager's:
+Each round runs every contender in turn. Prints medians and bests, and their ratios to the manager's:
   stall     save() and the three donated steps after it
   save      from save() to the end of wait
   restore   onto the same sharding

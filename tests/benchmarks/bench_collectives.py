@@ -1,21 +1,21 @@
-"""What the compiled step sends between 8 devices, and the least that it could send.
+"""Bytes that the compiled step sends between 8 devices, compared with the minimum.
 
     python tests/benchmarks/bench_collectives.py
 
-Collectives are counted from the compiled HLO, a loop's body as often as it runs. Bytes are those that each device
+Collectives are counted in the compiled HLO, a loop's body as often as it runs. Bytes are those that each device
 sends in ring algorithms: 2(n-1)/n·S for an all-reduce of S bytes, (n-1)/n·S for an all-gather or a reduce-scatter
-whose whole is S, an all-to-all or a permutation. The minimum of a layout, for P bytes of parameters:
+whose total is S, an all-to-all or a permutation. The minimum of a layout, for P bytes of parameters:
 
     data parallel     2(n-1)/n·P   one all-reduce of the gradients (and 4 bytes of loss)
     ZeRO-1            2(n-1)/n·P   reduce-scatter of the gradients, all-gather of the parameters
     FSDP (ZeRO-3)     3(n-1)/n·P   the same, and the parameters are gathered once more for the backward pass
     tensor parallel   activations and their gradients once for each pair of layers, and the gradients of each
-                      device's own part over the data axis
+                      device's part over the data axis
 
-XLA's CPU backend makes no reduce-scatter: where a device needs a part of a sum, all-reduce and a slice stand in its
-place, at twice the bytes. On GPU and TPU XLA turns that pair into a reduce-scatter. Nor does it move the reduction of
-a running sum out of a loop, as its GPU backend does: here each microbatch reduces. FSDP may send less than its minimum:
-where a batch is smaller than the parameters, XLA sends activations instead.
+XLA's CPU backend has no reduce-scatter: if a device needs a part of a sum, it runs an all-reduce and a slice instead,
+at twice the bytes. On GPU and TPU XLA turns that pair into a reduce-scatter. Nor does the CPU backend move the
+reduction of a running sum out of a loop, as the GPU backend does: here each microbatch reduces. FSDP may send less than
+its minimum: if a batch is smaller than the parameters, XLA sends activations instead.
 """
 
 import math
@@ -58,7 +58,7 @@ def loss_fn(params, x):
 
 
 def computations(text):
-    """Name → its lines; the entry is named ENTRY."""
+    """Map from computation name to its lines; the entry is named ENTRY."""
     found, name = {}, None
     for line in text.splitlines():
         head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
@@ -94,7 +94,7 @@ def collectives(text):
 
 
 def group_size(line):
-    """How many devices share one collective, in each way XLA writes it."""
+    """Number of devices that share one collective, in each of XLA's notations."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return len(listed[1].split(","))
@@ -109,7 +109,7 @@ def group_size(line):
 
 
 def sent(kind, size, n):
-    """Bytes each device sends."""
+    """Bytes that each device sends."""
     if kind == "reduce-scatter":
         return (n - 1) * size  # its result is a part
     return {"all-reduce": 2, "collective-permute": n / max(n - 1, 1)}.get(kind, 1) * (n - 1) / n * size

@@ -1,12 +1,12 @@
-"""The memory traffic of each optimizer's update on a TPU, beside the least possible and Optax's; no TPU is needed.
+"""Memory traffic of each optimizer's update on a TPU, compared with the minimum and with Optax; no TPU is needed.
 
     python tests/benchmarks/bench_compilers.py [names]
 
-An update is compiled for one v5e chip: gradients are given, the state is donated. Bytes are "bytes accessed" of the
-compiler's cost analysis. The least possible reads every array once (parameters, gradients, slots) and writes parameters
-and slots once. For a matrix of 8192 × 8192, which no cache holds, the table has the ratio to the least; for an MLP of a
-few hundred kB, which the compiler copies into the chip's cache and counts again, only the ratio to Optax. A conditional
-counts as its dearest branch.
+An update is compiled for one v5e chip: gradients are given, the state is donated. Bytes are the "bytes accessed" of the
+compiler's cost analysis. The minimum reads every array once (parameters, gradients, slots) and writes parameters and
+slots once. For a matrix of 8192 × 8192, which does not fit into a cache, the table has the ratio to the minimum. For an
+MLP of a few hundred kB, which the compiler copies into the chip's cache and counts again, it has only the ratio to
+Optax. A conditional counts as its most expensive branch.
 """
 
 import os
@@ -79,7 +79,7 @@ def on_chip(tree, where):
 
 
 def accessed(step, state, grads, where):
-    """Bytes that the compiled update accesses, by the least possible."""
+    """Bytes that the compiled update accesses, divided by the minimum."""
     state, grads = on_chip(state, where), on_chip(grads, where)
     traffic = jax.jit(step, donate_argnums=0).lower(state, grads).compile().cost_analysis()["bytes accessed"]
     return traffic / (2 * size(state) + size(grads))
@@ -103,30 +103,30 @@ def zeros(shapes):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-CLIPPED = "norm: gradients read twice; the conditional for a norm that overflows, which seldom runs, counts a third"
-FINITE = "gradients are read before the update, to see whether they are finite; a further read is not explained"
-BY_LEAF = "norms by leaf: what they are taken of is read twice"
+CLIPPED = "norm: gradients read twice; the conditional for an overflowing norm seldom runs but counts as a third read"
+FINITE = "gradients are read before the update to check that they are finite; one more read is not explained"
+BY_LEAF = "norms per leaf: their input is read twice"
 WHY = {
     "chain": CLIPPED,
     "skip_nonfinite": FINITE,
     "dynamic_loss_scale": FINITE,
-    "everything": f"{CLIPPED}; and whether they are finite",
+    "everything": f"{CLIPPED}; and the check that they are finite",
     "normalize_gradients": CLIPPED,
-    "adaptive_clipping": "norms by unit of gradients and parameters, and the conditional for each that overflows",
-    "adafactor": "sums by row and column, and the clipping of the update, before it",
-    "adafactor_momentum": "sums by row and column, and the clipping of the update, before it",
+    "adaptive_clipping": "unit-wise norms of gradients and parameters, and a conditional for each norm that overflows",
+    "adafactor": "row and column sums, and the clipping of the update, are computed first",
+    "adafactor_momentum": "row and column sums, and the clipping of the update, are computed first",
     "muon": "five Newton–Schulz iterations of three products",
     "lamb": BY_LEAF,
     "lars": BY_LEAF,
     "novograd": BY_LEAF,
-    "prodigy": "the sums for d: gradients, parameters and starting points read before the update",
-    "cautious": "the share of agreeing elements is counted before the update",
+    "prodigy": "the sums for d: gradients, parameters and starting points are read before the update",
+    "cautious": "the fraction of agreeing elements is computed before the update",
     "adadelta": "two kernels and a copy of a slot, as for Optax",
     "adan": "one array is read twice, as for Optax",
-    "centralize_gradients": "means of gradients, which are read twice",
+    "centralize_gradients": "means: gradients are read twice",
     "soap": "matrices and bases of 8192 rows take minutes to compile: MLP only",
 }
-"""Why an update accesses more than 1.05 times the least."""
+"""Why an update accesses more than 1.05 times the minimum."""
 
 
 def main(names):

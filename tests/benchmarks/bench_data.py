@@ -1,7 +1,7 @@
-"""Assembling shuffled `batches[N]` beside NumPy fancy indexing with a ready permutation.
+"""Shuffled batches: `batches[N]` compared with NumPy fancy indexing by a precomputed permutation.
 
-The bound holds where np.take is well ahead of fancy indexing, which is up to about a kilobyte a row.
-Longer rows are limited by memory in either: they are shown without a bound.
+The bound applies if np.take is much faster than fancy indexing, up to about a kilobyte a row.
+Both are limited by memory for longer rows, which are shown without a bound.
 
 python tests/benchmarks/bench_data.py
 """

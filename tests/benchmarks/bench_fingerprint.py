@@ -1,4 +1,4 @@
-"""Fingerprints of 64M floats beside XLA's own sum of the same bits, and of a state of 300 leaves.
+"""Fingerprints of 64M floats compared with XLA's sum of the same bits, and of a state of 300 leaves.
 
 python tests/benchmarks/bench_fingerprint.py
 """

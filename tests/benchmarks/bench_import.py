@@ -1,6 +1,6 @@
-"""`import jstep`, alone and with all of its names, and `python -m jstep inspect` of a directory, beside `import jax`.
+"""Import time of `jstep`, alone and with all names, and of `python -m jstep inspect`, compared with `import jax`.
 
-Each runs in processes of its own.
+Each runs in a separate process.
 
 python tests/benchmarks/bench_import.py
 """
@@ -16,7 +16,7 @@ import jstep
 
 COMMANDS = {
     "import jstep": ["-c", "import jstep"],
-    "import jstep, all it has": ["-c", "import jstep; [getattr(jstep, name) for name in jstep.__all__]"],
+    "import jstep, all names": ["-c", "import jstep; [getattr(jstep, name) for name in jstep.__all__]"],
     "jstep inspect DIRECTORY": ["-m", "jstep", "inspect"],
     "import jax": ["-c", "import jax"],
 }
@@ -37,10 +37,10 @@ def main(rounds=9):
                 times[name].append(time.perf_counter() - start)
     bounds = {
         ("import jstep", "import jax"): 1.2,
-        ("import jstep, all it has", "import jax"): None,
+        ("import jstep, all names", "import jax"): None,
         ("jstep inspect DIRECTORY", "import jax"): 0.3,
     }
-    return report("Importing, a process each, taking turns", times, bounds, 1e3)
+    return report("Import, one process each, interleaved", times, bounds, 1e3)
 
 
 if __name__ == "__main__":

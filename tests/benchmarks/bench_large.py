@@ -1,4 +1,4 @@
-"""Large leaves, limited by memory: Adam, clipping and microbatches beside Optax; sparse rows; memory of all.
+"""Large leaves, limited by memory: Adam, clipping and microbatches compared with Optax; sparse rows; memory of each.
 
 python tests/benchmarks/bench_large.py
 """
@@ -51,7 +51,7 @@ def optimizers(clip):
 
 
 def microbatches(n=8):
-    """A wide two-layer network over n microbatches of 4 rows: accumulation is what costs."""
+    """A wide two-layer network over n microbatches of 4 rows: accumulation dominates the cost."""
 
     def init():
         return {"w1": jnp.full((1024, 4096), 0.01), "w2": jnp.full((4096, 1024), 0.01)}

@@ -1,4 +1,4 @@
-"""Adam over 1000 leaves of 1000 floats, beside Optax: tracing and compiling, and a step.
+"""Adam over 1000 leaves of 1000 floats, compared with Optax: tracing, compiling, and a step.
 
 python tests/benchmarks/bench_leaves.py
 """
@@ -43,7 +43,7 @@ def theirs():
 
 def compile_times(make, grads):
     step, state = make()
-    # A function of its own each time: nothing may come from a cache.
+    # A new function each time, so that nothing comes from a cache.
     jitted = jax.jit(lambda state, grads: step(state, grads), donate_argnums=0)
     start = time.perf_counter()
     traced = jitted.trace(state, grads)

@@ -1,10 +1,10 @@
-"""`train` with its stock hooks, and the bare `for` loop.
+"""Overhead of `train` with its default hooks, compared with a bare `for` loop.
 
     python tests/benchmarks/bench_loop.py
 
-Steps of some 35 µs, those of bench_step.py, so that what is measured is the loop. `train` counts steps, logs,
-writes summaries and saves checkpoints; a run begins where the one before ended. On a machine with other work the
-medians say little, as `train` has threads: look at the best of each.
+Steps take about 35 µs (those of bench_step.py), so the loop dominates the measurement. `train` counts steps, logs,
+writes summaries and saves checkpoints; each run resumes where the previous one ended. On a busy machine the medians
+mean little, since `train` uses threads: compare the bests.
 """
 
 import io
@@ -27,7 +27,7 @@ CALLS, ROUNDS, K = 5_000, 41, 100
 
 
 def main():
-    logger = logging.getLogger("jstep")  # lines are formatted, and not shown
+    logger = logging.getLogger("jstep")  # lines are formatted but not shown
     logger.addHandler(logging.StreamHandler(io.StringIO()))
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -56,7 +56,7 @@ def main():
         return taken
 
     class Time(jstep.Hook):
-        """Of the steps alone: opening and closing files at both ends is no part of the loop."""
+        """Time the steps alone, without opening and closing files at both ends."""
 
         def begin(self, state):
             self.then = None
@@ -99,7 +99,7 @@ def main():
     for _, (name, run) in itertools.product(range(ROUNDS), contenders.items()):
         times[name].append(run(CALLS) / CALLS)
     return report(
-        f"{CALLS} steps: counter, logging, summaries, checkpoints, a step",
+        f"{CALLS} steps: counter, logging, summaries, checkpoints; per step",
         times,
         {
             ("train, four hooks", "bare loop"): 1.10,

@@ -1,4 +1,4 @@
-"""The optimizers of today beside Optax's: a step over large leaves, blocks beside wholes, matrices, many leaves.
+"""Optimizers compared with Optax's: a step over large leaves, chains of blocks, matrices, many leaves.
 
 python tests/benchmarks/bench_optimizers.py [words of titles]
 """
@@ -113,7 +113,7 @@ def muon():
 
 
 def soap_step(beta=0.95, epsilon=1e-8, frequency=10):
-    """SOAP as one would write it in JAX for matrices, without a toolkit."""
+    """SOAP for matrices, hand-written in JAX."""
 
     def leaf(p, g, s, t):
         def project(x):

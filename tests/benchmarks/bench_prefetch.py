@@ -1,4 +1,4 @@
-"""A loop of 2 ms host work and 2 ms device work with prefetch_to_device, beside each of the two alone.
+"""`prefetch_to_device` in a loop of 2 ms host work and 2 ms device work, compared with each of the two alone.
 
 Host work comes in three kinds: waiting (a disk, a network), NumPy, and Python, which holds the GIL.
 

@@ -1,4 +1,4 @@
-"""FIFOQueue fed by a QueueRunner beside `queue.Queue` fed by as many threads that call the same ops.
+"""FIFOQueue fed by a QueueRunner, compared with `queue.Queue` fed by as many threads that call the same ops.
 
 python tests/benchmarks/bench_queues.py
 """

@@ -1,12 +1,12 @@
-"""The step at an edge, whose program takes seconds to compile, beside the median step of its stage.
+"""The first step of a stage whose program takes seconds to compile, compared with the median step of the stage.
 
     python tests/benchmarks/bench_stages.py
 
-Two edges: another training step of the same size, and batches of twice the size. Both programs are compiled in the
-background while the steps before are taken, so that the step at the edge need not wait for XLA.
+There are two stage changes: another training step of the same size, and batches of twice the size. Both programs are
+compiled in the background during the earlier steps, so the first step of a stage need not wait for XLA.
 
-The first run of a program costs XLA's CPU backend some 30 to 300 ms more than later ones, also in plain JAX and however
-long ago it was compiled. Steps are long here (many microbatches), as those of programs that take seconds to compile.
+The first run of a program takes XLA's CPU backend some 30 to 300 ms more than later ones, also in plain JAX and however
+long ago it was compiled. Steps are long here (many microbatches), as in programs that take seconds to compile.
 """
 
 import functools
@@ -28,13 +28,13 @@ ROUNDS = 3
 
 
 def loss_fn(params, x, *, scale):
-    for w in params:  # unrolled: it is to take long to compile
+    for w in params:  # unrolled, so that it takes long to compile
         x = jnp.tanh(x * w[None]) + 0.5 * jnp.roll(x, 1, axis=1)
     return scale * jnp.mean(x**2)
 
 
 def step_of(optimizer, scale):
-    """A program of its own: no scale is compiled twice."""
+    """A separate program for each scale: none is compiled twice."""
     return jstep.minimize(functools.partial(loss_fn, scale=scale), optimizer, num_microbatches=MICROBATCHES)
 
 

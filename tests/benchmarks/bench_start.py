@@ -1,9 +1,9 @@
-"""The time to the first finished step: overlapped or one thing after the other, with and without a compilation cache.
+"""Time to the first finished step: overlapped or sequential startup, with and without a compilation cache.
 
     python tests/benchmarks/bench_start.py            # restore slowed to 5 s
     python tests/benchmarks/bench_start.py --char-lm  # the start of examples/char_lm.py, too
 
-Each start is a process of its own, since JAX keeps what it has compiled. Times count from the call of `train`.
+Each start runs in a separate process, since JAX keeps compiled programs. Times count from the call of `train`.
 """
 
 import argparse

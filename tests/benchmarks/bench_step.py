@@ -1,8 +1,8 @@
-"""A step of a small network: jstep, Flax TrainState + Optax, and a flat state written by hand.
+"""Step time of a small network: jstep, Flax TrainState + Optax, and a hand-written flat state.
 
     python tests/benchmarks/bench_step.py
 
-A 64-64-10 MLP at batch 32, Adam with staircase decay: what is measured is what surrounds the arithmetic.
+A 64-64-10 MLP at batch 32, Adam with staircase decay: the overhead around the arithmetic dominates.
 """
 
 import sys
@@ -35,7 +35,7 @@ def loss_fn(params, x, y):
 
 
 def hand_written_step(state, x, y):
-    """Adam written out over a flat tuple: what one would write for speed alone."""
+    """Adam over a flat tuple, hand-written for speed alone."""
     params, m, v, step = state
     loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
     rate = RATE * DECAY_RATE ** (step // DECAY_STEPS).astype(jnp.float32)
@@ -62,7 +62,7 @@ def main():
         loss, grads = jax.value_and_grad(loss_fn)(state.params, x, y)
         return state.apply_gradients(grads=grads), {"loss": loss, "learning_rate": schedule(state.step)}
 
-    # As Flax's own guides and examples write it, and with the state donated, which they leave out.
+    # As in Flax's guides and examples, and also with the state donated, which they leave out.
     flax_compiled = jax.jit(flax_step)
     flax_donated = jax.jit(flax_step, donate_argnums=0)
     hand = jax.jit(hand_written_step, donate_argnums=0)

@@ -1,11 +1,11 @@
-"""What summaries cost, against tensorboardX and against writing none, in one run and interleaved.
+"""Cost of summaries, compared with tensorboardX and with writing none, in one run and interleaved.
 
     pip install tensorboardX
     python tests/benchmarks/bench_summary.py
 
 Bounds: a scalar costs the training thread at most 0.2 of tensorboardX's `add_scalar`, and 0.4 with the flush;
-a histogram of 10 M values moves bytes for its buckets only; a loop that writes five scalars at each 100th
-step takes at most 1.02 of the time of one that writes none.
+a histogram of 10 M values moves bytes for its buckets only; a loop that writes five scalars every 100
+steps takes at most 1.02 of the time of one that writes none.
 """
 
 import statistics

@@ -1,12 +1,12 @@
-"""Runs the benchmarks, and writes what they found into the page `docs/benchmarks.md`.
+"""Run the benchmarks and write their ratios into the page `docs/benchmarks.md`.
 
-    python tests/benchmarks/report.py                  # all of them: hours of a machine without other work
-    python tests/benchmarks/report.py --only step      # bench_step.py alone; the others stay as they are
-    python tests/benchmarks/report.py --quick          # few rounds: to see that they run, not for figures
+    python tests/benchmarks/report.py                  # all: takes hours on an otherwise idle machine
+    python tests/benchmarks/report.py --only step      # bench_step.py alone; other sections are kept
+    python tests/benchmarks/report.py --quick          # few rounds: checks that they run, not for figures
 
-A benchmark runs in a process of its own, one after the other. What is kept are its ratios: of jstep's time to a peer's,
-measured in turns in the same run, so that they carry over to other machines better than times do. The page says when
-and on which machine each was measured, and which benchmarks could not run.
+Each benchmark runs in a separate process, one after the other. Only its ratios are kept: jstep's time divided by that
+of another library, measured in turns in the same run, since ratios carry over to other machines better than times do.
+The page gives the date and the machine of each measurement, and the benchmarks that could not run.
 """
 
 import argparse
@@ -32,14 +32,14 @@ _SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |\Z)"
 
 
 class Ratio(NamedTuple):
-    """A line of the table.
+    """A row of the table.
 
     Attributes:
         title: What was measured.
-        ours: Whose time is divided.
-        peer: By whose.
-        ratio: Their quotient: below 1 the first one is faster.
-        bound: What it should not exceed; None if there is no bound.
+        ours: Name of the program whose time is the numerator.
+        peer: Name of the program whose time is the denominator.
+        ratio: Their quotient; below 1 `ours` is faster.
+        bound: The largest acceptable ratio; None if there is no bound.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Ratio(NamedTuple):
 
 
 def ratios_in(output: str) -> list[Ratio]:
-    """The ratios that a benchmark printed, as `_timing.report` does: a title, and lines below it that are indented."""
+    """Return the ratios in the output of `_timing.report`: a title, with indented lines below it."""
     title, found = "", []
     for line in output.splitlines():
         match = _RATIO.fullmatch(line)
@@ -63,18 +63,18 @@ def ratios_in(output: str) -> list[Ratio]:
 
 
 def tables_in(output: str) -> str:
-    """The Markdown tables that a benchmark printed."""
+    """Return the Markdown tables that a benchmark printed."""
     return "\n".join(line for line in output.splitlines() if line.startswith("|"))
 
 
 def section(source: str, output: str, failure: str | None, where: str) -> str:
-    """Markdown of what a benchmark found.
+    """Return the Markdown section of a benchmark.
 
     Args:
-        source: Its source, whose docstring says what it measures.
-        output: What it printed.
-        failure: Why it could not run, in a line; None if it ran.
-        where: When, on what, and with which versions.
+        source: Its source, whose docstring describes it.
+        output: Its output.
+        failure: Why it could not run, in one line; None if it ran.
+        where: Date, machine and versions.
     """
     about = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
     lines = [f"## {_heading(about)}", "", about, ""]
@@ -94,7 +94,7 @@ def section(source: str, output: str, failure: str | None, where: str) -> str:
 
 
 def written(page: str, sections: dict[str, str], order: Sequence[str]) -> str:
-    """The page with new sections; those of other benchmarks stay, and those of benchmarks that are gone go.
+    """Return the page with new sections; other sections are kept, and those of deleted benchmarks are removed.
 
     Raises:
         ValueError: The page lacks its two markers.
@@ -123,7 +123,7 @@ def _cell(text: str) -> str:
 
 
 def machine() -> str:
-    """The machine and its load, in words."""
+    """Return a description of the machine and its load."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -135,7 +135,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """The versions of Python, jstep and those that it is compared with."""
+    """Return the versions of Python, jstep and the libraries that it is compared with."""
     found = [f"Python {platform.python_version()}"]
     for name in ("jstep", *PACKAGES):
         try:
@@ -146,7 +146,7 @@ def versions() -> str:
 
 
 def run(name: str, quick: bool, limit: float) -> tuple[str, str | None]:
-    """Runs a benchmark; returns what it printed, and why it did not finish, None if it did.
+    """Run a benchmark; return its output, and why it did not finish, or None if it did.
 
     An exit code of 1 without a traceback means that a bound does not hold, which the table shows.
     """
@@ -164,7 +164,7 @@ def run(name: str, quick: bool, limit: float) -> tuple[str, str | None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what is asked for, and writes the page after each; returns 1 if one of them did not finish."""
+    """Run the selected benchmarks, and write the page after each; return 1 if one of them did not finish."""
     names = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

@@ -122,9 +122,9 @@ def test_nobody_waits_for_a_pipe(tmp_path):
     code, out, err = said(program, tmp_path / "run", pipe)
     assert code == 0, err
     told, *_, codes = out.splitlines()
-    assert "is no file" in told
+    assert "is not a file" in told
     assert codes == "2 0 0"
-    assert "is no file (a pipe" in err
+    assert "is not a file (a pipe" in err
 
 
 def test_output():

@@ -101,7 +101,7 @@ def test_two_halves_with_labels_that_begin_alike(name: str) -> None:
     step, after = compiled(optimizer), before
     refused = {  # of the whole loss: they stand around everything
         "dynamic_loss_scale": r"must be outermost, got .*'net/loss_scale', 'net/deep/loss_scale'",
-        "with_noise_scale": r"must stand around the whole optimizer, got the slot 'net/noise/gradient_noise'",
+        "with_noise_scale": r"must wrap the whole optimizer, got the slot 'net/noise/gradient_noise'",
     }
     if name in refused:
         with pytest.raises(ValueError, match=refused[name]):

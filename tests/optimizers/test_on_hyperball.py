@@ -207,7 +207,7 @@ def test_radii_by_path_are_checked_at_init(radius: Any, error: Any) -> None:
 
 
 def test_it_is_a_finished_element() -> None:
-    with pytest.warns(UserWarning, match="they climb"):
+    with pytest.warns(UserWarning, match="climbs"):
         jstep.chain(jstep.on_hyperball(0.1), jstep.scope("s", jstep.gradient_descent(0.1)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

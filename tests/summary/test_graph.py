@@ -182,7 +182,7 @@ def test_a_function_of_arguments_without_them_says_what_to_give():
         graph_def(train_step.trace(STATE, BATCH), STATE)
     with pytest.raises(TypeError, match="not int"):
         graph_def(3)
-    with pytest.raises(TypeError, match="no serialized GraphDef"):
+    with pytest.raises(TypeError, match="not a serialized GraphDef"):
         graph_def(b"\xff\xff")
 
 

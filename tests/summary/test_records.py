@@ -99,7 +99,7 @@ def test_the_events_before_the_damage_are_read(file):
 def test_a_whole_record_that_is_no_event_is_damage(tmp_path):
     path = tmp_path / "events"
     path.write_bytes(records.frame(b"\xff\xff\xff"))
-    with pytest.raises(DataLossError, match="offset 0: it is no Event"):
+    with pytest.raises(DataLossError, match="offset 0: it is not an Event"):
         list(summary.summary_iterator(path))
 
 

@@ -54,8 +54,8 @@ def test_events(tmp_path):
         ("add_summary", event_pb2.Event(), "expected a Summary, not Event; add_event takes it"),
         ("add_event", summary_pb2.Summary(), "expected an Event, not Summary; add_summary takes it"),
         ("add_event", summary.scalar("a", 1.0), "add_summary takes it"),
-        ("add_event", b"\xff\xff", "2 bytes that are no serialized Event"),
-        ("add_summary", b"\xff\xff", "2 bytes that are no serialized Summary"),
+        ("add_event", b"\xff\xff", "2 bytes that are not a serialized Event"),
+        ("add_summary", b"\xff\xff", "2 bytes that are not a serialized Summary"),
         ("add_graph", 3, "expected a jax.stages.Traced"),
         (
             "add_hparams",

@@ -113,7 +113,7 @@ def test_a_nan_that_is_returned_as_it_is() -> None:
     found = jstep.find_nonfinite(lambda x: (x, np.float32(np.nan)), X)
     assert found is not None
     assert found.constant is not None
-    assert str(found) == "a constant is not finite, and is returned as it is: float32[] 1 NaN"
+    assert str(found) == "a constant is not finite, and is returned unchanged: float32[] 1 NaN"
 
 
 def test_infinite_hyperparameters_are_not_a_finding() -> None:

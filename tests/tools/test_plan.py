@@ -84,7 +84,7 @@ def test_when_hooks_are_due(tmp_path):
     assert due[hooks[5]] == range(251, 1001)
     assert hooks[6] not in due
     assert due[hooks[7]] == (256, 512)
-    with pytest.raises(KeyError, match="0 hooks are 'Nobody'; there are: LoggingHook"):
+    with pytest.raises(KeyError, match="0 hooks match 'Nobody'; the hooks are: LoggingHook"):
         due["Nobody"]
 
 

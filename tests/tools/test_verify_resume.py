@@ -101,7 +101,7 @@ def test_a_generator_is_found_out_though_its_values_agree():
     assert not report
     assert report.first_difference is None
     assert "get_state and set_state" in report.cause
-    assert "a new process would go on with other batches" in str(report)
+    assert "a new process would continue with other batches" in str(report)
 
 
 def test_an_iterable_that_begins_anew():
@@ -111,7 +111,7 @@ def test_an_iterable_that_begins_anew():
     assert report.first_difference == report.differing[0] == "params/w"
     assert "slots/m/w" in report.differing
     assert "global_step" not in report.differing
-    assert "starts anew after a restart" in report.cause
+    assert "starts from scratch after a restart" in report.cause
     assert "'params/w'" in str(report)
 
 

@@ -61,7 +61,7 @@ def test_equal_topologies_have_equal_names():
         ("h100:0", "devices of one host"),
         ("h100:2x2x2", "HOSTSxDEVICES"),
         ("h100:32", "at most 16 devices"),
-        ("h100:4x8*2", "slices are of TPUs"),
+        ("h100:4x8*2", "only TPUs have slices"),
         ("a100:9999x16", "at most 16384 devices"),
         ("v9:2x2", "unknown kind 'v9'.*the kinds are v2, v3, v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200"),
         ("V5E:2x4", "unknown kind 'V5E'"),

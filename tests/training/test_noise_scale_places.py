@@ -37,7 +37,7 @@ def test_elsewhere_it_says_where_it_belongs(place: str) -> None:
     state = jstep.TrainState.create(PARAMS, optimizer)
     for metrics in ((), ("noise_scale",)):
         step = jstep.minimize(loss_fn, optimizer, num_microbatches=2, metrics=metrics)
-        with pytest.raises(ValueError, match=r"with_noise_scale: must stand around the whole .*noise/gradient_noise'"):
+        with pytest.raises(ValueError, match=r"with_noise_scale: must wrap the whole .*noise/gradient_noise'"):
             step(state, jnp.ones(2))
 
 
@@ -54,7 +54,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"num_microbatches=1: must be at least 2"):
         jstep.minimize(loss_fn, MEASURED(), metrics="noise_scale")
     step = jstep.minimize(loss_fn, SGD(), num_microbatches=2, metrics=("noise_scale",))
-    with pytest.raises(ValueError, match=r"make state and step with jstep.with_noise_scale\(optimizer\)"):
+    with pytest.raises(ValueError, match=r"create state and step with jstep.with_noise_scale\(optimizer\)"):
         step(jstep.TrainState.create(PARAMS, SGD()), jnp.ones(2))
     step = jstep.minimize(loss_fn, MEASURED(), num_microbatches=2, metrics=("noise_scale",))
     with pytest.raises(ValueError, match=r"no slot 'noise/gradient_noise'"):

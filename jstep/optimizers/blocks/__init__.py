@@ -1,4 +1,4 @@
-"""Elements of a chain."""
+"""Building blocks of optimizers: the elements of a `chain`."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.optimizers.blocks.add_noise import add_noise

@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping: a unit's gradient against the unit itself."""
+"""Adaptive gradient clipping by the ratio of gradient norm to parameter norm, per unit."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ LEAST_GRADIENT_NORM = 1e-6
 
 
 def clip_by_unit_norm(updates: Updates, params: Params, ratio: Any, axes: UnitAxes) -> Updates:
-    """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ is larger than that limit.
+    """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ exceeds ratio·max(‖p‖, 0.001).
 
     Args:
-        updates: The gradients; an `IndexedSlices` is made dense, None stays.
+        updates: The gradients; `IndexedSlices` become dense, None stays None.
         params: The parameters.
         ratio: The largest ratio.
         axes: The axes that a unit spans; see `clip_gradients`.
@@ -45,13 +45,13 @@ def _clip(g: Array, p: Array, ratio: Any, over: tuple[int, ...]) -> Array:
     wide = g.astype(dtype)
     limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(_norm(p.astype(dtype), over), LEAST_PARAMETER_NORM)
     norm = _norm(wide, over)
-    # As in the other ways of clipping, a norm that is not finite turns what it clips to NaN.
+    # As in the other clipping modes, a norm that is not finite makes the clipped values NaN.
     by = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, LEAST_GRADIENT_NORM), jnp.full_like(norm, jnp.nan))
     return jnp.where(norm <= limit, wide, wide * by)
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:
-    # Scaled by the largest element: the square of a large one would overflow.
+    # Scaled by the largest element, whose square might overflow.
     most = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
     safe = jnp.where((most > 0) & jnp.isfinite(most), most, jnp.ones_like(most))
     return jnp.sqrt(jnp.sum(jnp.square(x / safe), axis=axes, keepdims=True)) * safe

@@ -1,4 +1,4 @@
-"""Noise on gradients, less of it with every step."""
+"""Gaussian gradient noise with decreasing variance."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
 
     Args:
         eta: The variance η ≥ 0 at step 0.
-        gamma: How fast it falls, γ ≥ 0; 0.55 is usual.
-        key: A PRNG key. What is drawn is a function of the key, the step and the leaf, so that a run that was
-            interrupted draws the same, and so does every layout over a mesh.
+        gamma: The exponent γ ≥ 0 by which the variance decreases; 0.55 is usual.
+        key: A PRNG key. The noise is a function of the key, the step and the leaf, so it is the same in a resumed run
+            and with every sharding.
 
     Returns:
-        An `Optimizer` without slots, the element before an optimizer; its hyperparameters are called `noise_eta` and
-        `noise_gamma`. A leaf without gradient gets none; sparse gradients become dense.
+        An `Optimizer` without slots, to be chained before an optimizer; its hyperparameters are `noise_eta` and
+        `noise_gamma`. Leaves without a gradient get no noise; sparse gradients become dense.
 
     Raises:
         ValueError: A number is out of its range.

@@ -1,4 +1,4 @@
-"""Weight decay, as an element of a chain."""
+"""Weight decay as an element of a chain."""
 
 from collections.abc import Mapping
 
@@ -9,20 +9,20 @@ from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = None) -> Optimizer:
-    """Decay: u + weight_decay·p, u what the element before returned.
+    """Add weight decay: u + weight_decay·p, where u is the update from the previous element.
 
-    After `scale_by_adam` it is decoupled as in AdamW, before a `trace` coupled as in SGD; `decay_weights`, after the
-    learning rate, is independent of that.
+    After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD. For a decay
+    that does not depend on the learning rate, put `decay_weights` after it.
 
     Args:
-        weight_decay: The decay, ≥ 0: a number, a schedule or held. Or a mapping from paths or globs to such: the first
-            that matches a leaf counts, and what none matches does not decay.
-        mask: Which leaves decay: the grammar of `var_list`, None for all. Or path or glob → a factor ≥ 0 on the decay,
-            such as `mup(...).decays`: the first that matches a leaf counts, and what none matches decays as it is.
+        weight_decay: The decay ≥ 0: a number, a schedule or `held`. Or a mapping from paths or globs to these: the
+            first match applies, and leaves without a match do not decay.
+        mask: The leaves that decay, in the grammar of `var_list`; None for all. Or path or glob → a factor ≥ 0 on the
+            decay, such as `mup(...).decays`: the first match applies, and leaves without a match have the factor 1.
 
     Returns:
-        An element of a chain without slots, whose hyperparameter is called `weight_decay`, or `weight_decay/glob` of
-        several.
+        An element of a chain without slots. Its hyperparameter is `weight_decay`, or `weight_decay/glob` for each entry
+        of a mapping.
 
     Raises:
         ValueError: A number is negative, or an entry matches nothing.
@@ -37,11 +37,11 @@ def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = 
     Source: `optax.add_decayed_weights`.
     """
     hyper, flags = decay_arguments("weight_decay", weight_decay, mask)
-    # A row that has no gradient decays, too.
+    # Rows without a gradient decay, too.
     return leafwise(add_weight_decay_rule, hyper=hyper, flags=flags, sparse=is_zero(hyper))
 
 
 def add_weight_decay_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update with its decay."""
+    """A leaf's update with weight decay."""
     decay = decay_of(h)
     return (g if decay is None else g + decay * p), {}

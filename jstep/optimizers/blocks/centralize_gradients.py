@@ -1,4 +1,4 @@
-"""Gradients without their mean."""
+"""Gradient centralization."""
 
 import jax.numpy as jnp
 
@@ -15,13 +15,13 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
     """Gradient centralization: g −= mean(g) over the axes that feed one output, for leaves of two axes or more.
 
     Args:
-        axes: The axes to take the mean over: a tuple for all leaves that have them, or `(path, leaf) -> tuple`. None
-            is all but the first, right for kernels of shape (out, in, …); for kernels (…, in, out), as in Flax, give
+        axes: The axes to average over: a tuple for all leaves that have them, or `(path, leaf) -> tuple`. None means
+            all but the first, which suits kernels of shape (out, in, …); for kernels (…, in, out), as in Flax, use
             `lambda path, leaf: tuple(range(leaf.ndim - 1))`.
 
     Returns:
-        An `Optimizer` without slots and hyperparameters, the element before an optimizer. Leaves of one axis or none
-        stay as they are where axes is None; sparse gradients become dense.
+        An `Optimizer` without slots and hyperparameters, to be chained before an optimizer. If axes is None, leaves
+        with fewer than two axes stay unchanged; sparse gradients become dense.
 
     Raises:
         ValueError: A leaf has no such axis.

@@ -1,4 +1,4 @@
-"""Clipping as an element of a chain."""
+"""Gradient clipping as an element of a chain."""
 
 from typing import Any
 
@@ -20,18 +20,18 @@ def clip_gradients(
     adaptive: ScalarOrSchedule | None = None,
     axes: UnitAxes = None,
 ) -> Optimizer:
-    """Clips what passes through a `chain`; exactly one argument says how.
+    """Clip the gradients in a `chain`, in the way given by exactly one argument.
 
     Args:
         by_value: `(min, max)`, or c > 0 for `(-c, c)`.
         by_norm: The largest L2 norm of each leaf, > 0.
-        by_average_norm: The largest L2 norm of each leaf over its number of elements, > 0.
+        by_average_norm: The largest L2 norm of each leaf divided by its number of elements, > 0.
         by_global_norm: The largest L2 norm of all leaves together, > 0.
-        adaptive: The largest ratio of a unit's gradient norm to its parameter norm (of 0.001 at least), > 0; 0.01 is
-            usual. A unit is what feeds one output.
-        axes: With adaptive, the axes that a unit spans: a tuple for all leaves, or `(path, leaf) -> tuple`. None takes
-            kernels to be (…, in, out): all axes of leaves with at most one axis longer than 1, the first of 2 or 3
-            axes, all but the last of more.
+        adaptive: The largest ratio of a unit's gradient norm to its parameter norm (at least 0.001), > 0; 0.01 is
+            usual. A unit consists of the weights that feed one output.
+        axes: With adaptive, the axes that a unit spans: a tuple for all leaves, or `(path, leaf) -> tuple`. None
+            assumes kernels (…, in, out): all axes if at most one is longer than 1, the first of 2 or 3 axes, all but
+            the last of 4 or more.
 
     Returns:
         An `Optimizer` without slots; its hyperparameters are named `clip_by_…` after the argument

@@ -1,4 +1,4 @@
-"""Gradients of a given norm."""
+"""Normalize gradients to a given norm."""
 
 import jax
 
@@ -14,14 +14,14 @@ EPSILON = 1e-6
 
 
 def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -> Optimizer:
-    """Normalization: g ·= scale / (‖g‖ + 0.000001), ‖g‖ the norm of all leaves together.
+    """Normalization: g ·= scale / (‖g‖ + 0.000001), where ‖g‖ is the norm of all leaves together.
 
     Args:
-        scale: The norm that gradients get, > 0.
-        per_leaf: Whether ‖g‖ is each leaf's own norm.
+        scale: The norm of the result, > 0.
+        per_leaf: Whether to normalize each leaf by its own norm.
 
     Returns:
-        An `Optimizer` without slots, the element before an optimizer; its hyperparameter is called `gradient_norm`.
+        An `Optimizer` without slots, to be chained before an optimizer; its hyperparameter is `gradient_norm`.
 
     Example:
         >>> import jax.numpy as jnp, jstep

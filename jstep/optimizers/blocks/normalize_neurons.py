@@ -1,4 +1,4 @@
-"""NorMuon's normalization: one second moment for each neuron, after orthogonalization."""
+"""NorMuon's normalization: one second moment per neuron, after orthogonalization."""
 
 import math
 from typing import Any, Literal, TypeAlias
@@ -26,20 +26,20 @@ def normalize_neurons(
 ) -> Optimizer:
     """NorMuon's block: v averages the mean of u² over the inputs of each neuron; U = u/(√v + ε); u = U·‖u‖/(‖U‖ + ε).
 
-    Norms are Frobenius': each matrix u keeps the one it had, so that a scale before or after it stays as it is, and
-    the bias of v cancels. After `orthogonalize` it is NorMuon (the example).
+    Norms are Frobenius norms. Each matrix u keeps its norm, so scales before or after this block are preserved, and
+    the bias of v cancels. After `orthogonalize` it is NorMuon (see the example).
 
     Args:
         beta2: The decay of the average v, in [0, 1).
         epsilon: Added to √v and ‖U‖, > 0.
-        axes: `(path, leaf) -> (in, out)`, the axes (a number or several) of a leaf that are its matrix; further ones
-            count matrices. By default the last two axes are, (in, out) as in Flax.
-        over: "neuron" for a mean over the axes in, one v for each output; "short" for a mean over the shorter of in
-            and out (in, if they are equal), which evens out matrices with more inputs than outputs as well.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
+            a stack of matrices. By default the last two, (in, out) as in Flax.
+        over: "neuron" for a mean over the in axes, one v for each output; "short" for a mean over the shorter of in
+            and out (in, if they are equal), which also normalizes matrices with more inputs than outputs evenly.
 
     Returns:
-        An element of a chain with the slot `neuron_v` (initially 0), of the leaf's shape with 1 in the place of the
-        axes of the mean. Its hyperparameters are called `neuron_beta2` and `neuron_epsilon`.
+        An element of a chain with the slot `neuron_v` (initially 0), which has the leaf's shape with size 1 on the
+        axes of the mean. Its hyperparameters are `neuron_beta2` and `neuron_epsilon`.
 
     Raises:
         ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes.
@@ -66,7 +66,7 @@ def normalize_neurons(
     """
     chosen = checked_axes(axes)
     whose = one_of(over, "over", ["neuron", "short"])
-    wording = "of which the neurons are normalized", partition_shown("normuon", NORMUON)
+    wording = "to normalize its neurons", partition_shown("normuon", NORMUON)
 
     def mean_and_matrix(path: str, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of the mean, and those of the matrix."""

@@ -1,4 +1,4 @@
-"""Steps on a sphere, in the place of the learning rate: every matrix keeps its norm."""
+"""Hyperball optimization: steps on a sphere, which preserve the norm of every matrix."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,36 +22,37 @@ from jstep.optimizers.names import Init
 Radius: TypeAlias = ScalarOrSchedule | Callable[[str, Any], float] | None
 
 SMALLEST = 1e-10
-"""The smallest norm that is divided by."""
+"""The lower bound of norms in divisors."""
 
 
 def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: Axes | None = None) -> Optimizer:
-    """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖; u what the element before returned.
+    """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖ and update u of the previous element.
 
-    Norms are Frobenius'. The matrix turns by about lr radians, however large u is, and keeps its norm; weight decay
-    would do nothing. AdamH, MuonH and NorMuonH are chains that end with it (the examples). Nothing may change the
-    updates after it (`cautious`, `decay_weights`, `scale_updates`), or the norm changes; an average of the parameters
-    has a smaller norm than they have. In bfloat16 small steps are lost: put `master_weights` around the whole.
+    Norms are Frobenius norms. The matrix rotates by about lr radians, whatever the size of u, and keeps its norm, so
+    weight decay would have no effect. AdamH, MuonH and NorMuonH are chains that end with it (see the examples). Do not
+    change the updates after it (`cautious`, `decay_weights`, `scale_updates`), because that changes the norm. An
+    average of the parameters has a smaller norm than the parameters. In bfloat16 small steps are lost: wrap the whole
+    optimizer in `master_weights`.
 
-    For linear layers: train embeddings, biases, gains, routers and gates by Adam beside it.
+    Use it for linear layers; train embeddings, biases, gains, routers and gates with Adam.
 
     Args:
         learning_rate: The relative step size lr ≥ 0; 0.02 is common, or √(lr·weight_decay) of the AdamW run that it
             replaces.
-        radius: The norm R; None for the norm that the matrix has, which needs no slot. A number > 0, or
-            `(path, leaf) -> number`, fixes it: the first update brings each matrix there.
-        axes: `(path, leaf) -> (in, out)`, the axes (a number or several) of a leaf that are its matrix; further ones
-            count matrices, each with a norm of its own. By default the last two axes are the matrix.
+        radius: The norm R; None for the current norm of the matrix, which needs no slot. A number > 0, or
+            `(path, leaf) -> number`, fixes the norm: the first update scales each matrix to it.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
+            a stack of matrices, each with its own norm. By default the last two axes.
 
     Returns:
-        An element of a chain without slots, in the place of `scale_by_learning_rate`.
+        An element of a chain without slots, used in place of `scale_by_learning_rate`.
 
     Raises:
-        ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes, or a matrix of it is
-            zero, and would stay zero.
+        ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes, or a matrix is zero and
+            would stay zero.
 
     Example:
-        AdamH, with Adam for what is not a matrix:
+        AdamH, with Adam for leaves that are not matrices:
 
         >>> import jax.numpy as jnp, jstep
         >>> adamh = jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))
@@ -64,7 +65,7 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
         >>> print(*(f"{x:.4f}" for x in (*w[:, 0], jnp.linalg.norm(w))))
         2.9205 4.0584 5.0000
 
-        MuonH, and NorMuonH with one more block:
+        MuonH, and NorMuonH, which has one more block:
 
         >>> muonh = jstep.chain(
         ...     jstep.trace(0.95, use_nesterov=True), jstep.orthogonalize(scale=None), jstep.on_hyperball(0.02)
@@ -77,7 +78,7 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
         ... )
 
     Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization" (2026),
-    and its AdamH and MuonH in Levanter, which take the norm of this step as well.
+    and its AdamH and MuonH in Levanter, which also use the norm at the current step.
     """
     chosen = checked_axes(axes)
     wording = (
@@ -108,21 +109,21 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
 
 
 def hyperball_rule(u: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update: p·(R/‖q‖ − 1) − u·lr·R²/(‖u‖·‖q‖), with ‖q‖² from three sums over p and u, read once.
+    """A leaf's update: p·(R/‖q‖ − 1) − u·lr·R²/(‖u‖·‖q‖), with ‖q‖² from three sums in one pass over p and u.
 
-    In numbers relative to ‖p‖, d is ‖q‖² − 1 and excess R² − 1: R/‖q‖ − 1 would lose half its digits.
+    Relative to ‖p‖, d is ‖q‖² − 1 and excess is R² − 1; computing R/‖q‖ − 1 directly would lose half the digits.
     """
     axes = tuple(axis for part in h["axes"] for axis in part)
     of_p, of_u, inner = (jnp.sum(x, axes, keepdims=True) for x in (jnp.square(p), jnp.square(u), p * u))
     norm_p, norm_u = (jnp.maximum(jnp.sqrt(square), SMALLEST) for square in (of_p, of_u))
     ratio = h["radius"] / norm_p if "radius" in h else 1.0
     excess = (h["radius"] * h["radius"] - of_p) / jnp.square(norm_p) if "radius" in h else 0.0
-    # Less than the rate where ‖u‖ is below the smallest norm; NaN where it is infinite.
+    # Less than the learning rate if ‖u‖ is below the smallest norm; NaN if it is infinite.
     step = h["learning_rate"] * ratio
     taken = step * (jnp.sqrt(of_u) / norm_u)
     d = taken * taken - 2 * step * (inner / norm_p / norm_u)
     square = 1 + d
-    # A step of the length of p, straight against it, leaves no direction: then p stays.
+    # If the step cancels p, no direction is left: p stays unchanged.
     exists = ~(square < 1e-6)
     length = jnp.sqrt(jnp.where(exists, square, jnp.ones_like(square)))
     of_old = (excess - d) / (length * (ratio + length))
@@ -135,7 +136,7 @@ def _given(radius: Any, path: str) -> float:
 
 
 def _refuse_zeros(params: Params, matrix_axes: Callable[[str, Any], MatrixAxes]) -> None:
-    """Refuses matrices whose norm is 0, at the latest when their values are known."""
+    """Raise for matrices whose norm is 0, as soon as their values are known."""
     for path, leaf in own_leaves(params):
         if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
             axes = sum(matrix_axes(path, leaf), ())
@@ -154,8 +155,8 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
         place = tuple(np.argwhere(norms == 0)[0].tolist())
         raise ValueError(
             f"params: {f'the matrix {place} of ' if place else ''}the leaf at {trees.quoted(path)} has norm 0: must "
-            "not be zero, as on_hyperball keeps the norm and it would stay zero; initialize it with random numbers, or "
-            "train it by another optimizer beside this one (jstep.partition)"
+            "not be zero, because on_hyperball keeps the norm and it would stay zero; initialize it with random "
+            "numbers, or train it with another optimizer (jstep.partition)"
         )
 
 
@@ -164,6 +165,6 @@ def _is_elsewhere(leaf: Any) -> bool:
 
 
 def _norms(x: Any, axes: tuple[int, ...]) -> Array:
-    on: Any = jnp if isinstance(x, jax.Array) else np  # what is in host memory stays there
+    on: Any = jnp if isinstance(x, jax.Array) else np  # NumPy arrays stay in host memory
     norms: Array = on.sqrt(on.sum(on.square(x.astype(trees.compute_dtype(x.dtype))), axes))
     return norms

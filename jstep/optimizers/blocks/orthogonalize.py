@@ -1,4 +1,4 @@
-"""Muon's orthogonalization, as an element of a chain."""
+"""Muon's orthogonalization as an element of a chain."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -42,26 +42,26 @@ def orthogonalize(
     normalization: Normalization = "frobenius",
     distribute: bool = True,
 ) -> Optimizer:
-    """Orthogonalization: scale · (about UVᵀ, where the update is USVᵀ), a Newton–Schulz iteration for each matrix.
+    """Orthogonalization: scale · (about UVᵀ, where the update is USVᵀ), by a Newton–Schulz iteration for each matrix.
 
-    X = u/max(s·‖u‖, ε), and ns_steps times A = XXᵀ; X = a·X + (b·A + c·A²)·X. By default it does not converge: singular
-    values end between 0.7 and 1.2, soon. "polar_express" ends within 0.0001 of 1.
+    X = u/max(s·‖u‖, ε), and ns_steps times A = XXᵀ; X = a·X + (b·A + c·A²)·X. By default it does not converge, but
+    quickly brings singular values to between 0.7 and 1.2. "polar_express" brings them to within 0.0001 of 1.
 
     Args:
-        ns_steps: How many iterations, ≥ 1; None for as many as the preset has, 5 with triples of your own.
-        ns_coefficients: (a, b, c), one such triple for each iteration, or a preset: "jordan" (the default; 5 times the
-            same), "dion" (at most 5, which differ) or "polar_express" (8 by default; as many more as wanted, with a
+        ns_steps: The number of iterations, ≥ 1; None for the preset's number, or 5 with custom coefficients.
+        ns_coefficients: (a, b, c), one such triple for each iteration, or a preset: "jordan" (the default; 5 equal
+            iterations), "dion" (at most 5 different ones) or "polar_express" (8 by default and any number, with a
             safety factor s of 1.01, which is 1 otherwise).
-        epsilon: The smallest norm that is divided by, > 0: a gradient below it is damped.
-        scale: "rms" for 0.2·√max(in, out), by which an update is as large as AdamW's; "original" for √max(1, out/in);
+        epsilon: The lower bound of the norm in the divisor, > 0: gradients below it are damped.
+        scale: "rms" for 0.2·√max(in, out), which makes updates as large as AdamW's; "original" for √max(1, out/in);
             None for 1.
-        axes: `(path, leaf) -> (in, out)`, the axes (a number or several) of a leaf that are its matrix; further ones
-            count matrices. Unless told the last two are, (in, out) as in Flax, and those before them count.
-        ns_dtype: The dtype of the products; `jnp.bfloat16` is faster on accelerators, and off by a hundredth.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
+            a stack of matrices. By default the last two, (in, out) as in Flax.
+        ns_dtype: The dtype of the products; `jnp.bfloat16` is faster on accelerators, with errors of about 0.01.
         normalization: "frobenius" for the Frobenius norm ‖u‖; "schatten" for √‖uuᵀ‖, the Schatten-4 norm, which is
-            nearer to the largest singular value (so that fewer iterations do as well) and costs no product.
-        distribute: Whether matrices of one shape are spread over the devices of their mesh, each whole on one device,
-            so that no device repeats the work of another. On one device it changes nothing.
+            closer to the largest singular value (so that fewer iterations suffice) and needs no extra product.
+        distribute: Whether to distribute matrices of one shape over the devices of their mesh, each whole on one
+            device, so that no device repeats another's work. It has no effect on a single device.
 
     Returns:
         An element of a chain without slots.
@@ -81,16 +81,16 @@ def orthogonalize(
     Source: Jordan et al., "Muon" (2024); Bernstein and Newhouse, "Old Optimizer, New Norm" (2024); Amsel et al., "The
     Polar Express" (2025).
     """
-    kept = low_dtype("ns_dtype", ns_dtype)
-    # float32 is the least that leaves are computed in: what is wider stays so.
+    dtype = low_dtype("ns_dtype", ns_dtype)
+    # Leaves are computed in at least float32 anyway; wider ones keep their dtype.
     triples, safety = triples_and_safety(ns_coefficients, ns_steps)
     schatten = one_of(normalization, "normalization", ["frobenius", "schatten"]) == "schatten"
-    iteration = Iteration(triples, None if kept == np.float32 else kept, safety, schatten)
+    iteration = Iteration(triples, None if dtype == np.float32 else dtype, safety, schatten)
     hyper = {"epsilon": checked("epsilon", epsilon, low=0, above=True)}
     factor = SCALES[one_of(scale, "scale", list(SCALES))]
     chosen = checked_axes(axes)
     is_spread = as_bool(distribute, "distribute")
-    wording = "to be made orthogonal", partition_shown("muon", "jstep.muon(1e-3)")
+    wording = "to be orthogonalized", partition_shown("muon", "jstep.muon(1e-3)")
 
     def matrix_axes(params: Params) -> list[Any]:
         return [
@@ -119,8 +119,8 @@ def orthogonalize(
                 dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
                 matrices[i], ways[i] = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), where)
         made = orthogonalized(list(matrices.values()), iteration, small, layouts)
-        for i, answer in zip(matrices, made, strict=True):
-            new[i] = factor(*answer.shape[-2:]) * ways[i](answer)
+        for i, matrix in zip(matrices, made, strict=True):
+            new[i] = factor(*matrix.shape[-2:]) * ways[i](matrix)
         return treedef.unflatten(new), {name: given[name] for name in held_names(hyper)}
 
     roles = Roles(dict.fromkeys(held_names(hyper), Role.HELD))

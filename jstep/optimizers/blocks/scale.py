@@ -1,4 +1,4 @@
-"""A factor, as an element of a chain."""
+"""A constant or scheduled factor as an element of a chain."""
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import checked
@@ -6,10 +6,10 @@ from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def scale(factor: ScalarOrSchedule) -> Optimizer:
-    """Scale: factor·u, u what the element before returned.
+    """Scale: factor·u, where u is the update from the previous element.
 
     Args:
-        factor: Any finite number; its sign stays as it is: what is added to parameters needs a minus.
+        factor: Any finite number. The sign is not changed: use a negative factor for updates to be added to parameters.
 
     Returns:
         An element of a chain without slots.

@@ -1,4 +1,4 @@
-"""Adam's direction, as an element of a chain."""
+"""Adam's direction as an element of a chain."""
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import corrections, direction, moments
@@ -9,7 +9,7 @@ from jstep.optimizers.leafwise import Hyper, leafwise
 def scale_by_adam(
     beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.999, epsilon: ScalarOrSchedule = 1e-8
 ) -> Optimizer:
-    """Adam's direction: m̂ / (√v̂ + ε), m̂ = m/(1−β1^t), v̂ = v/(1−β2^t), t the age of the slots.
+    """Adam's direction: m̂ / (√v̂ + ε), m̂ = m/(1−β1^t), v̂ = v/(1−β2^t), where t is the age of the slots.
 
     Args:
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
@@ -17,7 +17,7 @@ def scale_by_adam(
         epsilon: Added to √v̂, ≥ 0.
 
     Returns:
-        An element of a chain with the slots `m` and `v` (initially 0), and the scalar `start_step`.
+        An element of a chain with the slots `m` and `v` (initially 0) and the scalar `start_step`.
 
     Example:
         AdamW:

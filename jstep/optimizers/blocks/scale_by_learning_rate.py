@@ -1,4 +1,4 @@
-"""The learning rate, as the last element of a chain."""
+"""The learning rate as the last element of a chain."""
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.arguments import rate
@@ -6,7 +6,7 @@ from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
-    """Rate: −lr·u, u what the element before returned: an update to add.
+    """Scale by the negative learning rate: −lr·u, where u is the update from the previous element.
 
     Args:
         learning_rate: The step size lr ≥ 0.

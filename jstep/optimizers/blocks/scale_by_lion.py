@@ -1,4 +1,4 @@
-"""Lion's direction, as an element of a chain."""
+"""Lion's direction as an element of a chain."""
 
 import jax.numpy as jnp
 
@@ -12,7 +12,7 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
     """Lion's direction: sign(β1·m + (1−β1)·g); then m = β2·m + (1−β2)·g.
 
     Args:
-        beta1: The share of m in the direction, in [0, 1).
+        beta1: The weight of m in the direction, in [0, 1).
         beta2: The decay of m, in [0, 1).
 
     Returns:

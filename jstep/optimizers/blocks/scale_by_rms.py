@@ -1,4 +1,4 @@
-"""RMSProp's direction, as an element of a chain."""
+"""RMSProp's direction as an element of a chain."""
 
 import jax.numpy as jnp
 
@@ -9,14 +9,14 @@ from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8) -> Optimizer:
-    """Direction: g / √(r + ε), r = decay·r + (1−decay)·g².
+    """RMSProp's direction: g / √(r + ε), r = decay·r + (1−decay)·g².
 
     Args:
         decay: The decay of the average, in [0, 1].
         epsilon: Added under the root, ≥ 0.
 
     Returns:
-        An element of a chain with the slot `rms` (initially 0; that of `rmsprop`, TF's, starts from 1).
+        An element of a chain with the slot `rms` (initially 0; that of `rmsprop` is initially 1, as in TF).
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -1,4 +1,4 @@
-"""LAMB's trust ratio, as an element of a chain."""
+"""LAMB's trust ratio as an element of a chain."""
 
 from jstep.core.types import Array, Optimizer
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -6,7 +6,7 @@ from jstep.optimizers.trust_ratio import trust_ratio
 
 
 def scale_by_trust_ratio() -> Optimizer:
-    """Trust: u·‖p‖/‖u‖ for each leaf, u where a norm is 0; u what the element before returned.
+    """Trust ratio: u·‖p‖/‖u‖ for each leaf, or u if a norm is 0; u is the update from the previous element.
 
     Returns:
         An element of a chain without slots.

@@ -1,4 +1,4 @@
-"""Momentum, as an element of a chain."""
+"""Momentum as an element of a chain."""
 
 from jstep.core.checks import as_bool
 from jstep.core.execution_order import compute_first
@@ -8,14 +8,14 @@ from jstep.optimizers.leafwise import Hyper, leafwise
 
 
 def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
-    """Momentum: a = momentum·a + g, and a is the direction; with Nesterov g + momentum·a.
+    """Momentum: a = momentum·a + g; the direction is a, or with Nesterov g + momentum·a.
 
     Args:
-        momentum: The share of the old direction that is kept, in [0, 1].
-        use_nesterov: Whether to look ahead along the new direction.
+        momentum: The fraction of the old direction that is kept, in [0, 1].
+        use_nesterov: Whether to use Nesterov momentum.
 
     Returns:
-        An element of a chain with the slot `momentum` (initially 0). A sparse gradient touches its rows alone.
+        An element of a chain with the slot `momentum` (initially 0). A sparse gradient updates only its own rows.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -40,6 +40,6 @@ def trace_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """Likewise, with a look ahead; the buffer is there first, or the old one would have to be copied."""
+    """The same with Nesterov momentum; the new buffer is computed first to avoid a copy of the old one."""
     a, g = compute_first(h["momentum"] * slots["momentum"] + g, g)
     return g + h["momentum"] * a, {"momentum": a}

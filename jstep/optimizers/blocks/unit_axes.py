@@ -1,4 +1,4 @@
-"""Which axes of a leaf belong together: what feeds one output."""
+"""The axes of a leaf that form a unit: the weights that feed one output."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ UnitAxes: TypeAlias = tuple[int, ...] | int | Callable[[str, Any], Any] | None
 
 
 def check_axes(axes: UnitAxes) -> None:
-    """Refuses what names no axes."""
+    """Check the argument `axes`."""
     if not (axes is None or callable(axes)):
         as_axes(axes, "axes")
 

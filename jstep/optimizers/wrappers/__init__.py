@@ -1,4 +1,4 @@
-"""Optimizers made of optimizers."""
+"""Optimizer wrappers, and functions that combine optimizers."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.optimizers.wrappers.cautious import cautious

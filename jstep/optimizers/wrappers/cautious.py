@@ -1,4 +1,4 @@
-"""Updates only where they agree with the gradient."""
+"""Cautious optimizers, which mask updates that disagree with the gradient."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ LEAST_SHARE = 1e-3
 
 
 def cautious(optimizer: Optimizer) -> Optimizer:
-    """Caution: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
+    """Cautious updates: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
 
-    Elements whose update would go up the present gradient stay; the others grow, so that the leaf's step keeps its
-    size.
+    Elements whose update would go up the current gradient are not updated. The other updates are scaled up, so that
+    the leaf's step keeps its size.
 
     Args:
-        optimizer: Makes the updates u of the gradients g. Put `decay_weights` around it, not inside: the mask is not
-            meant for decay.
+        optimizer: The optimizer that turns gradients g into updates u. Apply `decay_weights` outside of it, because
+            the mask is not meant for weight decay.
 
     Returns:
         An `Optimizer` with the same slots and hyperparameters. Sparse gradients become dense.

@@ -1,4 +1,4 @@
-"""One optimizer after another."""
+"""Chain optimizers and gradient transformations."""
 
 import contextlib
 import warnings
@@ -11,18 +11,18 @@ from jstep.optimizers.names import Init, is_guarded, late_slots, makes_finished_
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
-    """The elements one after another: what one returns as updates, the next takes as gradients.
+    """Apply optimizers in sequence: the updates of one are the gradients of the next.
 
     Args:
-        *optimizers: At least one; as a rule some that transform gradients, then one that makes updates of them,
-            then perhaps some that transform updates. Two that each make finished updates (with their −learning_rate)
-            are warned about: the second turns the first's direction round, and climbs.
+        *optimizers: At least one; usually elements that transform gradients, then one that turns them into updates,
+            then perhaps elements that transform updates. If two elements make finished updates (which include
+            −learning_rate), a warning is issued: the sign flips twice, which is gradient ascent.
 
     Returns:
         An `Optimizer` with the slots and hyperparameters of all.
 
     Raises:
-        ValueError: There is none, or two have a slot or a hyperparameter of the same name.
+        ValueError: No element is given, or two have a slot or a hyperparameter of the same name.
 
     Example:
         >>> import jstep
@@ -30,22 +30,22 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         >>> sorted(optimizer.hyperparameters(0))
         ['beta1', 'beta2', 'clip_by_global_norm', 'epsilon', 'learning_rate']
 
-    Source: `optax.chain`; the elements share the state's one step instead of counting each for itself.
+    Source: `optax.chain`; the elements share the global step of the state instead of keeping separate counters.
     """
     if not optimizers:
         raise ValueError("chain() needs at least one optimizer")
     if len(optimizers) == 1 and isinstance(optimizers[0], list | tuple) and not isinstance(optimizers[0], Optimizer):
         raise TypeError(
-            f"chain: got one {type(optimizers[0]).__name__} of {len(optimizers[0])} elements, which stand side by "
-            "side: chain(*[…]), or chain(first, second)"
+            f"chain: got one {type(optimizers[0]).__name__} of {len(optimizers[0])} elements; pass them as separate "
+            "arguments: chain(*[…]), or chain(first, second)"
         )
     parts = {f"optimizers[{i}]": require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)}
     finished = [part for part, one in parts.items() if makes_finished_updates(one)]
     climbs = len(finished) > 1 and (
-        f"chain: {finished[0]} makes finished updates, with −learning_rate in them, and {finished[1]} takes them "
-        "as gradients: together they climb. Keep one of the two; put an element that transforms gradients, such as "
-        "jstep.scale_by_adam() in the place of jstep.adam(…), before it; or train different leaves by each with "
-        "jstep.partition."
+        f"chain: {finished[0]} makes finished updates, which already include −learning_rate, and {finished[1]} takes "
+        "them as gradients: the sign flips twice, so the loss climbs (gradient ascent). Keep one of the two; replace "
+        "the first by an element that transforms gradients, such as jstep.scale_by_adam() for jstep.adam(…); or train "
+        "different leaves with each, using jstep.partition."
     )
     try:
         check_names(parts)

@@ -13,20 +13,20 @@ from jstep.optimizers.leafwise import LeafSlots, leafwise
 def decay_weights(
     weight_decay: Decay, mask: VarList | Mapping[str, float] = None, *, cautious: bool = False
 ) -> Optimizer:
-    """Weight decay, independent of the rate: u −= wd·p, the element after an optimizer whose updates are u.
+    """Weight decay independent of the learning rate: u −= wd·p, chained after an optimizer whose updates are u.
 
     Args:
-        weight_decay: The share wd ≥ 0 of each weight that an update takes away; a schedule makes it follow the
-            learning rate where it should. Or a mapping from paths or globs to such: the first that matches a leaf
-            counts, and what none matches does not decay.
-        mask: Which leaves decay: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for all. Or
-            path or glob → a factor ≥ 0 on the decay: the first that matches a leaf counts, and what none matches
-            decays as it is.
-        cautious: Whether to decay an element only where its update moves it towards zero too: u·p < 0.
+        weight_decay: The fraction wd ≥ 0 of each weight that an update removes; use a schedule to make it follow the
+            learning rate. Or a mapping from paths or globs to these: the first match applies, and leaves without a
+            match do not decay.
+        mask: The leaves that decay: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for all.
+            Or path or glob → a factor ≥ 0 on the decay: the first match applies, and leaves without a match have the
+            factor 1.
+        cautious: Whether to decay an element only if its update also moves it towards zero: u·p < 0.
 
     Returns:
-        An `Optimizer` without slots, whose hyperparameter is called `decoupled_weight_decay`, or
-        `decoupled_weight_decay/glob` of several. A leaf without gradient does not decay; a sparse update becomes dense.
+        An `Optimizer` without slots. Its hyperparameter is `decoupled_weight_decay`, or `decoupled_weight_decay/glob`
+        for each entry of a mapping. Leaves without a gradient do not decay; sparse updates become dense.
 
     Raises:
         ValueError: `weight_decay` is out of its range, or an entry of the mask matches nothing.
@@ -47,13 +47,13 @@ def decay_weights(
 
 
 def decay_rule(u: Array, p: Array, slots: LeafSlots, h: Hyper) -> tuple[Array, LeafSlots]:
-    """A leaf's update with its decay."""
+    """A leaf's update with weight decay."""
     decay = decay_of(h)
     return (u if decay is None else u - decay * p), {}
 
 
 def cautious_decay_rule(u: Array, p: Array, slots: LeafSlots, h: Hyper) -> tuple[Array, LeafSlots]:
-    """A leaf's update with its decay, where both move an element towards zero."""
+    """A leaf's update with weight decay for the elements that the update moves towards zero."""
     decay = decay_of(h)
     if decay is None:
         return u, {}

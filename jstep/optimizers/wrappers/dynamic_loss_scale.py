@@ -17,7 +17,7 @@ from jstep.optimizers.wrappers.skip_nonfinite import all_finite, unless_skipped
 
 LOSS_SCALE, SCALE_SINCE = "loss_scale", "scale_since"
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-"""Within these the scale and its reciprocal are ordinary float32 numbers."""
+"""The bounds within which the scale and its reciprocal are normal float32 numbers."""
 
 
 def dynamic_loss_scale(
@@ -25,27 +25,27 @@ def dynamic_loss_scale(
 ) -> Optimizer:
     """Loss scaling: g ← g/scale; scale ·= factor after `period` updates in a row, scale /= factor at one not finite.
 
-    `minimize` multiplies the loss by the slot `loss_scale` before it is differentiated, so that gradients which
-    float16 would lose are kept; its metrics show loss and norms unscaled, and the scale. Whoever calls
-    `apply_gradients` with gradients of their own multiplies the loss by `state.slots["loss_scale"]`.
+    `minimize` multiplies the loss by the slot `loss_scale` before differentiation, so that small gradients do not
+    underflow in float16. Its metrics show the unscaled loss and norms, and the scale. If you call `apply_gradients`
+    with your own gradients, multiply the loss by `state.slots["loss_scale"]`.
 
     Args:
-        optimizer: Sees the gradients unscaled. An update whose gradients are not finite is left out as
-            `skip_nonfinite` does, whether or not the optimizer is so guarded. The scale is of the whole loss, so
-            it belongs outermost: partitions, chains, clipping and guards stand inside. Only `scope`,
+        optimizer: The inner optimizer, which sees unscaled gradients. An update whose gradients are not finite is
+            skipped as by `skip_nonfinite`, even if the optimizer has no such guard. The scale applies to the whole
+            loss, so this wrapper must be outermost: put partitions, chains, clipping and guards inside. Only `scope`,
             `skip_nonfinite`, `master_weights`, `with_moving_average`, `lookahead`, `cautious` and
-            `stochastic_rounding`, to which the scale of the gradients does not matter, may stand around it; below a
-            label, or beside another element of a chain, the first step refuses it.
-        initial: The first scale, > 0.
-        period: How many updates in a row, ≥ 1, make the scale grow.
-        factor: By what it grows and shrinks, > 1.
+            `stochastic_rounding`, which do not depend on the scale of the gradients, may wrap it. Under a label, or
+            beside another element of a chain, the first step raises an error.
+        initial: The initial scale, > 0.
+        period: The number of successive updates, ≥ 1, after which the scale grows.
+        factor: The factor by which the scale grows and shrinks, > 1.
 
     Returns:
         An `Optimizer` with two more scalar slots: `loss_scale`, and `scale_since`, the step of its last change. A
-        training step's metrics show `loss_scale`, and `skipped`: 1 if the update was left out, else 0.
+        training step's metrics show `loss_scale`, and `skipped`: 1 if the update was skipped, else 0.
 
     Raises:
-        ValueError: A number is out of its range, or the optimizer has a slot of that name.
+        ValueError: A number is out of its range, or the optimizer already has one of these slots.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -93,22 +93,21 @@ def dynamic_loss_scale(
 
 
 def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
-    """What the loss is multiplied by before it is differentiated, or None for nothing."""
+    """The factor on the loss before differentiation, or None without loss scaling."""
     hidden = roles.of(Role.HIDDEN_SCALE)
     if hidden:
         names = ", ".join(map(repr, hidden))
         several = f"several loss scales, {names}" if len(hidden) > 1 else f"the loss scale {names}"
         raise ValueError(
             f"dynamic_loss_scale: must be outermost, got {several}, below a label, beside other elements or in "
-            "update_every. A loss is multiplied by one scale, and others would see gradients so multiplied. Put it "
-            "around the whole optimizer: "
-            "dynamic_loss_scale(partition(...)), dynamic_loss_scale(chain(...))"
+            "update_every. The loss is multiplied by one scale, and the other parts would see scaled gradients. Put it "
+            "around the whole optimizer: dynamic_loss_scale(partition(...)), dynamic_loss_scale(chain(...))"
         )
     return next((slots[name] for name in roles.of(Role.LOSS_SCALE) if name in slots), None)
 
 
 def unscaled(updates: Updates, scale: Any) -> Updates:
-    """The gradients over the scale, in float32 at least: float16 would lose what scaling has kept."""
+    """The gradients divided by the scale, in at least float32: in float16 they would underflow."""
 
     def leaf(g: Any) -> Any:
         if isinstance(g, IndexedSlices):
@@ -116,7 +115,7 @@ def unscaled(updates: Updates, scale: Any) -> Updates:
         if not trees.is_array(g) or not trees.is_floating(g.dtype):
             return g
         dtype = trees.compute_dtype(g.dtype)
-        # A product, which XLA makes again in each kernel that reads it; a quotient it would keep in memory.
+        # XLA recomputes a product in each kernel that reads it, but would store a quotient in memory.
         return g.astype(dtype) * (1 / scale).astype(dtype)
 
     return jax.tree.map(leaf, updates, is_leaf=is_slices)

@@ -1,4 +1,4 @@
-"""Moving averages of the parameters, fed by the one step."""
+"""Exponential moving averages of parameters."""
 
 import dataclasses
 from typing import Any
@@ -18,23 +18,23 @@ NAME = "ExponentialMovingAverage"
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialMovingAverage:
-    """avg −= (1 − d) · (avg − p), with d = decay, or min(decay, (1 + n) / (10 + n)) where num_updates.
+    """Moving average: avg −= (1 − d) · (avg − p), d = decay, or min(decay, (1 + n) / (10 + n)) with num_updates.
 
     Attributes:
-        decay: In [0, 1], near 1 such as 0.999.
+        decay: The decay in [0, 1], usually close to 1, such as 0.999.
         num_updates: Whether the decay starts low and grows with the number n of updates, so that averages
             move faster early in training.
-        zero_debias: Whether averages start from zero and are kept unbiased: the rate 1 − d becomes
-            (1 − d) / (1 − dⁿ), n their age, which makes the first average the first value.
+        zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes
+            (1 − d) / (1 − dⁿ), where n is their age, so that the first average equals the first value.
         name: The name of the slot, and the last part of `average_name`.
-        start_step: Up to the update that makes this step, the averages are the parameters themselves.
-        every: After it they move at the updates that make the steps start_step + every, start_step + 2·every, ….
-            With decay=1.0 and zero_debias they are then the plain mean of the parameters at those steps:
+        start_step: The averages equal the parameters up to and including this step.
+        every: After start_step, the averages move only at the steps start_step + every, start_step + 2·every, ….
+            With decay=1.0 and zero_debias they are then the mean of the parameters at those steps:
             stochastic weight averaging.
 
     Raises:
-        TypeError: `decay` is no number, `name` no string, or start_step or every no integer.
-        ValueError: A number is out of range, or `name` empty.
+        TypeError: `decay` is not a number, `name` is not a string, or start_step or every is not an integer.
+        ValueError: A number is out of range, or `name` is empty.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -61,7 +61,7 @@ class ExponentialMovingAverage:
         for flag in ("num_updates", "zero_debias"):
             if not isinstance(getattr(self, flag), bool):
                 raise TypeError(
-                    f"{flag}={getattr(self, flag)!r}: must be True or False; the number itself goes to "
+                    f"{flag}={getattr(self, flag)!r}: must be True or False; pass the number of updates to "
                     "apply(averages, params, num_updates=n)"
                 )
         if not isinstance(self.name, str):
@@ -72,7 +72,7 @@ class ExponentialMovingAverage:
 
     @on_any_mesh
     def init(self, params: Params) -> Any:
-        """Averages to start from: copies of the parameters, or zeros where zero_debias from the first step on.
+        """The initial averages: copies of the parameters, or zeros with zero_debias and start_step=0.
 
         Args:
             params: Any tree. float16 and bfloat16 leaves are averaged in float32.
@@ -95,19 +95,19 @@ class ExponentialMovingAverage:
 
     @on_any_mesh
     def apply(self, averages: Any, params: Params, num_updates: Step | None = None, *, age: Step | None = None) -> Any:
-        """The averages after one more value of the parameters.
+        """Update the averages with new values of the parameters.
 
         Args:
-            averages: What `init` or `apply` returned.
+            averages: The averages returned by `init` or `apply`.
             params: The new values.
-            num_updates: The number n of updates the new values come from, ≥ 1 for the first.
-            age: How many values the averages have seen, this one included; `num_updates` unless told.
+            num_updates: The number n of updates after which params have these values, ≥ 1 for the first.
+            age: The number of values averaged so far, including this one; by default derived from `num_updates`.
 
         Returns:
             New averages.
 
         Raises:
-            ValueError: num_updates is missing where it is needed, or negative; or structures differ.
+            ValueError: num_updates is required but missing, or is negative; or the structures differ.
         """
         waits = self.start_step > 0 or self.every > 1
         if num_updates is None and (self.num_updates or waits or (self.zero_debias and age is None)):
@@ -130,21 +130,21 @@ class ExponentialMovingAverage:
         )
 
     def age_at(self, num_updates: Step | None, start_step: Step = 0) -> Step:
-        """How many values averages have seen after an update, that update's included.
+        """The number of values in the averages after an update, including the value from that update.
 
         Args:
             num_updates: The number n of updates, ≥ 1 for the first.
-            start_step: The number of updates when the averages were made.
+            start_step: The number of updates when the averages were created.
         """
         if num_updates is None:
-            raise ValueError("num_updates=None: needs the number of updates")
+            raise ValueError("num_updates=None: the number of updates is required")
         after = jnp.asarray(num_updates)
         first = jnp.maximum(jnp.asarray(start_step).astype(after.dtype), self.start_step)
         moves = (after - self.start_step) // self.every - (first - self.start_step) // self.every
         return jnp.maximum(moves, 1)
 
     def _rate(self, num_updates: Step | None, age: Step | None) -> Any:
-        # In terms of 1 − d: for d near 1 the difference would lose its digits.
+        # In terms of 1 − d, because computing 1 − d for d near 1 would lose digits.
         rate: Any = 1 - self.decay
         if self.num_updates:
             rate = jnp.maximum(jnp.asarray(rate, trees.default_float()), 9 / (10 + _count("num_updates", num_updates)))
@@ -180,5 +180,5 @@ def _count(name: str, value: Any) -> Array:
 def _moved(average: Array, p: Array, rate: Array) -> Array:
     rate, p = jnp.asarray(rate).astype(average.dtype), p.astype(average.dtype)
     moved = average - rate * (average - p)
-    # Exactly the parameter, or exactly the average: neither rounding nor 0 · ∞ comes in.
+    # Exactly the parameter or exactly the average, without rounding or 0 · ∞.
     return jnp.where(rate >= 1, p, jnp.where(rate > 0, moved, average))

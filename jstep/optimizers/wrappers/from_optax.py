@@ -1,4 +1,4 @@
-"""Optax transformations as optimizers of jstep."""
+"""Use Optax transformations as jstep optimizers."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,31 +24,32 @@ def from_optax(
     hyperparameters: Mapping[str, Any] | Callable[[Step], Mapping[str, Any]] | None = None,
     name: str = "optax",
 ) -> Optimizer:
-    """An Optax transformation as an optimizer: its `init` and `update`, and nothing imported.
+    """An optimizer from an Optax transformation, using its `init` and `update`; Optax itself is not imported.
 
-    What it keeps becomes slots: what has the structure of the parameters, such as moments, lies as they do on a mesh,
-    in float32 for low-precision parameters; the rest, such as its own counts, are slots by themselves. It works in
-    float32 at least, sees leaves that can be trained only, zeros where a gradient is None (and then neither the leaf
-    nor what it keeps of it changes), and dense arrays in the place of `IndexedSlices`.
+    Its state becomes slots. State with the structure of the parameters, such as moments, is sharded like them, and is
+    float32 for low-precision parameters; other state, such as counts, becomes separate slots. The transformation works
+    in at least float32 and sees trainable leaves only. A gradient of None is replaced by zeros, and then neither the
+    leaf nor its state changes. `IndexedSlices` are converted to dense arrays.
 
     A transformation with extra arguments gets `value`, `grad` and `value_fn` in a training step of `minimize`:
-    `optax.lbfgs()` with its line search, `optax.polyak_sgd`, `optax.contrib.reduce_on_plateau`. `grad` are the
-    gradients that it is given, `value_fn` the loss on the batch of the step. With `apply_gradients` they come from
+    `optax.lbfgs()` with its line search, `optax.polyak_sgd`, `optax.contrib.reduce_on_plateau`. `grad` is the tree of
+    gradients passed to it, and `value_fn` is the loss on the batch of the step. With `apply_gradients` they come from
     `context=jstep.Context(...)`.
 
-    Optax counts by itself: its schedules see the number of its own updates, which is the global step unless updates
-    were skipped or its slots are younger than the run.
+    Optax keeps its own counts: its schedules see the number of its own updates, which equals the global step unless
+    updates were skipped or the slots were created later in the run.
 
     Args:
-        transformation: What Optax returns, such as `optax.adam(1e-3)`.
-        hyperparameters: What to report: name → number or schedule, or a function of the step that returns one.
+        transformation: An Optax transformation, such as `optax.adam(1e-3)`.
+        hyperparameters: The hyperparameters to report: name → number or schedule, or a function of the step that
+            returns such a mapping.
         name: The prefix of the slots: `optax/0/mu`.
 
     Returns:
         An `Optimizer`.
 
     Raises:
-        TypeError: `transformation` has no `init` and `update`; it wants other parameters than a tree of arrays (as
+        TypeError: `transformation` has no `init` and `update`; it requires parameters that are not a tree of arrays (as
             `optax.lookahead` does), or extra arguments that the step does not have.
         ValueError: The name cannot be a prefix.
 
@@ -67,30 +68,30 @@ def from_optax(
     """
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
         raise TypeError(
-            f"transformation={shown(transformation)}: must have init and update, as what optax.adam(1e-3) returns, got "
-            f"{kind(transformation)}"
+            f"transformation={shown(transformation)}: must have init and update, like the result of optax.adam(1e-3), "
+            f"got {kind(transformation)}"
         )
     check_prefix("name", as_text(name, "name"))
     reported = _reported(hyperparameters)
     takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
-        with _usual_promotion():
+        with _standard_promotion():
             try:
                 state = transformation.init(_seen(params))
             except (AttributeError, TypeError) as error:
                 raise _other_params("init", error) from error
-        kept = _Kept(name, state, params)
-        return {slot: jax.tree.map(_own_copy, tree) for slot, tree in kept.slots.items()}
+        slots = _StateSlots(name, state, params).slots
+        return {slot: jax.tree.map(_own_copy, tree) for slot, tree in slots.items()}
 
-    def skeleton(params: Params) -> "_Kept":
-        with _usual_promotion():
-            return _Kept(name, jax.eval_shape(lambda given: transformation.init(_seen(given)), params), params)
+    def skeleton(params: Params) -> "_StateSlots":
+        with _standard_promotion():
+            return _StateSlots(name, jax.eval_shape(lambda given: transformation.init(_seen(given)), params), params)
 
     def roles(params: Params) -> Roles:
         try:
             return Roles(list(skeleton(params).slots))
-        except Exception:  # L-BFGS has no state for an empty tree, by which wrappers compare names
+        except Exception:  # L-BFGS has no state for the empty tree with which wrappers compare names
             return Roles(complete=False)
 
     def update(
@@ -105,7 +106,7 @@ def from_optax(
         for slot in shape.slots:
             if slot not in slots:
                 raise missing_slot(slot, slots)
-        with _usual_promotion():
+        with _standard_promotion():
             extra = {key: value for key, value in extra_arguments(context, grads, params).items() if takes(key)}
             try:
                 given, after = transformation.update(grads, shape.state_from(slots), _seen(params), **extra)
@@ -117,15 +118,15 @@ def from_optax(
                     raise
                 raise TypeError(
                     f"transformation: needs {', '.join(missing)} of the step's loss, which apply_gradients does not "
-                    "know; train by jstep.minimize, which gives them, or hand over context=jstep.Context(loss, "
+                    "know; train with jstep.minimize, which gives them, or pass context=jstep.Context(loss, "
                     "value_and_grad)"
                 ) from error
         absent = [g is None for g in gradients]
-        new = _Kept(name, after, params).slots
+        new = _StateSlots(name, after, params).slots
         if new.keys() != shape.slots.keys():
             raise ValueError(
-                f"transformation: its update keeps {sorted(new)}, its init made {sorted(shape.slots)}; a compiled step "
-                "needs the same structure after each update"
+                f"transformation: its update returned {sorted(new)}, its init returned {sorted(shape.slots)}; a "
+                "compiled step needs the same structure after each update"
             )
         kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, given, "updates")
@@ -138,23 +139,23 @@ def from_optax(
 def _other_params(function: str, error: Exception) -> TypeError:
     return TypeError(
         f"transformation: its {function} does not take a plain tree of parameters ({error}). optax.lookahead, for one, "
-        "wants LookaheadParams, two copies of them: use jstep.lookahead(jstep.from_optax(...)), which keeps the slow "
-        "copy in a slot"
+        "requires LookaheadParams, two copies of them: use jstep.lookahead(jstep.from_optax(...)), which keeps the "
+        "slow copy in a slot"
     )
 
 
 @contextlib.contextmanager
-def _usual_promotion() -> Iterator[None]:
-    """Optax counts on JAX's usual promotion of dtypes, whatever the user has set for code of their own."""
+def _standard_promotion() -> Iterator[None]:
+    """Use JAX's standard dtype promotion, on which Optax relies, whatever the user has configured."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
-class _Kept:
-    """A state of Optax, taken apart into slots.
+class _StateSlots:
+    """An Optax state, split into slots.
 
     Attributes:
-        slots: Name → a tree with the structure of params, or whatever else the state holds.
+        slots: Name → a tree with the structure of params, or another value from the state.
     """
 
     def __init__(self, prefix: str, state: Any, params: Params) -> None:
@@ -173,7 +174,7 @@ class _Kept:
         return parts is not None and any(_is_array(part) for part in parts)
 
     def _parts(self, node: Any) -> list[Any] | None:
-        """What stands at each trained leaf: an array, or a node without leaves such as Optax's MaskedNode."""
+        """The value at each trained leaf: an array, or a node without leaves such as Optax's MaskedNode."""
         try:
             parts: list[Any] = self._of_trained.flatten_up_to(node)
         except (ValueError, TypeError):
@@ -188,7 +189,7 @@ class _Kept:
         return self._params.unflatten([part if _is_array(part) else None for part in whole])
 
     def state_from(self, slots: Slots) -> Any:
-        """The state with the values of these slots."""
+        """Rebuild the Optax state from the values of these slots."""
 
         def value(slot: str, node: Any) -> Any:
             if not self._like_params(node):
@@ -210,20 +211,20 @@ def _trained_only(params: Params) -> Params:
 
 
 def _seen(params: Params) -> Params:
-    """The parameters as Optax sees them: what can be trained, in float32 at least."""
+    """The parameters as Optax sees them: trainable leaves, in at least float32."""
     return jax.tree.map(lambda leaf: leaf.astype(trees.compute_dtype(leaf.dtype)), _trained_only(params))
 
 
 def _own_copy(leaf: Any) -> Any:
-    """A buffer of its own: some states start as the parameters, or hold one array twice."""
+    """Copy to a separate buffer: some initial states alias the parameters or contain an array twice."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf.copy() if not trees.is_traced(leaf) else leaf
-    # A weak type would become strong in the first step and compile it a second time.
+    # A weak type would become strong in the first step, which would recompile it.
     return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)), copy=True)
 
 
 def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
-    """The new slot, but the old one's leaves where there was no gradient, all in the old one's dtypes."""
+    """The new slot with the old leaves where there was no gradient, in the dtypes of the old slot."""
 
     def like(before: Any, after: Any) -> Any:
         return jnp.asarray(after).astype(before.dtype) if hasattr(before, "dtype") else after

@@ -1,4 +1,4 @@
-"""Slow weights that follow the fast ones."""
+"""Lookahead: slow weights that follow the fast ones."""
 
 import jax
 import jax.numpy as jnp
@@ -34,17 +34,17 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
     """Lookahead: every k-th update slow += α·(p − slow); p = slow.
 
     Args:
-        optimizer: Moves the fast weights, which are the parameters.
-        sync_period: The number k ≥ 1 of updates from one synchronisation to the next, counted by the age of the slots.
-        slow_step_size: How far α, in [0, 1], the slow weights go towards the fast ones.
+        optimizer: The inner optimizer, which updates the fast weights; these are the parameters.
+        sync_period: The number k ≥ 1 of updates between synchronizations, counted by the age of the slots.
+        slow_step_size: The step size α, in [0, 1], of the slow weights towards the fast ones.
 
     Returns:
-        An `Optimizer` with one more slot, `slow`, a copy of the parameters at first (float32 at least), and the
-        hyperparameter `slow_step_size`. The age is that of `start_step`, which it keeps where the optimizer has none.
-        A leaf without gradient at an update is not synchronised there.
+        An `Optimizer` with one more slot, `slow`, initially a copy of the parameters (at least float32), and the
+        hyperparameter `slow_step_size`. The age comes from `start_step`, which is added if missing.
+        A leaf without a gradient at a synchronizing update is not synchronized.
 
     Raises:
-        ValueError: A number is out of its range, or the optimizer has a slot or hyperparameter of that name.
+        ValueError: A number is out of its range, or the optimizer already has such a slot or hyperparameter.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -86,26 +86,26 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
 
 
 def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> tuple[Array, Array]:
-    """The update to slow + α·(p + u − slow) where it is due, else u; and the new slow weights."""
+    """The update to slow + α·(p + u − slow) if it is due, else u; and the new slow weights."""
     dtype = slow.dtype
-    # In terms of u once: read twice, XLA would keep it in memory.
+    # u appears once: if it were read twice, XLA would store it in memory.
     back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
     update = back * (slow - p.astype(dtype)) + jnp.where(due, rate, 1.0).astype(dtype) * u.astype(dtype)
-    # The parameters first, and the slow weights from them: the other way round XLA copies what it overwrites.
+    # The parameters first, then the slow weights from them: in the other order XLA copies what it overwrites.
     nearer = compute_first(apply_updates(p, update))[0] if p.dtype == dtype else p.astype(dtype) + update
     return update, jnp.where(due, nearer, slow)
 
 
 def slow_params(state: TrainState, name: str = SLOW) -> Params:
-    """The parameters with the slow weights of `lookahead` in their place and dtype, for evaluation.
+    """The slow weights of `lookahead`, in the dtypes of the parameters, for evaluation.
 
     Args:
         state: A state whose optimizer is `lookahead`.
-        name: The slot of the slow weights: its name with the prefixes of scopes and labels, or the last part of it if
+        name: The slot of the slow weights: its name with the prefixes of scopes and labels, or only the last part if
             there is one such slot.
 
     Raises:
-        ValueError: The state has no such slot, or several (lists their names).
+        ValueError: The state has no such slot, or several; the error lists their names.
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -1,4 +1,4 @@
-"""Float32 weights behind low-precision parameters."""
+"""Float32 master weights for low-precision parameters."""
 
 from typing import Any
 
@@ -21,21 +21,21 @@ MASTER = "master"
 def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
     """Master weights: master += u; p = master, rounded to the parameter's dtype.
 
-    A bfloat16 weight of 1 moved by 0.001 is 1 again; its master has moved. The parameters are, bit for bit, the
-    rounding of those that a float32 run on the same gradients would have.
+    An update of 0.001 to a bfloat16 weight of 1 is lost to rounding, but not in its master. The parameters are
+    bitwise equal to the rounded parameters of a float32 run on the same gradients.
 
     Args:
-        optimizer: Sees the master weights as its parameters, and makes the updates u of them. Its labels, masks and
-            other predicates see the parameters themselves, with their dtypes.
+        optimizer: The inner optimizer, which sees the master weights as its parameters and computes the updates u. Its
+            labels, masks and other predicates see the parameters themselves, with their dtypes.
         dtype: The dtype of the master weights; wider parameters keep theirs.
 
     Returns:
-        An `Optimizer` with one more slot, `master`, a copy of the parameters at first. It is the source of truth:
-        parameters that are changed by hand are changed back by the next update, unless the slot is changed with them.
+        An `Optimizer` with one more slot, `master`, initially a copy of the parameters. It is the source of truth: if
+        you change parameters but not the slot, the next update reverts the change.
 
     Raises:
         TypeError: `dtype` is not a floating dtype of at least 32 bits.
-        ValueError: The optimizer has a slot of that name.
+        ValueError: The optimizer already has a slot `master`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -86,9 +86,10 @@ def _rounded(p: Any, master: Any) -> Any:
 
 
 def _to_rounding(p: Any, master: Any) -> Any:
-    """The update that takes p to the rounding of its master.
+    """The update from p to the rounding of its master.
 
-    The difference of two low-precision numbers is exact in the wider dtype unless one is some 2^13 times the other.
+    The difference of two low-precision numbers is exact in the wider dtype unless they differ by a factor of about
+    2^13.
     """
     return _rounded(p, master).astype(master.dtype) - p.astype(master.dtype)
 

@@ -1,4 +1,4 @@
-"""Moving averages of the parameters, fed by the one step."""
+"""An optimizer wrapper that keeps moving averages of the parameters."""
 
 from typing import Any
 
@@ -20,21 +20,21 @@ from jstep.state import START_STEP, TrainState
 
 
 def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var_list: VarList = None) -> Optimizer:
-    """The same optimizer, which also keeps moving averages of the parameters, after each update.
+    """Keep moving averages of the parameters, updated after each update of an optimizer.
 
     Args:
-        optimizer: The whole optimizer, chains included: what is put around it later moves parameters unseen.
+        optimizer: The whole optimizer, including chains: changes by outer wrappers are not averaged.
         ema: The average. Its number of updates at the update N → N + 1 is N + 1.
-        var_list: What to average: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for all.
+        var_list: The leaves to average: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for
+            all.
 
     Returns:
-        An `Optimizer` with one more slot, named `ema.name`. Where zero_debias needs the age of the averages,
-        it reads the optimizer's `start_step`, or keeps one where the optimizer has none. Inside `skip_nonfinite` a
-        skipped update leaves the averages as they are; inside `master_weights` it averages the master.
+        An `Optimizer` with one more slot, named `ema.name`. With zero_debias, the age of the averages comes from the
+        optimizer's `start_step`, which is added if missing. Inside `skip_nonfinite`, a skipped update leaves the
+        averages unchanged; inside `master_weights`, the master weights are averaged.
 
     Raises:
-        ValueError: The optimizer has a slot of that name, or (when the slots are made) an entry of var_list matches
-            nothing.
+        ValueError: The optimizer already has a slot of that name, or (at `init`) an entry of var_list matches nothing.
 
     Example:
         >>> import jstep
@@ -61,8 +61,8 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
         updates, inner = call_update(optimizer, updates, inner, params, step, context)
         after = jnp.asarray(step) + 1
         age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
-        # The averages read the new parameters from memory. Without the barrier XLA computes them a second
-        # time from the slots it is about to overwrite.
+        # The averages read the new parameters from memory. Without the barrier XLA would recompute the parameters
+        # from the slots it is about to overwrite.
         (moved,) = compute_first(apply_updates(params, updates))
         return updates, inner, {ema.name: ema.apply(own[ema.name], moved, after, age=age)}
 
@@ -70,22 +70,22 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
 
 
 def averaged_params(state: TrainState, name: str = NAME) -> Params:
-    """The parameters with their moving averages in their place and dtype, for evaluation.
+    """The moving averages of the parameters, in the dtypes of the parameters, for evaluation.
 
-    What is not averaged is the state's: integer leaves, leaves that var_list left out, and model_state. Statistics of
-    BatchNorm are those of the raw parameters; where that matters, compute them anew by some batches with the
-    averages in place, or let them move slowly (a momentum of 0.999).
+    Values that are not averaged come from the state: integer leaves, leaves excluded by var_list, and model_state.
+    BatchNorm statistics are those of the raw parameters; if that matters, recompute them on some batches with the
+    averages, or make them change slowly (a momentum of 0.999).
 
     Args:
         state: A state whose optimizer is `with_moving_average`.
-        name: The slot of the averages: its name with the prefixes of scopes and labels, or the last part of it if
+        name: The slot of the averages: its name with the prefixes of scopes and labels, or only the last part if
             there is one such slot.
 
     Returns:
         A tree like `state.params`.
 
     Raises:
-        ValueError: The state has no such slot, or several (lists their names).
+        ValueError: The state has no such slot, or several; the error lists their names.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -101,12 +101,12 @@ def averaged_params(state: TrainState, name: str = NAME) -> Params:
 
 
 def params_from_slot(state: TrainState, name: str, hint: str) -> Params:
-    """The parameters with the leaves of a slot in their place and dtype.
+    """The leaves of a slot in the dtypes of the parameters; parameters where the slot has None.
 
     Args:
         state: The state.
-        name: The name of the slot, with its prefix or without.
-        hint: What makes such a slot, for the error.
+        name: The name of the slot, with or without its prefix.
+        hint: How such a slot is created, for the error.
     """
     slot = find_slot(state, name, hint)
     found = trees.flatten_like(state.params, state.slots[slot], f"slot {slot!r}")

@@ -16,36 +16,38 @@ SLOTS = {
 
 
 def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
-    """The same optimizer, which also averages the noise of the gradient: noise_scale = tr Σ/|G|².
+    """Average the gradient noise in slots, to report the gradient noise scale: noise_scale = tr Σ/|G|².
 
     Σ is the covariance of the gradient of one example, G the mean gradient. Progress per step is about
-    1/(1 + noise_scale/B) of that with the exact gradient, B the batch size: a batch much smaller than the noise scale
-    wastes steps, a much larger one wastes examples. `minimize(..., num_microbatches=n, metrics=("noise_scale",))`
-    measures both from the gradients of the n parts of each batch, which it has anyway:
+    1/(1 + noise_scale/B) of that with the exact gradient, where B is the batch size: a batch much smaller than the
+    noise scale wastes steps, a much larger one wastes examples.
+    `minimize(..., num_microbatches=n, metrics=("noise_scale",))` measures both from the gradients of the n
+    microbatches, which it computes anyway:
 
         tr Σ = (small − big)·W/(n − 1),  |G|² = big − tr Σ/W
 
-    big is the squared norm of the mean gradient, small the weighted mean of the squared norms of the parts', W the
-    number of examples in the batch, or the sum of what `weight_fn` returns. Both are unbiased; they are averaged, not
-    their ratio. Gradients are those of the loss: before clipping, noise and decay, and without the loss scale.
+    big is the squared norm of the mean gradient, small the weighted mean of the squared norms of the microbatch
+    gradients, W the number of examples in the batch or the sum of the values of `weight_fn`. Both estimates are
+    unbiased, and they are averaged separately, not as a ratio. Gradients are those of the loss: before clipping, noise
+    and weight decay, and without the loss scale.
 
     Args:
-        optimizer: The whole optimizer, chains and partitions included. `dynamic_loss_scale` stands around
-            this wrapper, as may `skip_nonfinite`, `master_weights`, `update_every` and `scope`; below a label, or
-            beside another element of a chain, the first step refuses it.
+        optimizer: The whole optimizer, including chains and partitions. `dynamic_loss_scale` must wrap this wrapper;
+            `skip_nonfinite`, `master_weights`, `update_every` and `scope` may. Under a label, or beside another element
+            of a chain, the first step raises an error.
         decay: The decay of the averages, in [0, 1): 0.99 leaves a spread of about 5 % at n = 4, 0.999 of 2 %.
 
     Returns:
         An `Optimizer` with three more scalar slots, `noise/gradient_noise`, `noise/gradient_square` and `noise/weight`,
-        by which the averages are corrected for their age. It counts measurements: a step that does not ask for
-        `noise_scale`, that a guard left out, or that has fewer than two parts of positive weight, changes none of them.
+        which corrects the bias of the averages. Only measurements count: a step that does not request `noise_scale`,
+        that a guard skipped, or that has fewer than two microbatches of positive weight, changes no slot.
         A training step's metrics show `gradient_noise` (tr Σ), `gradient_square` (|G|²) and `noise_scale`, in examples
-        or in the unit of `weight_fn`: NaN before the first measurement, and the last until the averaged |G|² is
-        positive.
+        or in the unit of `weight_fn`. They are NaN before the first measurement, and `noise_scale` is NaN until the
+        averaged |G|² is positive.
 
     Raises:
         TypeError: `optimizer` is not an `Optimizer`, or `decay` is not a plain number.
-        ValueError: `decay` is out of its range, or the optimizer has slots of these names.
+        ValueError: `decay` is out of its range, or the optimizer already has slots of these names.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -81,7 +83,7 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
 
 
 def _averaged(slots: Slots, measured: GradientNoise, share: float) -> Slots:
-    """The averages with one more measurement, if that is one."""
+    """Update the averages with a measurement, if it is finite."""
     found = jnp.isfinite(measured.noise) & jnp.isfinite(measured.square)
 
     def moved(name: str, value: Array) -> Array:
@@ -93,36 +95,36 @@ def _averaged(slots: Slots, measured: GradientNoise, share: float) -> Slots:
 
 
 def noise_slots(roles: Roles) -> dict[Role, str]:
-    """The slots of the averages by their roles; none if the optimizer keeps none.
+    """The slots of the averages by role; empty if the optimizer has none.
 
     Raises:
-        ValueError: They are below a label or beside other elements.
+        ValueError: They are under a label or beside other elements.
     """
     hidden = roles.of(Role.HIDDEN_NOISE)
     if hidden:
         raise ValueError(
-            f"with_noise_scale: must stand around the whole optimizer, got the slot {hidden[0]!r} below a label or "
-            "beside other elements; the noise is that of all gradients. Put it around the whole: "
+            f"with_noise_scale: must wrap the whole optimizer, got the slot {hidden[0]!r} below a label or "
+            "beside other elements; it measures the noise of all gradients. Put it around the whole optimizer: "
             "with_noise_scale(partition(...)), with_noise_scale(chain(...))"
         )
     return {role: name for name, role in roles.items() if role in SLOTS.values() and role is not None}
 
 
 def require_noise_slots(roles: Roles) -> None:
-    """Refuses an optimizer that keeps no averages of the noise.
+    """Check that an optimizer averages the gradient noise.
 
     Raises:
-        ValueError: It keeps none; says how to get them.
+        ValueError: It does not; the error suggests `with_noise_scale`.
     """
     if not noise_slots(roles):
         raise ValueError(
-            "metrics: 'noise_scale' is averaged over steps in slots of the state, and the optimizer keeps none; make "
-            "state and step with jstep.with_noise_scale(optimizer)"
+            "metrics: 'noise_scale' is averaged over steps in slots of the state, which this optimizer does not have; "
+            "create state and step with jstep.with_noise_scale(optimizer)"
         )
 
 
 def noise_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
-    """The metrics of a step: the averages, corrected for their age, and their ratio."""
+    """The metrics of a step: the bias-corrected averages, and their ratio."""
     names = noise_slots(roles)
     noise, square, weight = (slots[names[role]] for role in SLOTS.values())
     noise, square = noise / weight, square / weight  # NaN before the first measurement, which has weight 0

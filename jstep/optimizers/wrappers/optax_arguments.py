@@ -1,4 +1,4 @@
-"""The extra arguments of Optax's transformations, from the context of a step."""
+"""Extra arguments of Optax transformations, from the context of a step."""
 
 import inspect
 from collections.abc import Callable
@@ -16,7 +16,7 @@ EXTRA = ("value", "grad", "value_fn")
 
 
 def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
-    """Whether an update takes an extra argument, by its name."""
+    """A predicate for whether an update takes an extra argument of a given name."""
     try:
         parameters = inspect.signature(update).parameters
     except (TypeError, ValueError):  # a callable without a signature
@@ -26,7 +26,7 @@ def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
 
 
 def extra_arguments(context: Context, grads: Updates, params: Params) -> dict[str, Any]:
-    """The extra arguments that Optax's transformations know, as far as the step has them."""
+    """The extra arguments of Optax transformations that the step can provide."""
     known: dict[str, Any] = {}
     if context.loss is not None:
         known |= {"value": _wide(context.loss), "grad": grads}
@@ -36,7 +36,7 @@ def extra_arguments(context: Context, grads: Updates, params: Params) -> dict[st
 
 
 def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params: Params) -> Callable[[Params], Array]:
-    """The loss as a function of the parameters that Optax sees, whose derivative is the one the step knows."""
+    """The loss as a function of the parameters that Optax sees, with the derivative given by the step."""
     leaves, treedef = trees.flatten(params)
 
     def evaluated(seen: Params) -> tuple[Array, Params]:
@@ -65,7 +65,7 @@ def _wide(loss: Array) -> Array:
 
 
 def dense(gradient: Any, leaf: Any) -> Any:
-    """A gradient as Optax sees it: an array, in float32 at least."""
+    """A gradient as Optax sees it: an array, in at least float32."""
     dtype = trees.compute_dtype(leaf.dtype)
     if gradient is None:
         return jnp.zeros_like(leaf, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Different optimizers for different parameters."""
+"""Use different optimizers for different parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,21 +19,21 @@ from jstep.optimizers.wrappers.scope import scope
 
 
 def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], str | None]) -> Optimizer:
-    """Each leaf by the optimizer of its label.
+    """Update each leaf with the optimizer of its label.
 
     Args:
         optimizers: Label → optimizer.
-        labels: `labels(path, leaf) -> label`, or None for a leaf that stays as it is and has no slots. It may look
-            at the leaf's shape and dtype, not at its values.
+        labels: `labels(path, leaf) -> label`, or None for a frozen leaf, which has no slots. It may depend on the
+            leaf's shape and dtype, not on its values.
 
     Returns:
-        An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot holds None for the leaves of
-        other labels. What an element computes over all leaves, such as a global norm, it computes over its own.
-        A part that has no gradient in a step sits it out: its slots wait, and it does not age.
+        An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other
+        labels. Values that an element computes over all leaves, such as a global norm, cover only the leaves of its
+        label. A part without any gradient skips the step: its slots stay unchanged and it does not age.
 
     Raises:
-        ValueError: There is none, two have a slot or hyperparameter of the same name (labels `a` and `a/b` may), or
-            a leaf has a label without an optimizer (when the slots are made).
+        ValueError: No optimizer is given, two have a slot or hyperparameter of the same name (possible with labels `a`
+            and `a/b`), or, at `init`, a leaf has a label without an optimizer.
 
     Example:
         >>> import jstep
@@ -52,7 +52,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
             raise TypeError(f"optimizers: the label {label!r} must be a string, got {type(label).__name__}")
         check_prefix("a label of optimizers", label)
     if not optimizers:
-        raise ValueError("optimizers={}: partition needs at least one")
+        raise ValueError("optimizers={}: partition needs at least one optimizer")
     as_function(labels, "labels", "(path, leaf) -> label")
     parts = {label: scope(label, require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()}
     called = {f"the optimizer of label {label!r}": part for label, part in parts.items()}
@@ -143,7 +143,7 @@ class _Part:
         return self._treedef.unflatten([leaf if mine else None for leaf, mine in zip(leaves, self._mine, strict=True)])
 
     def _in_whole(self, params: Params) -> Params:
-        """All parameters, with other ones for this part."""
+        """All parameters, with those of this part replaced."""
         found = self._treedef.flatten_up_to(params)
         pairs = zip(found, self._leaves, self._mine, strict=True)
         return self._treedef.unflatten([one if mine else leaf for one, leaf, mine in pairs])
@@ -152,7 +152,7 @@ class _Part:
         return self._restricted(self._treedef.flatten_up_to(gradients))
 
     def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
-        """The updates of these leaves, and the slots after it."""
+        """The updates of these leaves, and the new slots."""
         own = self._restricted(gradients)
         if not jax.tree.leaves(own, is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this part are None.")
@@ -161,7 +161,7 @@ class _Part:
 
 
 def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:
-    """The slots of one label: those that its optimizer makes; if they are not known, those that have its name."""
+    """The slots of one label: those of its optimizer or, if they are not known, those with its prefix."""
     if known[label].complete:
         return {name: slots[name] for name in known[label] if name in slots}
     others = {name for other, roles in known.items() if other != label for name in roles}

@@ -1,4 +1,4 @@
-"""Factors for the updates of some leaves: layer-wise rates."""
+"""Factors on the updates of some leaves, for layer-wise learning rates."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,18 +13,19 @@ SCALE = "scale"
 
 
 def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any], float]) -> Optimizer:
-    """Scaling: u ← factor·u, the element after an optimizer whose updates are u; decay in them is scaled too.
+    """Scaling: u ← factor·u, chained after an optimizer whose updates are u; weight decay in u is scaled, too.
 
     Args:
-        factors: Path or glob → a number ≥ 0, an array, a schedule or held; the first that matches a leaf counts, and
-            what none matches stays. Or a function `(path, leaf) -> number`, which may look at shape and dtype.
+        factors: Path or glob → a number ≥ 0, an array, a schedule or `held`; the first match applies, and updates of
+            leaves without a match are unchanged. Or a function `(path, leaf) -> number`, which may depend on shape and
+            dtype.
 
     Returns:
-        An `Optimizer` without slots, whose hyperparameters are called `scale/glob`. A sparse update scales its rows.
+        An `Optimizer` without slots, whose hyperparameters are `scale/glob`. Sparse updates stay sparse.
 
     Raises:
-        TypeError: A factor is no number and no schedule, or `factors` neither a mapping nor a function.
-        ValueError: A factor is out of its range, or a glob matches nothing (names the nearest paths).
+        TypeError: A factor is not a number, an array or a schedule, or `factors` is neither a mapping nor a function.
+        ValueError: A factor is out of its range, or a glob matches nothing; the error lists the nearest paths.
 
     Example:
         >>> import jax.numpy as jnp, jstep

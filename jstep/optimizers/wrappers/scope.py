@@ -1,4 +1,4 @@
-"""A prefix for the names of an optimizer."""
+"""Prefix the names of an optimizer's slots and hyperparameters."""
 
 from jstep.core.checks import as_text
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
@@ -9,11 +9,11 @@ from jstep.optimizers.names import Init, Roles, is_guarded, makes_finished_updat
 
 
 def scope(name: str, optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, its slots and hyperparameters named `name/…`.
+    """Rename the slots and hyperparameters of an optimizer to `name/…`.
 
     Args:
-        name: The prefix, without the slash at its end.
-        optimizer: What to name.
+        name: The prefix, without a trailing slash.
+        optimizer: The optimizer.
 
     Returns:
         An `Optimizer`.

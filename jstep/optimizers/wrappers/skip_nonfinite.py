@@ -1,4 +1,4 @@
-"""Leaving out updates that are not finite."""
+"""Skip updates whose gradients are not finite."""
 
 import jax.numpy as jnp
 
@@ -13,28 +13,29 @@ from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 LAST_FINITE_STEP = "last_finite_step"
 ASKED = -1
-"""What a step puts in `last_finite_step` before an update, to find out what the guard did. It stays there if the guard
-was not reached: its part has no gradient."""
+"""The value that a step writes to `last_finite_step` before an update, to find out whether the guard skipped it. It
+stays if the guard was not reached because its part has no gradient."""
 LEFT_OUT = -2
-"""What a guard puts there in answer if it left the update out."""
+"""The value that a guard writes there if it skipped the update."""
 
 
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, which leaves params and slots as they are where the norm of the gradients is NaN or infinite.
+    """Skip updates for which the norm of the gradients is NaN or infinite, leaving params and slots unchanged.
 
     A skipped update still advances the global step, which counts the steps of the run, but not the age of
-    the slots: `start_step` moves along, so that bias corrections see only what was applied.
+    the slots: `start_step` advances, too, so that bias corrections count applied updates only.
 
     Args:
-        optimizer: What to guard. Put the guard outermost: around chains, clipping and moving averages. What
-            loss_fn returns as model_state is not guarded.
+        optimizer: The optimizer to guard. Put the guard outermost: around chains, clipping and moving averages. The
+            model_state returned by loss_fn is not guarded.
 
     Returns:
         An `Optimizer` with the same hyperparameters and slots, and one more: the scalar `last_finite_step`, the
-        step that the last finite update made. A training step's metrics say `skipped`: 1 where the update was, else 0.
+        global step after the last finite update. A training step's metrics show `skipped`: 1 if the update was
+        skipped, else 0.
 
     Raises:
-        ValueError: It has a slot named `last_finite_step`, as a guarded one has.
+        ValueError: The optimizer has a slot named `last_finite_step`, for example because it is already guarded.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -67,9 +68,9 @@ def _left_out(last: Array) -> Array:
 
 
 def all_finite(gradients: Updates, params: Params) -> Array:
-    """Whether the gradients are finite, and the sum of their squares.
+    """Whether the gradients and the sum of their squares are finite.
 
-    A finite gradient whose square overflows would poison the slots.
+    A finite gradient whose square overflows would make slots infinite.
     """
     return jnp.isfinite(jnp.square(global_norm(match_gradients(gradients, params))))
 
@@ -77,9 +78,9 @@ def all_finite(gradients: Updates, params: Params) -> Array:
 def unless_skipped(
     finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step, context: Context
 ) -> tuple[Updates, Slots]:
-    """The update of an optimizer where `finite`; else none, all slots as they are, and ages a step on."""
+    """Update if `finite` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced."""
     slot_rules = {
-        # A loss scale is there to change when an update is skipped.
+        # A loss scale must change when an update is skipped.
         Role.LOSS_SCALE: lambda old, new: new,
         Role.SCALE_SINCE: lambda old, new: new,
         Role.LAST_FINITE: lambda old, new: jnp.where(finite, new, _left_out(old)),

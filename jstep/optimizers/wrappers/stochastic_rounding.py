@@ -1,4 +1,4 @@
-"""Rounding to bfloat16 by chance, right on average."""
+"""Stochastic rounding to bfloat16, which is unbiased."""
 
 from typing import Any
 
@@ -17,19 +17,20 @@ from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 
 def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
-    """Stochastic rounding: p + u becomes one of its two neighbours in bfloat16, the nearer the likelier.
+    """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, the nearer one with higher probability.
 
-    So updates that are too small to show each by itself still add up, on average, without a second copy of the
-    parameters (see `master_weights` for that).
+    Updates that are too small to change a bfloat16 number individually still accumulate on average, without a second
+    copy of the parameters (see `master_weights` for that).
 
     Args:
-        optimizer: Makes the updates u. Put the rounding outermost: what changes updates after it undoes it.
-        key: A PRNG key. What is drawn is a function of the key, the step and the leaf, so that a run that was
-            interrupted draws the same.
+        optimizer: The optimizer that computes the updates u. Put the rounding outermost: it is undone by wrappers that
+            change updates after it.
+        key: A PRNG key. The random bits are a function of the key, the step and the leaf, so they are the same in a
+            resumed run.
 
     Returns:
-        An `Optimizer` with the same slots and hyperparameters. Leaves that are not bfloat16 are left to ordinary
-        rounding; sparse updates of bfloat16 tables become dense.
+        An `Optimizer` with the same slots and hyperparameters. Leaves that are not bfloat16 are rounded normally;
+        sparse updates of bfloat16 tables become dense.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
@@ -61,7 +62,7 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
 
 
 def _rounded(p: Array, u: Array, key: Array) -> Array:
-    """The update that takes p to p + u, rounded by chance: the dropped 16 bits are the odds of the neighbour above."""
+    """The update from p to p + u, rounded stochastically: the dropped 16 bits are the probability of rounding up."""
     exact = apply_updates(p.astype(jnp.float32), u)
     bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
     chance = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.uint32)

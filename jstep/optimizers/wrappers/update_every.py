@@ -1,4 +1,4 @@
-"""An optimizer that updates at every k-th step."""
+"""Update only at every k-th step, optionally with accumulated gradients."""
 
 from typing import Any
 
@@ -19,29 +19,29 @@ GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"
 
 
 def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bool = False) -> Optimizer:
-    """The same optimizer, which updates at every k-th step: where (N − phase) mod k = k − 1, N the global step.
+    """Update at every k-th step, when (N − phase) mod k = k − 1, where N is the global step.
 
-    At the other steps the update is zero and the slots stay as they are, whatever the gradients of these steps are
-    (NaN too). Schedules are read at the global step. Ages, and with them bias corrections, count the optimizer's own
-    updates, as do the periods of `lookahead` and averages inside it; averages around it follow every step.
+    At the other steps the update is zero and the slots stay unchanged, even if the gradients are NaN. Schedules are
+    evaluated at the global step. Ages, and thus bias corrections, count the optimizer's own updates, as do the periods
+    of `lookahead` and averages inside it; averages around it follow every step.
 
     Args:
-        k: From one update to the next, ≥ 1; 1 updates at every step.
-        optimizer: What updates. If no leaf has a gradient, it sits the step out, whether an update was due or not: it
-            does not age, and makes up for nothing later.
-        phase: By how many steps the updates come later, 0 ≤ phase < k.
-        accumulate: Whether a leaf's update uses the mean of the gradients that it has had since its last one. A leaf
-            without a gradient at the step of an update waits, its mean with it. `IndexedSlices` become dense.
-            Otherwise an update uses the gradient of its own step alone. What an optimizer with `takes_context` learns
-            of the loss is of its own step either way.
+        k: The number of steps from one update to the next, ≥ 1; 1 updates at every step.
+        optimizer: The optimizer. If no leaf has a gradient, it skips the step, whether an update was due or not: it
+            does not age, and the update is not made up for later.
+        phase: The number of steps by which updates are delayed, 0 ≤ phase < k.
+        accumulate: Whether a leaf's update uses the mean of its gradients since its last update. A leaf without a
+            gradient at the step of an update keeps its mean until the next one. `IndexedSlices` become dense.
+            Otherwise an update uses only the gradient of its own step. In both cases an optimizer with `takes_context`
+            sees only the loss of its own step.
 
     Returns:
-        An `Optimizer` with the same hyperparameters and slots. If it accumulates there are two more: `gradient_sum`,
-        in float32 at least, and `gradient_count`, the number of gradients in the sum of each leaf.
+        An `Optimizer` with the same hyperparameters and slots. With accumulate there are two more slots:
+        `gradient_sum`, in at least float32, and `gradient_count`, the number of gradients in the sum of each leaf.
 
     Raises:
-        TypeError: k or phase is not an integer, or accumulate not a bool.
-        ValueError: k or phase is out of its range, or the optimizer has a slot of such a name.
+        TypeError: k or phase is not an integer, or accumulate is not a bool.
+        ValueError: k or phase is out of its range, or the optimizer already has such a slot.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -58,7 +58,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
     every = as_int(k, "k", at_least=1)
     offset = as_int(phase, "phase", at_least=0)
     if offset >= every:
-        raise ValueError(f"phase={offset}: must be below k={every}; the updates at phase + k are those at phase")
+        raise ValueError(f"phase={offset}: must be below k={every}; phase + k updates at the same steps as phase")
     as_bool(accumulate, "accumulate")
     require_optimizer("optimizer", optimizer)
 
@@ -81,7 +81,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         for i, g in enumerate(gradients):
             if g is not None:
                 sums[i], counts[i] = _added(sums[i], g), counts[i] + 1
-                means[i] = sums[i] * (1 / counts[i])  # a quotient XLA would keep in memory
+                means[i] = sums[i] * (1 / counts[i])  # XLA would store a quotient in memory
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, params, step, context)
         for i, g in enumerate(gradients):
             if g is not None:
@@ -108,7 +108,7 @@ def _scalar(path: str, leaf: Any) -> tuple[int, ...]:
 
 
 def _added(total: Array, gradient: Any) -> Array:
-    """The sum with one more gradient."""
+    """Add a gradient to the sum."""
     if not isinstance(gradient, IndexedSlices):
         return total + gradient.astype(total.dtype)
     rows = combined(gradient)

@@ -1,1 +1,1 @@
-"""Functions as graphs that TensorBoard draws, and as text."""
+"""Export of functions as TensorBoard graphs and as StableHLO."""

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 from jstep.summary.proto import proto
 
 GRADIENTS = "gradients"
-"""The scope of what reverse-mode differentiation adds, TensorFlow's name for it."""
+"""The scope of operations that reverse-mode differentiation adds, named as in TensorFlow."""
 
 Ref: TypeAlias = str
-"""What an input names: `node`, or `node:1` for a later output."""
+"""Reference to an output of a node: `node`, or `node:1` for a later output."""
 
 _TYPES = {
     "bool": "DT_BOOL",
@@ -29,14 +29,14 @@ _MAX_ATTR = 500  # characters; TensorBoard shows them in a side panel
 
 
 class Tensor(NamedTuple):
-    """Shape and dtype of an output; None where it is no array."""
+    """Shape and dtype of an output. The shape is None if the output is not an array."""
 
     shape: tuple[int, ...] | None
     dtype: str
 
 
 class GraphBuilder:
-    """Collects nodes; names are made unique, and every input names a node that is there."""
+    """Builder of a GraphDef, with unique names of nodes."""
 
     def __init__(self) -> None:
         self._graph = proto("GraphDef")()
@@ -45,7 +45,7 @@ class GraphBuilder:
         self._scopes: set[str] = set()
 
     def scope(self, *parts: str) -> str:
-        """A new scope of that name, numbered where it is taken."""
+        """Open a new scope; a number is appended if the name is taken."""
         name = self._unique(_join(parts), self._nodes | self._scopes)
         self._scopes.add(name)
         return name
@@ -59,7 +59,7 @@ class GraphBuilder:
         outputs: Sequence[Tensor],
         attrs: dict[str, str] | None = None,
     ) -> list[Ref]:
-        """Adds a node; returns what names each of its outputs."""
+        """Add a node; return a reference to each of its outputs."""
         full = self._unique(_join([*scope, name]), self._nodes)
         self._nodes.add(full)
         node = self._graph.node.add(name=full, op=op)
@@ -79,7 +79,7 @@ class GraphBuilder:
         return [full, *(f"{full}:{i}" for i in range(1, max(1, len(outputs))))]
 
     def build(self) -> Any:
-        """The GraphDef."""
+        """Return the GraphDef."""
         return self._graph
 
     @staticmethod
@@ -92,17 +92,17 @@ class GraphBuilder:
 
 
 def _join(parts: Iterable[str]) -> str:
-    """Parts of a name, each a scope or several, as GraphDef allows names to be written."""
+    """Join parts, each one scope or several, into a valid GraphDef name."""
     components = [component for part in parts for component in part.split("/") if component]
     cleaned = [re.sub(r"[^A-Za-z0-9_.\-]", "_", component).lstrip("_-") for component in components]
     return "/".join(component or "_".join(["op"]) for component in cleaned) or "op"
 
 
 def scopes_of(path: str) -> list[str]:
-    """The name scopes in a name stack of JAX: `transpose(jvp(dense))/mul` gives `gradients`, `dense`, `mul`.
+    """Return the name scopes in a JAX name stack: `transpose(jvp(dense))/mul` gives `gradients`, `dense`, `mul`.
 
-    A scope that a transformation wraps is shown by its own name, so that forward and vmapped operations of a
-    layer lie together; those of the backward pass lie together under `gradients`.
+    Transformations are removed from the names of scopes, so that forward and vmapped operations of a layer share one
+    scope. Operations of the backward pass are grouped under `gradients`.
     """
     scopes: list[str] = []
     is_backward = False
@@ -110,14 +110,14 @@ def scopes_of(path: str) -> list[str]:
         while (wrapped := re.fullmatch(r"([\w.\-]+)\((.*)\)", component)) is not None:
             transform, component = wrapped.groups()
             is_backward = is_backward or transform == "transpose"
-            if transform in ("jit", "pjit"):  # the call opens a scope of its own
+            if transform in ("jit", "pjit"):  # the call opens its own scope
                 component = ""
         scopes += _split(component) if "(" not in component else [component]
     return [GRADIENTS, *scopes] if is_backward else scopes
 
 
 def _split(path: str) -> list[str]:
-    """The components of a path; a slash within parentheses does not part."""
+    """Split a path at slashes outside parentheses."""
     parts, depth = [""], 0
     for char in path:
         depth += (char == "(") - (char == ")")

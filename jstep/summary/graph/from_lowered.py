@@ -1,4 +1,4 @@
-"""A GraphDef from StableHLO, for a function that is lowered already and whose jaxpr is gone."""
+"""Conversion of StableHLO to a GraphDef, for lowered functions, which have no jaxpr."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _ELEMENTS = {"i1": "bool", "bf16": "bfloat16", "complex<f32>": "complex64", "com
 
 
 def from_lowered(lowered: Any) -> Any:
-    """The graph of a `jax.stages.Lowered`."""
+    """Return the GraphDef of a `jax.stages.Lowered`."""
     module = lowered.compiler_ir("stablehlo")
     functions = {_text(op.attributes["sym_name"]): op for op in _operations(module.operation) if op.name == "func.func"}
     walker = _Walker(functions)
@@ -40,9 +40,9 @@ class _Walker:
         self._functions = functions
 
     def block(self, block: Any, env: Env, scope: str, outer: list[str]) -> list[Ref]:
-        """Walks the operations of a block; returns what names the values it returns.
+        """Add the operations of a block; return references to the values it returns.
 
-        `outer` is where the operation that holds the block stands, which the locations inside it repeat.
+        `outer` is the location of the operation that holds the block, which is a prefix of the locations inside.
         """
         for view in block.operations:
             op = view.operation
@@ -51,7 +51,7 @@ class _Walker:
             where = _parts(_loc(op.location))
             inner = where[len(outer) :] if where[: len(outer)] == outer else where
             if outer and inner and re.fullmatch(r"cond|body|branch_\d+_fun", inner[0]):
-                inner = inner[1:]  # the region has a scope of its own
+                inner = inner[1:]  # the region already has a scope
             scopes = scopes_of("/".join(inner[:-1]))
             here = "/".join(filter(None, [scope, *scopes]))
             env.update(zip(op.results, self._operation(op, env, here, where), strict=True))
@@ -70,7 +70,7 @@ class _Walker:
         attrs = {name: str(op.attributes[name]) for name in op.attributes}
         kind = "Const" if op.name == "stablehlo.constant" else op.name
         if op.name in _OPENED:
-            # What happens inside lies in a scope, beside a node that takes what comes in and what is returned there.
+            # The scope holds the operations inside, and a node that takes the inputs and the regions' results.
             scope = self.builder.scope(scope, short)
             inputs += self._inside(op, env, scope, inputs, where)
         return self.builder.add([scope], short, kind, inputs, outputs, attrs)[: len(outputs)]
@@ -90,7 +90,7 @@ def _operations(op: Any) -> list[Any]:
 
 
 def _tensor(value: Any) -> Tensor:
-    """From the type as written, such as `tensor<2x3xf32>`."""
+    """Parse a type such as `tensor<2x3xf32>`."""
     match = re.fullmatch(r"tensor<((?:[\d?]+x)*)([\w<>]+)(?:,.*)?>", str(value.type))
     if match is None:
         return Tensor(None, "")
@@ -102,7 +102,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _loc(location: Any) -> str:
-    """The name in a location: `loc("jit(step)/dense/mul"(…))` gives `jit(step)/dense/mul`."""
+    """Return the name in a location: `loc("jit(step)/dense/mul"(…))` gives `jit(step)/dense/mul`."""
     match = re.match(r'loc\("([^"]*)"', str(location))
     return match.group(1) if match else ""
 
@@ -113,7 +113,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _path(written: str) -> str:
-    """`state.params['dense']['w']` as a path: `state/params/dense/w`."""
+    """Convert `state.params['dense']['w']` to the path `state/params/dense/w`."""
     keys = re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)|^(\w+)", written)
     return "/".join(next(filter(None, key)) for key in keys)
 

@@ -1,4 +1,4 @@
-"""A GraphDef from a jaxpr: each equation a node, each function inside it a scope that opens."""
+"""Conversion of a jaxpr to a GraphDef: equations become nodes, inner functions become scopes."""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _HIDDEN_PARAMS = {
 
 
 def from_traced(traced: Any) -> Any:
-    """The graph of a `jax.stages.Traced`: arguments and results are named by their paths."""
+    """Return the GraphDef of a `jax.stages.Traced`; arguments and results are named by their paths."""
     jaxpr = traced.jaxpr.jaxpr
     builder = GraphBuilder()
     env: Env = {}
@@ -45,7 +45,7 @@ def from_traced(traced: Any) -> Any:
 
 
 def _argument_names(traced: Any, count: int) -> list[str]:
-    """`state/params/dense/kernel`: the name of the argument, and the leaf's path in it."""
+    """Return names such as `state/params/dense/kernel`: the name of the argument and the leaf's path in it."""
     leaves = jax.tree_util.tree_leaves_with_path(traced.args_info)
     written = getattr(getattr(traced.jaxpr.jaxpr, "debug_info", None), "arg_names", None) or ()
     names = []
@@ -70,7 +70,7 @@ class _Walker:
         self.builder = builder
 
     def ref(self, atom: Any, env: Env, scope: str) -> Ref:
-        """What names the value of a variable; a literal that is handed on becomes a constant."""
+        """Return the reference of a variable; a literal becomes a constant node."""
         if not isinstance(atom, core.Literal):
             return env[atom]
         (name,) = self.builder.add([scope], "const", "Const", [], [_tensor(atom)], {"value": str(atom.val)})
@@ -83,7 +83,7 @@ class _Walker:
             env.update(zip(eqn.outvars, results, strict=True))
 
     def call(self, closed: Any, inputs: Sequence[Ref], scope: str) -> list[Ref]:
-        """Walks a function's body under a scope; returns what names its results."""
+        """Add a function's body under a scope; return references to its results."""
         jaxpr = getattr(closed, "jaxpr", closed)
         env: Env = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False):
@@ -103,7 +103,7 @@ class _Walker:
         body = _body(eqn)
         if body is not None:
             label = str(eqn.params.get("name") or name)
-            # custom_jvp_call that holds nothing but jit[relu] is one scope, relu, not two.
+            # A custom_jvp_call that holds only jit[relu] becomes one scope, relu, not two.
             opened = scope if _is_wrapper(body) else self.builder.scope(scope, label)
             return self.call(body, self._inputs(eqn.invars, env, opened), opened)
         literals = {f"input_{i}": str(atom.val) for i, atom in enumerate(eqn.invars) if isinstance(atom, core.Literal)}
@@ -143,9 +143,9 @@ class _Walker:
             add([opened], "carry", "WhileCarry", [ref], [_tensor(var)])[0]
             for ref, var in zip(inputs[start:], eqn.outvars, strict=True)
         ]
-        (go_on,) = self.call(params["cond_jaxpr"], inputs[:n_cond] + carries, self.builder.scope(opened, "cond"))
+        (predicate,) = self.call(params["cond_jaxpr"], inputs[:n_cond] + carries, self.builder.scope(opened, "cond"))
         results = self.call(params["body_jaxpr"], inputs[n_cond:start] + carries, self.builder.scope(opened, "body"))
-        control = f"^{go_on.partition(':')[0]}"
+        control = f"^{predicate.partition(':')[0]}"
         return [
             add([opened], "exit", "WhileExit", [ref, control], [_tensor(var)])[0]
             for ref, var in zip(results, eqn.outvars, strict=True)
@@ -165,17 +165,17 @@ class _Walker:
 
 
 def _name_stack(eqn: Any) -> str:
-    """The scopes an equation was traced in; JAX promises no such attribute, and the graph does without."""
+    """Return the name stack of an equation; empty if this version of JAX does not have the attribute."""
     return str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
 
 
 def _body(eqn: Any) -> Any:
-    """The function an equation calls with its own operands, if any (jit, remat, custom_jvp, shard_map …)."""
+    """Return the function that an equation calls with its operands, if any (jit, remat, custom_jvp, shard_map …)."""
     inner = [p for p in eqn.params.values() if isinstance(p, core.Jaxpr | core.ClosedJaxpr)]
     if len(inner) != 1:
         return None
     jaxpr = getattr(inner[0], "jaxpr", inner[0])
-    # A reducer's operands are scalars; those of a function are the equation's own, or parts of them.
+    # Operands of a reducer are scalars; those of a called function have the ranks of the equation's operands.
     ranks = [len(getattr(var.aval, "shape", ())) for var in jaxpr.invars]
     fits = ranks == [len(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
     return inner[0] if fits and len(jaxpr.outvars) == len(eqn.outvars) else None

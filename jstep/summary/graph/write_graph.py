@@ -1,4 +1,4 @@
-"""Graphs: functions as StableHLO text, or as GraphDefs that TensorBoard draws."""
+"""Writing functions as StableHLO or as GraphDefs, which TensorBoard draws."""
 
 import os
 import tempfile
@@ -15,10 +15,10 @@ from jstep.summary.proto import decode_error, is_message, proto
 
 
 def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
-    """The GraphDef of a function, traced with `args` and `kwargs`, or of what was traced before.
+    """Return the GraphDef of a graph, or of a function traced with `args` and `kwargs`.
 
     Raises:
-        TypeError: It is no graph and no function; or a graph with arguments.
+        TypeError: `graph` is neither a graph nor a function, or is a graph and arguments are given.
     """
     if isinstance(graph, bytes | bytearray) or is_message(graph, "GraphDef"):
         _no_arguments(graph, args, kwargs)
@@ -26,29 +26,30 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return proto("GraphDef").FromString(data)
         except decode_error() as error:
-            raise TypeError(f"graph: {len(data)} bytes that are no serialized GraphDef: {error}") from error
+            raise TypeError(f"graph: {len(data)} bytes that are not a serialized GraphDef: {error}") from error
     staged = _staged(graph, args, kwargs)
     return from_lowered(staged) if isinstance(staged, jax.stages.Lowered) else from_traced(staged)
 
 
 def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
-    """Writes a graph to the file `logdir/name`, whole or not at all.
+    """Write a graph to the file `logdir/name` atomically.
 
-    As text it is StableHLO, what XLA compiles; as binary, a GraphDef, what TensorBoard and Netron draw. Under a
-    name that ends in `.pbtxt`, and where a GraphDef is given, the text is a GraphDef in protobuf's text format.
+    As text, the graph is written as StableHLO, which XLA compiles. As binary, it is written as a GraphDef, which
+    TensorBoard and Netron draw. If the name ends in `.pbtxt` or a GraphDef is given, text means a GraphDef in
+    protobuf's text format.
 
     Args:
         graph: A `jax.stages.Traced` or `Lowered`, a `GraphDef`, or a function of no arguments.
-        logdir: The directory; it is made where it does not exist.
+        logdir: The directory; created if it does not exist.
         name: The name of the file, in `logdir` or below it.
-        as_text: Text or binary.
+        as_text: Whether to write text instead of binary.
 
     Returns:
         The path of the file.
 
     Raises:
-        TypeError: The graph is none of these, or another argument of a wrong type.
-        ValueError: The name leads out of `logdir`.
+        TypeError: An argument has the wrong type.
+        ValueError: The name is not inside `logdir`.
         OSError: The file cannot be written.
 
     Example:

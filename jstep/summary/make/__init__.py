@@ -1,1 +1,1 @@
-"""What makes summaries: pure functions from values to pytrees with tags."""
+"""Functions that create summaries from values."""

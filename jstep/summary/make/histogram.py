@@ -1,10 +1,10 @@
-"""`histogram`: values counted into TensorFlow's exponential buckets on the device.
+"""Histogram summaries, counted on the device into TensorFlow's exponential buckets.
 
-The counting of float32 and smaller floats costs two reads of small tables a value, not a binary search: a
-cell of 2^18 neighbouring floats (a sign, an exponent and 5 bits of the mantissa) is narrower than any bucket,
-so that it holds one limit at most. The tables give the limits below the cell and the one inside it, and a
-comparison settles the rest. It is exact: the limits, which are doubles, are rounded up to the dtype of the
-values, and v ≥ limit holds for the one where it holds for the other.
+For float32 and narrower floats, each value costs two reads of small tables instead of a binary search. A cell of 2^18
+neighbouring floats (a sign, an exponent and 5 bits of the mantissa) is narrower than any bucket, so that it contains at
+most one limit. The tables hold the number of limits below the cell and the limit inside it; one comparison decides.
+Counts are exact: the limits, which are doubles, are rounded up to the dtype of the values, and v ≥ limit holds for the
+rounded limit if and only if it holds for the double.
 """
 
 import functools
@@ -28,12 +28,12 @@ NumPyArray: TypeAlias = np.ndarray[Any, Any]
 
 _CELL_BITS = 18
 _READ_AT_ONCE = 2**16
-"""Elements that are looked at eagerly for a non-finite value, where they are there already."""
+"""Largest array on the device that is checked eagerly for non-finite values, if it is ready."""
 
 
 @functools.cache
 def bucket_limits() -> NumPyArray:
-    """TensorFlow's limits as doubles, `[1551]`: 0, and ±1e-12·1.1^i up to 1e20, and ±the largest double."""
+    """Return TensorFlow's limits as doubles, `[1551]`: 0, ±1e-12·1.1^i up to 1e20, and ±the largest double."""
     growing = itertools.takewhile(
         lambda v: v < 1e20, itertools.accumulate(itertools.repeat(1.1), _times, initial=1e-12)
     )
@@ -46,26 +46,23 @@ def _times(a: float, b: float) -> float:
 
 
 def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
-    """Makes a summary of the distribution of the values of an array.
+    """Return a summary of the distribution of the values of an array.
 
-    The values are counted on the device, into buckets whose limits grow by 10 % from 1e-12 to 1e20 on both
-    sides of zero; bucket i holds limit[i−1] ≤ x < limit[i]. Only the counts travel to the host: 6 kB,
-    whatever the array.
+    Values are counted on the device, into buckets whose limits grow by 10 % from 1e-12 to 1e20 on both sides of zero;
+    bucket i holds limit[i−1] ≤ x < limit[i]. Only the counts, 6 kB for any array, are transferred to the host.
 
     Args:
-        tag: Its name.
-        values: An array of real numbers of any shape. An eager call reads it before any later step can take
-            its buffer.
-        collections: The collections to put it in; None for the default one, () for none.
+        tag: The tag.
+        values: An array of real numbers of any shape. An eager call reads it before a later step can reuse its buffer.
+        collections: The collections to add the summary to; None for the default one, () for none.
 
     Returns:
         A `Summary`.
 
     Raises:
-        TypeError: The values are no array of real numbers.
-        ValueError: A value is NaN or infinite. Values of the host, and small arrays of the device that are
-            there already, are looked at once; of others the writer finds out when it writes, and raises at
-            its next call.
+        TypeError: The values are not an array of real numbers.
+        ValueError: A value is NaN or infinite. Values on the host, and small arrays on the device that are ready, are
+            checked at once. Others are checked by the writer, which raises at its next call.
 
     Example:
         >>> import jax.numpy as jnp, jstep.summary
@@ -89,7 +86,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
 
 
 def _eager(tag: str, values: Any) -> Any:
-    """Concrete values as an array, checked where that costs no wait for the device."""
+    """Convert concrete values to an array; check them if that does not wait for the device."""
     if not isinstance(values, jax.Array):
         given = values
         try:
@@ -112,21 +109,21 @@ def _eager(tag: str, values: Any) -> Any:
 
 
 def _as_device_dtype(values: NumPyArray) -> NumPyArray:
-    """Without `jax_enable_x64` the device has no 64-bit types; integers too large become floats."""
+    """Cast to a dtype of the device. Without `jax_enable_x64`, integers that exceed 32 bits become floats."""
     dtype = jax.dtypes.canonicalize_dtype(values.dtype)
     if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
         info = np.iinfo(dtype)
         if values.min() < info.min or values.max() > info.max:
             dtype = np.dtype(np.float32)
-    with np.errstate(over="ignore"):  # what overflows is found to be infinite
+    with np.errstate(over="ignore"):  # overflowing values become infinite and are reported
         return values.astype(dtype)
 
 
 def non_finite_error(tag: str, count: int, size: int) -> ValueError:
-    """The error for values that no bucket holds."""
+    """Return the error for non-finite values, which fit no bucket."""
     return ValueError(
         f"histogram {tag!r}: {count} of {size} values are NaN or infinite. The run has probably diverged: "
-        "look at the loss and the gradients of the steps before (NanLossHook stops at the first such step), "
+        "look at the loss and the gradients of earlier steps (NanLossHook stops at the first such step), "
         "or leave them out with jnp.where or jnp.nan_to_num."
     )
 
@@ -134,15 +131,15 @@ def non_finite_error(tag: str, count: int, size: int) -> ValueError:
 @jax.jit
 @on_any_mesh
 def _count(x: Array) -> dict[str, Array]:
-    """The fields of a `Histogram`. Axes are summed one by one, which keeps float32 sums accurate."""
+    """Return the fields of a `Histogram`. Axes are summed separately, which keeps float32 sums accurate."""
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:
         finite = jnp.ones(x.shape, bool)
     else:
-        x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)  # exact: all others are narrower
+        x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)  # exact: all other dtypes are narrower
         finite = jnp.isfinite(x)
         x = jnp.where(finite, x, jnp.zeros((), x.dtype))
     counts = jnp.zeros(bucket_limits().size + 1, jnp.int32).at[_bucket(x)].add(finite.astype(jnp.int32))
-    # Nothing is below -DBL_MAX, so that bucket i of TensorFlow is the one that ends at limit i.
+    # No value is below -DBL_MAX, so TensorFlow's bucket i is the one that ends at limit i.
     counts = counts[:-1]
     extremes = jnp.stack([x.min(), x.max()]) if x.size else jnp.zeros(2, x.dtype)
     y = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
@@ -164,7 +161,7 @@ def _power_of_two(exponent: Array, dtype: Any) -> Array:
 
 
 def _sum(x: Array) -> Array:
-    """The sum in parts of a few thousand elements, so that none is lost to rounding."""
+    """Sum in parts of a few thousand elements, to limit rounding errors."""
     if x.ndim == 1 and x.size > 4096:
         whole = x.size // 1024 * 1024
         return x[:whole].reshape(-1, 1024).sum(axis=1).sum() + x[whole:].sum()
@@ -174,13 +171,13 @@ def _sum(x: Array) -> Array:
 
 
 def _bucket(x: Array) -> Array:
-    """The number of limits ≤ x, elementwise."""
+    """Return the number of limits ≤ x, elementwise."""
     limits = _limits_as(x.dtype)
     if x.dtype != jnp.float32:
         below_all = float(np.iinfo(x.dtype).min) if x.dtype.kind in "iu" else -np.inf
         start = int(np.searchsorted(bucket_limits(), below_all))
         found = jnp.searchsorted(jnp.asarray(limits), x, side="right").astype(jnp.int32) + start
-        return jnp.minimum(found, bucket_limits().size - 1)  # the largest double lies in the last bucket
+        return jnp.minimum(found, bucket_limits().size - 1)  # the largest double belongs to the last bucket
     below, inside = _cells()
     key = _sortable(jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.where)
     cell = (key >> np.uint32(_CELL_BITS)).astype(jnp.int32)
@@ -188,15 +185,15 @@ def _bucket(x: Array) -> Array:
 
 
 def _sortable(bits: Any, where: Any) -> Any:
-    """Bits of float32 as uint32 in the order of the floats, subnormals too, which devices take for 0."""
+    """Map bits of float32 to uint32 in the order of the floats, subnormals included, which devices flush to 0."""
     sign = np.uint32(2**31)
     return where(bits >= sign, ~bits, bits | sign)
 
 
 def _limits_as(dtype: Any) -> NumPyArray:
-    """The limits in the dtype of the values, rounded up: v ≥ limit there just where v ≥ limit as doubles.
+    """Return the limits in the dtype of the values, rounded up so that comparisons give the same as with doubles.
 
-    Limits below all integers of a dtype are left out, and so are those above, which none reaches.
+    Limits outside the range of an integer dtype are left out.
     """
     limits = bucket_limits()
     if dtype == np.float64:
@@ -207,16 +204,16 @@ def _limits_as(dtype: Any) -> NumPyArray:
         return np.where(rounded < limits, np.nextafter(rounded, np.float32(np.inf)), rounded)
     info = np.iinfo(dtype)
     inside = limits[(limits >= float(info.min)) & (limits <= float(info.max))]
-    # As Python's integers: the largest int64 is no double.
+    # Computed with Python integers: the largest int64 is not representable as a double.
     return np.array([min(int(np.ceil(v)), info.max) for v in inside.tolist()], dtype)
 
 
 @functools.cache
 def _cells() -> tuple[NumPyArray, NumPyArray]:
-    """For each cell of float32: the number of limits ≤ its smallest value, and the key of the next limit."""
+    """Return, for each cell of float32, the number of limits ≤ its smallest value and the key of the next limit."""
     limits = _limits_as(np.dtype(np.float32))
     limit_keys = _sortable(limits.view(np.uint32), np.where)
-    limit_keys[limits == 0] -= 1  # -0 lies just below 0 in this order, and belongs with it
+    limit_keys[limits == 0] -= 1  # -0 comes just before 0 in this order, but belongs to the same bucket
     smallest = np.arange(2 ** (32 - _CELL_BITS), dtype=np.uint32) << _CELL_BITS
     below = np.searchsorted(limit_keys, smallest, side="right").astype(np.int32)
     inside = np.append(limit_keys, np.uint32(2**32 - 1))[below]

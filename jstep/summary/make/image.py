@@ -1,4 +1,4 @@
-"""`image`: pictures, brought to bytes on the device."""
+"""Image summaries, converted to uint8 on the device."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,27 +21,24 @@ CHANNELS = (1, 3, 4)
 
 
 def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequence[str] | None = DEFAULT) -> Summary:
-    """Makes a summary of pictures: the first `max_images` of a batch.
+    """Return a summary of images: the first `max_images` of a batch.
 
-    uint8 pixels are taken as they are. Floats are rescaled picture by picture: where none is negative, the
-    largest becomes 255; where one is, 0 lies at 127 and the scale is the largest that keeps all values within
-    0 … 255:
+    uint8 pixels are left unchanged. Floats are rescaled separately for each image. If no value is negative, the largest
+    becomes 255. Otherwise 0 becomes 127, and the scale is the largest that keeps all values within 0 … 255:
 
         y = ⌊255·x / max(x)⌋    or    y = ⌊127 + x·min(127 / |min(x)|, 128 / max(x))⌋
 
-    A pixel with a value that is not finite is red (white where there is one channel) and does not count for
-    the scale.
+    A pixel with a non-finite value is red (white if there is one channel) and does not affect the scale.
 
     Args:
-        tag: The name. The pictures are tagged `tag/image/0`, `tag/image/1`, …, or `tag/image` where
-            max_images is 1.
+        tag: The tag. The images are tagged `tag/image/0`, `tag/image/1`, …, or `tag/image` if `max_images` is 1.
         tensor: `[batch, height, width, channels]`, uint8 or floating, with 1 (gray), 3 (RGB) or 4 (RGBA)
             channels.
-        max_images: How many pictures to take at most; None for 3.
-        collections: The collections to put it in; None for the default one, () for none.
+        max_images: Maximum number of images to take; None for 3.
+        collections: The collections to add the summary to; None for the default one, () for none.
 
     Returns:
-        A `Summary` that holds uint8 pixels; they are compressed to PNG on the writer's thread.
+        A `Summary` with uint8 pixels, which are compressed to PNG on the writer's thread.
 
     Raises:
         ValueError: The tensor is not of rank 4, has another number of channels, or max_images < 1.
@@ -52,8 +49,8 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
         >>> jstep.summary.image("digits", jnp.zeros((8, 28, 28, 1)), max_images=2)
         Summary('digits/image/0', 'digits/image/1')
 
-    Source: TensorFlow's `image_summary`. Its documentation puts 0 at 127 and its kernel put it at 128, with a
-    smallest value of 1; this is the documented rule.
+    Source: TensorFlow's `image_summary`. Its documentation maps 0 to 127; its kernel mapped it to 128, with a smallest
+    value of 1. This follows the documentation.
     """
     check_tag(tag, "image")
     max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
@@ -74,11 +71,11 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
         raise ValueError(f"image {tag!r}: pictures without pixels: shape {shape}")
     if tensor.dtype != jnp.uint8 and not jnp.issubdtype(tensor.dtype, jnp.floating):
         raise TypeError(
-            f"image {tag!r}: pixels must be uint8 (0 … 255, taken as they are) or floating (rescaled), "
+            f"image {tag!r}: pixels must be uint8 (0 … 255, unchanged) or floating (rescaled), "
             f"not {tensor.dtype}; convert with x.astype"
         )
     count = min(max_images, shape[0])
-    # The tag follows the number asked for, so that a short batch does not start another series.
+    # The tag depends on the requested number, so that a short batch does not start another series.
     tags = (f"{tag}/image",) if max_images == 1 else tuple(f"{tag}/image/{i}" for i in range(count))
     with internal_transfers():
         pixels = _pixels(tensor, count)
@@ -100,8 +97,8 @@ def _first_as_uint8(x: Array, count: int) -> Array:
 
 
 def _rescale(x: Array) -> Array:
-    """One picture `[height, width, channels]` as uint8."""
-    # A sixteenth: the reciprocal of the largest float32 is not a normal number.
+    """Convert an image `[height, width, channels]` to uint8."""
+    # Scaled by 1/16, since the reciprocal of the largest float32 is not a normal number.
     x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32) * 0.0625
     finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
 
@@ -112,17 +109,17 @@ def _rescale(x: Array) -> Array:
     zero = jnp.where(low < 0, 127.0, 0.0).astype(x.dtype)
     largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
     is_flat = ~jnp.isfinite(largest) | (largest < _ZERO * 0.0625)
-    # Brought to 1 first, so that the scale neither overflows nor vanishes.
+    # Normalized to 1 first, so that the scale neither overflows nor underflows.
     unit = jnp.where(is_flat, 1.0, largest).astype(x.dtype)
     low, high = low / unit, high / unit
     down = 127.0 / jnp.maximum(-low, _ZERO)
     up = jnp.where(low < 0, 128.0, 255.0) / jnp.maximum(high, _ZERO)
     scale = jnp.where(is_flat, 0.0, jnp.minimum(jnp.where(low < 0, down, jnp.inf), up)).astype(x.dtype)
-    # Truncated, as TensorFlow does; the margin is for a largest value that would come to 254.99998.
+    # Truncated as in TensorFlow; the margin is for a largest value that would become 254.99998.
     y = jnp.floor(of(0.0) / unit * scale + zero + 1e-3)
     bad = jnp.array([255, 0, 0, 255][: x.shape[-1]] if x.shape[-1] > 1 else [255], dtype=jnp.uint8)
     return jnp.where(finite, jnp.clip(y, 0, 255).astype(jnp.uint8), bad[None, None, :])
 
 
 _ZERO = 1e-6
-"""A picture whose values all lie below this is black, as in TensorFlow."""
+"""An image whose values are all below this is black, as in TensorFlow."""

@@ -1,4 +1,4 @@
-"""`merge`."""
+"""Merging of summaries."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,21 +9,20 @@ from jstep.summary.values import Part, Summary, find_summaries
 
 
 def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None = ()) -> Summary:
-    """Makes one summary of several.
+    """Merge several summaries into one.
 
     Args:
-        summaries: Summaries. None, which `collect` and `merge_all` return where there was none, is passed
-            over.
-        collections: The collections to put it in; none as a rule, since its parts are in theirs. A summary
-            that was returned from a transformed function is put into the collection of the function around it
-            by this.
+        summaries: The summaries. None, which `collect` and `merge_all` return if there is no summary, is skipped.
+        collections: The collections to add the result to; none by default, since its parts are in their collections
+            already. Use it to add a summary returned from a transformed function to the collection of the enclosing
+            function.
 
     Returns:
         A `Summary`.
 
     Raises:
-        ValueError: Two values have the same tag; names it.
-        TypeError: An entry is no summary.
+        ValueError: Two values have the same tag; the message names it.
+        TypeError: An entry is not a summary.
 
     Example:
         >>> from jstep import summary
@@ -43,7 +42,7 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
         if not isinstance(summary, Summary):
             raise TypeError(
                 f"merge: expected summaries of jstep.summary, not {type(summary).__name__}; write protos "
-                "one by one with add_summary"
+                "separately with add_summary"
             )
         parts += summary.parts
     merged = merge_parts(parts)
@@ -53,13 +52,13 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
 
 
 def summaries_in(tree: Any) -> Summary | None:
-    """All summaries in a pytree, such as the metrics of a train step, merged; None where there is none.
+    """Merge all summaries in a pytree, such as the metrics of a train step; return None if it has none.
 
     Args:
         tree: Any pytree.
 
     Raises:
-        ValueError: Two values have the same tag; names it.
+        ValueError: Two values have the same tag; the message names it.
 
     Example:
         >>> from jstep import summary

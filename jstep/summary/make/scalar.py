@@ -1,4 +1,4 @@
-"""`scalar` and `zero_fraction`."""
+"""Scalar summaries, and the fraction of zeros in an array."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,22 +16,22 @@ from jstep.summary.values import Scalars, Summary, check_tag, keep
 
 
 def scalar(tags: Any, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
-    """Makes a summary of one number, or of an array of numbers with a tag each.
+    """Return a summary of one number, or of an array of numbers with one tag each.
 
-    An eager call with an array of the device waits for nothing: the value is copied there and read when it is
-    written.
+    An eager call with an array on the device does not wait for it: the value is copied there and read when the summary
+    is written.
 
     Args:
         tags: A string, or a list or array of strings.
         values: A real number, or an array or list of numbers with the shape of `tags`.
-        collections: The collections to put it in; None for the default one, () for none.
+        collections: The collections to add the summary to; None for the default one, () for none.
 
     Returns:
         A `Summary`, a pytree whose tags are static.
 
     Raises:
         ValueError: The shapes differ, or a tag is empty or given twice.
-        TypeError: A tag is no string, or a value no real number.
+        TypeError: A tag is not a string, or a value is not a real number.
 
     Example:
         >>> import jstep.summary
@@ -78,7 +78,7 @@ def _many(tags: Any, values: Any) -> tuple[Scalars, ...]:
             raise ValueError(f"scalar: duplicate tag {tag!r} in {tags!r}")
     if is_array(values):
         return (Scalars(flat, names.ndim, _number(values, flat[0] if flat else "", names.shape)),) if flat else ()
-    # A list may hold arrays, traced ones too: each stays an array of its own, so that none is waited for.
+    # A list may hold arrays, traced ones included. They are kept separate, to wait for none of them.
     is_list = isinstance(values, list | tuple)
     entries = jax.tree.leaves(values, is_leaf=lambda x: not isinstance(x, list | tuple)) if is_list else []
     if not is_list or _nesting(values) != names.shape or len(entries) != len(flat):
@@ -119,7 +119,7 @@ def _shape_error(tag: str, tags: tuple[int, ...], values: tuple[int, ...]) -> Va
 
 
 def zero_fraction(value: Any) -> Array:
-    """The fraction of zeros in an array: how sparse it is.
+    """Return the fraction of zeros in an array (its sparsity).
 
     zero_fraction(x) = (number of i with x_i = 0) / (number of elements), NaN for an empty array, as in
     TensorFlow.
@@ -131,14 +131,14 @@ def zero_fraction(value: Any) -> Array:
         A float32 scalar.
 
     Raises:
-        TypeError: It is no array of numbers.
+        TypeError: `value` is not an array of numbers.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep.summary
         >>> print(jstep.summary.zero_fraction(jax.nn.relu(jnp.array([-1.0, -2.0, 0.0, 3.0]))))
         0.75
 
-    Source: TensorFlow's `tf.nn.zero_fraction`. The zeros are counted as integers, so the count is exact.
+    Source: TensorFlow's `tf.nn.zero_fraction`. Zeros are counted as integers, so the count is exact.
     """
     if not is_traced(value) and not isinstance(value, jax.Array):
         value = _as_numbers(value)

@@ -1,4 +1,4 @@
-"""`text`."""
+"""Text summaries."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +10,20 @@ from jstep.summary.values import Summary, Text, check_tag
 
 
 def text(tag: str, text: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
-    """Makes a summary of text, which TensorBoard's Text tab renders as Markdown.
+    """Return a summary of strings, which TensorBoard's Text tab renders as Markdown.
 
-    The text is static: inside a compiled function it is what it was when the function was traced.
+    The strings are static: inside a compiled function they are those of the trace.
 
     Args:
-        tag: Its name.
+        tag: The tag.
         text: A string, or a list or table (rank 1 or 2) of strings.
-        collections: The collections to put it in; None for the default one, () for none.
+        collections: The collections to add the summary to; None for the default one, () for none.
 
     Returns:
-        A `Summary` with no leaves.
+        A `Summary` without leaves.
 
     Raises:
-        TypeError: The text is no string and no list or table of strings.
+        TypeError: `text` is not a string or a list or table of strings.
 
     Example:
         >>> import jstep.summary

@@ -1,1 +1,1 @@
-"""Event files read back: as events, and as series of scalars."""
+"""Reading event files, as events or as series of scalars."""

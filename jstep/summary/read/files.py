@@ -1,4 +1,4 @@
-"""Which files hold events; of this machine, and of object stores."""
+"""Finding event files, locally and in object stores."""
 
 import os
 import stat
@@ -7,14 +7,14 @@ from jstep.stores import is_directory, is_url, join, names_in, opened, walked
 
 
 def is_event_file(name: str) -> bool:
-    """Whether a file of that name is one that TensorBoard reads."""
+    """Whether TensorBoard reads files of this name."""
     return "tfevents" in os.path.basename(name)
 
 
 def event_files(path: str) -> list[str]:
-    """The event files of a directory in the order they were written, or the file itself; URLs likewise.
+    """Return the event files of a directory (or URL) in the order they were written, or a single file itself.
 
-    What only has the name of one, a directory or a pipe, is none: a read of it would fail, or wait for ever.
+    Directories and pipes with the name of an event file are left out: reading them would fail or wait forever.
     """
     if not is_directory(path):
         return [path]
@@ -22,7 +22,7 @@ def event_files(path: str) -> list[str]:
 
 
 def find_runs(logdir: str) -> list[str]:
-    """The directories at and below `logdir` that hold event files, sorted."""
+    """Return the directories at and below `logdir` that hold event files, sorted."""
     return [
         path
         for path, names in walked(logdir)
@@ -31,19 +31,19 @@ def find_runs(logdir: str) -> list[str]:
 
 
 def check_file(path: str) -> None:
-    """That events can be read from this path.
+    """Check that events can be read from a path.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        IsADirectoryError: It is a directory; names the event files in it.
-        OSError: It is no regular file, or cannot be read.
+        FileNotFoundError: The file does not exist.
+        IsADirectoryError: The path is a directory; the message lists the event files in it.
+        OSError: The path is not a regular file, or cannot be read.
     """
     if is_directory(path):
         files = list(filter(is_event_file, names_in(path)))
         found = f"; it holds {', '.join(files[:5])}" if files else "; it holds no event files"
         raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory{found}")
     if not is_url(path) and os.path.exists(path) and not _is_file(path):
-        raise OSError(f"{path!r} is no file (a pipe, a socket or a device), and events are read from files")
+        raise OSError(f"{path!r} is not a file (a pipe, a socket or a device), and events are read from files")
     with opened(path):
         pass  # a missing file is an error here, not at the first event
 
@@ -53,5 +53,5 @@ def _is_file(path: str) -> bool:
         return True
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:  # such as a link to nothing
+    except OSError:  # such as a broken link
         return False

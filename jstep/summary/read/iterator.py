@@ -1,4 +1,4 @@
-"""`summary_iterator`: the events of a file, one by one."""
+"""Iteration over the events of a file."""
 
 import os
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from jstep.summary.records import FOOTER, HEADER, DataLossError, read_records
 
 
 def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Iterates over the events of an event file.
+    """Iterate over the events of an event file.
 
-    The checksum of each record is checked. A record that the file ends inside of, which is what a run that
-    was killed leaves, ends the iteration; the events before it are all there.
+    The checksum of each record is verified. An incomplete record at the end of the file, as left by a run that was
+    killed, ends the iteration after the complete events.
 
     Args:
         path: An event file, or the URL of one in an object store.
@@ -23,10 +23,10 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
         An iterator over `Event` protos (of `tensorboard.compat.proto.event_pb2`).
 
     Raises:
-        FileNotFoundError: There is no such file.
-        IsADirectoryError: The path is a directory; names the event files in it.
-        OSError: It is no regular file.
-        DataLossError: While iterating: a record is damaged; names the path and the offset.
+        FileNotFoundError: The file does not exist.
+        IsADirectoryError: The path is a directory; the message lists the event files in it.
+        OSError: The path is not a regular file.
+        DataLossError: While iterating: a record is corrupted; the message has the path and the offset.
         ImportError: tensorboard is not installed.
 
     Example:
@@ -51,7 +51,7 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
                 try:
                     decoded = event.FromString(data)
                 except decode_error() as error:
-                    raise DataLossError(path, offset, f"it is no Event: {error}") from error
+                    raise DataLossError(path, offset, f"it is not an Event: {error}") from error
                 yield decoded
                 offset += HEADER + len(data) + FOOTER
 

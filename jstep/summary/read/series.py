@@ -1,4 +1,4 @@
-"""Scalars read back as series, as TensorBoard would show them."""
+"""Reading scalars as series, as TensorBoard shows them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from jstep.summary.records import DataLossError
 
 
 class Point(NamedTuple):
-    """A scalar at a step; `wall_time` in seconds since 1970."""
+    """A scalar at a step, with `wall_time` in seconds since 1970."""
 
     step: int
     wall_time: float
@@ -22,19 +22,20 @@ class Point(NamedTuple):
 
 
 def read_scalars(
-    path: str | os.PathLike[str], damaged: Callable[[DataLossError], None] | None = None
+    path: str | os.PathLike[str], on_corrupted: Callable[[DataLossError], None] | None = None
 ) -> dict[str, list[Point]]:
-    """Tag → points, in the order of the tags' first events.
+    """Return tag → points, in the order of the tags' first events.
 
-    Steps only grow: a session that starts at step N replaces what earlier ones wrote from N on, and so does a
+    Steps increase within a series: a session that starts at step N replaces the earlier points from N on, and so does a
     point at a step that was written before.
 
     Args:
-        path: An event file, or the directory of a run; a URL will do.
-        damaged: Is told of damaged files, whose events before the damage count; otherwise damage is raised.
+        path: An event file or the directory of a run, as a path or a URL.
+        on_corrupted: Called with the error of each corrupted file; the events before the corrupted record are kept. By
+            default, the error is raised.
 
     Raises:
-        DataLossError: A file is damaged.
+        DataLossError: A file is corrupted.
     """
     series: dict[str, list[Point]] = {}
     for file in event_files(location(path, "path")):
@@ -42,9 +43,9 @@ def read_scalars(
             for event in summary_iterator(file):
                 _add(series, event)
         except DataLossError as error:
-            if damaged is None:
+            if on_corrupted is None:
                 raise
-            damaged(error)
+            on_corrupted(error)
     return series
 
 
@@ -66,7 +67,7 @@ def _drop_from(points: list[Point], step: int) -> None:
 
 
 def _number(value: Any) -> float | None:
-    """The scalar in a value, None where it holds something else; TensorFlow 2 writes scalars as tensors."""
+    """Return the scalar in a value, or None if it is not one; TensorFlow 2 writes scalars as tensors."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return float(value.simple_value)

@@ -1,1 +1,1 @@
-"""From summaries to event files: a writer, its thread, and the protos that it makes."""
+"""Writing summaries to event files, on a background thread."""

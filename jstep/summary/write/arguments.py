@@ -1,4 +1,4 @@
-"""What the writer's methods are given, checked and brought to one form."""
+"""Validation and conversion of the arguments of the writer's methods."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jstep.summary.values import Summary, keep
 
 
 def as_step(step: Any) -> Any:
-    """A step that may be an array, safe from donation; it is read on the thread."""
+    """Check a step. An array is copied, since it may be donated, and read on the writer's thread."""
     if step is None:
         return None
     if is_traced(step):
@@ -30,20 +30,20 @@ def as_step(step: Any) -> Any:
 
 _HINTS: dict[type, str] = {
     float: "; summary.scalar(tag, value) makes one",
-    dict: "; summary.scalar(names, values) makes one of numbers, summaries_in finds those in a tree",
-    list: "; summary.merge makes one of several",
-    tuple: "; summary.merge makes one of several",
+    dict: "; summary.scalar(names, values) makes one from numbers, summaries_in finds those in a tree",
+    list: "; summary.merge makes one from several",
+    tuple: "; summary.merge makes one from several",
 }
 
 
 def as_serialized(x: Any, name: str, method: str, other: str) -> bytes:
-    """A message of that name as bytes; TensorFlow's own protos are taken as tensorboard's are."""
+    """Serialize a message of this name; both tensorboard's and TensorFlow's protos are accepted."""
     if isinstance(x, bytes | bytearray | memoryview):
         data = bytes(x)
         try:
             proto(name).FromString(data)
         except decode_error() as error:
-            raise TypeError(f"{method}: {len(data)} bytes that are no serialized {name}: {error}") from error
+            raise TypeError(f"{method}: {len(data)} bytes that are not a serialized {name}: {error}") from error
         return data
     if not is_message(x, name):
         other_name = "Event" if name == "Summary" else "Summary"

@@ -1,4 +1,4 @@
-"""From summaries to events: what the writer's thread does with the arrays once they are on the host."""
+"""Encoding of summaries as events, on the writer's thread."""
 
 import io
 from collections import defaultdict
@@ -18,12 +18,12 @@ Values: TypeAlias = list[Any]
 
 
 def event_bytes(step: int, wall_time: float, **fields: Any) -> bytes:
-    """A serialized Event."""
+    """Return a serialized Event."""
     return proto("Event")(step=step, wall_time=wall_time, **fields).SerializeToString()
 
 
 def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], list[Exception]]:
-    """What the thread does: a summary, the fields of an event, or an event that is serialized already."""
+    """Encode a job of the thread: a summary, the fields of an event, or an event that is already serialized."""
     if isinstance(what, bytes):
         return [what], []
     host_step = None if step is None else int(step)
@@ -35,16 +35,16 @@ def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], lis
 
 
 def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[list[bytes], list[Exception]]:
-    """The events of a summary, serialized; waits for its arrays.
+    """Return the serialized events of a summary, and the errors; wait for its arrays.
 
-    Leading axes, which scan and vmap add, are steps in their order, and the last of them is `last_step`;
-    without a step they are numbered from 0. A part that cannot be written does not keep the others from it.
+    Leading axes, added by scan and vmap, are steps in order, and the last one is `last_step`; without a step they are
+    numbered from 0. If a part cannot be encoded, the others still are.
     """
     if all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
         return _numbers(summary, last_step or 0, wall_time), []
     for leaf in jax.tree.leaves(summary):
         if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or is_here(leaf)) and leaf.is_fully_addressable:
-            leaf.copy_to_host_async()  # all transfers at once, before the first is waited for
+            leaf.copy_to_host_async()  # start all transfers before waiting for the first
     by_age: defaultdict[int, Values] = defaultdict(list)  # steps before the last one → values
     errors: list[Exception] = []
     for part in summary.parts:
@@ -66,7 +66,7 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
 
 
 def _numbers(summary: Summary, step: int, wall_time: float) -> list[bytes]:
-    """The event of scalars that are Python's floats: most of what is written, and nothing to wait for."""
+    """Encode scalars that are Python floats, the most common case, which waits for nothing."""
     if not summary.parts:
         return []
     event = proto("Event")(step=step, wall_time=wall_time)
@@ -79,21 +79,21 @@ def _on_host(x: Any, tag: str) -> NumPyArray:
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise RuntimeError(
-                f"summary {tag!r}: its array was deleted before it was written: a step that donates its "
-                "arguments took the buffer. Make the summary inside the step, or before the next one."
+                f"summary {tag!r}: its array was deleted before it was written: it was donated to a "
+                "step. Make the summary inside the step, or before the next one."
             )
         if not x.is_fully_addressable and not x.is_fully_replicated:
             raise ValueError(
-                f"summary {tag!r}: its array lies in parts on several processes ({x.sharding}), and "
-                "process 0 alone writes. Reduce it, or replicate it with jax.lax.with_sharding_constraint."
+                f"summary {tag!r}: its array is split over several processes ({x.sharding}), and "
+                "only process 0 writes. Reduce it, or replicate it with jax.lax.with_sharding_constraint."
             )
     return np.asarray(x)
 
 
 def _stacked(x: NumPyArray, rank: int, tag: str) -> NumPyArray:
-    """`x` with one leading axis, the steps."""
+    """Reshape `x` to one leading axis, the steps."""
     if x.ndim < rank:
-        raise ValueError(f"summary {tag!r}: an array of shape {x.shape} where one of rank {rank} or more was expected")
+        raise ValueError(f"summary {tag!r}: an array of shape {x.shape}, expected rank {rank} or more")
     return x.reshape(-1, *x.shape[x.ndim - rank :])
 
 
@@ -117,7 +117,7 @@ def _images(part: Images) -> Iterator[Values]:
     if batches.dtype != np.uint8 or (added != 1).any():
         raise ValueError(
             f"summary {tag!r}: pictures that were added up or averaged, as num_microbatches does with what "
-            "the loss function returns, are pictures no more. Make them outside of the loss function."
+            "the loss function returns, cannot be written. Make them outside of the loss function."
         )
     for batch in batches:
         yield [value(tag=tag, image=_png(pixels)) for tag, pixels in zip(part.tags, batch, strict=True)]
@@ -158,9 +158,9 @@ def _histograms(part: Histogram) -> Iterator[Values]:
 
 
 def _from_buckets(counts: NumPyArray) -> tuple[float, float, float, float]:
-    """Smallest and largest value, sum and sum of squares, as well as the buckets tell: within 10 %.
+    """Estimate smallest and largest value, sum and sum of squares from the buckets, within 10 %.
 
-    Counts of several microbatches add up to their histogram; their moments have been averaged.
+    Used for several microbatches: their counts add up to the histogram, but their moments were averaged.
     """
     limits = bucket_limits().clip(-1e20, 1e20)
     lefts = np.append(limits[:1], limits[:-1])
@@ -172,10 +172,10 @@ def _from_buckets(counts: NumPyArray) -> tuple[float, float, float, float]:
 
 
 def _histogram_proto(counts: NumPyArray, low: float, high: float, total: float, squares: float) -> Any:
-    """Runs of empty buckets between filled ones are one bucket, as TensorFlow writes them.
+    """Return the proto of a histogram. Runs of empty buckets between filled ones are merged, as in TensorFlow.
 
-    TensorFlow also writes the empty ones at either end. TensorBoard replaces their limits by the extremes,
-    which gives buckets that end before they begin; they are left out.
+    TensorFlow also writes the empty buckets at either end. They are left out here: TensorBoard replaces their limits by
+    the extremes, which gives buckets that end before they begin.
     """
     limits = bucket_limits()
     (filled,) = np.nonzero(counts)

@@ -1,4 +1,4 @@
-"""Where the events of a writer go: to which place, under which name, and what comes first."""
+"""Creation of event files: location, name and first record."""
 
 import itertools
 import os
@@ -13,20 +13,20 @@ from jstep.summary.write.encode import event_bytes
 from jstep.summary.write.sinks import LocalFile, ObjectFile, Sink
 
 FILE_VERSION = "brain.Event:2"
-"""From this version on TensorBoard goes by session logs to tell which events a restart has replaced."""
+"""From this version on, TensorBoard uses session logs to tell which events a restart has replaced."""
 
 _PREFIX = "events.out.tfevents."
 _START = 38.0
-"""Seconds in which an object store has taken the first object, or an error says why not."""
+"""Timeout in seconds for writing the first object to an object store."""
 
 _counter = itertools.count()
 
 
 def open_event_file(logdir: str, flush_secs: float) -> Sink:
-    """A new file in `logdir`, or a new object below it, with its first event.
+    """Create a file in `logdir`, or an object below it, with its first event.
 
     Raises:
-        OSError: The directory or the file cannot be written; names the directory.
+        OSError: The directory or the file cannot be written; the message has the directory.
     """
     if is_url(logdir):
         return _objects(logdir, flush_secs)
@@ -47,7 +47,7 @@ def _new_path(logdir: str) -> str:
 
 
 def _objects(logdir: str, flush_secs: float) -> ObjectFile:
-    """Objects, each of which begins like an event file; the first is there when this returns."""
+    """Create objects, each with the first record of an event file; the first is written before this returns."""
     objects = Objects(logdir)
     with objects.within(_START):
         name = _file_name(objects.list(_PREFIX, _PREFIX + "~"))
@@ -57,10 +57,10 @@ def _objects(logdir: str, flush_secs: float) -> ObjectFile:
 
 
 def _file_name(there: Iterable[str]) -> str:
-    """A name that sorts after all others in the directory, which is the order TensorBoard reads them in.
+    """Return a name that sorts after all others in the directory, since TensorBoard reads files in that order.
 
-    Process id and counter tell writers of one second apart. A file that sorts later for all that, since it is
-    of the same second or of a host whose clock is ahead, moves the time of this one forward.
+    Process id and counter distinguish writers of the same second. If an existing file still sorts later, because it is
+    of the same second or of a host whose clock is ahead, the time in the name is moved forward.
     """
     rest = f"{socket.gethostname()}.{os.getpid()}.{next(_counter):06d}"
     name = f"{_PREFIX}{int(time.time()):010d}.{rest}"

@@ -1,4 +1,4 @@
-"""What TensorBoard's HParams tab reads."""
+"""Hyperparameters for TensorBoard's HParams tab."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ _PLUGIN = "hparams"
 
 
 def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None, now: float) -> list[Any]:
-    """The `Summary.Value`s of a run's hyperparameters and results.
+    """Return the `Summary.Value`s of a run's hyperparameters and results.
 
-    No experiment is written: TensorBoard then gathers the columns from the runs, whatever each of them has.
+    No experiment is written, so that TensorBoard derives the columns from the runs.
 
     Raises:
-        TypeError: An entry is of a kind the tab does not know; names it.
+        TypeError: An entry has a type that the tab does not support; the message names the entry.
     """
     api, plugin = hparams_protos()
     flat = dict(_flat(hparams, "hparams"))

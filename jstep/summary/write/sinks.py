@@ -1,4 +1,4 @@
-"""Where a worker's records go: a file that is appended to, or objects below a URL."""
+"""Destinations for a worker's records: a local file, or objects below a URL."""
 
 import logging
 import math
@@ -12,32 +12,32 @@ _logger = logging.getLogger("jstep")
 
 
 class Sink(Protocol):
-    """Takes whole records."""
+    """A destination for records."""
 
     path: str
 
     def write(self, data: bytes) -> None:
-        """Adds records; all of them are there, or none, and it raises."""
+        """Append records atomically: on an error, none of them is written."""
 
     def sync(self) -> None:
-        """Makes what was written visible to readers. Raises nothing: what fails now is tried again."""
+        """Make the written records visible to readers. Does not raise: failures are retried."""
 
     def due(self) -> float:
-        """When `sync` should be called next, by the monotonic clock; infinity where nothing waits for it."""
+        """Return the time for the next `sync`, by the monotonic clock; infinity if nothing is pending."""
 
     def close(self) -> None:
-        """Ends it; raises where something written cannot be read there."""
+        """Close the destination; raise if written records could not be stored."""
 
 
 class LocalFile:
-    """A file of this machine.
+    """A local file.
 
     Args:
-        new_path: Makes its directory, and a name for it.
-        first: Makes its first record.
+        new_path: Creates the directory and returns a path for the file.
+        first: Returns the first record.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, new_path: Callable[[], str], first: Callable[[], bytes]) -> None:
@@ -55,10 +55,10 @@ class LocalFile:
             raise
 
     def write(self, data: bytes) -> None:
-        """As `Sink.write`.
+        """See `Sink.write`.
 
-        A file that somebody has removed meanwhile, with its directory or without, gets a successor in the same
-        place, so that what comes now is not lost without a word.
+        If the file or its directory was removed meanwhile, a new file is created in the same place, so that later
+        records are not lost silently.
         """
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:
@@ -66,7 +66,7 @@ class LocalFile:
                 self._file.close()
                 self._open()
                 _logger.warning(
-                    "%s was removed while a SummaryWriter wrote to it, and what it held is gone; summaries go on in %s",
+                    "%s was removed while a SummaryWriter wrote to it, and its events are lost; continuing in %s",
                     removed,
                     self.path,
                 )
@@ -82,42 +82,42 @@ class LocalFile:
                 left = left[self._file.write(left) :]
         except BaseException:
             try:
-                self._file.truncate(start)  # no half of a record
+                self._file.truncate(start)  # leave no incomplete record
             except OSError:
                 _logger.warning("%s: its last record may be incomplete", self.path)
             raise
 
     def sync(self) -> None:
-        """As `Sink.sync`: it is visible."""
+        """See `Sink.sync`; records of a local file are already visible."""
 
     def due(self) -> float:
-        """As `Sink.due`."""
+        """See `Sink.due`."""
         return math.inf
 
     def close(self) -> None:
-        """As `Sink.close`."""
+        """See `Sink.close`."""
         self._file.close()
 
 
 class ObjectFile:
-    """Objects below a URL: one that grows, and the next past a megabyte."""
+    """Objects below a URL: one that grows; past a megabyte the next one is started."""
 
     def __init__(self, growing: Growing) -> None:
         self.path = growing.path
         self._growing = growing
 
     def write(self, data: bytes) -> None:
-        """As `Sink.write`: into memory."""
+        """See `Sink.write`; records are buffered in memory."""
         self._growing.write(data)
 
     def sync(self) -> None:
-        """As `Sink.sync`: uploads."""
+        """See `Sink.sync`; the records are uploaded."""
         self._growing.upload()
 
     def due(self) -> float:
-        """As `Sink.due`."""
+        """See `Sink.due`."""
         return self._growing.due()
 
     def close(self) -> None:
-        """As `Sink.close`."""
+        """See `Sink.close`."""
         self._growing.close()

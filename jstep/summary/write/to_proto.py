@@ -1,4 +1,4 @@
-"""`to_proto`: a summary in TensorFlow's own form."""
+"""Conversion of summaries to `Summary` protos."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from jstep.summary.write.encode import encode
 
 
 def to_proto(summary: Summary) -> Any:
-    """Makes the `Summary` proto of a summary, whose `SerializeToString` gives TensorFlow's bytes.
+    """Convert a summary to a `Summary` proto, whose `SerializeToString` gives the same bytes as TensorFlow.
 
-    Waits for the arrays.
+    It waits for the arrays.
 
     Args:
         summary: A summary of one step.
@@ -20,9 +20,9 @@ def to_proto(summary: Summary) -> Any:
         A `Summary` of `tensorboard.compat.proto.summary_pb2`.
 
     Raises:
-        TypeError: It is no summary of jstep, or traced.
-        ValueError: It holds several steps, stacked by scan or vmap.
-        Exception: A value cannot be written; names its tag.
+        TypeError: `summary` is not a summary of jstep, or is traced.
+        ValueError: The summary holds several steps, stacked by scan or vmap.
+        Exception: A value cannot be encoded; the message has its tag.
 
     Example:
         >>> from jstep import summary
@@ -40,7 +40,7 @@ def to_proto(summary: Summary) -> Any:
         raise errors[0]
     if len(events) > 1:
         raise ValueError(
-            f"summary {summary.tags[0]!r} holds {len(events)} steps, and a proto holds one; take one of them by "
+            f"summary {summary.tags[0]!r} holds {len(events)} steps, and a proto holds one; select one with "
             "jax.tree.map(lambda x: x[i], summary), or give it to SummaryWriter.add_summary"
         )
     return proto("Event").FromString(events[0]).summary if events else proto("Summary")()

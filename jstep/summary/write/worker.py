@@ -1,4 +1,4 @@
-"""The thread that waits for arrays, makes events of them and writes them to the file, or the object."""
+"""The background thread that waits for arrays, encodes events and writes them."""
 
 import atexit
 import logging
@@ -16,15 +16,14 @@ from jstep.summary.records import frame
 from jstep.summary.write.sinks import Sink
 
 Encode: TypeAlias = Callable[[Any, Any, float], tuple[list[bytes], list[Exception]]]
-"""From what was put, a step and a time: the serialized events, and what kept others from being made."""
+"""(job, step, time) → (serialized events, errors)."""
 
-# What may wait in memory before `put` waits for the thread: a bound for a run that writes faster than it can.
+# Limits of the queue. Beyond them `put` waits for the thread.
 MAX_JOBS = 2**17
 MAX_BYTES = 2**28
 
-# Seconds between the first of several jobs and the work on them. The interpreter runs one thread at a time: a
-# thread that woke at once would take turns with the one that trains, just when that is about to start the
-# next step.
+# Seconds that the thread waits after the first job before it starts to work. The interpreter runs one thread at a time:
+# without the delay, this thread would compete with the training thread just when that starts the next step.
 NAP = 0.1
 
 _logger = logging.getLogger("jstep")
@@ -32,16 +31,16 @@ _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
 class Worker:
-    """Owns an event file. Errors are kept until `check`; the thread lives until `close`, whatever happens.
+    """Owner of an event file and its thread. Errors are kept until `check`; the thread runs until `close`.
 
-    Jobs are written in the order of `put`, and flushed once `max_queue` events wait or `flush_secs` have
-    passed since the first of them.
+    Jobs are written in the order of `put`, and flushed when `max_queue` events are buffered or `flush_secs` have passed
+    since the first of them.
 
     Args:
-        sink: What `open_event_file` returns.
-        encode: What makes events of jobs.
-        max_queue: How many events wait in memory at most.
-        flush_secs: How long they wait at most.
+        sink: The result of `open_event_file`.
+        encode: Encodes jobs as events.
+        max_queue: Maximum number of buffered events.
+        flush_secs: Maximum time in the buffer, in seconds.
     """
 
     def __init__(self, sink: Sink, encode: Encode, max_queue: int, flush_secs: float) -> None:
@@ -65,7 +64,7 @@ class Worker:
 
     @property
     def path(self) -> str:
-        """Where the file lies."""
+        """The path of the file."""
         return self._sink.path
 
     @property
@@ -74,14 +73,14 @@ class Worker:
         return self._error is not None or self._broken is not None
 
     def check(self) -> None:
-        """Raises what went wrong on the thread: each failed event once, a failed file at every call."""
+        """Raise errors of the thread: for a failed event once, for a failed file at every call."""
         if (error := self.take_error()) is not None:
             raise error
-        if self._broken is not None:  # told before
+        if self._broken is not None:  # raised once already
             raise RuntimeError(f"{self.path}: writing stopped after {self._broken!r}") from self._broken
 
     def put(self, what: Any, step: Any, size: int = 0) -> None:
-        """Hands the thread something to write, which holds about `size` bytes."""
+        """Queue a job of about `size` bytes for the thread."""
         if size or self._jobs.qsize() > MAX_JOBS:
             with self._room:
                 if not self._has_room():
@@ -91,31 +90,31 @@ class Worker:
                     self._hurry.clear()
                     self._waiting -= 1
                 self._bytes += size
-        # One tuple of what is there anyway: many small objects would keep the garbage collector busy.
+        # One tuple of existing objects: many small ones would keep the garbage collector busy.
         self._jobs.put((what, step, time.time(), size))
 
     def _has_room(self) -> bool:
         return self._bytes <= MAX_BYTES and self._jobs.qsize() <= MAX_JOBS
 
     def flush(self) -> None:
-        """Returns when all that was put before is in the file, or has failed."""
+        """Wait until all queued jobs are in the file or have failed."""
         done = threading.Event()
         self._jobs.put((done, None, 0.0, 0))
         self._hurry.set()
         while not done.wait(timeout=1.0) and self._thread.is_alive():
-            pass  # a thread that another one has closed sets nothing any more
+            pass  # if another thread has closed the worker, the event is never set
 
     def take_error(self) -> Exception | None:
-        """The error that `check` has not raised yet."""
+        """Return and clear the error that `check` has not raised yet."""
         error, self._error = self._error, None
         return error
 
     def request_close(self) -> None:
-        """Lets the thread end after what was put before."""
+        """Let the thread end after the queued jobs."""
         self._jobs.put((None, None, 0.0, 0))
 
     def close(self) -> None:
-        """Writes what was put before, closes the file and ends the thread."""
+        """Write the queued jobs, close the file and end the thread."""
         self.request_close()
         self._hurry.set()
         self._thread.join()
@@ -146,7 +145,7 @@ class Worker:
             return None
 
     def _do(self, what: Any, step: Any, wall_time: float, size: int) -> bool:
-        """Does one job; whether the thread goes on."""
+        """Run one job; return whether the thread continues."""
         if what is None:
             self._flush()
             self._close_sink()
@@ -210,7 +209,7 @@ class Worker:
 
 @atexit.register
 def _close_all() -> None:
-    """Writers that were not closed lose nothing when the interpreter exits."""
+    """Close the open writers when the interpreter exits."""
     for worker in list(_running):
         try:
             worker.close()

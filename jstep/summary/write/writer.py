@@ -1,4 +1,4 @@
-"""`SummaryWriter`: an event file, written by a thread of its own."""
+"""`SummaryWriter`, which writes event files on a background thread."""
 
 import os
 import time
@@ -23,33 +23,32 @@ from jstep.summary.write.worker import Worker
 
 
 class SummaryWriter:
-    """Writes summaries and events to a file in `logdir` that TensorBoard reads, with no TensorFlow.
+    """Writer of summaries and events to a TensorBoard event file in `logdir`, without TensorFlow.
 
-    The methods hand their work to a thread, which waits for the device, makes events and writes them: the
-    training thread never waits for an array. It would wait only where 256 MB of pictures or histograms, or
-    131 072 events, are on their way to the file. What goes wrong on the thread raises at the next call, and
-    `close` at the latest.
+    Work is done on a background thread, which waits for the device, encodes events and writes them: the training thread
+    never waits for an array. It waits only if 256 MB of images or histograms, or 131 072 events, are queued. An error
+    on the thread is raised at the next call, at the latest by `close`.
 
-    In a run of several processes process 0 alone writes; the methods of the others do nothing.
+    In a run of several processes only process 0 writes; on the others the methods do nothing.
 
     Args:
-        logdir: The directory; it is made where it does not exist. TensorBoard takes each directory for a run. The URL
-            of an object store will do, `gs://bucket/run` or `s3://bucket/run`: events are kept in memory and uploaded
+        logdir: The directory; created if it does not exist. TensorBoard treats each directory as a run. It can be the
+            URL of an object store, `gs://bucket/run` or `s3://bucket/run`: events are buffered in memory and uploaded
             at most every 10 seconds or `flush_secs`, whichever is longer, by `flush` and by `close`; past a megabyte
-            the next object begins. An upload that fails is tried again, and `close` raises where it stays so. A
-            process that is killed loses what it has not uploaded.
-        graph: What `add_graph` takes, to be written at once.
-        max_queue: How many events wait in memory before they are written to the file. (TensorFlow made the
-            caller wait at that number.)
-        flush_secs: How many seconds an event waits for that, at most.
+            the next object is started. A failed upload is retried, and `close` raises if it keeps failing. A process
+            that is killed loses the events that it has not uploaded.
+        graph: A graph to write at once, as for `add_graph`.
+        max_queue: Number of buffered events at which they are written to the file. (In TensorFlow, the caller waited at
+            that number.)
+        flush_secs: Maximum time in seconds that an event is buffered.
 
     Attributes:
         logdir: The directory.
 
     Raises:
-        ValueError: max_queue or flush_secs is not positive; logdir is a URL of another kind.
-        TypeError: An argument is of a wrong type.
-        OSError: The directory or the file cannot be written; names the path.
+        ValueError: max_queue or flush_secs is not positive, or logdir is an unsupported URL.
+        TypeError: An argument has the wrong type.
+        OSError: The directory or the file cannot be written; the message has the path.
         ImportError: tensorboard or google-crc32c is not installed.
 
     Example:
@@ -81,7 +80,7 @@ class SummaryWriter:
         proto("Event")
         if jax.process_index() == 0:
             self._worker = Worker(open_event_file(self.logdir, flush_secs), encode_job, max_queue, flush_secs)
-            # A writer that is forgotten lets its thread finish; the interpreter waits for it at exit.
+            # The thread of a garbage-collected writer finishes its jobs; the interpreter waits for it at exit.
             weakref.finalize(self, self._worker.request_close).atexit = False
         if graph is not None:
             try:
@@ -92,25 +91,24 @@ class SummaryWriter:
 
     @property
     def path(self) -> str | None:
-        """The event file, the first of them in an object store; None in a process that does not write."""
+        """The event file (in an object store, the first one); None in a process that does not write."""
         return None if self._worker is None else self._worker.path
 
     def add_summary(self, summary: Any, global_step: Step | None = None) -> None:
-        """Writes a summary.
+        """Write a summary.
 
-        Leading axes that scan (or vmap) has put on a summary are steps: K stacked summaries become K events,
-        the last at `global_step`, the ones before at the steps before it. The arrays may still be on their
-        way.
+        Leading axes that scan (or vmap) has added to a summary are steps: K stacked summaries become K events, the last
+        at `global_step`, the others at the steps before it. The arrays need not be ready.
 
         Args:
-            summary: A `Summary`, a `Summary` proto or a serialized one. None, which `merge_all` and `collect`
-                return where there was none, is nothing to write.
-            global_step: The step it belongs to: an int or an integer scalar array, which is not waited for.
+            summary: A `Summary`, a `Summary` proto or a serialized one. None, which `merge_all` and `collect` return if
+                there is no summary, is ignored.
+            global_step: The step: an int or an integer scalar array, which is not waited for.
 
         Raises:
-            TypeError: It is no summary, or the step no integer, or a value is traced.
+            TypeError: `summary` is not a summary, the step is not an integer, or a value is traced.
             RuntimeError: The writer is closed.
-            Exception: An event before could not be written.
+            Exception: An earlier event could not be written.
         """
         worker = self._ready()
         step = global_step if type(global_step) is int else as_step(global_step)
@@ -137,13 +135,13 @@ class SummaryWriter:
             worker.put(summary, step, size)
 
     def add_event(self, event: Any) -> None:
-        """Writes an event as it is.
+        """Write an event unchanged.
 
         Args:
             event: An `Event` proto, or a serialized one.
 
         Raises:
-            TypeError: It is neither.
+            TypeError: `event` is neither.
             RuntimeError: The writer is closed.
         """
         worker = self._ready()
@@ -152,21 +150,21 @@ class SummaryWriter:
             worker.put(data, None)
 
     def add_graph(self, graph: Any, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
-        """Writes a graph for TensorBoard's Graphs tab.
+        """Write a graph for TensorBoard's Graphs tab.
 
-        Nested jits and scans become scopes that open, `jax.named_scope`s scopes, arguments nodes named by
-        their paths. TensorBoard shows the last graph of a run. The function is traced here, and not compiled.
+        Nested jits and scans become expandable scopes, `jax.named_scope`s become scopes, and arguments become nodes
+        named by their paths. TensorBoard shows the last graph of a run. The function is traced but not compiled.
 
         Args:
-            graph: A function of `args` and `kwargs` (a compiled one too, such as a train step), or, without
-                any, a `jax.stages.Traced`, a `jax.stages.Lowered`, a `GraphDef`, a serialized one, or a
-                function of no arguments.
-            args: What the function is traced with: arrays, or `jax.ShapeDtypeStruct`s. They are not changed.
-            global_step: The step to file it under.
-            kwargs: Likewise.
+            graph: A function of `args` and `kwargs` (jitted or not, such as a train step) or, without arguments, a
+                `jax.stages.Traced`, a `jax.stages.Lowered`, a `GraphDef`, a serialized one, or a function of no
+                arguments.
+            args: Arguments to trace the function with: arrays or `jax.ShapeDtypeStruct`s.
+            global_step: The step of the event.
+            kwargs: Keyword arguments to trace the function with.
 
         Raises:
-            TypeError: It is none of these.
+            TypeError: `graph` has another type.
             RuntimeError: The writer is closed.
 
         Example:
@@ -180,21 +178,20 @@ class SummaryWriter:
             self._put_event(worker, step, graph_def=graph_def(graph, *args, **kwargs).SerializeToString())
 
     def add_session_log(self, session_log: Any, global_step: Step | None = None) -> None:
-        """Tells TensorBoard that a session starts, stops, or has written a checkpoint at a step.
+        """Write the start or stop of a session, or a checkpoint at a step.
 
-        After a START at step N TensorBoard drops what earlier sessions wrote at the steps from N on, so that
-        steps that are run again are not shown twice. A run resumed from a checkpoint with N updates writes
-        step N + 1
-        first: START at N + 1 keeps the point at N. TensorBoard takes the first START of a run for its
-        beginning, so that a run should write one at its first step too.
+        After a START at step N, TensorBoard drops the events of earlier sessions at steps ≥ N, so that steps that are
+        run again are not shown twice. A run resumed from a checkpoint with N updates writes step N + 1 first: START at
+        N + 1 keeps the point at N. TensorBoard treats the first START of a run as its beginning, so a run should write
+        one at its first step too.
 
         Args:
             session_log: A `SessionLog` proto, or "START", "STOP" or "CHECKPOINT".
             global_step: The step.
 
         Raises:
-            TypeError: It is none of these.
-            ValueError: It is another string.
+            TypeError: `session_log` has another type.
+            ValueError: `session_log` is another string.
             RuntimeError: The writer is closed.
         """
         worker = self._ready()
@@ -209,15 +206,15 @@ class SummaryWriter:
         self._put_event(worker, step, session_log=kind.FromString(session_log.SerializeToString()))
 
     def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
-        """Writes hyperparameters for TensorBoard's HParams tab, which compares runs by them.
+        """Write hyperparameters for TensorBoard's HParams tab, which compares runs.
 
         Args:
-            hparams: Name → bool, number or string. Mappings inside are flattened: `optimizer/learning_rate`.
-            metrics: Name → number, the results: written as scalars, and the run is marked as finished. The
-                tab shows the scalars of a run in any case.
+            hparams: Name → bool, number or string. Nested mappings are flattened: `optimizer/learning_rate`.
+            metrics: Name → number, the results. They are written as scalars, and the run is marked as finished. The tab
+                shows the scalars of a run in any case.
 
         Raises:
-            TypeError: A value is none of these; names it.
+            TypeError: A value has another type; the message names it.
             RuntimeError: The writer is closed.
 
         Example:
@@ -230,7 +227,7 @@ class SummaryWriter:
         self._put_event(worker, None, summary=proto("Summary")(value=values))
 
     def flush(self) -> None:
-        """Returns when all that was added is in the file; waits for the arrays it is made of.
+        """Wait until everything added is in the file, including the arrays that are not ready.
 
         Raises:
             Exception: An event could not be written.
@@ -240,10 +237,10 @@ class SummaryWriter:
             self._worker.check()
 
     def close(self) -> None:
-        """Writes what was added, closes the file and ends the thread. A second call does nothing.
+        """Write everything added, close the file and end the thread. A second call does nothing.
 
         Raises:
-            Exception: An event could not be written, and no call has said so before.
+            Exception: An event could not be written, and no earlier call has raised the error.
         """
         if self._closed:
             return
@@ -254,7 +251,7 @@ class SummaryWriter:
                 raise error
 
     def get_logdir(self) -> str:
-        """The directory, as in TensorFlow."""
+        """Return the directory, as in TensorFlow."""
         return self.logdir
 
     def __enter__(self) -> Self:
@@ -274,9 +271,9 @@ class SummaryWriter:
         return f"SummaryWriter({self.logdir!r}{', closed' if self._closed else ''})"
 
     def _ready(self) -> Worker | None:
-        """The worker, None in a process that does not write; raises what is wrong."""
+        """Return the worker, or None in a process that does not write; raise pending errors."""
         if self._closed:
-            raise RuntimeError(f"the SummaryWriter of {self.logdir!r} is closed; open another one to go on")
+            raise RuntimeError(f"the SummaryWriter of {self.logdir!r} is closed; open another one to continue")
         if self._worker is not None and self._worker.has_error:
             self._worker.check()
         return self._worker

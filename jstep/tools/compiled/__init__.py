@@ -1,1 +1,1 @@
-"""Reading the text of a compiled program (HLO), as the compilers for CPUs, GPUs and TPUs print it."""
+"""Parsing and analysis of compiled programs (HLO), as printed by the compilers for CPUs, GPUs and TPUs."""

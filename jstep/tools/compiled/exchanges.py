@@ -1,4 +1,4 @@
-"""What a compiled program moves between devices, instruction by instruction."""
+"""Finding the collectives of a compiled program."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ KINDS = (
     BETWEEN_SLICES,
 )
 _DATA = {"collective-permute": 0, "ragged-all-to-all": 1, "collective-broadcast": 1}
-"""How many operands hold data, where the others are buffers or sizes; 0: what is given equals what is taken."""
+"""Number of operands that hold data, if others are buffers or sizes; 0 if a device sends as much as it receives."""
 _UNCHANGED = {"get-tuple-element", "bitcast", "copy", "convert", "reshape", "transpose", "tuple"}
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
@@ -31,9 +31,9 @@ class Exchange:
 
     Attributes:
         kind: One of KINDS.
-        bytes: What a device gives or takes, the larger of the two.
-        times: How often a step makes it.
-        frame: Where its instruction is.
+        bytes: Bytes that a device sends or receives, the larger of the two.
+        times: How often it runs per step.
+        frame: The frame of its instruction.
         instruction: The instruction.
     """
 
@@ -44,17 +44,17 @@ class Exchange:
     instruction: Instruction
 
     def parts(self) -> list[tuple[str, int]]:
-        """The name of each operand, and its share of the bytes: compilers combine several exchanges into one."""
+        """Return each operand and its share of the bytes; compilers combine several exchanges into one."""
         operands = self.frame.computation.operands_of(self.instruction)[: _DATA.get(self.kind) or None]
         total = sum(size_of(operand.shape) for operand in operands)
         return [(one.name, self.bytes * size_of(one.shape) // max(total, 1)) for one in operands]
 
 
 def exchanges_of(program: Program) -> list[Exchange]:
-    """All exchanges of a program.
+    """Return all exchanges of a program.
 
-    Those in loops count as often as the loops run (once if that depends on values); of a conditional, those of the
-    branch that moves most; an asynchronous one counts once, however many instructions it takes.
+    In loops, they count as often as the loops run (once if that depends on values). Of a conditional, the branch that
+    moves the most bytes counts. An asynchronous exchange counts once, although it has several instructions.
     """
     entry = program.computations.get(program.entry)
     if entry is None:
@@ -98,7 +98,7 @@ def _kind(frame: Frame, one: Instruction) -> str | None:
 
 
 def _rendezvous(one: Instruction) -> str:
-    """Which exchange between slices a send or receive belongs to; other transfers (callbacks) are with the host."""
+    """Return the exchange between slices that a send or receive belongs to; empty for a transfer with the host."""
     if not quoted(one.attributes, "_xla_host_transfer_handler_name").startswith("xla_megascale"):
         return ""
     return quoted(one.attributes, "_xla_host_transfer_rendezvous")
@@ -117,7 +117,7 @@ def _moved(computation: Computation, one: Instruction, kind: str) -> int:
 
 
 def _taken(computation: Computation, one: Instruction) -> int:
-    """The bytes that a device ends up with: of an asynchronous exchange, what the end of it returns."""
+    """Return the bytes that a device receives; for an asynchronous exchange, the size of the result of its end."""
     if not one.opcode.endswith("-start"):
         return size_of(one.shape)
     ends = [user for user in computation.users.get(one.name, ()) if user.opcode.endswith("-done")]
@@ -131,7 +131,7 @@ def _payload(shape: Shape, index: int = 0) -> int:
 
 
 def _is_scattered(frame: Frame, one: Instruction) -> bool:
-    """Whether a TPU runs an all-reduce as a reduce-scatter: fused with the slices that alone use its result."""
+    """Whether a TPU runs an all-reduce as a reduce-scatter: fused with slices that are the only users of the result."""
     if frame.call is None or frame.call.opcode != "fusion":
         return False
     users, seen = [one], False
@@ -151,7 +151,7 @@ def _chain(one: Instruction) -> str:
 
 
 def _starts(computation: Computation) -> Iterator[str]:
-    """The asynchronous exchanges of a TPU that a computation starts."""
+    """Iterate over the asynchronous exchanges that a computation starts on a TPU."""
     for one in computation.instructions.values():
         if _chain(one) and _is_started(computation, one):
             yield _chain(one)
@@ -163,9 +163,9 @@ def _is_started(computation: Computation, one: Instruction) -> bool:
 
 
 def _is_continued(frame: Frame, one: Instruction, started: set[str]) -> bool:
-    """Whether another copy of an instruction started the exchange.
+    """Whether another copy of the instruction started the exchange.
 
-    A TPU repeats it in the fusions that run meanwhile.
+    On a TPU, the instruction is repeated in the fusions that overlap with it.
     """
     return _chain(one) in started and not _is_started(frame.computation, one)
 

@@ -1,4 +1,4 @@
-"""How often the loop of a compiled program runs."""
+"""Trip counts of the loops in a compiled program."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ _DIRECTION = re.compile(r"direction=(\w\w)")
 _INDEX = re.compile(r"index=(\d+)")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 SAME = {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier"}
-"""Opcodes whose result has the value of their operand."""
+"""Opcodes whose result has the value of the operand."""
 CALLS = {
     "fusion": "calls",
     "call": "to_apply",
@@ -19,18 +19,18 @@ CALLS = {
     "call-start": "to_apply",
     "fusion-start": "calls",
 }
-"""Opcodes that run one computation once, and the role in which they name it."""
+"""Opcodes that run one computation once → the attribute that names it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
-    """A computation as one instruction of another computation runs it.
+    """A computation together with the instruction that calls it.
 
     Attributes:
-        program: The program that both are in.
-        computation: What runs.
-        caller: Where the instruction is that runs it; None for the entry.
-        call: That instruction; None for the entry.
+        program: The program.
+        computation: The computation.
+        caller: The frame of the calling instruction; None for the entry.
+        call: The calling instruction; None for the entry.
     """
 
     program: Program
@@ -39,13 +39,13 @@ class Frame:
     call: Instruction | None = None
 
     def inner(self, call: Instruction, *roles: str) -> "list[Frame]":
-        """What an instruction of this frame runs in any of some roles (without them, in all), in the text's order."""
+        """Return the frames of the computations that an instruction calls in some roles (by default all), in order."""
         found = (self.program.computations.get(name) for role, name in call.called if role in roles or not roles)
         return [Frame(self.program, computation, self, call) for computation in found if computation is not None]
 
 
 class _Element(NamedTuple):
-    """One element of what a loop carries; `place` is None if it carries a single array."""
+    """One element of the carry of a loop; `place` is None if the carry is a single array."""
 
     frame: Frame
     loop: Instruction
@@ -53,17 +53,17 @@ class _Element(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """An integer, or an integer more than an element of what a loop carries has in the current iteration."""
+    """An integer, or the sum of an integer and an element of a loop's carry in the current iteration."""
 
     element: _Element | None
     offset: int
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | None:
-    """How often a `while` of a frame runs its body; None if that depends on values.
+    """Return how often a `while` runs its body; None if that depends on values.
 
-    The compilers for CPUs and GPUs write it into the text. Otherwise it follows from the counter: where it starts,
-    what an iteration adds, and what the condition compares it with.
+    The compilers for CPUs and GPUs print it. Otherwise it is derived from the counter: its start, its increment, and
+    the bound that the condition compares it with.
     """
     known = _KNOWN.search(loop.attributes)
     if known:
@@ -100,7 +100,7 @@ def _count(start: int, end: int, step: int, way: str) -> int | None:
 
 
 def _compare(frame: Frame, name: str) -> tuple[Frame, Instruction] | None:
-    """The comparison that an instruction returns the result of."""
+    """Return the comparison whose result an instruction returns."""
     one = frame.computation.instructions.get(name)
     if one is None:
         return None
@@ -115,7 +115,7 @@ def _compare(frame: Frame, name: str) -> tuple[Frame, Instruction] | None:
 
 
 def _value(frame: Frame, name: str, index: int | None) -> _Value | None:
-    """The value of an integer, or of an element of a tuple; None if it is not known."""
+    """Return the value of an integer, or of an element of a tuple; None if unknown."""
     one = frame.computation.instructions.get(name)
     if one is None:
         return None
@@ -142,7 +142,7 @@ def _value(frame: Frame, name: str, index: int | None) -> _Value | None:
 
 
 def _given(caller: Frame, call: Instruction, parameter: Instruction, index: int | None) -> _Value | None:
-    """The value of a parameter of what an instruction runs."""
+    """Return the value of a parameter of a called computation."""
     if call.opcode == "while":
         return _Value(_Element(caller, call, index), 0)
     number = int(parameter.argument) if parameter.argument.isdigit() else len(call.operands)
@@ -162,13 +162,13 @@ def _begin(element: _Element) -> _Value | None:
 
 
 def _next(element: _Element) -> _Value | None:
-    """What an element becomes in an iteration."""
+    """Return the value of an element after an iteration."""
     body = element.frame.inner(element.loop, "body")
     return _value(body[0], body[0].computation.root, element.place) if body else None
 
 
 def _step(element: _Element) -> int | None:
-    """What an iteration adds to an element."""
+    """Return the increment of an element per iteration."""
     following = _next(element)
     if following is None or following.element is None:
         return None
@@ -181,7 +181,7 @@ def _is_constant(element: _Element) -> bool:
 
 
 def _constant(value: _Value | None) -> int | None:
-    """An integer that no iteration changes."""
+    """Return the integer if no iteration changes it."""
     if value is None or value.element is None:
         return None if value is None else value.offset
     begin = _constant(_begin(value.element)) if _is_constant(value.element) else None

@@ -1,4 +1,4 @@
-"""Which argument of a compiled program a value is a part or a copy of."""
+"""Tracing values of a compiled program back to its arguments."""
 
 import re
 
@@ -10,10 +10,9 @@ _INDEX = re.compile(r"index=(\d+)")
 
 
 def argument_of(frame: Frame, name: str, index: int | None = None) -> int | None:
-    """The number of the program's argument that an instruction's result is a part of, None if it was computed.
+    """Return the number of the argument that an instruction's result is a part of; None if the result is computed.
 
-    Conversions, slices and transpositions leave it a part. In a loop this is what the loop is given and no iteration
-    changes.
+    Converted, sliced and transposed arguments are parts. So are elements of a loop's carry that no iteration changes.
     """
     one = frame.computation.instructions.get(name)
     if one is None:
@@ -46,7 +45,7 @@ def _given(frame: Frame, parameter: Instruction, index: int | None) -> int | Non
 
 
 def _carried(frame: Frame, loop: Instruction, index: int | None) -> int | None:
-    """What a loop carries in one place, if no iteration changes it."""
+    """Return the argument in one place of a loop's carry, if no iteration changes it."""
     body = frame.inner(loop, "body")
     if not body or not _keeps(body[0], body[0].computation.root, index, index):
         return None
@@ -54,7 +53,7 @@ def _carried(frame: Frame, loop: Instruction, index: int | None) -> int | None:
 
 
 def _keeps(body: Frame, name: str, index: int | None, place: int | None) -> bool:
-    """Whether an instruction of a loop's body returns what the loop carries in one place."""
+    """Whether an instruction of a loop's body returns one place of the carry unchanged."""
     one = body.computation.instructions.get(name)
     if one is None:
         return False

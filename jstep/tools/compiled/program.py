@@ -1,4 +1,4 @@
-"""The computations and instructions of a compiled program, parsed from its text."""
+"""Parser of compiled programs: computations and instructions."""
 
 import dataclasses
 import functools
@@ -23,11 +23,11 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        name: Its name, which no other instruction of its computation has.
-        opcode: What it does, such as `all-reduce-start`.
-        type_text: The type of its result, as text.
-        argument: What stands in its parentheses: operands, the value of a constant, the number of a parameter.
-        attributes: What follows the parentheses.
+        name: Its name, unique within its computation.
+        opcode: The opcode, such as `all-reduce-start`.
+        type_text: The type of its result, as printed.
+        argument: The contents of its parentheses: operands, the value of a constant, the number of a parameter.
+        attributes: The rest of the line after the parentheses.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
-        """The computations that it calls, each as (role, name); what ends a call that runs meanwhile calls nothing."""
+        """The computations that it calls, as (role, name); the end of an asynchronous call calls none."""
         found: list[tuple[str, str]] = []
         if ("=%" not in self.attributes and "={%" not in self.attributes) or self.opcode.endswith(("-update", "-done")):
             return ()
@@ -61,18 +61,18 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Which operation of the traced program it was made for, the empty string if it does not say."""
+        """The operation of the traced program that it implements; empty if unknown."""
         return quoted(self.attributes, "op_name")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """A list of instructions that is run as a whole.
+    """A sequence of instructions.
 
     Attributes:
         name: Its name.
-        instructions: Name → instruction, in the order of the text.
-        root: The name of the instruction whose result is that of the computation.
+        instructions: Name → instruction, in printed order.
+        root: The name of the instruction that returns the result of the computation.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Name → the instructions that take its result as an operand."""
+        """Name → the instructions that have it as an operand."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in instruction.operands:
@@ -89,7 +89,7 @@ class Computation:
         return {name: tuple(users) for name, users in found.items()}
 
     def operands_of(self, instruction: Instruction) -> list[Instruction]:
-        """The operands of an instruction, without those that are not in the text."""
+        """Return the operands of an instruction that were parsed."""
         return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
 
@@ -99,7 +99,7 @@ class Program:
 
     Attributes:
         computations: Name → computation.
-        entry: The name of the computation that runs first.
+        entry: The name of the entry computation.
     """
 
     computations: Mapping[str, Computation]
@@ -107,7 +107,7 @@ class Program:
 
 
 def parse_program(text: str) -> Program:
-    """The program that a text describes. Lines that are not understood are left out."""
+    """Parse a printed program. Lines that cannot be parsed are skipped."""
     computations: dict[str, Computation] = {}
     entry = name = root = ""
     instructions: dict[str, Instruction] = {}
@@ -127,7 +127,7 @@ def parse_program(text: str) -> Program:
 
 
 def quoted(attributes: str, key: str) -> str:
-    """The value of `key="value"`, the empty string if there is none."""
+    """Return the value of `key="value"`, or the empty string if the key is missing."""
     found = re.search(rf'\b{re.escape(key)}="((?:[^"\\]|\\.)*)"', attributes)
     return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
@@ -150,7 +150,7 @@ _PARENTHESIS = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
 
 
 def _closing(line: str, at: int) -> int:
-    """Where the parenthesis that opens at a place is closed again: the place after it."""
+    """Return the index after the parenthesis that closes the one at `at`."""
     depth = 0
     for found in _PARENTHESIS.finditer(line, at):
         depth += {"(": 1, ")": -1}.get(found[0], 0)

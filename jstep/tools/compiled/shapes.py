@@ -1,4 +1,4 @@
-"""The type of an instruction's result, and its size in bytes."""
+"""Types of HLO instructions, and their sizes in bytes."""
 
 import math
 import re
@@ -11,7 +11,7 @@ class Array(NamedTuple):
     Attributes:
         dtype: XLA's name of the element type, such as `bf16`.
         dims: The lengths of its dimensions.
-        bits: How many bits an element takes; 0 for what holds no data (`token`, `opaque`).
+        bits: Bits per element; 0 for types without data (`token`, `opaque`).
     """
 
     dtype: str
@@ -26,7 +26,7 @@ _PACKED = re.compile(r"E\((\d+)\)")
 
 
 def parse_shape(text: str) -> Shape:
-    """The type that a text describes; layouts (tiles, memory spaces) matter only for how elements are packed.
+    """Parse a printed type. Of the layout (tiles, memory spaces), only the packing of elements is used.
 
     Example:
         >>> from jstep.tools.compiled.shapes import parse_shape, size_of
@@ -48,14 +48,14 @@ def parse_shape(text: str) -> Shape:
 
 
 def size_of(shape: Shape) -> int:
-    """The bytes of an array, or of all arrays of a tuple."""
+    """Return the bytes of an array, or of all arrays of a tuple."""
     if isinstance(shape, Array):
         return -(-math.prod(shape.dims) * shape.bits // 8)
     return sum(size_of(inner) for inner in shape)
 
 
 def _bits(dtype: str, layout: str) -> int:
-    """How many bits an element takes: elements of less than a byte take a whole one unless the layout packs them."""
+    """Return the bits per element; elements below a byte take a byte unless the layout packs them."""
     packed = _PACKED.search(layout)
     if packed:
         return int(packed[1])

@@ -1,4 +1,4 @@
-"""Finding instructions in whatever a compiled program runs."""
+"""Searching the instructions of a compiled program."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,7 +7,7 @@ from jstep.tools.compiled.program import Instruction, Program
 
 
 def containing(program: Program, wanted: Callable[[Instruction], bool]) -> set[str]:
-    """The computations that have such an instruction, or run a computation that has one."""
+    """Return the computations that contain a wanted instruction, directly or through calls."""
     called = {
         name: {inner for one in computation.instructions.values() for _, inner in one.called}
         for name, computation in program.computations.items()
@@ -23,7 +23,7 @@ def containing(program: Program, wanted: Callable[[Instruction], bool]) -> set[s
 
 
 def instructions_of(program: Program, wanted: Callable[[Instruction], bool]) -> Iterator[tuple[Frame, Instruction]]:
-    """Every such instruction that the program runs, once for each instruction that runs its computation."""
+    """Iterate over the wanted instructions, once for each call of their computation."""
     entry = program.computations.get(program.entry)
     if entry is not None:
         yield from _instructions(Frame(program, entry), wanted, containing(program, wanted))

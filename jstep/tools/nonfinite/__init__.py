@@ -1,3 +1,3 @@
-"""The parts of `find_nonfinite`: the operations of a program, which of them was first, and what went into it."""
+"""Implementation of `find_nonfinite`."""
 
 __all__: list[str] = []

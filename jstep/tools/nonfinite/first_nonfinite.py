@@ -1,4 +1,4 @@
-"""A loop or a shard_map again, compiled, with a look at every result: the first that is not finite, and when."""
+"""Instrumented loops and shard_maps, which return the first operation with a non-finite result and its iteration."""
 
 import contextlib
 import functools
@@ -13,45 +13,45 @@ from jax.extend import core
 
 from jstep.core.operations import HARMLESS, Operation, Subprogram, apply, walk
 from jstep.core.scans import counts_of
-from jstep.tools.nonfinite.numbers import at_hand, has_nan, is_inexact, on_mesh_of, probe
+from jstep.tools.nonfinite.numbers import has_nan, is_inexact, on_current_mesh, on_mesh_of, probe
 from jstep.tools.nonfinite.shards import manual_axes, mapped
 
 NONE = 2**31 - 1
 
 
 class First(NamedTuple):
-    """The first operation found so far, traced: its number (or `NONE`), and the iterations of the loops around it."""
+    """The first operation found so far, traced: its number (or `NONE`) and the iterations of the enclosing loops."""
 
     number: Any
     at: Any
 
 
 class _Var(NamedTuple):
-    """A value, and whether it depends on an argument."""
+    """A value and whether it depends on an argument."""
 
     value: Any
     depends: bool
 
 
-class Look:
-    """Makes an operation that holds loops, and finds the first inside that makes a non-finite number of finite ones.
+class FirstNonFinite:
+    """Instrumented operation with loops, which finds the first operation inside that makes a non-finite number.
 
     Args:
         operation: The operation.
-        operands: Whether to look at operands as well. Where all constants are finite it is enough to look at results:
-            the first that is not finite is the one that is sought.
+        operands: Whether to check operands as well. If all constants are finite, checking results is enough: the first
+            non-finite result is the one to find.
     """
 
     def __init__(self, operation: Operation, *, operands: bool) -> None:
         self.operation, self._operands = operation, operands
-        # What each shard adds to its numbers, so that JAX knows that they are each shard's own.
+        # Zero; inside shard_map it varies over the shards, and so do the numbers it is added to.
         self._own: Any = 0
         self._loops = max(
             one.depth + 1 for one in [operation, *(one for body in operation.bodies for one in walk(body))]
         )
 
     def __call__(self, values: list[Any], depends: tuple[bool, ...]) -> tuple[list[Any], First]:
-        """The results, and the first operation; to be traced."""
+        """Return the results and the first operation; must be traced."""
         ins = _vars(values, depends)
         return getattr(self, f"_{self.operation.kind}")(self.operation, ins)
 
@@ -77,15 +77,15 @@ class Look:
                 else:
                     results, first = getattr(self, f"_{operation.kind}")(operation, ins)
             if first is None:
-                flags.look(operation, [one.value for one in ins], results, depends)
+                flags.record(operation, [one.value for one in ins], results, depends)
             else:
-                found.append(First(*map(at_hand, first)))
+                found.append(First(*map(on_current_mesh, first)))
             env.update(zip(operation.eqn.outvars, (_Var(result, depends) for result in results), strict=True))
         found.append(self._none()._replace(number=flags.first() + self._own))
         return [value(atom) for atom in body.jaxpr.outvars], self._least(found)
 
     def _least(self, found: list[First]) -> First:
-        """In a program without loops the lowest number is the first; a loop has but one."""
+        """Return the one with the lowest number, which ran first."""
         if len(found) == 1:
             return found[0]
         numbers = jnp.stack([one.number for one in found])
@@ -93,7 +93,7 @@ class Look:
         return First(numbers[which], jnp.stack([one.at for one in found])[which])
 
     def of_shards(self, values: list[Any], depends: tuple[bool, ...]) -> tuple[list[Any], First]:
-        """The results of a shard_map, and the first operation of each shard, on a leading axis; to be traced."""
+        """Return the results of a shard_map and, stacked, the first operation of each shard; must be traced."""
         return self._on_shards(self.operation, _vars(values, depends))
 
     def _on_shards(self, operation: Operation, ins: list[_Var]) -> tuple[list[Any], First]:
@@ -139,7 +139,7 @@ class Look:
         def step(state: Any, xs: Any) -> Any:
             held, first, i = state
             values = [*(one.value for one in ins[:consts]), *held, *xs]
-            # What comes out of the loop comes in again: it depends on all.
+            # The carry is passed on, so every value depends on all others.
             outs, new = self._run(body, [_Var(one, depends) for one in values])
             results = [out.value for out in outs]
             position = length - 1 - i if reverse else i
@@ -158,7 +158,7 @@ class Look:
         values = [one.value for one in ins]
         depends = any(one.depends for one in ins)
 
-        def goes_on(held: Any, first: First, i: Any) -> Any:
+        def condition_at(held: Any, first: First, i: Any) -> Any:
             given = [_Var(one, depends) for one in [*values[:of_condition], *held]]
             (again,), new = self._run(condition, given)
             return again.value, _earlier(first, new, operation.depth, i)
@@ -168,17 +168,17 @@ class Look:
             given = [_Var(one, depends) for one in [*values[of_condition : of_condition + of_body], *held]]
             outs, new = self._run(body, given)
             held = [out.value for out in outs]
-            again, first = goes_on(held, _earlier(first, new, operation.depth, i), i + 1)
+            again, first = condition_at(held, _earlier(first, new, operation.depth, i), i + 1)
             return again, held, first, i + 1
 
         start = values[of_condition + of_body :]
-        again, first = goes_on(start, self._none(), jnp.int32(0))
+        again, first = condition_at(start, self._none(), jnp.int32(0))
         _, held, first, _ = lax.while_loop(lambda state: state[0], step, (again, start, first, jnp.int32(0)))
         return held, first
 
 
 class _Flags:
-    """Which operations of a program made something that is not finite: a scalar for each, put together at the end."""
+    """Flags of the operations with non-finite results: one scalar each, stacked at the end."""
 
     def __init__(self, operands: bool) -> None:
         self._operands = operands
@@ -188,11 +188,11 @@ class _Flags:
 
     def _sum(self, value: Any) -> Any:
         if id(value) not in self._sums:
-            self._sums[id(value)] = (value, probe(value))  # the value is held, so that its id stays its own
+            self._sums[id(value)] = (value, probe(value))  # keeping a reference to the value keeps its id unique
         return self._sums[id(value)][1]
 
-    def look(self, operation: Operation, ins: list[Any], outs: list[Any], depends: bool) -> None:
-        """Notes an operation with its operands and results."""
+    def record(self, operation: Operation, ins: list[Any], outs: list[Any], depends: bool) -> None:
+        """Record an operation with its operands and results."""
         outs = [out for out in outs if out is not None and is_inexact(out)]
         if not outs or operation.eqn.primitive.name in HARMLESS:
             return
@@ -203,12 +203,12 @@ class _Flags:
         ins = [value for value in ins if is_inexact(value)]
         after, before = (_any(~jnp.isfinite(self._sum(one)) for one in some) for some in (outs, ins))
         nan_after, nan_before = (_any(has_nan(one) for one in some) for some in (outs, ins))
-        # Infinities that depend on nothing are the user's constants; a NaN never is one.
+        # Infinities that do not depend on an argument are constants of the user; NaNs are always reported.
         bad = (nan_after & ~nan_before) | (after & ~before if depends else False)
         self._bad.append(jnp.where(bad, jnp.float32(np.nan), jnp.float32(0)))
 
     def first(self) -> Any:
-        """The number of the first."""
+        """Return the number of the first flagged operation."""
         if not self._bad:
             return jnp.int32(NONE)
         bad = ~jnp.isfinite(jnp.stack(self._bad))
@@ -228,6 +228,6 @@ def _any(flags: Iterable[Any]) -> Any:
 
 
 def _earlier(first: First, new: First, depth: int, iteration: Any) -> First:
-    """The one found before, else the new one, at this iteration of the loop."""
+    """Return `first` if it is set, else `new` at this iteration of the loop."""
     new = First(new.number, new.at.at[depth].set(jnp.asarray(iteration, jnp.int32)))
     return jax.tree.map(lambda a, b: jnp.where(first.number != NONE, a, b), first, new)

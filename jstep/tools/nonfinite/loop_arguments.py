@@ -1,4 +1,4 @@
-"""What goes into one iteration of a loop."""
+"""Evaluation of the arguments of one iteration of a loop."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from jstep.core.scans import counts_of
 
 
 def arguments_of(operation: Operation, inner: Subprogram, values: list[Any], iteration: int) -> list[Any]:
-    """The arguments of the program inside a loop, at an iteration: the loop is made up to it.
+    """Return the arguments of the program inside a loop at an iteration, by running the loop up to it.
 
     Args:
         operation: The loop.
         inner: The program: that of the scan, or the condition or the body of the while.
         values: The operands of the loop.
-        iteration: Which, as results are stored: where a scan runs backwards it begins with the last.
+        iteration: The index of the iteration among the results; a reversed scan starts with the last.
     """
     params, body = operation.eqn.params, operation.bodies[-1]
     if operation.kind == "scan":
@@ -46,7 +46,7 @@ def _scanned(operation: Operation, values: list[Any], iteration: int) -> list[An
 
 
 def evaluated(body: Subprogram, args: list[Any]) -> list[Any]:
-    """The results of a program."""
+    """Evaluate a program and return its results."""
     env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*body.consts, *args], strict=True))
     for operation in body.operations:
         outs = apply(operation, [read(env, atom) for atom in operation.eqn.invars])

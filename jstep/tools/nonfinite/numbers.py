@@ -1,4 +1,4 @@
-"""Looking at the numbers of an array."""
+"""Tests for non-finite numbers, and ranges of arrays."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ def is_inexact(value: Any) -> bool:
 
 
 def _real(value: Any) -> list[Any]:
-    """Real arrays of float32 at least with all numbers of a value."""
+    """Return real arrays, at least float32, with all numbers of a value."""
     value = reduced(jnp.asarray(value))
     if jnp.iscomplexobj(value):
         return [lax.real(value), lax.imag(value)]
@@ -28,32 +28,32 @@ def _real(value: Any) -> list[Any]:
 
 
 def probe(value: Any) -> Any:
-    """A scalar, float32, that is finite where all numbers of a value are: one read, and quick, as a sum is."""
-    # Not part · 0: of (x · c) · 0 XLA makes x · (c · 0), which is finite.
+    """Return a float32 scalar that is finite if and only if all numbers of a value are, at the cost of a sum."""
+    # Not part · 0: XLA simplifies (x · c) · 0 to x · (c · 0), which is finite.
     with on_mesh_of(value):
         first, *rest = [jnp.sum(part - part).astype(jnp.float32) for part in _real(value)]
         found = first + rest[0] if rest else first
-    return at_hand(found)
+    return on_current_mesh(found)
 
 
 def has_nan(value: Any) -> Any:
-    """Whether there is a NaN."""
+    """Whether a value has a NaN."""
     with on_mesh_of(value):
         first, *rest = [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)]
         found = first | rest[0] if rest else first
-    return at_hand(found)
+    return on_current_mesh(found)
 
 
 def on_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
-    """The context of the mesh, and of the types of its axes, that a value or an abstract value is on."""
+    """Return a context with the mesh, and its axis types, of a value or an abstract value."""
     mesh = (value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value)).sharding.mesh
     if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def at_hand(value: Any) -> Any:
-    """A value that was computed in another context, for the present one; replicated."""
+def on_current_mesh(value: Any) -> Any:
+    """Reshard a value that was computed on another mesh, replicated, to the current one."""
     mesh = jax.sharding.get_abstract_mesh()
     there = jax.typeof(value).sharding.mesh
     if there.empty or mesh.empty or there == mesh:
@@ -63,15 +63,15 @@ def at_hand(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers of an array; of complex ones, their magnitudes.
+    """The range of the numbers in an array; for complex arrays, of their magnitudes.
 
     Attributes:
         dtype: Its dtype.
         shape: Its shape.
-        low: The lowest finite number; None where there is none.
-        high: The highest finite number; None where there is none.
-        nans: How many are NaN.
-        infinities: How many are infinite.
+        low: The lowest finite number; None if no number is finite.
+        high: The highest finite number; None if no number is finite.
+        nans: Number of NaNs.
+        infinities: Number of infinities.
     """
 
     dtype: str
@@ -99,7 +99,7 @@ class Range:
 
 
 def range_of(value: Any) -> Range:
-    """The range of the numbers of an array."""
+    """Return the range of the numbers in an array."""
     dtype, shape = str(jnp.result_type(value)), tuple(np.shape(value))
     if jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
         return Range(dtype, shape, None, None)

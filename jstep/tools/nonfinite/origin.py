@@ -1,7 +1,7 @@
-"""Where a non-finite result comes from if no operation made it of an argument: constants, or what is made of them.
+"""Tracing non-finite results back to constants, when no operation made them from an argument.
 
-The program is evaluated once more, and followed backwards from the results that are not finite: through the operands
-that are not finite either (those with a NaN, where the result has one), down to where they begin.
+The program is evaluated again and followed backwards from its non-finite results, through non-finite operands (those
+with a NaN, if the result has one), to their origins.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Reader:
     """An operation that reads a non-finite value or makes one.
 
     Attributes:
-        path: The operations it is in, from the outermost in.
+        path: The enclosing operations, outermost first.
         operation: The operation.
         ins: Its operands.
         outs: Its results.
@@ -40,11 +40,11 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where non-finite numbers begin.
+    """The origin of non-finite numbers.
 
     Attributes:
-        reader: The operation that reads the constant, or made the numbers; None where a constant is a result.
-        constant: The constant; None where the operation made the numbers.
+        reader: The operation that reads the constant or makes the numbers; None if the constant is a result.
+        constant: The constant; None if the operation makes the numbers.
     """
 
     reader: Reader | None
@@ -52,21 +52,21 @@ class Origin:
 
 
 def origin(body: Subprogram, args: list[Any], results: Sequence[Any]) -> Origin | None:
-    """The first constant, or operation on constants, that makes a result non-finite.
+    """Return the first constant, or operation on constants, that makes a result non-finite.
 
     Args:
         body: The program.
-        args: Its arguments, all of them finite.
+        args: Its arguments, all finite.
         results: Its results.
 
     Returns:
-        None where all results are finite, or infinite constants that are returned as they are.
+        None if all results are finite or are infinite constants returned unchanged.
     """
     wanted = _bad(results)
     if not wanted:
         return None
     found = _Backwards(body, args, ()).run(wanted)
-    # An infinity that nothing is computed with is a bound or a mask that the function returns.
+    # An infinity that is only returned is a bound or a mask.
     computed = [
         one for one in found.origins if one.constant is None or has_nan(one.constant) or not _returned(body, one)
     ]
@@ -74,7 +74,7 @@ def origin(body: Subprogram, args: list[Any], results: Sequence[Any]) -> Origin 
 
 
 def _returned(body: Subprogram, one: Origin) -> bool:
-    """Whether a constant comes out of the program as it went in, at most moved."""
+    """Whether the program returns a constant unchanged, except for data movement."""
     if one.reader is None:
         return True
     if one.reader.path:
@@ -90,14 +90,14 @@ def _returned(body: Subprogram, one: Origin) -> bool:
 
 @dataclasses.dataclass
 class _Trail:
-    """What was found going backwards through a program: origins, and the arguments that the rest comes from."""
+    """The result of following a program backwards: origins, and the arguments that the other numbers come from."""
 
     origins: list[Origin]
     readers: dict[int, Reader | None]
 
 
 class _Backwards:
-    """A program, evaluated, to be followed backwards from some of its results."""
+    """An evaluated program that can be followed backwards from some of its results."""
 
     def __init__(self, body: Subprogram, args: list[Any], path: tuple[Step, ...]) -> None:
         self._body, self._path = body, path
@@ -116,7 +116,7 @@ class _Backwards:
                 env.pop(var, None)
 
     def run(self, wanted: Iterable[int]) -> _Trail:
-        """Follows the results of these numbers to where they begin."""
+        """Follow the results with these indices to their origins."""
         trail = _Trail([], {})
         sought: dict[Any, Reader | None] = {}
         self._note([(self._body.jaxpr.outvars[i], None) for i in wanted], sought, trail)
@@ -130,7 +130,7 @@ class _Backwards:
         return trail
 
     def _note(self, needed: list[tuple[Any, Reader | None]], sought: dict[Any, Reader | None], trail: _Trail) -> None:
-        """Sorts what was read into constants, which are origins, and variables, which are sought further."""
+        """Record constants as origins, and variables to be followed further."""
         for atom, reader in needed:
             if isinstance(atom, core.Literal) or atom in self._consts:
                 trail.origins.append(Origin(reader, read(self._consts, atom)))
@@ -141,7 +141,7 @@ class _Backwards:
         return Reader(self._path, operation, *self._kept[operation.number])
 
     def _through(self, operation: Operation, made: list[int], trail: _Trail) -> dict[int, Reader | None]:
-        """The operands that these results come from, each with the operation that reads it."""
+        """Return the operands that these results come from, each with the operation that reads it."""
         ins, outs = self._kept[operation.number]
         inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}.get(operation.kind)
         if inner is not None:
@@ -152,7 +152,7 @@ class _Backwards:
         return dict.fromkeys(bad, self._reader(operation))
 
     def _inside(self, operation: Operation) -> Origin:
-        """An operation that made it, or a constant inside of one that is seen from outside."""
+        """Return the origin in an operation without non-finite operands: a constant inside, or the operation itself."""
         for body in operation.bodies:
             for one in walk(body):
                 for atom in one.eqn.invars:
@@ -210,7 +210,7 @@ class _Backwards:
         def step(state: Any) -> Any:
             i, held, since = state
             outs = evaluated(body, [*given, *held])
-            # Of each value, the first iteration after which it had an infinity, and a NaN.
+            # For each value, the first iteration after which it was non-finite, and that after which it had a NaN.
             return i + 1, outs, jnp.where((since < 0) & _states(outs), i, since)
 
         def again(state: Any) -> Any:
@@ -220,7 +220,7 @@ class _Backwards:
         count, _, since = jax.jit(lambda held: lax.while_loop(again, step, (jnp.int32(0), held, start)))(ins[first:])
         states = np.asarray(since)
         order = (np.arange(int(states.max(initial=0)) + 1)[:, None, None] == states) if int(count) else None
-        if order is None:  # no iteration: the results are the operands
+        if order is None:  # no iterations: the results are the operands
             return {first + i: self._reader(operation) for i in made}
         order = np.logical_or.accumulate(order)
         found = self._iterations(
@@ -240,18 +240,18 @@ class _Backwards:
         carry: int,
         trail: _Trail,
     ) -> dict[int, Reader | None]:
-        """Goes back from the first iteration that had what the results have, to those before that it was handed by.
+        """Follow results back through the iterations of a loop, from the first one with non-finite values.
 
         Args:
             operation: The loop.
-            body: What it repeats.
-            ins: Its operands, without those of a condition.
+            body: The body of the loop.
+            ins: Its operands, without those of the condition.
             made: The results to follow.
-            states: [iteration, result of the body, (is not finite, is NaN)], in the order in which they ran.
-            at: The place of an iteration among the results of a scan.
-            consts: How many operands stay.
-            carry: How many pass from one iteration to the next.
-            trail: Where origins go.
+            states: [iteration, result of the body, (is non-finite, has a NaN)], in execution order.
+            at: Maps an iteration to its index among the results of a scan.
+            consts: Number of constant operands.
+            carry: Number of carried values.
+            trail: Collects the origins.
         """
         readers: dict[int, Reader | None] = {}
         column = int(states[:, made, 1].any())
@@ -276,14 +276,14 @@ class _Backwards:
 
 
 def _states(outs: Sequence[Any]) -> Any:
-    """Of each value, whether it is not finite and whether it has a NaN."""
+    """Return, for each value, whether it is non-finite and whether it has a NaN."""
     no = jnp.zeros((), bool)
     each = [jnp.stack([~jnp.isfinite(probe(one)), has_nan(one)] if is_inexact(one) else [no, no]) for one in outs]
     return jnp.stack(each) if each else jnp.zeros((0, 2), bool)
 
 
 def _bad(values: Sequence[Any], nan: bool = False) -> list[int]:
-    """Which of them are not finite, or have a NaN."""
+    """Return the indices of values that are non-finite, or with `nan` those that have a NaN."""
     return [
         i
         for i, one in enumerate(values)
@@ -292,5 +292,5 @@ def _bad(values: Sequence[Any], nan: bool = False) -> list[int]:
 
 
 def _worst(values: Sequence[Any], nan: bool) -> list[int]:
-    """Those with a NaN, where a NaN is sought and there are some; else those that are not finite."""
+    """Return the values with a NaN if `nan` is set and there are any; else the non-finite values."""
     return (_bad(values, nan=True) if nan else []) or _bad(values)

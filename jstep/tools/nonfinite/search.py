@@ -1,4 +1,4 @@
-"""A program, operation by operation: each is compiled once, however often it is there."""
+"""Search for the first operation with a non-finite result, evaluating one operation at a time."""
 
 import contextlib
 import dataclasses
@@ -10,15 +10,15 @@ import numpy as np
 from jax.extend import core
 
 from jstep.core.operations import HARMLESS, Operation, Subprogram, apply, path_to
-from jstep.tools.nonfinite.first_nonfinite import NONE, Look
+from jstep.tools.nonfinite.first_nonfinite import NONE, FirstNonFinite
 from jstep.tools.nonfinite.loop_arguments import arguments_of
 from jstep.tools.nonfinite.numbers import has_nan, is_inexact, on_mesh_of, probe
 from jstep.tools.nonfinite.shards import first_shard, name_of, numbers_of
 
 _FIRST, _MOST, _BYTES = 16, 256, 2**30
-"""So many operations, or bytes of results, are made before they are looked at: the device is not waited for at each.
+"""Results are checked in groups of so many operations or bytes, to avoid waiting for the device after each.
 
-Few at first, and twice as many each time: to compile an operation takes longer than to wait for it.
+Groups are small at first and double each time, since compiling an operation takes longer than waiting for it.
 """
 
 _probe = jax.jit(probe)
@@ -26,17 +26,17 @@ _probe = jax.jit(probe)
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An operation on the way in, and where it is entered: the iteration of a loop, a branch, a condition."""
+    """An enclosing operation, with the iteration, branch or condition that is entered, in words."""
 
     operation: Operation
     words: str
 
 
 class Found(Exception):  # noqa: N818  it ends the search
-    """The operation that is sought.
+    """Raised with the operation that was searched for.
 
     Attributes:
-        path: The operations it is in, from the outermost in.
+        path: The enclosing operations, outermost first.
         operation: The operation.
         ins: Its operands.
         outs: Its results.
@@ -57,17 +57,17 @@ class _Made(NamedTuple):
 
 
 class Search:
-    """Looks for the first operation that makes a non-finite number of finite ones."""
+    """Search for the first operation that makes a non-finite number from finite ones."""
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
         self._bytes, self._together = 0, _FIRST
 
     def run(self, body: Subprogram, args: list[Any], depends: list[bool], path: tuple[Step, ...] = ()) -> list[Any]:
-        """The results of a program, and whether they depend on an argument of the outermost one.
+        """Run a program; return its results, each with whether it depends on an argument of the outermost program.
 
         Raises:
-            Found: There is such an operation.
+            Found: The operation was found.
         """
         env: dict[Any, Any] = dict(zip(body.jaxpr.constvars, ((const, False) for const in body.consts), strict=True))
         env.update(zip(body.jaxpr.invars, zip(args, depends, strict=True), strict=True))
@@ -87,10 +87,10 @@ class Search:
         return [value(atom) for atom in body.jaxpr.outvars]
 
     def finish(self) -> None:
-        """Looks at what was made and not yet looked at.
+        """Check the results that have not been checked yet.
 
         Raises:
-            Found: The operation is among it.
+            Found: The operation is among them.
         """
         made, self._made, self._bytes = self._made, [], 0
         if not made:
@@ -103,7 +103,7 @@ class Search:
             outs = [value for value in one.outs if value is not None and is_inexact(value)]
             of_finite = all(np.isfinite(probe(value)) for value in ins)
             new_nan = any(map(has_nan, outs)) and not any(map(has_nan, ins))
-            # Infinities that depend on nothing are the user's constants; a NaN never is one.
+            # Infinities that do not depend on an argument are constants of the user; NaNs are always reported.
             if new_nan or (of_finite and one.depends):
                 raise Found(one.path, one.operation, one.ins, one.outs)
 
@@ -127,12 +127,14 @@ class Search:
         return _values(self.run(taken, ins[1:], on[1:], (*path, Step(operation, entered(operation, taken)))))
 
     def _shard_map(self, operation: Operation, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        """It is made whole, as its shards work together; what is sought in it is made a second time."""
+        """Run a shard_map as a whole, since its shards communicate; the operation found inside is run again."""
         self.finish()
         depends = (any(on),) * len(on)
         outs: list[Any] = []
         for operands in (False, True):
-            outs, firsts = jax.jit(Look(operation, operands=operands).of_shards, static_argnums=1)(ins, depends)
+            outs, firsts = jax.jit(FirstNonFinite(operation, operands=operands).of_shards, static_argnums=1)(
+                ins, depends
+            )
             numbers, at = (np.asarray(one).tolist() for one in firsts)
             if all(number == NONE for number in numbers):
                 return outs
@@ -151,13 +153,13 @@ class Search:
         return self._loop(operation, ins, on, path)
 
     def _loop(self, operation: Operation, ins: list[Any], on: list[bool], path: tuple[Step, ...]) -> list[Any]:
-        """A loop is made whole; only the iteration that is the first to make something non-finite is gone into."""
+        """Run a loop as a whole; enter only the first iteration that makes a non-finite number."""
         self.finish()
-        # What comes out of an iteration goes into the next: all depends on all.
+        # The carry is passed on, so every value depends on all others.
         depends = (any(on),) * len(on)
         outs: list[Any] = []
         for operands in (False, True):
-            outs, (number, at) = jax.jit(Look(operation, operands=operands), static_argnums=1)(ins, depends)
+            outs, (number, at) = jax.jit(FirstNonFinite(operation, operands=operands), static_argnums=1)(ins, depends)
             if int(number) == NONE:
                 return outs
             self._enter(operation, ins, depends[0], path, int(number), np.asarray(at).tolist())
@@ -173,7 +175,7 @@ class Search:
 
 
 def entered(operation: Operation, inner: Subprogram, at: list[int] | tuple[()] = ()) -> str:
-    """What to call an operation that is gone into."""
+    """Return the words for an enclosing operation, such as "scan iteration 3"."""
     eqn = operation.eqn
     if operation.kind == "cond":
         return f"cond {inner.label}"
@@ -192,7 +194,7 @@ def _values(pairs: list[Any]) -> list[Any]:
 
 
 def last_uses(body: Subprogram) -> dict[int, list[Any]]:
-    """The variables that an operation is the last to need: they need not be kept."""
+    """Return index of an operation → variables whose last use it is, which can be freed after it."""
     last: dict[Any, int] = {}
     for at, operation in enumerate(body.operations):
         for atom in (*operation.eqn.invars, *operation.eqn.outvars):

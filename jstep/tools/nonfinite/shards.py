@@ -1,4 +1,4 @@
-"""Inside of a shard_map: each shard has numbers of its own, and the shards work together."""
+"""Evaluation inside a shard_map, shard by shard."""
 
 import itertools
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from jstep.tools.nonfinite.loop_arguments import arguments_of
 
 
 def manual_axes(operation: Operation) -> tuple[str, ...]:
-    """The names of these axes."""
+    """Return the names of the manual axes of a shard_map."""
     return tuple(shard_counts(operation))
 
 
 def mapped(operation: Operation, fn: Callable[[Any], Any], *, results: bool = True) -> Callable[[Any], Any]:
-    """A function of the operands of a shard_map, whose `fn` is called on each shard's.
+    """Return a function of the operands of a shard_map that calls `fn` on each shard.
 
     Args:
         operation: The shard_map.
-        fn: Returns the results that the program of the shard_map has, and anything else, which comes out with the
-            shards on a leading axis.
-        results: Whether it returns these results; else an empty list.
+        fn: Returns the results of the shard_map's program, and a pytree that is stacked over the shards on a leading
+            axis.
+        results: Whether `fn` returns these results; if not, it returns an empty list.
     """
     params = operation.eqn.params
     stacked = PartitionSpec(manual_axes(operation))
@@ -45,13 +45,13 @@ def mapped(operation: Operation, fn: Callable[[Any], Any], *, results: bool = Tr
 
 
 def first_shard(operation: Operation, numbers: list[int], at: list[list[int]], none: int) -> int:
-    """Which shard was the first, by the operations and iterations that each has found.
+    """Return the shard whose operation ran first, by operation number and iterations.
 
     Args:
         operation: The shard_map.
-        numbers: The operation that each shard has found.
-        at: The iterations of the loops around it.
-        none: What stands for no operation.
+        numbers: The number of the operation found by each shard.
+        at: The iterations of the enclosing loops.
+        none: The number that means no operation.
     """
 
     def when(shard: int) -> list[int]:
@@ -67,7 +67,7 @@ def first_shard(operation: Operation, numbers: list[int], at: list[list[int]], n
 
 
 def name_of(operation: Operation, shard: int) -> str:
-    """What to call a shard: its place along the axes."""
+    """Return the name of a shard: its index along each axis."""
     counts = shard_counts(operation)
     place = np.unravel_index(shard, tuple(counts.values()))
     return ", ".join(f"{name} {i}" for name, i in zip(counts, place, strict=True))
@@ -76,14 +76,14 @@ def name_of(operation: Operation, shard: int) -> str:
 def numbers_of(
     operation: Operation, values: list[Any], shard: int, chain: list[tuple[Subprogram, Operation]], at: list[int]
 ) -> tuple[list[Any], list[Any]]:
-    """The operands and the results of an operation inside of a shard_map, as a shard has them.
+    """Return the operands and results that an operation inside a shard_map has on one shard.
 
     Args:
         operation: The shard_map.
         values: Its operands.
-        shard: Which shard.
-        chain: The operations inside, from the outermost in, the last of them the one to look at.
-        at: The iterations of the loops around it.
+        shard: The index of the shard.
+        chain: The operations inside, outermost first; the last one is evaluated.
+        at: The iterations of the enclosing loops.
     """
     last = chain[-1][1]
 
@@ -99,7 +99,7 @@ def numbers_of(
 
 
 def _operands(chain: list[tuple[Subprogram, Operation]], args: list[Any], at: list[int]) -> list[Any]:
-    """The operands of the last operation, each program made up to the next."""
+    """Return the operands of the last operation, running each program up to the next one."""
     for i, (body, operation) in enumerate(chain):
         env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*body.consts, *args], strict=True))
         for before in itertools.takewhile(lambda one: one.number < operation.number, body.operations):  # noqa: B023
@@ -117,6 +117,6 @@ def _operands(chain: list[tuple[Subprogram, Operation]], args: list[Any], at: li
 
 
 def _of_shard(stacked: Any, shard: int) -> Any:
-    if jnp.issubdtype(stacked.dtype, jax.dtypes.extended):  # keys have no numbers to look at
+    if jnp.issubdtype(stacked.dtype, jax.dtypes.extended):  # PRNG keys have no numbers
         return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)
     return np.asarray(stacked)[shard]

@@ -1,4 +1,4 @@
-"""The line of the user's code that an operation comes from."""
+"""Source lines of operations in the user's code."""
 
 import os
 import sysconfig
@@ -18,16 +18,16 @@ _LIBRARIES = tuple(
 
 
 def line_of(eqns: Sequence[Any], beside: Sequence[Any] = ()) -> str:
-    """Such as "model.py:12 (loss_fn)".
+    """Return the source line of an operation, such as "model.py:12 (loss_fn)".
 
-    The innermost line that is neither JAX's nor a library's, of what the step called; else that of the library, or of
-    jstep's optimizer.
+    This is the innermost line called by the step that is neither in JAX nor in a library, or else the line in the
+    library or in jstep's optimizer.
 
     Args:
-        eqns: The operation, and those around it, from the innermost out. A function that JAX or a library compiles may
-            have been traced for another caller: the line is that of the operation which calls it.
-        beside: The operations of its program, for one that comes from no line: `jnp.log` itself, given to a cond that
-            is mapped over, was called by JAX alone, and the line of the next operation is that of the cond.
+        eqns: The operation and the enclosing ones, innermost first. A function that JAX or a library compiles may have
+            been traced for another caller; then the line is that of the operation that calls it.
+        beside: The operations of its program, for an operation without a line: `jnp.log`, passed to a cond under vmap,
+            is called by JAX only, and the next operation has the line of the cond.
     """
     found = _line(eqns)
     if found is None:
