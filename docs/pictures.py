@@ -542,26 +542,25 @@ def layouts(path: pathlib.Path) -> None:
     ]
     parts = []
     for i, (title, shares, model) in enumerate(columns):
-        x = 118 + 178 * i
-        parts.append(f'<text x="{x + 74}" y="30" text-anchor="middle" font-weight="600" fill="{INK}">{title}</text>')
+        start = 118 + 178 * i
+        parts.append(f'<text x="{start + 74}" y="30" text-anchor="middle" font-weight="600" fill="{INK}">{title}</text>')
         for row, (name, share) in enumerate((("parameters", shares[0]), ("slots", shares[1]), ("batch", 0))):
-            y = 52 + 78 * row
+            top = 52 + 78 * row
             if i == 0:
-                parts.append(f'<text x="14" y="{y + 30}" fill="{INK}">{name}</text>')
+                parts.append(f'<text x="14" y="{top + 30}" fill="{INK}">{name}</text>')
             whole = name == "batch" and model
             for device in range(4):
-                left = x + 37 * device
-                parts.append(f'<rect x="{left}" y="{y}" width="32" height="52" fill="{PAPER}" stroke="{GREY}"/>')
+                left = start + 37 * device
+                parts.append(f'<rect x="{left}" y="{top}" width="32" height="52" fill="{PAPER}" stroke="{GREY}"/>')
                 color = "#16a085" if name == "batch" else BLUE
                 if share == 4 or whole:
-                    box = (left, y, 32, 52)
+                    box = (left, top, 32, 52)
                 elif model:
-                    box = (left + 8 * device, y, 8, 52)
+                    box = (left + 8 * device, top, 8, 52)
                 else:
-                    box = (left, y + 13 * device, 32, 13)
-                parts.append(
-                    f'<rect x="{box[0]}" y="{box[1]}" width="{box[2]}" height="{box[3]}" fill="{color}" opacity="0.85"/>'
-                )
+                    box = (left, top + 13 * device, 32, 13)
+                x, y, width, height = box
+                parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" opacity="0.85"/>')
     parts.append(
         f'<text x="118" y="288" fill="{INK}" font-size="12.5">Four devices each; the coloured part of an array is '
         "what that device stores.</text>"
