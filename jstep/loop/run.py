@@ -180,9 +180,9 @@ class Run:
         interrupted = False
         if self._feeder is not None:
             try:
-                apart = functools.partial(self._recorder.watch.part, stopwatch.HOOKS)
-                take = audited(self._programs, self._programs.step_of, runner.hooks, apart)
-                run_steps(take, loop.state, self._feeder, start.step, last_step, runner.after, loop, runner.before)
+                timed = functools.partial(self._recorder.watch.part, stopwatch.HOOKS)
+                run_call = audited(self._programs, self._programs.step_of, runner.hooks, timed)
+                run_steps(run_call, loop.state, self._feeder, start.step, last_step, runner.after, loop, runner.before)
             except StopWaiting:
                 interrupted = True
             interrupted = interrupted or runner.interrupted
