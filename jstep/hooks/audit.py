@@ -100,11 +100,11 @@ class AuditHook(RunHook):
             return run_call(state, call)
         step = step_of(call)
         with timed():
-            again, args = _kept(step, state, call.args)
+            again, args = _preserved(step, state, call.args)
         result = run_call(state, call)
         if not isinstance(result, tuple | list) or len(result) != 2:
             return result  # the loop raises for it
-        del state  # donated, as a rule
+        del state  # usually donated
         jax.block_until_ready(result[0])  # the time so far counts as the step's
         with timed():
             first = by_device(result[0])
@@ -134,7 +134,7 @@ def audited(
     return run_call
 
 
-def _kept(step: Any, state: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def _preserved(step: Any, state: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """The state and arguments for the second computation, copied if the first one donates or may change them."""
     if not isinstance(step, TrainStep):
         return _copied((state, args))  # a plain function may modify or donate its arguments

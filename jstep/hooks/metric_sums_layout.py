@@ -63,7 +63,7 @@ class Layout:
         self.sums: Any = None
         if self.names or loss is not None:
             with internal_transfers():
-                self.sums = jax.device_put(rows, _beside(values, self._is_global))
+                self.sums = jax.device_put(rows, _sums_sharding(values, self._is_global))
         self._held: list[tuple[list[Any], int]] = []
         self._halves: list[Any] = []
         self._total, self._stop = 0, -1
@@ -88,7 +88,7 @@ class Layout:
             return
         values = [metrics[name] for name in self._wanted]
         if self._is_global:  # other processes may not run this program
-            values = [_here(value) for value in values]
+            values = [_local(value) for value in values]
         if self._plain:
             self._halves.append(_halves([metrics[name] for name in self._plain], self.sums.dtype))
         self._held.append((values, steps))
@@ -160,15 +160,15 @@ class _Nothing:
         return np.full(metric_sums_program.WATCHED, -1.0)
 
 
-def _here(value: Any) -> Any:
+def _local(value: Any) -> Any:
     """This process's copy of a value that is replicated over all processes."""
     is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
     return value.addressable_data(0) if is_global else value
 
 
-def _beside(values: list[Any], is_global: bool) -> Any:
+def _sums_sharding(values: list[Any], is_global: bool) -> Any:
     """The sharding of the sums: replicated over the devices of the values."""
-    value = next((_here(value) for value in values if getattr(value, "committed", False)), None)
+    value = next((_local(value) for value in values if getattr(value, "committed", False)), None)
     if value is None:
         return None
     if isinstance(value.sharding, NamedSharding):

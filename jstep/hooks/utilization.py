@@ -54,7 +54,7 @@ class UtilizationMeter:
         device = device_of(state)
         if self._peak is None and not has_peaks(device.device_kind):
             if device.platform != "cpu" or self._flops is not None:
-                self._say(f"the peak of the device {device.device_kind!r} is not known")
+                self._log_once(f"the peak of the device {device.device_kind!r} is not known")
             return
         dispatched.want(traced=self._peak is None or self._flops is None)
         self._dispatched = dispatched
@@ -84,10 +84,10 @@ class UtilizationMeter:
         peak = peak_of(work.device_kind, work.products) if self._peak is None else self._peak
         if peak is None and work.products:
             formats = ", ".join(sorted({f"{one.dtype} ({one.precision})" for one in work.products}))
-            self._say(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
+            self._log_once(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
         return None if flops is None or peak is None else flops / (peak * work.devices)
 
-    def _say(self, why: str) -> None:
+    def _log_once(self, why: str) -> None:
         if why not in self._warned and jax.process_index() == 0:
             self._warned.add(why)
             _logger.info("neither mfu nor hfu is shown: %s; give StepCounterHook(peak_flops=…)", why)

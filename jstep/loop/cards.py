@@ -62,7 +62,7 @@ class Cards:
                 traced = trace_of(step, state, args)
             constants = _constants(step, metrics)
         except Exception as error:
-            self._say(error)
+            self._log_error(error)
             return
         found = [(stage, steps, traced, constants, args)]
         self._threads.append(Thread(target=self._record, args=(found,), name="jstep-card"))
@@ -86,9 +86,9 @@ class Cards:
                 self._is_begun = True
                 self._write("card", **make(), programs=found)
             except Exception as error:
-                self._say(error)
+                self._log_error(error)
 
-    def _say(self, error: Exception) -> None:
+    def _log_error(self, error: Exception) -> None:
         _logger.warning("the card of this run could not be recorded: %s: %s", type(error).__name__, error)
 
 

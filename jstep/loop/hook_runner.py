@@ -58,9 +58,9 @@ class HookRunner:
         self._start, self._to_stop, self._on_first = start, to_stop, on_first
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
         self._sums, self._transfers, self._is_summed = sums, transfers, sums.is_wanted
-        self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
+        self._before = [hook for hook in hooks if _overrides(hook, "before_step")]
         acting = [hook for hook in hooks if hasattr(hook, "after_step")]
-        self._acting = [hook for hook in acting if _has_own(hook, "after_step") or _has_own(hook, "next_due")]
+        self._acting = [hook for hook in acting if _overrides(hook, "after_step") or _overrides(hook, "next_due")]
         self._due_of: list[Callable[[int], int]] = []
         self._timers: list[CadenceTimer | None] = []
         self._waiting: list[CadenceTimer] = []
@@ -141,7 +141,7 @@ class HookRunner:
                 if watch.current != self._part_of[i]:
                     watch.switch(self._part_of[i])
                 if error is not None:
-                    self._besides(error, hook, loop, metrics)
+                    self._call_after_error(error, hook, loop, metrics)
                     continue
                 self._calling = (hook, "after_step")
                 if not isinstance(hook, RunHook):
@@ -162,7 +162,7 @@ class HookRunner:
         self._calling = None
         self._next_due = min(self._dues)
 
-    def _besides(self, error: Exception, hook: Any, loop: LoopState, metrics: Any) -> None:
+    def _call_after_error(self, error: Exception, hook: Any, loop: LoopState, metrics: Any) -> None:
         """Calls a hook that follows one that raised, so that its output for this step is not missing after a restart.
 
         Hooks that save are not called; the handler of the error saves.
@@ -250,7 +250,7 @@ def _last_metrics(loop: LoopState) -> Any:
     return last_of(loop.metrics) if loop.stacked else loop.metrics
 
 
-def _has_own(hook: Any, method: str) -> bool:
+def _overrides(hook: Any, method: str) -> bool:
     """Whether a hook overrides a method of `Hook`, which does nothing."""
     if not hasattr(hook, method):
         return False

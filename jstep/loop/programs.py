@@ -118,7 +118,7 @@ class Programs:
         is_first = (self._stage, call.steps) not in self._begun
         if is_first:
             self._begun.add((self._stage, call.steps))
-            self._announce(step, call)
+            self._log_compilation(step, call)
         before, seconds = self._compilations[0], self._seconds[0]
         try:
             if self._first_call is None:
@@ -135,7 +135,7 @@ class Programs:
             if self._watch is not None:
                 self._watch.was(STARTING, self._seconds[0] - seconds)
             if not is_first and self._is_compiled:
-                self._say_again(call)
+                self._log_recompilation(call)
         if self.dispatched.is_wanted and isinstance(result, tuple):
             program, new = (self._stage, call.steps), result[0]
             self.dispatched.add(program, call.steps, new, call.args, lambda: trace_step(step, new, call.args))
@@ -165,7 +165,7 @@ class Programs:
         self._name = self.name_of(number)
         self._is_compiled = self._has_several or is_compiled(self._one)
 
-    def _announce(self, step: Any, call: Call) -> None:
+    def _log_compilation(self, step: Any, call: Call) -> None:
         """Logs why a program is compiled, unless the run has only one."""
         size = getattr(step, "_cache_size", None)
         staged = len(self._stages.firsts) > 1
@@ -174,7 +174,7 @@ class Programs:
         why = f"steps_per_call={call.steps}" if call.steps > 1 else call.why or "it is the first call"
         _logger.info("compiling %s for %s: %s", self._name, _steps(call.steps), why)
 
-    def _say_again(self, call: Call) -> None:
+    def _log_recompilation(self, call: Call) -> None:
         shapes = ", ".join(
             f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
             for leaf in jax.tree.leaves(call.args)[:5]

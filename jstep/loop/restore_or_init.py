@@ -79,8 +79,8 @@ def open_checkpoints(
         return CheckpointInfo(_step_of(state), None, None, {}, None, {})
     if isinstance(options.checkpoint_dir, Saver):
         saver = options.checkpoint_dir
-        leave: Callable[..., None] = _Waits(saver)
-        leave_at_once = _nothing
+        leave: Callable[..., None] = _WaitAtExit(saver)
+        leave_at_once = _do_not_wait
     else:
         saver = Saver(options.checkpoint_dir, prefix=options.checkpoint_prefix)
         leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
@@ -118,7 +118,7 @@ def restore_or_init(checkpoints: CheckpointInfo, state: TrainState) -> RunStart:
     extra = checkpoints.extra if restored == checkpoints.step else saver.extra(restored)
     extra = extra if isinstance(extra, dict) else {}
     _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
-    _say_what_is_dropped(given, held, restored, extra.get(HELD), checkpoint_name(saver.prefix, restored))
+    _warn_if_different(given, held, restored, extra.get(HELD), checkpoint_name(saver.prefix, restored))
     return RunStart(restored, state, saver, restored, extra, extra.get(HELD, {}) if given else held)
 
 
@@ -146,7 +146,7 @@ def _held(state: TrainState) -> dict[str, float]:
     return {name: float(value) for name, value in read(values).items()}
 
 
-def _say_what_is_dropped(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
+def _warn_if_different(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
     """Warns if the given state differs from the checkpoint, which wins."""
     if given and given != restored:
         _logger.warning(
@@ -174,11 +174,11 @@ def _step_of(state: TrainState) -> int:
         return global_step(state)
 
 
-def _nothing() -> None:
+def _do_not_wait() -> None:
     """Leaves a user-defined `Saver` without waiting for it."""
 
 
-class _Waits:
+class _WaitAtExit:
     """Waits for a user-defined `Saver` at the end of a run, and leaves it open."""
 
     def __init__(self, saver: Saver) -> None:

@@ -229,7 +229,9 @@ def keeps_position(batches: Any) -> bool:
     if isinstance(batches, HasState):
         return True
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
-    return is_iterable and not _is_sequence(batches) and isinstance(batches, HasStateDict) and _asks_nothing(batches)
+    return (
+        is_iterable and not _is_sequence(batches) and isinstance(batches, HasStateDict) and _takes_no_arguments(batches)
+    )
 
 
 def position_of(batches: Any) -> Any:
@@ -244,7 +246,7 @@ def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return owner.state_dict, owner.load_state_dict
 
 
-def _asks_nothing(owner: HasStateDict) -> bool:
+def _takes_no_arguments(owner: HasStateDict) -> bool:
     """Whether `state_dict` takes no arguments: some data sets require the number of examples that were read."""
     try:
         inspect.signature(owner.state_dict).bind()
