@@ -67,8 +67,8 @@ def check_alive(state: TrainState) -> None:
     path = trees.donated_leaf(state)
     if path is not None:
         raise RuntimeError(
-            f"the state's {path!r} was donated to an earlier step or run, whose result holds its memory now. Use "
-            "the state that train or the step returned, or make a new one."
+            f"the state's {path!r} was donated to an earlier step or run and deleted. Use the state that train or "
+            "the step returned, or make a new one."
         )
 
 
