@@ -1,4 +1,4 @@
-"""Hooks: what happens around the steps of `train`, one per file."""
+"""Hooks: callbacks around the steps of `train`, one per file."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.hooks.audit import AuditHook

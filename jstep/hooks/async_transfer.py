@@ -1,4 +1,4 @@
-"""Values that are handed over when the device has them, in the order of steps: nobody waits for it."""
+"""Asynchronous device-to-host transfer of metrics, delivered in the order of steps."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -10,18 +10,18 @@ Deliver = Callable[[int, dict[str, Any]], None]
 
 
 class PendingValues(Protocol):
-    """Numbers on their way to the host."""
+    """Numbers that are being transferred to the host."""
 
     def start(self) -> None:
-        """Asks for them, without waiting."""
+        """Starts the transfer, without waiting."""
         ...
 
     def is_ready(self) -> bool:
-        """Whether reading them would not wait."""
+        """Whether `read` would not wait."""
         ...
 
     def read(self) -> dict[str, Any]:
-        """The numbers; waits for them."""
+        """Waits for the numbers and returns them."""
         ...
 
 
@@ -32,15 +32,15 @@ class PendingScalars:
         self._values = values
 
     def start(self) -> None:
-        """Asks for them, without waiting."""
+        """Starts the transfer, without waiting."""
         start_transfer(self._values)
 
     def is_ready(self) -> bool:
-        """Whether reading them would not wait."""
+        """Whether `read` would not wait."""
         return is_ready(self._values)
 
     def read(self) -> dict[str, Any]:
-        """The numbers; waits for them."""
+        """Waits for the numbers and returns them."""
         return read(self._values)
 
 
@@ -52,7 +52,7 @@ class _Entry(NamedTuple):
 
 
 class TransferQueue:
-    """A queue from the loop to everybody who reports numbers: one for a run, so that all rows come in its order.
+    """A queue of metrics to report. All hooks of a run share one, so that rows are delivered in order.
 
     Attributes:
         failed_owner: The hook whose `deliver` raised last; None if none did.
@@ -63,17 +63,17 @@ class TransferQueue:
         self.failed_owner: Any = None
 
     def add(self, step: int, values: PendingValues, deliver: Deliver, owner: Any) -> None:
-        """Takes the values of a step, and starts to fetch them; `deliver(step, numbers)` gets them."""
+        """Queues the values of a step and starts their transfer; `deliver(step, numbers)` receives them."""
         values.start()
         self._queue.append(_Entry(step, values, deliver, owner))
 
     def deliver_ready(self) -> None:
-        """Hands over what is there; what comes behind something that is not there waits with it."""
+        """Delivers values that are ready, up to the first entry that is not."""
         while self._queue and self._queue[0].values.is_ready():
             self._next()
 
     def deliver_all(self) -> None:
-        """Hands over everything, and waits for the device."""
+        """Delivers all values; waits for the device."""
         while self._queue:
             self._next()
 

@@ -1,4 +1,4 @@
-"""Compute some updates twice, and compare every bit."""
+"""Compute some updates twice, and compare the results bitwise."""
 
 import contextlib
 import functools
@@ -24,37 +24,37 @@ _logger = logging.getLogger("jstep")
 
 
 class _Call(Protocol):
-    """A call of several steps, or of one."""
+    """A call of one or several steps."""
 
     args: tuple[Any, ...]
     steps: int
     first: int
 
 
-Take = Callable[[Any, Any], Any]
-"""Takes the steps of a call: `take(state, call) -> (state, metrics)`."""
+RunCall = Callable[[Any, Any], Any]
+"""Runs the steps of a call: `run_call(state, call) -> (state, metrics)`."""
 StepOf = Callable[[Any], Callable[..., Any]]
-"""From a call to the training step that takes it."""
+"""Maps a call to its training step."""
 TimedSection = Callable[[], contextlib.AbstractContextManager[Any]]
-"""What the time of an audit is accounted in: `with apart(): …`."""
+"""A context manager that measures the time of an audit: `with timed(): …`."""
 
 
 class AuditHook(RunHook):
-    """Computes an update twice every so many steps, from the same state and batch by the same program.
+    """Detects silent data corruption by computing some updates twice, from the same state and batch.
 
-    The fingerprints of the two resulting states must be equal. A bit that differs is either silent data corruption, a
-    device that computes wrongly without an error, or a program that is not deterministic; the error names the leaves,
-    and the devices if not all of them differ (of a replicated array, each device's own copy is looked at). The second
-    result, with its metrics, is dropped.
+    The fingerprints of the two resulting states must be equal. A difference means either silent data corruption, that
+    is a device that computes wrongly without an error, or a program that is not deterministic. The error names the
+    leaves, and the devices if only some of them differ (every device's copy of a replicated array is compared). The
+    second result and its metrics are dropped.
 
-    The update N → N + 1 is audited if N is a multiple of `every_n_steps`; step 0 is one. With `steps_per_call`, the
-    whole call that takes step N is repeated. The loop waits for the device at these steps, so that no hook sees a
-    state that was computed wrongly, and none is saved; other steps cost nothing. An audited step takes twice its time
-    and memory for a second state. Host callbacks run twice in it. A step that is a plain Python function is called
-    twice, with copies of its arrays; its random numbers must be a function of the step.
+    The update N → N + 1 is audited if N is a multiple of `every_n_steps`, including 0. With `steps_per_call`, the whole
+    call that contains step N is repeated. The loop waits for the device at these steps, so that no wrong state is
+    passed to a hook or saved; other steps cost nothing. An audited step takes twice the time, and memory for a second
+    state. Host callbacks run twice in it. A step that is a plain Python function is called twice, with copies of its
+    arrays; its random numbers must be a function of the step.
 
     Args:
-        every_n_steps: How often, in steps: at their multiples.
+        every_n_steps: Interval in steps; due at its multiples.
         on_mismatch: `"raise"` ends the run, on all processes together, without saving; `"log"` warns and continues
             with the first result.
 
@@ -90,23 +90,23 @@ class AuditHook(RunHook):
         """The steps N whose update N → N + 1 is audited, in a run from `start` to `last_step`."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def take(self, take: Take, step_of: StepOf, apart: TimedSection, state: Any, call: _Call) -> Any:
-        """Takes the steps of a call by `take`, and once more, apart, if they are to be audited.
+    def audit_call(self, run_call: RunCall, step_of: StepOf, timed: TimedSection, state: Any, call: _Call) -> Any:
+        """Runs the steps of a call, and repeats them if they are due for an audit.
 
         Raises:
             AuditError: The results differ.
         """
         if -call.first % self._n >= call.steps:
-            return take(state, call)
+            return run_call(state, call)
         step = step_of(call)
-        with apart():
-            again, args = _kept(step, state, call.args)
-        result = take(state, call)
+        with timed():
+            again, args = _preserved(step, state, call.args)
+        result = run_call(state, call)
         if not isinstance(result, tuple | list) or len(result) != 2:
-            return result  # the loop refuses it
-        del state  # donated, as a rule
-        jax.block_until_ready(result[0])  # up to here the time is that of the step
-        with apart():
+            return result  # the loop raises for it
+        del state  # usually donated
+        jax.block_until_ready(result[0])  # the time so far counts as the step's
+        with timed():
             first = by_device(result[0])
             try:
                 second = by_device(step(again, *args)[0])
@@ -124,23 +124,25 @@ class AuditHook(RunHook):
         return result
 
 
-def audited(take: Take, step_of: StepOf, hooks: Iterable[Any], apart: TimedSection = contextlib.nullcontext) -> Take:
-    """What takes the steps of a call, with the audits of the hooks; `take` itself if there is none among them."""
+def audited(
+    run_call: RunCall, step_of: StepOf, hooks: Iterable[Any], timed: TimedSection = contextlib.nullcontext
+) -> RunCall:
+    """Wrap `run_call` with the audits of the hooks; returns it unchanged without an `AuditHook`."""
     for hook in hooks:
         if isinstance(hook, AuditHook):
-            take = functools.partial(hook.take, take, step_of, apart)
-    return take
+            run_call = functools.partial(hook.audit_call, run_call, step_of, timed)
+    return run_call
 
 
-def _kept(step: Any, state: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """State and arguments for a second computation, whatever the first one does with its own."""
+def _preserved(step: Any, state: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The state and arguments for the second computation, copied if the first one donates or may change them."""
     if not isinstance(step, TrainStep):
-        return _copied((state, args))  # a plain function may write into its arguments, or donate them
+        return _copied((state, args))  # a plain function may modify or donate its arguments
     return (_copied(state) if step.donate else state), args
 
 
 def _copied(tree: Any) -> Any:
-    """Copies that are sharded, and compiled for, as the originals."""
+    """Copy all arrays, with shardings for which the step is not compiled again."""
     with internal_transfers():
         return jax.tree.map(_copy, tree)
 
@@ -149,6 +151,6 @@ def _copy(leaf: Any) -> Any:
     if not is_array(leaf):
         return leaf
     made = leaf.copy()
-    # JAX spells the specification of a copy in another way, and a step is traced again for that: this moves nothing.
+    # A copy has an equivalent but unequal PartitionSpec, for which the step would be traced again. This moves no data.
     is_on_mesh = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)
     return jax.device_put(made, leaf.sharding) if is_on_mesh else made

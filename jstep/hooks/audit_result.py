@@ -1,4 +1,4 @@
-"""What an audit finds: two computations of one update, compared on every device of every process."""
+"""Comparison of two computations of one update, on every device of every process."""
 
 from typing import Any, NamedTuple
 
@@ -32,27 +32,27 @@ class AuditError(RuntimeError):
 
 
 class Mismatch(NamedTuple):
-    """How the results of two computations differ.
+    """The differences between the results of two computations.
 
     Attributes:
         leaves: The paths of the leaves that differ on some device.
-        devices: The devices on which they do; empty if they do on all of them.
+        devices: The devices on which they differ; empty if they differ on all devices.
     """
 
     leaves: tuple[str, ...]
     devices: tuple[str, ...]
 
     def error(self, step: int, steps: int) -> AuditError:
-        """The error that says so, for a call of so many steps from step `step`."""
+        """The error for a call of `steps` steps from step `step`."""
         where = ", ".join(self.devices[:_SHOWN]) + (", …" if len(self.devices) > _SHOWN else "")
         what = Difference(step, self.leaves).text() + (f" (on {where} alone)" if where else "")
         update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
         return AuditError(
             f"the {update} computed twice, from the same state and batch by the same program, and the results differ: "
             f"{what}. Either a device computes wrongly (silent data corruption): resume from the last checkpoint on "
-            "other devices, and take the step again on both by jstep.replay(train_step, state, batches, "
+            "other devices, and repeat the step on both with jstep.replay(train_step, state, batches, "
             f"checkpoint_dir, {step}). Or the program is not deterministic: host callbacks or a plain Python step that "
-            "keep a memory or random numbers of their own, or sums without a fixed order on a GPU "
+            "keep state or draw their own random numbers, or sums without a fixed order on a GPU "
             "(XLA_FLAGS=--xla_gpu_deterministic_ops=true).",
             step,
             self.leaves,
@@ -60,10 +60,10 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
-    """How two computations of one state differ, for all processes alike; None if no bit does. Waits for both.
+    """Compare two computations of one state, with the same result on all processes; None if equal. Waits for both.
 
     Raises:
-        TypeError: The two states have other leaves.
+        TypeError: The two states have different leaves.
     """
     if first.paths != second.paths:
         apart = sorted(set(first.paths) ^ set(second.paths))[:_SHOWN] or "in another order"
@@ -84,7 +84,7 @@ def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
 
 
 def _marks(first: ByDevice, second: ByDevice, devices: list[Any]) -> np.ndarray[Any, Any]:
-    """Whether each leaf differs; then for each device of all processes 0 (not of this one), `_SAME` or `_DIFFERS`."""
+    """For each leaf, whether it differs; then for each device `_SAME`, `_DIFFERS`, or 0 if it is of another process."""
     leaves, number = len(first.paths), {device: i for i, device in enumerate(devices)}
     marks = np.zeros(leaves + len(devices), np.int32)
     a, b = first.words(), second.words()

@@ -1,4 +1,4 @@
-"""The functions that are called with the results of an evaluation."""
+"""Callbacks on the results of an evaluation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,17 +15,17 @@ _WHERE = "EvaluationHook(then=…)"
 
 
 class Callbacks:
-    """Functions `(step, state, results)`, in their order.
+    """Functions `(step, state, results)`, called in order.
 
     Args:
-        functions: What the user gave.
+        functions: The functions.
         argument: The name of the argument, for errors.
 
     Attributes:
-        stopped_by: The key of the one that stopped the run, or None.
+        stopped_by: The key of the callback that stopped the run, or None.
 
     Raises:
-        TypeError: They are not a sequence of functions.
+        TypeError: The argument is not a sequence of functions.
     """
 
     def __init__(self, functions: Sequence[EvaluationCallback], argument: str) -> None:
@@ -37,35 +37,35 @@ class Callbacks:
 
     @property
     def why(self) -> str | None:
-        """Why no step is to be made, as the one that wants none says it; None if none does."""
+        """The `why` of a callback that ends the run before any step, or None."""
         return next((one.why for one in self._functions if isinstance(getattr(one, "why", None), str)), None)
 
     def begin(self, state: TrainState) -> bool:
-        """Begins those that have something to begin; whether one of them wants no step.
+        """Calls `begin` of the callbacks; returns whether one of them ends the run before any step.
 
         Raises:
-            ValueError: Two have the same `key`.
+            ValueError: Two callbacks have the same `key`.
         """
         hook_state.check_keys(self._functions, _WHERE)
         self.stopped_by = None
         return any(self.each("begin", state))
 
     def get_state(self) -> Any:
-        """What they remember."""
+        """Returns the states of the callbacks."""
         return hook_state.get_states(self._functions, _WHERE)
 
     def set_state(self, value: Any) -> bool:
-        """Gives it back; whether one of them wants no further step."""
+        """Restores the states; returns whether one of the callbacks ends the run."""
         return hook_state.set_states(self._functions, value, _WHERE)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any], *, on_cadence: bool) -> Any:
-        """What they make of the results: both answers may come of one evaluation, and none is lost.
+        """Calls the callbacks and combines their results: one may stop the run while another replaces the state.
 
         Args:
             step: The step.
-            state: The state that was evaluated.
-            results: What came of it.
-            on_cadence: Whether the evaluation was due by itself; else those with a true `on_cadence_only` are left out.
+            state: The evaluated state.
+            results: The results of the evaluation.
+            on_cadence: Whether the evaluation was due; if not, callbacks with a true `on_cadence_only` are skipped.
         """
         given, stop = state, False
         for function in self._functions:
@@ -83,7 +83,7 @@ class Callbacks:
         return True if stop else None
 
     def each(self, method: str, *args: Any) -> list[bool]:
-        """Calls a method of all that have it."""
+        """Calls a method of all callbacks that have it."""
         return [bool(getattr(one, method)(*args)) for one in self._functions if hasattr(one, method)]
 
 

@@ -1,4 +1,4 @@
-"""Save checkpoints."""
+"""Save checkpoints periodically."""
 
 import os
 import time
@@ -15,23 +15,22 @@ from jstep.state import TrainState
 
 
 class CheckpointSaverHook(CadencedHook):
-    """Saves every so many seconds or steps, and at the end.
+    """Saves checkpoints at intervals of seconds or steps, and at the end.
 
     Args:
-        saver: A `Saver`, or the directory of one.
-        save_secs: How often, in seconds of the host's clock.
-        save_steps: How often, in steps: at their multiples.
-        extra: A function of no arguments whose result, JSON-able, is kept with each checkpoint, such as the position
-            of a loader.
-        before_save: `before_save(step)` for each, called before every save; one that raises, or returns a true
-            result, prevents it.
-        clock: Seconds; for tests.
+        saver: A `Saver`, or a directory.
+        save_secs: Interval in seconds of the host's clock.
+        save_steps: Interval in steps; due at its multiples.
+        extra: A function of no arguments whose JSON-serializable result is saved with each checkpoint, such as the
+            position of a loader.
+        before_save: Functions of the step, called before every save. One that raises or returns True prevents the
+            save.
+        clock: Returns seconds; replaced in tests.
 
     Attributes:
-        prefix: Of the checkpoints' names.
+        prefix: The prefix of the checkpoints' names.
 
-
-    Source: `tf.train.CheckpointSaverHook`; it does not save at the first step.
+    Source: `tf.train.CheckpointSaverHook`, which also saves at the first step.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class CheckpointSaverHook(CadencedHook):
         self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
 
     def begin(self, state: TrainState) -> None:
-        """Seconds count from here."""
+        """Starts to count seconds."""
         super().begin(state)
         self._saved = None
 
@@ -66,45 +65,45 @@ class CheckpointSaverHook(CadencedHook):
             self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
-        """Saves the last state, and waits for it to be on disk."""
+        """Saves the last state, and waits until it is on disk."""
         self.save(step, state, wait=True)
 
     def close(self) -> None:
-        """Waits for what is being written, and closes a Saver of its own."""
+        """Waits for pending writes, and closes the `Saver` if the hook created it."""
         super().close()
         if self._directory is not None and self._saver is not None:
             saver, self._saver = self._saver, None
             saver.close()
 
     def is_saved(self, step: int, state: TrainState) -> None:
-        """Says that there is a checkpoint of this step that holds this state: the one that was restored."""
+        """Records that a checkpoint of this step holds this state, such as the restored one."""
         self._saved = step, _weakly(state)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        """Whether there is a checkpoint of this step already, and no hook has changed the state since."""
+        """Whether a checkpoint of this step holds this state, not changed by a hook since."""
         return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Saves, unless this state is saved already.
 
         Args:
-            step: The step that the loop is at.
-            state: The state after it.
-            wait: Whether to return when it is on disk.
+            step: The current step of the loop.
+            state: The state at that step.
+            wait: Whether to wait until the checkpoint is on disk.
 
         Returns:
-            Whether there is a checkpoint of this step: False where one of `before_save` prevented it.
+            Whether there is a checkpoint of this step; False if a function in `before_save` prevented it.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The checkpoint could not be written.
             ValueError: The state is at another step.
         """
         if not self.has_saved(step, state):
-            prevented = [bool(check(step)) for check in self._before_save]  # each of them is asked
+            prevented = [bool(check(step)) for check in self._before_save]  # a list: each must be called
             if any(prevented):
                 return False
             check_step(step, state)
-            if self._saver is None:  # it was closed with the run before
+            if self._saver is None:  # closed at the end of an earlier run
                 self._saver = Saver(self._directory or "")
             extra = self._extra() if self._extra else None
             with internal_transfers():
@@ -117,7 +116,7 @@ class CheckpointSaverHook(CadencedHook):
 
 
 def _weakly(state: Any) -> Callable[[], Any]:
-    """The state, which is not kept alive, where that can be had."""
+    """A weak reference to the state, or the state itself if it cannot be weakly referenced."""
     try:
         return weakref.ref(state)
     except TypeError:  # a NamedTuple with a global step

@@ -1,4 +1,4 @@
-"""The steps that a run has handed to its devices, and what each of them computes."""
+"""Counts of the steps dispatched to the devices, and the operations of each."""
 
 import dataclasses
 import logging
@@ -14,19 +14,19 @@ from jstep.core.operations import body_of, recomputes
 _logger = logging.getLogger("jstep")
 
 Steps = Mapping[Hashable, int]
-"""How many steps of each program."""
+"""Number of steps by program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepWork:
-    """What one step of a program computes, all devices together.
+    """The operations of one step of a program, summed over all devices.
 
     Attributes:
         devices: The number of devices.
-        device_kind: What they are.
-        flops: Operations; None if nobody wants to know, or the step is not compiled.
-        products: Operations of matrix products by their format.
-        recomputes: Whether `jax.checkpoint` computes some of them once more.
+        device_kind: The kind of the devices.
+        flops: The number of operations; None if not requested, or if the step is not compiled.
+        products: The operations of matrix products by format.
+        recomputes: Whether `jax.checkpoint` repeats some of the operations.
     """
 
     devices: int
@@ -37,13 +37,13 @@ class StepWork:
 
 
 class DispatchedSteps:
-    """Counts the steps of each program of a run: of each stage, length of call, and shapes of the batch.
+    """Counts the steps of each program of a run, by stage, length of call and shapes of the batch.
 
-    What a step computes is counted once for each program, after its first call has been handed to the device, from the
-    trace of that call.
+    The operations of a step are counted once for each program, after its first call was dispatched, from the trace of
+    that call.
 
     Attributes:
-        is_wanted: Whether anybody wants to know; if nobody does, nothing is to be added.
+        is_wanted: Whether a hook has requested the counts; if not, `add` must not be called.
     """
 
     def __init__(self) -> None:
@@ -52,18 +52,18 @@ class DispatchedSteps:
         self._work: dict[Hashable, StepWork] = {}
 
     def want(self, *, traced: bool) -> None:
-        """Asks for the steps, and perhaps for their operations; before the first step."""
+        """Requests the counts, and if `traced` the operations; must be called before the first step."""
         self.is_wanted, self._is_traced = True, self._is_traced or traced
 
     def add(self, program: Hashable, steps: int, state: Any, args: Any, trace: Callable[[], Any]) -> None:
-        """Takes the steps of a call.
+        """Adds the steps of a call.
 
         Args:
-            program: What it ran, as far as the shapes of the batch do not say.
-            steps: How many steps.
-            state: The state that it returned.
-            args: Its batch.
-            trace: Gives the trace of the call, or None if there is none.
+            program: Identifies the program, together with the shapes of the batch.
+            steps: The number of steps.
+            state: The state that the call returned.
+            args: The batch.
+            trace: Returns the trace of the call, or None.
         """
         leaves = jax.tree.leaves(args)
         key = (program, *[getattr(x, "shape", None) for x in leaves], *[getattr(x, "dtype", None) for x in leaves])
@@ -77,7 +77,7 @@ class DispatchedSteps:
         return dict(self._steps)
 
     def work_of(self, program: Hashable) -> StepWork:
-        """What a step of a program computes."""
+        """The operations of one step of a program."""
         return self._work[program]
 
     def _of(self, steps: int, tree: Any, trace: Callable[[], Any]) -> StepWork:
@@ -89,7 +89,7 @@ class DispatchedSteps:
             if traced is None:
                 return known
             body = body_of(traced.jaxpr)
-        except Exception as error:  # the step has run: that it cannot be counted must not stop it
+        except Exception as error:  # a failure to count must not stop the run
             _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
             return known
         work = work_of(body)

@@ -1,4 +1,4 @@
-"""Evaluating on the way, and what follows from it."""
+"""Periodic evaluation with callbacks."""
 
 import contextlib
 import json
@@ -30,41 +30,41 @@ _logger = logging.getLogger("jstep")
 
 
 class EvaluationHook(CadencedHook):
-    """Calls a function of the state every so often, and at the end; logs and writes its results, and acts on them.
+    """Evaluates the state periodically and at the end, logs and writes the results, and runs callbacks on them.
 
-    What the functions in `then` remember (`get_state`, `set_state`) is kept with each checkpoint, under the key of this
-    hook: patience goes on counting after a restart, and a run that stopped early stays stopped.
+    The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook: after
+    a restart, the patience of `EarlyStopping` continues to count, and a run that stopped early stays stopped.
 
-    The evaluation at the end of a run that is not due by itself ("off the cadence") is logged and shown to `KeepBest`
-    and to functions of your own, but not to those that have a true attribute `on_cadence_only`, such as `EarlyStopping`
-    and `ReduceOnPlateau`: a run in two parts decides as one run does.
+    At the end of a run, the state is evaluated even if no evaluation is due at that step. Such an evaluation is logged
+    and passed to `KeepBest` and to custom callbacks, but not to callbacks with a true attribute `on_cadence_only`, such
+    as `EarlyStopping` and `ReduceOnPlateau`. A run in two parts thus makes the same decisions as a single run.
 
     If a signal arrives during an evaluation by `jstep.evaluator`, the evaluation is abandoned between two batches, the
-    run saves and leaves, and the evaluation is due again when the run is restarted.
+    run saves and exits, and the evaluation is repeated when the run is restarted.
 
     Args:
-        evaluate: `evaluate(state) -> {name: number}`, such as `jstep.evaluator` makes. It must not donate the state.
-        every_n_steps: How often, in steps: at their multiples.
-        every_n_secs: How often, in seconds, instead; or as well, whichever comes first.
+        evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
+        every_n_steps: Interval in steps; due at its multiples.
+        every_n_secs: Interval in seconds. If both are given, whichever comes first.
         callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
             `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
-            to continue with, which the next ones see; all are called.
-        then: Another name of `callbacks`; give one of the two.
-        summary_writer: Any object with `add_summary(summary, global_step)`; gets each number as `prefix/name`.
+            to continue with, which later callbacks see. All of them are called.
+        then: An alias of `callbacks`; give only one of the two.
+        summary_writer: Any object with `add_summary(summary, global_step)`; receives each number as `prefix/name`.
             None for the one that `train` opens in its `logdir`, if any.
-        prefix: Before the names, in the log and in the summaries; each hook of a run needs its own.
-        key: Under which name checkpoints keep what the hook remembers; None for its class and prefix.
-        clock: Seconds; for tests.
+        prefix: Prefix of the names in the log and in the summaries; must be different for each hook of a run.
+        key: The name under which checkpoints store the state of the hook; None for its class and prefix.
+        clock: Returns seconds; replaced in tests.
 
     Attributes:
-        key: The name that was given.
-        results: Step → what evaluate returned, of this run.
-        newest: The last step evaluated and its results, by the names they are logged under; or None.
+        key: The argument `key`.
+        results: Step → result of `evaluate`, for this run.
+        newest: The last evaluated step and its results by their logged names, or None.
 
     Raises:
         TypeError: Both `callbacks` and `then` are given.
-        ValueError: An argument is not positive, neither cadence is given; before the first step: two hooks have the
-            same prefix, or two functions the same `key`.
+        ValueError: An argument is not positive, or neither interval is given. Before the first step: two hooks have the
+            same prefix, or two callbacks the same `key`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -79,7 +79,7 @@ class EvaluationHook(CadencedHook):
         >>> hook.results
         {1: {'w': 0.5}, 2: {'w': 0.75}, 3: {'w': 0.875}, 4: {'w': 0.9375}}
 
-    Source: `tf.contrib.learn` monitors; the ValidationMonitor of old.
+    Source: `ValidationMonitor` of `tf.contrib.learn`.
     """
 
     key: str | None = None
@@ -100,7 +100,7 @@ class EvaluationHook(CadencedHook):
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
         self._writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
         self._takes_writer = summary_writer is None
-        self.key = None if key is None else as_text(key, "key", "the name that checkpoints keep its memory under")
+        self.key = None if key is None else as_text(key, "key", "the name under which checkpoints store its state")
         if callbacks is None:
             self._callbacks = Callbacks(then, "then")
         elif isinstance(then, tuple) and not then:
@@ -109,7 +109,7 @@ class EvaluationHook(CadencedHook):
             raise TypeError("then and callbacks are two names of one argument: give one of them")
         super().__init__(
             cadence(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock),
-            together=True,  # the state lies over all processes, so all of them evaluate it
+            together=True,  # the state is sharded over all processes, so all of them evaluate it
         )
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
@@ -120,25 +120,25 @@ class EvaluationHook(CadencedHook):
 
     @property
     def watches(self) -> str:
-        """The prefix: what tells it from other hooks of its class."""
+        """The prefix, which identifies the hook among others of its class."""
         return self.prefix
 
     @property
     def why(self) -> str | None:
-        """Why no step is to be made, as the function that wants none says it; None if none does."""
+        """The `why` of the callback that ends the run before any step, or None."""
         return self._callbacks.why
 
     @property
     def stopped_by(self) -> str | None:
-        """The function in `then` that stopped the run, or None."""
+        """The callback that stopped the run, or None."""
         return self._callbacks.stopped_by
 
     def use_run(self, run: RunInfo) -> None:
-        """Takes the writer of `train`, if the hook was made without one, and hands the run on; refuses a twin."""
+        """Uses the writer of `train` by default, and passes the run to callbacks; refuses two hooks with one prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
                 f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
-                "results would be logged and written under the same names; give each a prefix of its own"
+                "results would be logged and written under the same names; give each hook a different prefix"
             )
         super().use_run(run)
         if self._takes_writer:
@@ -147,35 +147,35 @@ class EvaluationHook(CadencedHook):
         self._callbacks.each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
-        """Seconds count from here; a true result of one of `then`'s: no step is made."""
+        """Resets the clock and begins the callbacks; if one of them returns True, no step is run."""
         self.results, self.newest, self._reported_step, self._owed = {}, None, None, None
         super().begin(state)
         return self._callbacks.begin(state)
 
     def get_state(self) -> Any:
-        """What those in `then` remember, the step they were told of last, and that of an evaluation cut short."""
+        """Returns the states of callbacks, the last step they have seen, and the step of an interrupted evaluation."""
         return {"step": self._reported_step, "owed": self._owed, "then": self._callbacks.get_state()}
 
     def set_state(self, value: Any) -> bool:
-        """Gives it back; true if the run had stopped. What is not its own is a log line."""
+        """Restores the states; returns True if a callback had stopped the run. A value of unknown format is logged."""
         fields = value if isinstance(value, dict) else {}
         steps = [fields.get("step", ""), fields.get("owed", "")]
         if not all(step is None or type(step) is int for step in steps):
-            _logger.warning("hooks: %s cannot read what the checkpoint remembers of it: it starts fresh", key_of(self))
+            _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", key_of(self))
             return False
         self._reported_step, self._owed = steps
         return self._callbacks.set_state(fields.get("then"))
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
-        """Called once after a restore: the evaluation that a signal cut short at this step."""
+        """Called once after a restore: repeats the evaluation that a signal interrupted at this step."""
         if self._owed != step:
             self._owed = None
             return None
         result = self._run(step, state, self._is_on_cadence(step))
-        return True if self._owed == step else result  # cut short again
+        return True if self._owed == step else result  # interrupted again
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        """Evaluates when due; what those in `then` made of it is the answer."""
+        """Evaluates when due; returns the combined result of the callbacks."""
         if not self.is_due(step):
             return None
         try:
@@ -184,7 +184,7 @@ class EvaluationHook(CadencedHook):
             self.has_happened()
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
-        """Evaluates the last state, unless that is done."""
+        """Evaluates the last state, unless it was evaluated already."""
         if step in self.results:
             return None
         result = self._run(step, state, self._is_on_cadence(step))
@@ -192,25 +192,25 @@ class EvaluationHook(CadencedHook):
         return result if isinstance(result, TrainState) else None
 
     def before_save(self, step: int) -> bool | None:
-        """Asks those in `then` that have something to say."""
+        """Calls `before_save` of the callbacks; returns whether one of them prevents the save."""
         return any(self._callbacks.each("before_save", step))
 
     def close(self) -> None:
-        """Closes those in `then`."""
+        """Closes the callbacks."""
         super().close()
         self._callbacks.each("close")
 
     def _is_on_cadence(self, step: int) -> bool:
-        """Whether an evaluation is due at this step by itself, or was when it was cut short."""
+        """Whether an evaluation is due at this step, or was due when it was interrupted."""
         return self._owed == step or self.is_multiple(step)
 
     def _run(self, step: int, state: TrainState, on_cadence: bool) -> Any:
-        # If this evaluation does not come to its end, whatever stops it, the checkpoint of this step says so.
+        # If this evaluation is interrupted, the checkpoint of this step records that it is owed.
         self._owed = step if on_cadence else None
         if self.run is not None:
-            with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a step that failed says so below
+            with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
                 jax.block_until_ready(state)
-            self.run.transfers.deliver_all()  # rows of earlier steps come before the results of this one
+            self.run.transfers.deliver_all()  # rows of earlier steps precede these results
         try:
             with interruptible(self._stop_requested):
                 values = self._evaluate(state)
@@ -224,8 +224,8 @@ class EvaluationHook(CadencedHook):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
         if (path := trees.donated_leaf(state)) is not None:
             raise RuntimeError(
-                f"evaluate used the state up: its {path!r} was donated, and the run cannot go on with it. Evaluate "
-                "without donation, or a copy: jax.tree.map(jnp.copy, state)"
+                f"evaluate must not donate the state: its {path!r} was donated, and the run cannot continue. Evaluate "
+                "without donation, or evaluate a copy: jax.tree.map(jnp.copy, state)"
             )
         self._owed = None
         if self._callbacks and not agreement.is_single_process():
@@ -239,18 +239,18 @@ class EvaluationHook(CadencedHook):
             with internal_transfers():
                 for name, value in named.items():
                     self._writer.add_summary(scalar(name, value), step)
-        # A finished run that is started again evaluates its last state once more; it is no second evaluation.
+        # A finished run that is started again repeats its last evaluation, which callbacks must not see twice.
         if self._reported_step == step:
             return None
         self._reported_step = step
         result = self._callbacks(step, state, values, on_cadence=on_cadence)
         if self._is_kept and len(self.results) == 1:
-            self.get_state()  # what no checkpoint can hold is said now, not at the first save, perhaps in an hour
+            self.get_state()  # raises now, not at the first save, if a state cannot be saved
         return result
 
 
 def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of the first process, for all to decide alike by."""
+    """The numbers of process 0, so that all processes make the same decisions."""
     numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
     shared = agreement.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}

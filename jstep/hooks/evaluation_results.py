@@ -1,4 +1,4 @@
-"""Results of evaluations, for those who show them."""
+"""Results of evaluations, for hooks that display them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from jstep.hooks.values import is_number
 
 
 class NewResults:
-    """The results that evaluations have brought since they were last taken.
+    """Evaluation results that are new since the last call of `take`.
 
     Args:
-        evaluations: Hooks that have `newest`: a pair of a step and results by name, or None.
+        evaluations: Hooks with an attribute `newest`: a step and its results by name, or None.
     """
 
     def __init__(self, evaluations: Sequence[Any] = ()) -> None:
@@ -19,7 +19,7 @@ class NewResults:
         self._taken: dict[int, int] = {}
 
     def take(self) -> dict[str, Any]:
-        """Those that are new."""
+        """Returns the new results."""
         found: dict[str, Any] = {}
         for i, evaluation in enumerate(self._evaluations):
             newest = evaluation.newest
@@ -29,7 +29,7 @@ class NewResults:
         return found
 
     def all(self) -> dict[str, Any]:
-        """The newest of each."""
+        """Returns the newest results of each hook."""
         found: dict[str, Any] = {}
         for evaluation in self._evaluations:
             if evaluation.newest is not None:
@@ -38,22 +38,22 @@ class NewResults:
 
 
 class PendingWithResults:
-    """Numbers of a step on their way to the host, with results of evaluations behind them."""
+    """Numbers of a step that are being transferred to the host, followed by results of evaluations."""
 
     def __init__(self, numbers: PendingValues, results: Mapping[str, Any]) -> None:
         self._parts = (numbers, PendingScalars(results))
 
     def start(self) -> None:
-        """Asks for them, without waiting."""
+        """Starts the transfer, without waiting."""
         for part in self._parts:
             part.start()
 
     def is_ready(self) -> bool:
-        """Whether reading them would not wait."""
+        """Whether `read` would not wait."""
         return all(part.is_ready() for part in self._parts)
 
     def read(self) -> dict[str, Any]:
-        """All numbers; waits for them."""
+        """Waits for the numbers and returns them."""
         return {name: value for part in self._parts for name, value in part.read().items()}
 
 

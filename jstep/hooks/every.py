@@ -9,12 +9,12 @@ from jstep.state import TrainState
 
 
 def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | None"]) -> Hook:
-    """A hook that calls a function at the multiples of n steps.
+    """Returns a hook that calls a function at the multiples of n steps.
 
     Args:
-        n: How often, in steps, ≥ 1.
-        fn: `fn(step, state, metrics)`. What it returns counts as `Hook.after_step`'s answer: None goes on, True stops
-            the run after this step, a `TrainState` is the one to go on with.
+        n: Interval in steps, ≥ 1.
+        fn: `fn(step, state, metrics)`. Its result has the meaning of `Hook.after_step`'s: None continues the run, True
+            stops it after this step, and a `TrainState` replaces the state.
 
     Returns:
         A hook for `train`.
@@ -38,7 +38,7 @@ class _Every(Hook):
         self.name = f"every({n}, {getattr(fn, '__qualname__', type(fn).__name__)})"
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        """When due, calls the function; returns what it returns."""
+        """When due, calls the function and returns its result."""
         if step % self._n == 0:
             return self._fn(step, state, metrics)
         return None

@@ -1,4 +1,4 @@
-"""Fingerprints on the way."""
+"""Log fingerprints of the state during training."""
 
 import contextlib
 import logging
@@ -23,7 +23,12 @@ _logger = logging.getLogger("jstep")
 
 
 class DivergenceError(RuntimeError):
-    """A step was made again with other bits; `step` is its number, `leaves` the paths, None where they are unknown."""
+    """A repeated step produced different bits than before.
+
+    Attributes:
+        step: The step.
+        leaves: The paths of the leaves that differ; None if not known.
+    """
 
     prevents_saving = True
 
@@ -49,27 +54,27 @@ class _Pending(NamedTuple):
 
 
 class FingerprintHook(RunHook):
-    """Keeps a log of the state's fingerprints, and notices where a restarted run makes other bits than before.
+    """Logs fingerprints of the state, and detects if a restarted run diverges from the earlier one.
 
-    A line every so many steps, `{"step": N, "state": hex, "leaves": {path: hex}}`, after the update that made step N.
-    The device computes them in passing, for one read of the state; the loop does not wait, lines are written when
-    the device has them, and all of them are on disk before each checkpoint and when the run ends. A line that was
-    torn when a process was killed is cut off by the next run.
+    Each line, `{"step": N, "state": hex, "leaves": {path: hex}}`, describes the state after the update to step N. The
+    device computes it at the cost of one read of the state, and the loop does not wait: lines are written when the
+    values arrive, and all of them are on disk before each checkpoint and when the run ends. A line that is incomplete
+    because the process was killed is removed by the next run.
 
-    Where a run goes on from a checkpoint and makes a step that the log has already, the bits should be the same, and
-    are compared: other bits mean other batches, other code, another generator, or a chip that computes wrongly. The
-    later line counts. `python -m jstep diff A B` compares two logs. What hooks change in the state at that step is in
-    the line where they come before this one.
+    If a run resumes from a checkpoint and repeats a step that is in the log, the fingerprints are compared. They differ
+    if the batches, the code or the random generator changed, or if a chip computes wrongly. The later line counts.
+    `python -m jstep diff A B` compares two logs. Changes that hooks make to the state are included if these hooks come
+    before this one.
 
     Args:
         path: The log, a file or a URL; None for `fingerprints.jsonl` in the logdir of `train`.
-        every_n_steps: How often, in steps: at their multiples.
-        per_leaf: Whether lines have the fingerprint of each leaf, too.
-        on_divergence: `"log"` warns, `"raise"` ends the run, on all processes at the same step and before a checkpoint
+        every_n_steps: Interval in steps; due at its multiples.
+        per_leaf: Whether lines include the fingerprint of each leaf.
+        on_divergence: `"log"` warns; `"raise"` ends the run, on all processes at the same step and before a checkpoint
             of such a state is saved.
 
     Raises:
-        DivergenceError: From `train`: a step was made again with other bits.
+        DivergenceError: From `train`: a repeated step produced different bits.
         ValueError: There is neither path nor logdir (before the first step).
 
     Example:
@@ -105,13 +110,13 @@ class FingerprintHook(RunHook):
         self._pending: deque[_Pending] = deque()
 
     def use_run(self, run: RunInfo) -> None:
-        """Takes the logdir of `train`, where the hook was made without a path."""
+        """Uses the logdir of `train` if the hook has no path."""
         super().use_run(run)
         logdir = getattr(run.writer, "logdir", None)
         self._logdir = None if logdir is None else os.fspath(logdir)
 
     def begin(self, state: TrainState) -> None:
-        """Reads what earlier runs logged, and opens the log.
+        """Reads the lines of earlier runs, and opens the log.
 
         Raises:
             ValueError: There is neither path nor logdir, or the path is a directory.
@@ -123,7 +128,7 @@ class FingerprintHook(RunHook):
             raise ValueError(f"path={self._path!r}: is a directory; name a file in it, such as {_log.NAME}")
         self._pending.clear()
         self._before = {}
-        named_leaves(state)  # what cannot be named is said now, not in an hour
+        named_leaves(state)  # raises now, not at the first fingerprint
         if jax.process_index() == 0:
             self._before = _entries_of(self._path)
             self._file = _log.appender(self._path)
@@ -134,7 +139,7 @@ class FingerprintHook(RunHook):
         """When due, starts a fingerprint; writes those that the device has finished.
 
         Raises:
-            DivergenceError: A step was made again with other bits.
+            DivergenceError: A repeated step produced different bits.
         """
         if step % self._n:
             return
@@ -145,7 +150,7 @@ class FingerprintHook(RunHook):
             if hasattr(part, "copy_to_host_async"):
                 part.copy_to_host_async()
         self._pending.append(pending)
-        # Where processes have to raise together, each looks at the same steps: those up to the last time.
+        # If processes must raise together, each one finishes the same steps: those before the latest.
         together = self._raises and not agreement.is_single_process()
         while self._pending and (self._pending[0].step <= before if together else self._pending[0].is_ready()):
             self._finish(self._pending.popleft())
@@ -153,18 +158,18 @@ class FingerprintHook(RunHook):
             self._file.flush(to_disk=False)
 
     def before_save(self, step: int) -> None:
-        """Puts all lines onto the disk.
+        """Writes all lines to disk.
 
         Raises:
-            DivergenceError: A step was made again with other bits.
+            DivergenceError: A repeated step produced different bits.
         """
         self._finish_all()
 
     def end(self, step: int, state: TrainState) -> None:
-        """Puts all lines onto the disk.
+        """Writes all lines to disk.
 
         Raises:
-            DivergenceError: A step was made again with other bits.
+            DivergenceError: A repeated step produced different bits.
             OSError: The log cannot be written.
         """
         self._finish_all()
@@ -173,13 +178,13 @@ class FingerprintHook(RunHook):
             file.close()
 
     def close(self) -> None:
-        """Writes what is left, also where the run ended by an error, and closes the log."""
+        """Writes pending lines, also after an error, and closes the log."""
         super().close()
         file, self._file = self._file, None
         if file is None:
             self._pending.clear()
             return
-        # The device or the disk failed: the error under way is the one to see.
+        # If the device or the disk fails here, do not hide the error that ended the run.
         try:
             with contextlib.closing(file):
                 while self._pending:
@@ -206,7 +211,7 @@ class FingerprintHook(RunHook):
 
     def _finish(self, pending: _Pending) -> None:
         if self._file is None and not self._raises:
-            return  # process 0 alone writes and warns
+            return  # only process 0 writes and warns
         entry = self._entry(pending)
         if self._file is not None:
             self._file.append(entry)
@@ -215,9 +220,9 @@ class FingerprintHook(RunHook):
         if before is None or difference is None:
             return
         message = (
-            f"step {entry.step} was made again with other bits than {self._path} has of it ({before.state} then, "
-            f"{entry.state} now): {difference.text()}. Look for other batches, code, seeds, versions or devices; "
-            "jstep.replay takes a step again."
+            f"step {entry.step} was run again with other bits than {self._path} has for it ({before.state} then, "
+            f"{entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices; jstep.replay "
+            "repeats a step."
         )
         if self._raises:
             raise DivergenceError(message, entry.step, difference.leaves)
@@ -230,11 +235,11 @@ def _entries_of(path: str) -> dict[int, _log.Entry]:
     except FileNotFoundError:
         return {}
     for problem in found.damaged:
-        _logger.warning("%s: %s; it is passed over", path, problem)
+        _logger.warning("%s: %s; it is skipped", path, problem)
     return dict(found.entries)
 
 
 def _broadcast(entries: dict[int, _log.Entry]) -> dict[int, _log.Entry]:
-    """What process 0 read, on all processes."""
+    """Broadcast the entries that process 0 read to all processes."""
     lines = agreement.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
     return dict(_log.parsed(lines).entries)

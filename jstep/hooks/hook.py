@@ -1,4 +1,4 @@
-"""What a hook is."""
+"""The `Hook` protocol and the information about a run that stock hooks receive."""
 
 import dataclasses
 import os
@@ -10,28 +10,30 @@ from jstep.state import TrainState, global_step
 from jstep.timeline import Stopwatch
 
 NEVER = 2**63
-"""A step that does not come."""
+"""A step that is never reached."""
 
 Clock = Callable[[], float]
 Metrics = Mapping[str, Any]
 
 
 class Hook:
-    """What happens around the steps of `train`: derive from it, or bring some of these methods; there are no others.
+    """Callbacks around the steps of `train`. Subclass it, or define any of its methods.
 
-    All steps are host integers, the number of updates applied. Reading values of `state` or `metrics` waits for the
-    device: do it only when due. A state that a hook keeps is donated to the next step, and its arrays are deleted
-    then: copy what is to be kept.
+    Besides these, `train` only calls `get_state` and `set_state`.
 
-    A hook with `get_state()`, which returns a value that JSON can hold, and `set_state(value)` finds its state again
-    after a restart: the value is saved with each checkpoint, and `set_state` is called with it after `begin`; if it
-    returns True, no step is run. The value is found by the hook's attribute `key`, a string that no other hook has; if
-    there is none, by the name of its class and its attribute `watches`, a string such as the name of a metric. The
-    place in the list does not matter, except between hooks that share all of this. One object may serve several runs:
+    Steps are integers on the host, the number of updates applied. Reading values of `state` or `metrics` waits for the
+    device: do it only when due. A state that a hook stores is donated to the next step, which deletes its arrays: copy
+    what the hook needs later.
+
+    A hook keeps its state across restarts if it has `get_state()`, which returns a JSON-serializable value, and
+    `set_state(value)`. The value is saved with each checkpoint, and `set_state` is called with it after `begin`; if it
+    returns True, no step is run. The value is matched to a hook by its attribute `key`, a string that no other hook
+    has, or without a `key` by the name of its class and its attribute `watches`, such as the name of a metric. The
+    position in the list only matters between hooks that share all of these. One object may serve several runs, because
     `begin` starts from scratch.
 
-    Nothing closes a hook: `end` is called only if nothing was raised. Close what it opened around `train`, such as by
-    `with contextlib.closing(hook)`.
+    `train` does not close hooks, and calls `end` only if no exception was raised. To close what a hook opened, wrap
+    `train`, for example in `with contextlib.closing(hook)`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -49,47 +51,47 @@ class Hook:
     """
 
     def begin(self, state: TrainState) -> bool | None:
-        """Called once before the first step, with the state that was restored; if it returns True, no step is run."""
+        """Called once before the first step, with the restored state; if it returns True, no step is run."""
 
     def before_step(self, step: int, state: TrainState) -> None:
-        """Called before each call of the compiled step, with the step that the state is at."""
+        """Called before each call of the compiled step, with the step of the state."""
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> "bool | TrainState | None":
-        """Called when due, after the update that made `step`.
+        """Called when due, after the update that produced `step`.
 
-        True stops the run after this step. A returned state replaces the run's; it must have the same step, structure,
-        shapes and dtypes. The hooks after this one see it, and the checkpoint of this step holds it.
+        If it returns True, the run stops after this step. If it returns a state, that replaces the state of the run; it
+        must have the same step, structure, shapes and dtypes. Later hooks and the checkpoint of this step see it.
         """
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
-        """Called once after the last step if nothing was raised; may return a state, as `after_step` may."""
+        """Called once after the last step if no exception was raised; may return a state, like `after_step`."""
 
     def next_due(self, step: int) -> int | None:
-        """The first step after `step` at which `after_step` is to be called; None for every call.
+        """Returns the first step after `step` at which to call `after_step`; None to call it after every call.
 
-        It must be a pure function of the step. With `steps_per_call`, a call never passes over such a step.
+        It must be a pure function of the step. With `steps_per_call`, no call runs past such a step.
         """
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """What jstep's own hooks may know of the run they serve.
+    """Information about a run, passed to stock hooks.
 
     Attributes:
-        last_step: Where the run ends.
-        sums: What hooks add up over intervals: a `MetricSums`.
-        transfers: What hooks report, in the order of steps: a `TransferQueue`.
-        steps_per_call: How many steps a call takes.
-        logdir: Where event files go, or None.
-        writer: The writer of event files in it, or None.
-        saver: The run's Saver, or None.
-        constant_metrics: Names of metrics that never change, once the first step was taken.
+        last_step: The step at which the run ends.
+        sums: The sums of metrics over intervals, a `MetricSums`.
+        transfers: The queue of metrics to report, a `TransferQueue`.
+        steps_per_call: The number of steps per call.
+        logdir: The directory of event files, or None.
+        writer: The writer of event files, or None.
+        saver: The run's `Saver`, or None.
+        constant_metrics: Returns the names of metrics that never change; known after the first step.
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
-        stop_requested: Whether a signal wishes the run to stop; all processes have to ask equally often.
-        dispatched: The steps that the run has handed to its devices: a `DispatchedSteps`.
-        watch: Where the time goes.
+        stop_requested: Returns whether a signal requests a stop; must be called equally often on all processes.
+        dispatched: The steps that were dispatched to the devices, a `DispatchedSteps`.
+        watch: The stopwatch of the run.
     """
 
     last_step: int
@@ -108,13 +110,13 @@ class RunInfo:
 
 
 def name_of(hook: Any) -> str:
-    """What to call a hook or a function in an error: its own name, or that of its class."""
+    """The name of a hook or function for errors: its `name`, or that of its function or class."""
     name = getattr(hook, "name", None)
     return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def check_step(step: int, state: TrainState) -> None:
-    """Refuses a state that is not where the loop is; waits for the device."""
+    """Refuse a state whose step differs from the loop's; waits for the device."""
     with internal_transfers():
         found = global_step(state)
     if found != step:

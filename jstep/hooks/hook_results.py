@@ -1,4 +1,4 @@
-"""What a hook answers: None, a bool, or a state to go on with."""
+"""Return values of hooks: None, a bool, or a state to continue with."""
 
 import dataclasses
 from typing import Any
@@ -14,27 +14,27 @@ from jstep.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class StopWith:
-    """The answer of a hook that asked several others: stop after this step, and go on with this state."""
+    """Combined result of several callbacks: stop after this step, and replace the state."""
 
     state: TrainState
 
 
 def check_hook_result(result: Any, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
-    """What an answer means.
+    """Check and interpret the return value of a hook.
 
     Args:
-        result: What a hook returned.
-        state: The state it was given.
+        result: The return value.
+        state: The state that the hook received.
         step: The step of that state.
-        by: Who answered, for the error.
+        by: The hook and its method, for errors.
 
     Returns:
-        Whether to stop after this step, and the state to go on with.
+        Whether to stop after this step, and the state to continue with.
 
     Raises:
-        RuntimeError: The state given back was donated to a step.
-        TypeError: It is no answer.
-        ValueError: The state given back differs from the one it was given in step, structure, shape or dtype.
+        RuntimeError: The returned state was donated to a step.
+        TypeError: The value is not None, a bool or a state.
+        ValueError: The returned state differs from the one that the hook received in step, structure, shape or dtype.
     """
     if result is None:
         return False, state
@@ -45,17 +45,17 @@ def check_hook_result(result: Any, state: TrainState, step: int, by: str) -> tup
     if isinstance(result, StopWith):
         return True, check_returned_state(result.state, state, step, by)
     raise TypeError(
-        f"{by} returned {kind(result)}: must be None, True (stop after this step), or a TrainState to go on with"
+        f"{by} returned {kind(result)}: must be None, True (stop after this step), or a TrainState to continue with"
         + ("; make a bool of it: bool(…)" if trees.is_array(result) else "")
     )
 
 
 def check_returned_state(given: TrainState, state: TrainState, step: int, by: str) -> TrainState:
-    """A state that somebody gave in the place of another, to go on with: laid out as that one is.
+    """Check a state that replaces another, and place its leaves like those of the other.
 
     Raises:
-        RuntimeError: It was donated to a step.
-        ValueError: It differs in step, structure, shape or dtype.
+        RuntimeError: The state was donated to a step.
+        ValueError: The state differs in step, structure, shape or dtype.
     """
     if given is state:
         return state
@@ -68,15 +68,15 @@ def check_returned_state(given: TrainState, state: TrainState, step: int, by: st
             leaves.append(_placed_like(leaf, was, path, by))
         if given.global_step is not state.global_step and int(np.asarray(given.global_step)) != step:
             raise ValueError(
-                f"{by} returned a state at step {int(np.asarray(given.global_step))}: must be at step {step}; the run "
-                "alone counts steps"
+                f"{by} returned a state at step {int(np.asarray(given.global_step))}: must be at step {step}; only the "
+                "run counts steps"
             )
         leaves = _without_aliases(leaves)
     return jax.tree.unflatten(trees.structure(state), leaves)
 
 
 def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
-    """The leaf as an array that lies as the one it replaces."""
+    """Return the leaf as an array with the placement of the leaf that it replaces."""
     if leaf is was:
         return leaf
     if not trees.is_array(leaf) or leaf.shape != was.shape or leaf.dtype != was.dtype:
@@ -85,13 +85,13 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
         raise ValueError(f"{by} returned a state whose {path!r} is {got}: must be {want}, as before")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise RuntimeError(
-            f"{by} returned a state whose {path!r} was donated to a step: its memory is gone. Give the state that the "
-            "step returned, or make the step with minimize(..., donate=False)"
+            f"{by} returned a state whose {path!r} was donated to a step: its memory is gone. Return the state that "
+            "the step returned, or create the step with minimize(..., donate=False)"
         )
     if isinstance(leaf, jax.Array) and not leaf.weak_type and leaf.sharding == was.sharding:
         return leaf
     if isinstance(leaf, jax.Array) and leaf.weak_type:
-        leaf = leaf.astype(leaf.dtype)  # else the step would be compiled once more
+        leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
     return jax.device_put(leaf, was.sharding if _is_committed(was) or isinstance(leaf, jax.Array) else None)
 
 
@@ -100,17 +100,17 @@ def _is_committed(leaf: Any) -> bool:
 
 
 def _without_aliases(leaves: list[Any]) -> list[Any]:
-    """The leaves with memory of their own: one that stands in two places could not be donated."""
+    """Copy leaves that occur more than once: an array cannot be donated twice."""
     seen: set[int] = set()
-    apart = []
+    distinct = []
     for leaf in leaves:
-        apart.append(leaf.copy() if id(leaf) in seen else leaf)
+        distinct.append(leaf.copy() if id(leaf) in seen else leaf)
         seen.add(id(leaf))
-    return apart
+    return distinct
 
 
 def _difference(new: list[tuple[str, Any]], old: list[tuple[str, Any]]) -> str:
-    """What is missing and what is new."""
+    """Describe missing and additional paths."""
     here, there = {path for path, _ in new}, {path for path, _ in old}
     both = (("without", there - here), ("with", here - there))
     words = [f"{what} {', '.join(map(repr, sorted(paths)[:5]))}" for what, paths in both if paths]

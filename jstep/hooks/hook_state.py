@@ -1,8 +1,8 @@
-"""What hooks remember, kept with each checkpoint and found again by who they are, never by where they stand.
+"""Checkpointing of hook state, keyed by `key` or class, not by position.
 
-A hook, or a function in `then`, is known by its `key` where it has one, else by its class and what it watches
-(`EarlyStopping(loss)`). Those of one class that watch the same are twins: they are told apart by their settings, and by
-their order where these are equal too.
+A hook, or a callback of an evaluation, is identified by its `key` if it has one, else by its class and its attribute
+`watches` (`EarlyStopping(loss)`). Hooks of one class that watch the same are twins: they are matched by their settings,
+and by order if these are equal too.
 """
 
 import json
@@ -14,12 +14,12 @@ _logger = logging.getLogger("jstep")
 
 
 class _Owner(NamedTuple):
-    """Who a memory belongs to.
+    """The identity of a hook with state.
 
     Attributes:
-        key: Its key, or its class with what it watches.
+        key: Its key, or its class and what it watches.
         made_by: The module and name of its class.
-        is_given: Whether the key is its own.
+        is_given: Whether the key was given.
     """
 
     key: str
@@ -28,18 +28,18 @@ class _Owner(NamedTuple):
 
 
 def own_key(one: Any) -> str | None:
-    """The `key` that a hook was given, None where it has none; a `key` that is not a string means something else."""
+    """The `key` of a hook, or None; an attribute `key` that is not a string is ignored."""
     key = getattr(one, "key", None)
     return key if isinstance(key, str) and key else None
 
 
 def key_of(one: Any) -> str:
-    """A hook's own key, else its class with what it watches: what it is called in logs and checkpoints."""
+    """The name of a hook in logs and checkpoints: its key, or its class and what it watches."""
     return own_key(one) or _class_names(one)[0]
 
 
 def _class_names(one: Any) -> tuple[str, str]:
-    """The class of a hook with what it watches, and the full name of the class; a function is its own class."""
+    """The class of a hook with what it watches, and the full name of the class; for a function, its own name."""
     named = one if isinstance(getattr(one, "__qualname__", None), str) else type(one)
     made_by = f"{named.__module__}.{named.__qualname__}"
     watches = getattr(one, "watches", None)
@@ -58,10 +58,10 @@ def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
 
 
 def check_keys(objects: Iterable[Any], where: str = "hooks") -> None:
-    """Refuses two with one key.
+    """Refuse duplicate keys.
 
     Raises:
-        ValueError: Two of those that remember something were given the same `key`.
+        ValueError: Two objects with state were given the same `key`.
     """
     seen: dict[str, Any] = {}
     for owner, one in _stateful(objects):
@@ -70,17 +70,17 @@ def check_keys(objects: Iterable[Any], where: str = "hooks") -> None:
         if owner.key in seen:
             both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], one))
             raise ValueError(
-                f"{where}: key={owner.key!r}: must be the key of one, got it for {both}; give each a key of its own"
+                f"{where}: key={owner.key!r}: must be the key of one, got it for {both}; give each a different key"
             )
         seen[owner.key] = one
 
 
 def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
-    """What each remembers, as a list that JSON can hold; a copy.
+    """Return the states of all objects as a JSON-serializable list, copied.
 
     Raises:
-        TypeError: What one remembers is not JSON; names it.
-        ValueError: Two have the same key.
+        TypeError: A state is not JSON-serializable; names the object.
+        ValueError: Two objects have the same key.
     """
     objects = tuple(objects)
     check_keys(objects, where)
@@ -101,13 +101,13 @@ def _record(owner: _Owner, one: Any, where: str) -> dict[str, Any]:
 
 
 def _settings(one: Any) -> dict[str, Any]:
-    """What tells twins apart: what a stock object was made with."""
+    """The settings of a stock object, by which twins are matched."""
     settings = getattr(one, "told_apart_by", None)
     return settings if isinstance(settings, dict) else {}
 
 
 def _checked(value: Any, where: str, depth: int) -> Any:
-    """Refuses what JSON would change: keys that are no text, and numbers of NumPy or JAX."""
+    """Refuse values that JSON would change: keys that are not strings, and NumPy or JAX numbers."""
     if depth > 100:
         raise ValueError(f"{where[:60]}… is nested more than 100 deep")
     if isinstance(value, dict):
@@ -120,21 +120,20 @@ def _checked(value: Any, where: str, depth: int) -> Any:
             _checked(item, f"{where}[{i}]", depth + 1)
     elif not isinstance(value, str | int | float | None):
         hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
-        raise TypeError(f"{where} is {type(value).__name__}, which is no JSON value{hint}")
+        raise TypeError(f"{where} is {type(value).__name__}, which is not a JSON value{hint}")
     return value
 
 
 def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool:
-    """Gives each what it remembered; whether one of them wants no further step.
+    """Restore the state of each object; return whether one of them ends the run.
 
-    A memory that cannot be given back is a log line: whoever it belonged to is gone, or is another class now, or has
-    more or fewer twins.
+    A state that cannot be restored is logged: its owner is gone, has another class, or has more or fewer twins.
     """
     if saved is None:
         return False
     if not (isinstance(saved, list) and all(map(_is_record, saved))):
         what = "an older version of jstep" if isinstance(saved, Mapping) else "something else"
-        _logger.warning("%s: what the checkpoint remembers of them was written by %s: all start fresh", where, what)
+        _logger.warning("%s: their states in the checkpoint were written by %s: all start fresh", where, what)
         return False
     here: dict[_Owner, list[Any]] = {}
     for owner, one in _stateful(objects):
@@ -163,8 +162,8 @@ def _is_record(record: Any) -> bool:
 def _mismatch_reason(owner: _Owner, records: Sequence[Any], twins: Sequence[Any], here: Iterable[_Owner]) -> str:
     if twins:
         return (
-            f"the checkpoint remembers {len(records)} of {owner.key}, and there are {len(twins)} now: it cannot be "
-            "told which is which, and all of them start fresh; give each a `key` of its own"
+            f"the checkpoint remembers {len(records)} of {owner.key}, and there are {len(twins)} now: they cannot be "
+            "matched, and all of them start fresh; give each a different `key`"
         )
     other = next((one.made_by for one in here if owner.is_given and one.is_given and one.key == owner.key), None)
     if other is not None:
@@ -173,7 +172,7 @@ def _mismatch_reason(owner: _Owner, records: Sequence[Any], twins: Sequence[Any]
 
 
 def _matched(twins: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:
-    """Each with its record: several are told apart by their settings, and by order where these are equal."""
+    """Pair each object with its record: by settings, and by order if these are equal."""
     if len(twins) == 1:
         yield twins[0], records[0]
         return
@@ -183,7 +182,7 @@ def _matched(twins: Sequence[Any], records: Sequence[Any], where: str) -> Iterat
         found = next((record for record in left if record.get("settings", {}) == settings), None)
         if found is None:
             _logger.warning(
-                "%s: none of the %d %s that the checkpoint remembers was made with %s: it starts fresh",
+                "%s: none of the %d %s in the checkpoint was made with %s: it starts fresh",
                 where,
                 len(records),
                 key_of(one),

@@ -1,4 +1,4 @@
-"""Leaving an evaluation between two batches, where a signal wishes the run to stop."""
+"""Interrupt an evaluation between two batches when a signal stops the run."""
 
 import contextlib
 import contextvars
@@ -10,18 +10,18 @@ _stop_requested: contextvars.ContextVar[Callable[[], bool] | None] = contextvars
 
 
 class EvaluationAbandoned(BaseException):
-    """Raised between two batches of an evaluation that a stopping run does not wait for; never leaves its hook.
+    """Raised between two batches of an evaluation when the run stops; the evaluation hook catches it.
 
-    Not an Exception: what is around the evaluator, such as a retry, must not take it for a failure.
+    It is not an Exception, so that user code around the evaluator, such as a retry, does not catch it.
     """
 
 
 @contextlib.contextmanager
 def interruptible(stop_requested: Callable[[], bool]) -> Iterator[None]:
-    """Lets evaluators that are called inside ask whether to go on.
+    """Make evaluators that are called inside interruptible.
 
     Args:
-        stop_requested: Whether the run is to stop; on several processes to be asked equally often by all of them.
+        stop_requested: Returns whether the run is stopping; must be called equally often on all processes.
     """
     token = _stop_requested.set(stop_requested)
     try:
@@ -31,10 +31,10 @@ def interruptible(stop_requested: Callable[[], bool]) -> Iterator[None]:
 
 
 def raise_if_stop_requested() -> None:
-    """To be called between batches; outside of `interruptible` it does nothing.
+    """Raise if the run is stopping; called between batches. Outside of `interruptible` it does nothing.
 
     Raises:
-        EvaluationAbandoned: The run is to stop.
+        EvaluationAbandoned: The run is stopping.
     """
     stop_requested = _stop_requested.get()
     if stop_requested is not None and stop_requested():

@@ -1,4 +1,4 @@
-"""Logging now and then from one place of the code."""
+"""Rate-limited logging."""
 
 import logging
 import sys
@@ -14,13 +14,13 @@ _lock = threading.Lock()
 
 
 def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
-    """Logs `msg % args` the first time this line of code is reached, and every n-th time from then on.
+    """Logs `msg % args` at the first call from this line of code, and at every n-th call after it.
 
     Args:
         level: A level of `logging`, such as `logging.INFO` or `"INFO"`.
         msg: The message, with %-placeholders.
-        n: How often, ≥ 1.
-        *args: What goes into the message. A device array among them is waited for only when logged.
+        n: The interval in calls, ≥ 1.
+        *args: Arguments of the message. Device arrays are waited for only when the message is logged.
 
     Example:
         >>> import logging, jstep
@@ -41,7 +41,7 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
 
 
 def as_level(level: Any) -> int:
-    """A level of `logging`, from its number or its name.
+    """Return the number of a `logging` level, given its number or name.
 
     Raises:
         ValueError: There is no such level.

@@ -1,4 +1,4 @@
-"""Log lines that are seen without setting up logging."""
+"""Show log lines on standard error if logging is not configured."""
 
 import contextlib
 import logging
@@ -11,15 +11,15 @@ _logger = logging.getLogger("jstep")
 
 @contextlib.contextmanager
 def log_to_stderr() -> Iterator[None]:
-    """Shows what the logger `jstep` says on standard error, where nobody has set up logging for it.
+    """Write the lines of the logger `jstep` to standard error, if logging is not configured for it.
 
-    That the root logger has a handler says little: some libraries give it one, for warnings, when first used.
+    A handler of the root logger alone does not count as configured: some libraries add one for warnings.
     """
     if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
         yield
         return
     handler, level, propagate = _LineHandler(sys.stderr), _logger.level, _logger.propagate
-    _logger.propagate = False  # or the lines come twice where the root logger gets a handler meanwhile
+    _logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
     handler.setFormatter(logging.Formatter("%(message)s"))
     _logger.addHandler(handler)
     _logger.setLevel(logging.INFO)
@@ -32,9 +32,9 @@ def log_to_stderr() -> Iterator[None]:
 
 
 class _LineHandler(logging.StreamHandler[Any]):
-    """Writes lines of their own: a progress bar that stands there is drawn again below them.
+    """Writes lines above a progress bar, which is drawn again below them.
 
-    A file that the root logger writes still gets its warnings.
+    Handlers of the root logger that do not write to the terminal still receive the records.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,4 +1,4 @@
-"""Log the metrics."""
+"""Log metrics."""
 
 import logging
 import time
@@ -20,21 +20,21 @@ _logger = logging.getLogger("jstep")
 
 
 class LoggingHook(ReportingHook):
-    """Logs the numbers among the metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
+    """Logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
-    Where the peak of the device is known, the share of it that the run reaches stands behind the rate (see
-    `StepCounterHook`): `(812 steps/s, mfu 0.412)`. Results of evaluations come with the first line after them. Logging
-    never blocks: if the values for a line are not ready, the line is printed later. The last step is logged, whether
-    due or not. On several processes the first one logs.
+    If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`): `(812 steps/s, mfu
+    0.412)`. Results of evaluations are included in the first line after them. Logging never blocks: if the values of a
+    line are not ready, the line is printed later. The last step is always logged. On several processes, only the first
+    one logs.
 
     Args:
-        every_n_steps: How often, in steps.
-        every_n_secs: How often, in seconds, instead; or as well, whichever comes first.
-        counter: Whose steps per second to add; None for that of `train`.
-        leave_out: A function that returns names to leave out, such as hyperparameters that never change.
-        level: The level of the logger `jstep`.
-        mean: Whether to log means over the steps since the last line, in place of the step's own values.
-        clock: Seconds; for tests.
+        every_n_steps: Interval in steps.
+        every_n_secs: Interval in seconds. If both are given, whichever comes first.
+        counter: The `StepCounterHook` whose rate to log; None for that of `train`.
+        leave_out: A function that returns names to omit, such as hyperparameters that never change.
+        level: The level of the log lines.
+        mean: Whether to log means over the steps since the last line, in place of the values of the step.
+        clock: Returns seconds; replaced in tests.
 
     Source: `tf.train.LoggingTensorHook`.
     """
@@ -63,7 +63,7 @@ class LoggingHook(ReportingHook):
         self._results = NewResults()
 
     def use_run(self, run: RunInfo) -> None:
-        """Takes the counter of the run, where the hook was made without one, and the evaluations."""
+        """Uses the counter of the run by default, and its evaluations."""
         super().use_run(run)
         self._counter = self._given_counter or run.counter
         self._results = NewResults(run.evaluations)

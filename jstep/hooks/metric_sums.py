@@ -1,4 +1,4 @@
-"""Sums of metrics over intervals of steps, kept on the device: no array for each step, and one to read an interval."""
+"""Sums of metrics over intervals of steps, accumulated on the device in a single array."""
 
 import functools
 import math
@@ -16,21 +16,21 @@ from jstep.hooks.values import host, shown
 
 
 class BadStep(NamedTuple):
-    """A step that a run does not get over, and its loss."""
+    """A step whose loss is not finite and whose update was applied."""
 
     step: int
     loss: float
 
 
 class MetricSums:
-    """What several hooks want to know of the metrics of all steps of an interval; each has intervals of its own.
+    """Accumulates the metrics of all steps for several hooks, each with its own intervals.
 
-    A mean is that of the steps that have the metric. A value that is not finite does not count if the update of its
-    step was skipped. Metrics that no step computes are never added up.
+    A mean is over the steps that have the metric. A value that is not finite is ignored if the update of its step was
+    skipped. Constant metrics, which no step computes, are not accumulated.
 
     Args:
-        skip_metric: The name of the metric that is 1 where the whole update was skipped.
-        constants: The names of the metrics that no step computes, once the first step was taken.
+        skip_metric: Returns the name of the metric that is 1 if the whole update was skipped.
+        constants: Returns the names of the metrics that no step computes; known after the first step.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class MetricSums:
         self._last: Layout | None = None
 
     def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
-        """Return a number to take intervals with; before the first step.
+        """Registers a hook, before the first step, and returns its number for `take`.
 
         Args:
-            max_skipped: How many skipped updates in a row are too many; None for no limit.
-            means: Whether means are wanted; if nobody wants them, only the loss is watched.
+            max_skipped: The number of consecutive skipped updates to report; None for no limit.
+            means: Whether the hook needs means; if no hook does, only the loss is accumulated.
         """
         self._limits.append(math.inf if max_skipped is None else max_skipped)
         self._has_means = self._has_means or means
@@ -55,11 +55,11 @@ class MetricSums:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody wants to know."""
+        """Whether a hook is registered."""
         return bool(self._limits)
 
     def add(self, first: int, steps: int, metrics: Metrics, stacked: bool) -> None:
-        """Takes the metrics of the steps after `first`; before anybody may change the mapping."""
+        """Adds the metrics of the steps after `first`; must be called before a hook can change the mapping."""
         layout = self._layouts.get((stacked, *metrics))
         if layout is None or not layout.fits(metrics):
             layout = self._layout(metrics, stacked)
@@ -72,20 +72,20 @@ class MetricSums:
         layout.add(first, steps, metrics)
 
     def flush(self) -> None:
-        """Reads what it was given, before somebody gets it who may donate it."""
+        """Processes pending metrics, before they are passed to code that may donate them."""
         if self._last is not None:
             self._last.flush()
 
     def take(self, number: int) -> "Interval":
-        """What was added since the last time."""
+        """Returns the sums since the last call with this number."""
         return Interval([part for layout in self._layouts.values() if (part := layout.take(number)) is not None])
 
     def _layout(self, metrics: Metrics, stacked: bool) -> "Layout":
-        """That of metrics that have come for the first time, or whose constants have changed: the old one is kept."""
+        """Creates the layout of new metrics, or of metrics whose constants changed; the old layout is kept."""
         key: tuple[Any, ...] = (stacked, *metrics)
         if key in self._layouts:
             old = self._layouts.pop(key)
-            self._layouts[(*key, len(self._layouts))] = old  # what it holds is still to be taken
+            self._layouts[(*key, len(self._layouts))] = old  # its sums have not been taken yet
         skip = self._skip_metric()
         if not self._has_means:
             metrics = {name: value for name, value in metrics.items() if name in (LOSS, skip)}
@@ -94,7 +94,7 @@ class MetricSums:
 
 
 class Interval:
-    """What was added up over an interval."""
+    """The sums over an interval."""
 
     def __init__(self, parts: list[Part]) -> None:
         self._parts = parts
@@ -102,18 +102,18 @@ class Interval:
             part.row.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        """Whether reading would not wait."""
+        """Whether reading the sums would not wait."""
         return all(part.row.is_ready() for part in self._parts)
 
     def names(self) -> list[str]:
-        """All metrics of the interval."""
+        """The names of all metrics of the interval."""
         return list(dict.fromkeys(name for part in self._parts for name in self._all(part)))
 
     def _all(self, part: Part) -> list[str]:
         return [*part.names, *(name for name, _ in part.fixed)]
 
     def means(self, names: Collection[str]) -> dict[str, float]:
-        """The means of these metrics; waits for them."""
+        """Waits for the means of these metrics and returns them."""
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for part, row in self._rows:
             m = len(part.names)
@@ -127,12 +127,12 @@ class Interval:
         return {name: _mean(sums) for name, sums in found.items()}
 
     def first_bad(self) -> BadStep | None:
-        """The first step whose loss was not finite and whose update was applied; waits."""
+        """The first step whose loss was not finite and whose update was applied; waits for the device."""
         bad = [BadStep(part.step_of(int(row[BAD])), float(row[VALUE])) for part, row in self._rows if row[BAD] >= 0]
         return min(bad, default=None)
 
     def first_over_limit(self) -> int | None:
-        """The step with which too many in a row were skipped; waits."""
+        """The step at which the limit of consecutive skipped updates was reached; waits for the device."""
         steps = [part.step_of(int(row[TOO_MANY])) for part, row in self._rows if row[TOO_MANY] >= 0]
         return min(steps, default=None)
 
@@ -143,20 +143,20 @@ class Interval:
 
 
 class PendingMeans:
-    """The means of an interval, in the order in which they are shown, on their way to the host."""
+    """The means of an interval, in display order, being transferred to the host."""
 
     def __init__(self, interval: Interval, leave_out: Collection[str] = ()) -> None:
         self._interval, self._names = interval, shown(interval.names(), leave_out)
 
     def start(self) -> None:
-        """They are asked for already."""
+        """Does nothing: the transfer has started already."""
 
     def is_ready(self) -> bool:
-        """Whether reading them would not wait."""
+        """Whether `read` would not wait."""
         return self._interval.is_ready()
 
     def read(self) -> dict[str, Any]:
-        """The numbers; waits for them."""
+        """Waits for the means and returns them."""
         return dict(self._interval.means(self._names))
 
 

@@ -1,4 +1,4 @@
-"""The sums of steps that return the same metrics."""
+"""Sums over the steps that return the same metrics."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,18 +16,18 @@ from jstep.hooks.values import host, is_number, is_numeric
 
 LOSS = "loss"
 _CALLS, _VALUES = 16, 128
-"""So many calls are added at once, if they have no more values than that: a dispatch costs as much as a small step."""
+"""The maximum number of calls, and of values, to add in one dispatch, which costs as much as a small step."""
 
 
 class Part(NamedTuple):
-    """An interval's share in the steps that had the same metrics.
+    """The part of an interval whose steps have the same metrics.
 
     Attributes:
-        names: The metrics that are added up, in their order.
-        fixed: Those that are constants.
-        steps: How many steps there were.
+        names: The accumulated metrics, in order.
+        fixed: The constant metrics.
+        steps: The number of steps.
         row: A row of the sums, on the device.
-        step_of: From the number of a step in the interval to that of the run.
+        step_of: Maps the index of a step in the interval to its number in the run.
     """
 
     names: list[str]
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 class Layout:
-    """The sums of steps that return the same metrics."""
+    """Sums over the steps that return the same metrics."""
 
     def __init__(
         self, metrics: Metrics, stacked: bool, limits: list[float], constants: frozenset[str], skip: str | None
@@ -50,7 +50,7 @@ class Layout:
         self.names = devices + self._plain
         loss = self.names.index(LOSS) if LOSS in self.names else None
         if loss is None and isinstance(metrics.get(LOSS), jax.Array) and is_numeric(metrics[LOSS]):
-            loss = -1  # several numbers a step, or a constant
+            loss = -1  # several numbers per step, or a constant
         self._wanted = [*devices, LOSS] if loss == -1 else devices
         self._program = metric_sums_program.program(
             loss, self.names.index(skip) if skip in self.names else None, stacked
@@ -63,7 +63,7 @@ class Layout:
         self.sums: Any = None
         if self.names or loss is not None:
             with internal_transfers():
-                self.sums = jax.device_put(rows, _beside(values, self._is_global))
+                self.sums = jax.device_put(rows, _sums_sharding(values, self._is_global))
         self._held: list[tuple[list[Any], int]] = []
         self._halves: list[Any] = []
         self._total, self._stop = 0, -1
@@ -71,7 +71,7 @@ class Layout:
         self._taken = [0] * len(limits)
 
     def fits(self, metrics: Metrics) -> bool:
-        """Whether the constants are those of this layout."""
+        """Whether the constants equal those of this layout."""
         for name, value in self.fixed:
             other = metrics[name]
             if other is not value and not np.array_equal(host(other), host(value), equal_nan=True):
@@ -79,7 +79,7 @@ class Layout:
         return True
 
     def add(self, first: int, steps: int, metrics: Metrics) -> None:
-        """Adds the metrics of a call, or keeps them until there are some more."""
+        """Adds the metrics of a call; several calls are collected and added at once."""
         if first != self._stop:
             self._pieces.append((self._total, first + 1))
         self._total += steps
@@ -87,8 +87,8 @@ class Layout:
         if self.sums is None:
             return
         values = [metrics[name] for name in self._wanted]
-        if self._is_global:  # the others may not ask
-            values = [_here(value) for value in values]
+        if self._is_global:  # other processes may not run this program
+            values = [_local(value) for value in values]
         if self._plain:
             self._halves.append(_halves([metrics[name] for name in self._plain], self.sums.dtype))
         self._held.append((values, steps))
@@ -96,25 +96,25 @@ class Layout:
             self.flush()
 
     def flush(self) -> None:
-        """Adds what is kept."""
+        """Adds the collected calls."""
         if not self._held:
             return
         calls, count = [values for values, _ in self._held], sum(steps for _, steps in self._held)
         halves, missing = self._halves, self._room - len(calls)
         self._held, self._halves = [], []
-        calls += calls[-1:] * missing  # one program, however many there are
+        calls += calls[-1:] * missing  # padding, so that one program serves any number of calls
         plain = np.concatenate(halves + halves[-1:] * missing, axis=1) if halves else None
         with internal_transfers(), _without_nan_checks():
             self.sums = self._program(self.sums, calls, plain, np.int32(count))
 
     def resume_from(self, sums: Any) -> None:
-        """Takes over how many steps in a row were skipped."""
+        """Continues the counts of consecutive skipped steps of another layout."""
         if self.sums is not None:
             with internal_transfers(), _without_nan_checks():
                 self.sums = metric_sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
 
     def take(self, number: int) -> Part | None:
-        """What a subscriber has not taken; None where there is nothing."""
+        """Returns the sums that a subscriber has not taken yet; None if there are no new steps."""
         before, self._taken[number] = self._taken[number], self._total
         if self._total == before:
             return None
@@ -136,7 +136,7 @@ class Layout:
 
 
 def _halves(values: list[Any], dtype: Any) -> np.ndarray[Any, Any]:
-    """Numbers of the host as two floats: [2, steps, metrics]."""
+    """Split numbers of the host into two floats each: [2, steps, metrics]."""
     both = np.stack([np.asarray(value, np.float64).reshape(-1) for value in values], axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
         high = both.astype(dtype)
@@ -145,30 +145,30 @@ def _halves(values: list[Any], dtype: Any) -> np.ndarray[Any, Any]:
 
 
 class _Nothing:
-    """The row of a layout that adds nothing up."""
+    """The row of a layout without metrics to accumulate."""
 
     is_fully_addressable = True
 
     def copy_to_host_async(self) -> None:
-        """There is nothing to copy."""
+        """Does nothing."""
 
     def is_ready(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
         return np.full(metric_sums_program.WATCHED, -1.0)
 
 
-def _here(value: Any) -> Any:
-    """The part that this process has of a value that all have."""
+def _local(value: Any) -> Any:
+    """This process's copy of a value that is replicated over all processes."""
     is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
     return value.addressable_data(0) if is_global else value
 
 
-def _beside(values: list[Any], is_global: bool) -> Any:
-    """Where the sums go: to the devices that the values are on."""
-    value = next((_here(value) for value in values if getattr(value, "committed", False)), None)
+def _sums_sharding(values: list[Any], is_global: bool) -> Any:
+    """The sharding of the sums: replicated over the devices of the values."""
+    value = next((_local(value) for value in values if getattr(value, "committed", False)), None)
     if value is None:
         return None
     if isinstance(value.sharding, NamedSharding):
@@ -182,7 +182,7 @@ def _checks_nans() -> bool:
 
 
 def _without_nan_checks() -> contextlib.AbstractContextManager[object]:
-    """A sum that is NaN is what is looked for: it is no error of the program that adds up."""
+    """Disable JAX's checks for NaN and infinity: here, such sums are results, not errors."""
     if not _checks_nans():
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()

@@ -1,7 +1,7 @@
-"""The compiled part of `sums`: one call adds the metrics of some steps to all intervals at once.
+"""The compiled part of `metric_sums`: one call adds the metrics of some steps to the intervals of all subscribers.
 
-A row of the array belongs to one subscriber: for M metrics M sums, M corrections (what rounding took away), M counts,
-then what it watches. Sums are kept in two floats, so that a mean is as good as one of float64.
+Each row of the array belongs to one subscriber. For M metrics it holds M sums, M corrections (the rounding errors), M
+counts, and the watched columns. Each sum is stored in two floats, so that a mean is as accurate as one of float64.
 """
 
 import functools
@@ -16,12 +16,12 @@ from jstep.hooks.skipped_updates import is_bad_loss
 
 WATCHED = 6
 SEEN, BAD, VALUE, SKIPS, LIMIT, TOO_MANY = range(-WATCHED, 0)
-"""Columns from the end: the steps seen; the first bad step, counted from 0, or −1, and its loss; how many steps in a
-row were skipped up to now; how many are too many; the step with which they were, or −1."""
+"""Columns from the end: the number of steps; the first bad step, counted from 0, or −1, and its loss; the current
+number of consecutive skipped steps; its limit; the step at which the limit was reached, or −1."""
 
 
 def empty(num_metrics: int, limits: list[float], dtype: Any) -> np.ndarray[Any, Any]:
-    """The array before the first step; a row for each limit of skipped steps."""
+    """The array before the first step, with a row for each limit of skipped steps."""
     rows = np.zeros((len(limits), 3 * num_metrics + WATCHED), dtype)
     rows[:, BAD] = rows[:, TOO_MANY] = -1
     rows[:, LIMIT] = limits
@@ -30,14 +30,14 @@ def empty(num_metrics: int, limits: list[float], dtype: Any) -> np.ndarray[Any, 
 
 @functools.cache
 def program(loss: int | None, skip: int | None, stacked: bool) -> Callable[..., Any]:
-    """`add(sums, calls, plain, count) -> sums`, which donates the sums.
+    """Compile `add(sums, calls, plain, count) -> sums`, which donates the sums.
 
-    `calls` are the values of some calls, `plain` numbers of the host, as two floats: [2, steps, metrics], or None. The
-    first `count` steps of all of them count, the others only fill up.
+    `calls` are the values of some calls; `plain` are numbers of the host, as two floats, [2, steps, metrics], or None.
+    Only the first `count` steps count; the others are padding.
 
     Args:
-        loss: The index of the loss among all values; −1 for one that is not added up, behind the others in each call;
-            None if there is none.
+        loss: The index of the loss among all values; −1 for a loss that is not accumulated and comes after the other
+            values of each call; None without a loss.
         skip: The index of the metric that is 1 if an update was skipped, or None.
         stacked: Whether the values have a leading axis of steps.
     """
@@ -68,7 +68,7 @@ def program(loss: int | None, skip: int | None, stacked: bool) -> Callable[..., 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def take(sums: Any, number: Any) -> tuple[Any, Any]:
-    """One row, and the array in which it begins from scratch."""
+    """Return one row, and the array with that row reset."""
     watched = sums[:, -WATCHED:]
     fresh = [jnp.full_like(watched[:, column], -1 if column in (BAD, TOO_MANY) else 0) for column in range(-WATCHED, 0)]
     fresh[SKIPS], fresh[LIMIT] = watched[:, SKIPS], watched[:, LIMIT]
@@ -79,12 +79,12 @@ def take(sums: Any, number: Any) -> tuple[Any, Any]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def with_skips(sums: Any, skips: Any) -> Any:
-    """The array with other counts of steps in a row that were skipped."""
+    """Set the counts of consecutive skipped steps."""
     return sums.at[:, SKIPS].set(skips.astype(sums.dtype))
 
 
 def _columns(calls: list[list[Any]], plain: Any, dtype: Any, stacked: bool) -> tuple[Any, Any, Any]:
-    """All values, [steps, metrics], as two floats each, and which are numbers at all: a metric may change its shape."""
+    """All values, [steps, metrics], as two floats each, and which ones are scalars: a metric may change its shape."""
     steps = 1 if not stacked else max((len(value) for value in calls[0] if value.ndim), default=1)
     columns = []
     for call in zip(*calls, strict=True):
@@ -104,7 +104,7 @@ def _columns(calls: list[list[Any]], plain: Any, dtype: Any, stacked: bool) -> t
 
 
 def _losses(calls: list[list[Any]], stacked: bool) -> tuple[Any, Any]:
-    """Of losses that are several numbers a step: whether all are finite, and one that is not."""
+    """For losses of several numbers per step: whether all are finite, and one that is not."""
     finite, value = [], []
     for call in calls:
         rows = call[-1].reshape(len(call[-1]) if stacked else 1, -1)
@@ -114,7 +114,7 @@ def _losses(calls: list[list[Any]], stacked: bool) -> tuple[Any, Any]:
 
 
 def _parts(x: Any, dtype: Any) -> tuple[Any, Any]:
-    """A value as the sum of two floats: a large integer is not one."""
+    """Split a value into a sum of two floats, because one cannot represent a large integer."""
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= jnp.dtype(dtype).itemsize:
         low = x & 0xFFF
         return (x - low).astype(dtype), low.astype(dtype)
@@ -122,7 +122,7 @@ def _parts(x: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
-    """The rounded sum a + b, and what the rounding took away (Knuth)."""
+    """The rounded sum a + b, and its rounding error (Knuth)."""
     s = a + b
     of_b = s - a
     return s, (a - (s - of_b)) + (b - of_b)

@@ -19,19 +19,19 @@ _logger = logging.getLogger("jstep")
 
 
 class MetricsHook(ReportingHook):
-    """Passes the numbers among the metrics to a function: of W&B, MLflow, a CSV file, JSON lines, a list.
+    """Passes scalar metrics to a function, for example a logger of W&B or MLflow, a CSV file, JSON lines, or a list.
 
-    Rows come in the order of steps, when the device has their values, so that the loop never waits. Rows of earlier
-    steps come before the results of an evaluation, those of steps before a checkpoint before it is saved, and all of
-    them before `train` leaves, also by a signal or an error. The last step is passed on whether it is due or not. On
-    several processes the first one writes. Metrics that are arrays are left out, and named once in the log.
+    Rows are passed in the order of steps when their values have arrived from the device, so that the loop never waits.
+    Rows of earlier steps are passed before the results of an evaluation and before a checkpoint is saved, and all rows
+    before `train` returns or raises. The last step is always passed. On several processes, only the first one writes.
+    Metrics that are arrays are omitted, and named once in the log.
 
     Args:
-        write: `write(step, values)`, values a dict of names and floats. What it raises stops the run, with the step
-            named.
-        every_n_steps: How often, in steps: at their multiples.
-        mean: Whether to pass means over the steps since the last time, in place of the step's own values. They are
-            accumulated on the device. A value that is not finite is left out if the update of its step was skipped.
+        write: `write(step, values)`, where values is a dict of floats. If it raises, the run stops with that exception
+            and a note that names the step.
+        every_n_steps: Interval in steps; due at its multiples.
+        mean: Whether to pass means over the steps since the last row, in place of the values of the step. They are
+            accumulated on the device. A value that is not finite is ignored if the update of its step was skipped.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -55,7 +55,7 @@ class MetricsHook(ReportingHook):
         >>> to_json = lambda step, values: print(json.dumps({"step": step, **values}), file=file, flush=True)
         >>> hooks = [jstep.MetricsHook(to_csv), jstep.MetricsHook(to_json, every_n_steps=10, mean=True)]
 
-        Results of evaluations go the same way from `EvaluationHook(evaluate, callbacks=[…])`:
+        Results of evaluations can be sent in the same way, with `EvaluationHook(evaluate, callbacks=[…])`:
 
         >>> then = [lambda step, state, results: wandb.log(results, step=step)]
     """
@@ -69,18 +69,18 @@ class MetricsHook(ReportingHook):
         )
 
     def begin(self, state: TrainState) -> bool | None:
-        """Forgets earlier runs."""
+        """Resets the hook for a new run."""
         self._named: set[str] = set()
         return super().begin(state)
 
     def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
-        """The numbers to hand over; what is an array instead is named once a run."""
+        """The numbers to pass on; metrics that are arrays are logged once per run."""
         names = sorted({*names_of_arrays(metrics)} - self._named)
         self._named.update(names)
         if names and jax.process_index() == 0:
             _logger.info(
-                "MetricsHook leaves out the metrics %s: they are arrays, not numbers. Return their means or norms as "
-                "well, or handle them in a hook of your own (jstep.every).",
+                "MetricsHook leaves out the metrics %s: they are arrays, not numbers. Also return their means or "
+                "norms, or handle them in a custom hook (jstep.every).",
                 ", ".join(map(repr, names)),
             )
         return super()._numbers(step, metrics, leave_out)

@@ -15,12 +15,12 @@ _logger = logging.getLogger("jstep")
 
 
 class NanLossDuringTrainingError(RuntimeError):
-    """The loss was NaN or infinite; `step` is the number of the update that it belongs to.
+    """The loss was NaN or infinite, or too many consecutive updates were skipped.
 
     Attributes:
-        step: That number.
-        prevents_saving: Whether the state that the run ends with must not be saved on the way out, of any exception:
-            True, but not if the run ended because too many updates in a row were skipped.
+        step: The step of the update that has this loss, or that reached the limit of skipped updates.
+        prevents_saving: Whether the last state of the run must not be saved: True for a loss that is not finite, False
+            if the run ended because too many consecutive updates were skipped.
     """
 
     def __init__(self, message: str, step: int, *, prevents_saving: bool = True) -> None:
@@ -34,18 +34,18 @@ class NanLossDuringTrainingError(RuntimeError):
 class NanLossHook(RunHook):
     """Stops the run when the loss is NaN or infinite, and names the step.
 
-    The device watches all losses; the hook reads the result one interval late, when the device has long computed it,
-    and before a checkpoint is saved and at the end: no checkpoint that `train` makes comes after a NaN loss. A finite
-    loss may have a gradient that is not; the next loss shows that, and a checkpoint between the two holds it. Steps
-    whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count: hook and guard go together. A
-    step of your own reports that by a metric `skipped`, 1 or 0.
+    All losses are checked on the device. The hook reads the result one interval later, when it has long been computed,
+    and also before each checkpoint and at the end, so `train` saves no checkpoint after a NaN loss. If a finite loss
+    has a gradient that is not finite, only the next loss shows it, and a checkpoint between the two contains the bad
+    update. Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count, so the hook can
+    be combined with these guards. A custom step reports a skipped update by a metric `skipped`, 1 or 0.
 
     Args:
-        every_n_steps: How often to look, in steps: at their multiples, at the losses up to the last time.
-        fail_on_nan_loss: Whether to raise; False logs and stops the run, which then ends as usual, but for the
-            checkpoint.
-        max_skipped_steps: How many skipped updates in a row stop the run, by the same error; None for no limit. The
-            state is sound then, and is saved.
+        every_n_steps: Interval in steps between checks; at its multiples, the losses up to the previous one are read.
+        fail_on_nan_loss: Whether to raise; if False, the hook logs a warning and stops the run, which ends normally but
+            without a checkpoint.
+        max_skipped_steps: The number of consecutive skipped updates that stops the run with the same error; None for no
+            limit. The state is valid in that case, and is saved.
 
     Source: `tf.train.NanTensorHook`.
     """
@@ -68,13 +68,13 @@ class NanLossHook(RunHook):
         self._bad = self._over = False
 
     def use_run(self, run: RunInfo) -> None:
-        """Shares the run's sums."""
+        """Uses the sums of the run."""
         super().use_run(run)
         self._sums = run.sums
         self._number = self._sums.subscribe(self._max_skipped, means=False)
 
     def begin(self, state: TrainState) -> None:
-        """Forgets earlier runs."""
+        """Resets the hook for a new run."""
         if self.run is None:
             self._forget()
         self._held = None
@@ -82,16 +82,16 @@ class NanLossHook(RunHook):
             self._looked, self._bad, self._over = global_step(state), False, False
 
     def close(self) -> None:
-        """The run is over."""
+        """Releases the run."""
         super().close()
         self._forget()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        """When due, looks at the interval before.
+        """When due, checks the previous interval.
 
         Raises:
-            NanLossDuringTrainingError: One of its losses is not finite, or too many updates in a row were skipped.
-            ValueError: The metrics hold no loss.
+            NanLossDuringTrainingError: One of its losses is not finite, or too many consecutive updates were skipped.
+            ValueError: The metrics contain no loss.
         """
         if LOSS not in metrics:
             raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
@@ -99,14 +99,14 @@ class NanLossHook(RunHook):
             self._sums.add(step - 1, 1, metrics, stacked=False)
         if step // self._n == self._looked // self._n:
             return self._bad or self._over
-        # The same steps on every host, so that all of them stop together.
+        # All processes check the same steps, so that they stop together.
         self._looked = step
         before, self._held = self._held, self._sums.take(self._number)
         self._look_at(before)
         return self._bad or self._over
 
     def before_save(self, step: int) -> bool:
-        """Looks at all losses so far, so that what is saved is sound; true if it is not.
+        """Checks all losses so far; returns True, to prevent the save, if one of them is not finite.
 
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
@@ -115,7 +115,7 @@ class NanLossHook(RunHook):
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
-        """Looks at what is left.
+        """Checks the remaining losses.
 
         Raises:
             NanLossDuringTrainingError: One of the losses is not finite.
@@ -132,7 +132,7 @@ class NanLossHook(RunHook):
             return
         bad, over = interval.first_bad(), interval.first_over_limit()
         if bad is not None and (over is None or bad.step <= over):
-            # Also where it raises: the state is not saved on the way out either.
+            # Set before raising, so that the state is not saved when the run fails.
             self._bad = True
             self._stop(_nan_message(bad), bad.step, prevents_saving=True)
         elif over is not None:
@@ -140,8 +140,8 @@ class NanLossHook(RunHook):
             self._bad = bad is not None
             self._stop(
                 f"{self._max_skipped} updates in a row were skipped up to step {over} (max_skipped_steps="
-                f"{self._max_skipped}), as their losses or gradients were not finite. Look at batch {over - 1}, lower "
-                "the learning rate, or clip gradients.",
+                f"{self._max_skipped}), because their losses or gradients were not finite. Look at batch {over - 1}, "
+                "lower the learning rate, or clip gradients.",
                 over,
                 prevents_saving=self._bad,
             )

@@ -1,4 +1,4 @@
-"""A trace of some steps."""
+"""Profile some steps."""
 
 import os
 
@@ -16,8 +16,8 @@ class ProfilerHook(RunHook):
     """Traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
 
     Args:
-        logdir: Where the trace goes, for TensorBoard's profile plugin or Perfetto.
-        start_step: The first step number traced, ≥ 0. Leave out the first steps of a run, which compile.
+        logdir: The directory of the trace, for TensorBoard's profile plugin or Perfetto.
+        start_step: The first traced step, ≥ 0. Skip the first steps of a run, which compile.
         stop_step: The step at which the trace ends, > start_step.
 
     Source: `tf.train.ProfilerHook`.
@@ -32,13 +32,13 @@ class ProfilerHook(RunHook):
         self._logdir, self._start, self._stop = location(logdir, "logdir"), start_step, stop_step
         if is_url(self._logdir):
             raise ValueError(
-                f"logdir={self._logdir!r}: must be on a file system, to which JAX's profiler writes; give a local "
-                "directory and copy it when the run has ended"
+                f"logdir={self._logdir!r}: must be on a file system, because JAX's profiler writes to it; give a "
+                "local directory and copy it when the run has ended"
             )
         self._running = False
 
     def begin(self, state: TrainState) -> None:
-        """Starts at once where the run begins within the steps."""
+        """Starts the trace at once if the run begins within the steps."""
         self._running = False
         with internal_transfers():
             begins_within = self._start <= global_step(state) < self._stop
@@ -53,12 +53,12 @@ class ProfilerHook(RunHook):
             self._begin_trace()
 
     def end(self, step: int, state: TrainState) -> None:
-        """Ends a trace that the run ended in."""
+        """Ends a trace that is still running at the end of the run."""
         if self._running:
             self._end_trace(state)
 
     def close(self) -> None:
-        """Ends a trace that an error ended."""
+        """Ends a trace that is still running after an error."""
         super().close()
         if self._running:
             self._running = False
@@ -69,9 +69,9 @@ class ProfilerHook(RunHook):
         self._running = True
 
     def _end_trace(self, state: TrainState) -> None:
-        jax.block_until_ready(state)  # the device may be behind: its work belongs into the trace
+        jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace
         self.close()
 
     def next_due(self, step: int) -> int:
-        """The next end of the interval."""
+        """The next of start_step and stop_step."""
         return min((at for at in (self._start, self._stop) if at > step), default=NEVER)

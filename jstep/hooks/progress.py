@@ -1,4 +1,4 @@
-"""One line on a terminal: step, rate, loss and the time left."""
+"""A progress bar: step, rate, loss and the remaining time."""
 
 import os
 import sys
@@ -17,15 +17,15 @@ from jstep.state import TrainState, global_step
 
 
 class ProgressHook(RunHook):
-    """A progress bar of tqdm (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
+    """A tqdm progress bar (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
 
-    Where the peak of the device is known, the share of it that the run reaches as well (see `StepCounterHook`).
+    If the peak of the device is known, it also shows the utilization (see `StepCounterHook`).
 
     Args:
-        last_step: Where the run ends.
-        every_n_secs: How often the line is drawn.
-        file: Where to; standard error unless told.
-        clock: Seconds; for tests.
+        last_step: The step at which the run ends.
+        every_n_secs: Interval between updates of the line, in seconds.
+        file: The file to write to; standard error by default.
+        clock: Returns seconds; replaced in tests.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -48,12 +48,12 @@ class ProgressHook(RunHook):
         self._results, self._counter = NewResults(), None
 
     def use_run(self, run: RunInfo) -> None:
-        """Takes the counter of the run, and the evaluations."""
+        """Uses the counter and the evaluations of the run."""
         super().use_run(run)
         self._results, self._counter = NewResults(run.evaluations), run.counter
 
     def begin(self, state: TrainState) -> None:
-        """Draws the line at the step the run begins from."""
+        """Draws the line at the first step of the run."""
         self._then, self._held, self._last = self._clock(), {}, {}
         self._names = frozenset({"loss", *held_values(state.slots)})
         unknown = _is_of_no_size(self._file or sys.stderr)
@@ -63,12 +63,12 @@ class ProgressHook(RunHook):
         self._bar = self._tqdm(total=self._last_step, initial=start, unit="step", file=self._file, **size)
 
     def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
-        """Time counts from here: the time left is that of steps, not of compiling them."""
+        """Restarts the clock, so that the remaining time does not include compilation."""
         if self._bar is not None:
             self._bar.unpause()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Draws it again now and then, with the last numbers that the device has finished."""
+        """Updates the line when due, with the latest numbers that are ready."""
         self._last = metrics
         now = self._clock()
         if now - self._then < self._secs:
@@ -106,7 +106,7 @@ class ProgressHook(RunHook):
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
     def close(self) -> None:
-        """Leaves the line as it is and goes to the next."""
+        """Ends the line and closes the bar."""
         super().close()
         if self._bar is not None:
             self._bar.close()
@@ -114,7 +114,7 @@ class ProgressHook(RunHook):
 
 
 def _is_of_no_size(file: Any) -> bool:
-    """Whether a terminal does not say how large it is: tqdm would show an empty line."""
+    """Whether a terminal does not report its size, for which tqdm would show an empty line."""
     try:
         return os.get_terminal_size(file.fileno()).columns == 0
     except (OSError, ValueError, AttributeError):

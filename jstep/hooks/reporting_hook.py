@@ -1,4 +1,4 @@
-"""What hooks share that report numbers of the metrics: those of a step, or means over an interval."""
+"""Base class of hooks that report scalar metrics of a step, or means over an interval."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -13,13 +13,13 @@ from jstep.state import TrainState
 
 
 class ReportingHook(CadencedHook):
-    """Gathers metrics; when due, hands their numbers over as soon as the device has them.
+    """Delivers scalar metrics when due, as soon as they have arrived from the device.
 
     Args:
-        cadence: When it is due.
-        mean: Whether to hand over means over the steps since the last time, in place of the step's own values.
+        cadence: The cadence.
+        mean: Whether to deliver means over the steps since the last delivery, in place of the values of the step.
         deliver: Called with a step and its values as Python numbers, in the order of the steps.
-        together: As of a `CadencedHook`.
+        together: As in `CadencedHook`.
     """
 
     def __init__(
@@ -37,35 +37,35 @@ class ReportingHook(CadencedHook):
         self._forget()
 
     def _forget(self) -> None:
-        """Outside of `train` the hook has to be called after every step, and keeps its own sums and queue."""
+        """Creates sums and a queue for use outside of `train`, where the hook must be called after every step."""
         self._transfers, self._sums = TransferQueue(), MetricSums()
         self._number = self._sums.subscribe()
 
     def use_run(self, run: RunInfo) -> None:
-        """Shares the run's sums and queue."""
+        """Uses the sums and the queue of the run."""
         super().use_run(run)
         self._transfers, self._sums = run.transfers, run.sums
         if self._mean:
             self._number = self._sums.subscribe()
 
     def begin(self, state: TrainState) -> bool | None:
-        """Forgets earlier runs; seconds count from here."""
+        """Resets the hook for a new run, and starts to count seconds."""
         if self.run is None:
             self._forget()
         self._last = 0
         return super().begin(state)
 
     def close(self) -> None:
-        """The run is over."""
+        """Releases the run."""
         super().close()
         self._forget()
 
     def next_due(self, step: int) -> int | None:
-        """The next multiple; None where it has to see every step."""
+        """The next multiple; None if the hook must see every step."""
         return None if self._mean and self.run is None else super().next_due(step)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """When due, hands over what is ready."""
+        """When due, queues the metrics of this step and delivers what is ready."""
         if self._mean and self.run is None:
             self._sums.add(step - 1, 1, metrics, stacked=False)
         if self.is_due(step):
@@ -74,14 +74,14 @@ class ReportingHook(CadencedHook):
             self._transfers.deliver_ready()
 
     def after_last(self, step: int, metrics: Metrics) -> None:
-        """Hands over the last step, due or not, and what is left."""
+        """Delivers the last step, even if it is not due, and all pending rows."""
         if step > self._last:
             self._hold(step, metrics)
         if self.run is None:
             self._transfers.deliver_all()
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
-        """Hands over what is left."""
+        """Delivers all pending rows."""
         self._transfers.deliver_all()
         return None
 
@@ -92,7 +92,7 @@ class ReportingHook(CadencedHook):
         self._transfers.add(step, self._numbers(step, metrics), self._deliver, self)
 
     def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
-        """The numbers to hand over for a step, which are then no longer gathered."""
+        """The numbers to deliver for a step; means start from zero again."""
         self._last = step
         if not self._mean:
             return PendingScalars(scalars(metrics, leave_out))

@@ -1,13 +1,13 @@
-"""What the hooks of jstep are told of a run beyond the public `Hook`: internal."""
+"""Internal methods of stock hooks, beyond the public `Hook`."""
 
 from jstep.hooks.hook import Hook, Metrics, RunInfo
 
 
 class RunHook(Hook):
-    """A hook that takes part in the work of `train`: reporting, saving, measuring. `train` calls these on no other.
+    """Base class of stock hooks for reporting, saving and measuring. `train` calls these methods on no other hooks.
 
     Attributes:
-        run: What is known of the run it serves; None outside of `train`, where somebody else calls its methods.
+        run: Information about the run; None outside of `train`, if other code calls the hook.
     """
 
     run: RunInfo | None = None
@@ -17,21 +17,21 @@ class RunHook(Hook):
         self.run = run
 
     def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
-        """Called once, when the first call has returned (compilation is over), with the number of rows of a batch."""
+        """Called once, when the first call has returned (compilation is done), with the number of rows of a batch."""
 
     def batch_size_changed(self, step: int, rows: int | None) -> None:
-        """Called after a call that began at `step`, if its batches have another number of rows than those before."""
+        """Called after a call that began at `step`, if the number of rows of its batches has changed."""
 
     def after_last(self, step: int, metrics: Metrics) -> None:
-        """Called once when no step follows, whatever ended the run, with the last step and its metrics."""
+        """Called once after the last step, whatever ended the run, with that step and its metrics."""
 
     def before_save(self, step: int) -> bool | None:
-        """Called before each checkpoint of `train`; a true result prevents it, an exception also stops the run."""
+        """Called before each checkpoint; if it returns True, nothing is saved, and an exception also stops the run."""
 
     def close(self) -> None:
-        """Called at the very end, whatever happened: nothing of the run is kept."""
+        """Called at the very end of each run, also after an error, to release the run."""
         self.run = None
 
     def next_multiple(self, step: int) -> int | None:
-        """The first step after `step` at which it is due whatever a clock says, or None."""
+        """The first step after `step` at which the hook is due, whatever the clock, or None."""
         return None

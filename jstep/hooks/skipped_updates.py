@@ -1,4 +1,4 @@
-"""Whether a loss that is not finite counts: not if the update it belongs to was skipped."""
+"""Skipped updates, whose losses need not be finite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 from jstep.optimizers import metrics
 
 SKIPPED = metrics.SKIPPED
-"""The metric by which a step that jstep did not make says that its whole update was skipped: 1 or 0."""
+"""The metric by which a custom step reports that its whole update was skipped: 1 or 0."""
 
 
 def skip_metric_of(train_step: Any) -> str | None:
-    """The name of the metric that is 1 if the whole update was skipped; None if there is none."""
+    """The name of the metric that is 1 if the whole update was skipped, or None."""
     name = getattr(train_step, "skip_metric", SKIPPED)
     return name if isinstance(name, str) else None
 
 
 def is_bad_loss(finite: Any, skipped: Any) -> Any:
-    """Which steps are past repair, of arrays of NumPy or JAX: not finite, and not skipped.
+    """Return which steps applied an update with a loss that is not finite, for NumPy or JAX arrays.
 
     Args:
         finite: Whether each loss is finite.
-        skipped: Whether the whole update of each was skipped.
+        skipped: Whether the whole update of each step was skipped.
     """
     return ~(finite | skipped)
 

@@ -1,4 +1,4 @@
-"""Measure steps per second, and the share of the device's peak that they reach."""
+"""Measure steps per second and FLOP/s utilization."""
 
 import time
 from collections import deque
@@ -15,16 +15,16 @@ from jstep.state import TrainState, get_global_step
 
 TAG = "global_step/sec"
 _KEPT = 1000
-"""How many figures are kept for lines that come late."""
+"""The number of measurements kept for lines that are delivered late."""
 
 
 class _UnfinishedInterval(NamedTuple):
     step: int
     markers: list[Any]
     since: float
-    """The steps after it were handed out later than this."""
+    """All later steps were dispatched after this time."""
     dispatched: Steps | None
-    """The steps handed out up to it."""
+    """The steps dispatched so far."""
 
 
 class _Figure(NamedTuple):
@@ -35,45 +35,46 @@ class _Figure(NamedTuple):
 
 
 class StepCounterHook(CadencedHook):
-    """Measures `global_step/sec` between the steps at which it is due: steps that the device has finished.
+    """Measures `global_step/sec` and FLOP/s utilization, counting steps that the device has finished.
 
-    The loop may be many steps ahead of the device. So a step counts from when its metrics are there, which the hook
-    looks at after every call as long as it waits for them: a figure is the mean over the interval, or over several if
-    the device was behind, and never higher than the device's rate. The first interval begins after the first step, so
-    that compilation is left out.
+    The loop may be many steps ahead of the device, so a step counts only once its metrics are ready; the hook checks
+    this after every call while it waits for them. A measurement is the mean over an interval, or over several if the
+    device was behind, and never higher than the device's rate. The first interval begins after the first step, which
+    excludes compilation.
 
-    Where the peak of the device is known, it also measures how much of it `train` reaches (model FLOP/s utilization):
+    If the peak of the device is known, the hook also measures the model FLOP/s utilization:
 
         mfu = operations of a step · steps per second / (peak of a device · number of devices)
 
-    in log lines, progress line and TensorBoard. The operations are those of the traced step, as `jstep.cost` counts
-    them: of each stage, of each shape of the batch; loops as often as they run, but for those whose length depends on
-    values, which count once; a kernel of Pallas by its `cost_estimate`, else one for each element of its results. A
-    step that recomputes (`jax.checkpoint`) does more than the model asks for, so that the name is `hfu` (hardware
-    FLOP/s utilization). The peak is that of the formats of the step's matrix products, dense: float32 is TF32 on an
-    A100 and bfloat16 on a TPU, unless their `precision` says otherwise. A table has it for TPUs v2 to tpu7x and for
-    NVIDIA's data-center GPUs from V100 to GB200. For other devices, such as a CPU, and for a step that is not compiled,
-    nothing is shown unless the arguments below say what it takes.
+    which is shown in log lines, the progress line and TensorBoard. The operations are those of the traced step as
+    counted by `jstep.cost`, for each stage and each shape of the batch. Loops count as often as they run, except those
+    whose length depends on values, which count once. A Pallas kernel counts by its `cost_estimate`, or without one as
+    one operation for each element of its results. A step that recomputes (`jax.checkpoint`) performs more operations
+    than the model requires, so the name is then `hfu` (hardware FLOP/s utilization). The peak is the dense peak for the
+    formats of the step's matrix products: float32 means TF32 on an A100 and bfloat16 on a TPU, unless their `precision`
+    is set. It is tabulated for TPUs v2 to tpu7x and NVIDIA's data-center GPUs from V100 to GB200. For other devices,
+    such as a CPU, and for a step that is not compiled, nothing is shown unless `peak_flops` and `flops_per_step` are
+    given as needed.
 
     Args:
-        every_n_steps: How often, in steps.
-        every_n_secs: How often, in seconds, instead; or as well, whichever comes first.
-        summary_writer: Any object with `add_summary(summary, global_step)`; gets the scalar `global_step/sec`. None
+        every_n_steps: Interval in steps.
+        every_n_secs: Interval in seconds. If both are given, whichever comes first.
+        summary_writer: Any object with `add_summary(summary, global_step)`; receives the scalar `global_step/sec`. None
             for the one that `train` opens in its `logdir`, if any.
-        peak_flops: Operations a second of one device at its peak; None for the table's.
-        flops_per_step: Operations of a whole step over all devices, such as 6 · parameters · tokens; None for those of
-            the traced step. With it, the name is always `mfu`.
-        clock: Seconds; for tests.
+        peak_flops: Peak operations per second of one device; None to look it up in the table.
+        flops_per_step: Operations of a whole step over all devices, such as 6 · parameters · tokens; None to count
+            those of the traced step. If given, the name is always `mfu`.
+        clock: Returns seconds; replaced in tests.
 
     Attributes:
-        steps_per_sec: The last figure, None before there is one.
-        examples_per_sec: The same in examples, where the size of a batch is known.
-        mfu: The share of the peak, a fraction; None where it is not known, or called `hfu`.
-        hfu: The same of a step that recomputes; else None.
+        steps_per_sec: The latest rate in steps per second; None before the first measurement.
+        examples_per_sec: The latest rate in examples per second; None if the size of a batch is not known.
+        mfu: The latest utilization, a fraction; None if it is not known, or if it is reported as `hfu`.
+        hfu: The latest utilization of a step that recomputes; None otherwise.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A cadence, `peak_flops` or `flops_per_step` is not positive.
+        ValueError: An interval, `peak_flops` or `flops_per_step` is not positive.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -85,8 +86,8 @@ class StepCounterHook(CadencedHook):
         >>> counter.mfu > 0
         True
 
-    Source: `tf.train.StepCounterHook`, which counts compilation in. MFU and HFU: Chowdhery et al., "PaLM" (2022),
-    appendix B. Among the hooks of `train`, it takes the place of the stock one.
+    Source: `tf.train.StepCounterHook`, which includes compilation. MFU and HFU: Chowdhery et al., "PaLM" (2022),
+    appendix B. If passed to `train` in hooks, it replaces the stock one.
     """
 
     def __init__(
@@ -113,31 +114,31 @@ class StepCounterHook(CadencedHook):
         self._unfinished: deque[_UnfinishedInterval] = deque()
         self._unfinished_at = 0.0
         self._figures: deque[_Figure] = deque(maxlen=_KEPT)
-        self._sizes: list[tuple[int, int | None]] = []  # the rows of a batch from each step on
+        self._sizes: list[tuple[int, int | None]] = []  # (step, rows of a batch from that step)
         self._examples_per_sec: float | None = None
         self.steps_per_sec: float | None = None
         self.utilization: Utilization | None = None
 
     @property
     def examples_per_sec(self) -> float | None:
-        """The last figure in examples; None where there is none, or the size of a batch is not known."""
+        """The latest rate in examples per second; None if the size of a batch is not known."""
         return self._examples_per_sec
 
     @property
     def mfu(self) -> float | None:
-        """The last share of the peak, as model FLOP/s utilization."""
+        """The latest model FLOP/s utilization, or None."""
         return self._share("mfu")
 
     @property
     def hfu(self) -> float | None:
-        """The last share of the peak, as hardware FLOP/s utilization."""
+        """The latest hardware FLOP/s utilization, or None."""
         return self._share("hfu")
 
     def _share(self, name: str) -> float | None:
         return None if self.utilization is None or self.utilization.name != name else self.utilization.value
 
     def _examples(self, first: int, last: int) -> int | None:
-        """The number of examples of the steps after `first` up to `last`; None where a batch has no known size."""
+        """The number of examples in the steps after `first` up to `last`; None if the size of a batch is not known."""
         stops = [step for step, _ in self._sizes[1:]] + [last]
         total = 0
         for (step, rows), stop in zip(self._sizes, stops, strict=True):
@@ -149,12 +150,12 @@ class StepCounterHook(CadencedHook):
         return total or None
 
     def rates_at(self, step: int) -> tuple[float | None, float | None]:
-        """The figure of the interval that a step belongs to, in steps and in examples; else the last one before it."""
+        """The rates in steps and examples per second at a step; the latest ones if it has no earlier measurement."""
         figure = self._figure_at(step)
         return (self.steps_per_sec, self._examples_per_sec) if figure is None else (figure.rate, figure.examples)
 
     def utilization_at(self, step: int) -> Utilization | None:
-        """Likewise the share of the peak."""
+        """The utilization at a step, likewise."""
         figure = self._figure_at(step)
         return self.utilization if figure is None else figure.utilization
 
@@ -162,13 +163,13 @@ class StepCounterHook(CadencedHook):
         return next((figure for figure in reversed(self._figures) if figure.step <= step), None)
 
     def use_run(self, run: RunInfo) -> None:
-        """Takes the writer of `train`, where the hook was made without one."""
+        """Uses the writer of `train` by default."""
         super().use_run(run)
         if self._takes_writer:
             self._writer = run.writer
 
     def begin(self, state: TrainState) -> bool | None:
-        """Refuses a state without a step.
+        """Resets the hook; refuses a state without a global step.
 
         Raises:
             RuntimeError: The state has no global step.
@@ -180,10 +181,10 @@ class StepCounterHook(CadencedHook):
         return super().begin(state)
 
     def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
-        """The first interval begins: what had to be compiled is compiled."""
+        """Begins the first interval, after compilation."""
         self._sizes, self._compiled = [(steps[0] - 1, rows)], steps[-1]
         finished = all(marker.is_ready() for marker in _markers(metrics))
-        # A first call of several steps that has hardly begun is part of the interval.
+        # A first call of several steps that is still running is part of the interval.
         counts = not finished and len(steps) > 1
         dispatched = self._meter.steps()
         if counts and dispatched is not None:
@@ -192,11 +193,11 @@ class StepCounterHook(CadencedHook):
         self._every.start()
 
     def batch_size_changed(self, step: int, rows: int | None) -> None:
-        """Examples count from here by another number of rows."""
+        """Records the new number of rows of a batch."""
         self._sizes.append((step, rows))
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """When due, notes the step; looks how far the device is as long as it is behind."""
+        """When due, begins a measurement; completes earlier ones that the device has finished."""
         if self._since is None:
             self.started(range(step, step + 1), metrics, None)
         elif self._every.due(step):
@@ -206,20 +207,20 @@ class StepCounterHook(CadencedHook):
 
     @property
     def timer(self) -> None:
-        """None: it looks how far the device is, too."""
+        """None: the hook must also be called while it waits for the device."""
 
     def next_due(self, step: int) -> int | None:
-        """The next multiple; None as long as it waits for the device."""
+        """The next multiple; None while it waits for the device."""
         return None if self._unfinished else super().next_due(step)
 
     def after_last(self, step: int, metrics: Metrics) -> None:
-        """Waits for the device and takes the last figures."""
+        """Waits for the device and completes all measurements."""
         for held in tuple(self._unfinished):
             jax.block_until_ready(held.markers)
             self.look()
 
     def look(self) -> None:
-        """Counts the steps that the device has finished since the last look."""
+        """Completes the measurements whose steps the device has finished."""
         if not self._unfinished:
             return
         before, finished = self._clock(), []
@@ -232,10 +233,10 @@ class StepCounterHook(CadencedHook):
 
     def _count(self, finished: list[_UnfinishedInterval], since: tuple[int, float, Steps | None], now: float) -> None:
         (first, then, before), last = since, finished[-1]
-        # The steps after it end later than all of this: so the next figure is not higher than the device's rate.
+        # Later steps finish after this time, so the next rate is not higher than the device's.
         self._since = (last.step, max(last.since, self._unfinished_at), last.dispatched)
         if last.step <= self._compiled:
-            return  # a call that was compiled has no figure
+            return  # the call that included compilation is not measured
         seconds = max(now - then, 1e-9)
         self.steps_per_sec = rate = (last.step - first) / seconds
         examples = self._examples(first, last.step)
@@ -257,7 +258,7 @@ class StepCounterHook(CadencedHook):
 
 
 def _markers(metrics: Metrics) -> list[Any]:
-    """Arrays that are there when a step is finished: its loss, or all of its metrics."""
+    """Arrays that are ready when a step is finished: its loss, or all of its metrics."""
     loss = metrics.get("loss")
     if isinstance(loss, jax.Array):
         return [loss]

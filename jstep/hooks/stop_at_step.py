@@ -1,4 +1,4 @@
-"""Stop at a step."""
+"""Stop a run at a step."""
 
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.cadence import positive
@@ -7,11 +7,11 @@ from jstep.state import TrainState, global_step
 
 
 class StopAtStepHook(Hook):
-    """Stops the run at a step.
+    """Stops the run at a step, given relative to the start of the run or as a global step.
 
     Args:
-        num_steps: After so many steps from where the run began.
-        last_step: At this step, counted from 0; exactly one of the two is given.
+        num_steps: The number of steps after the start of the run.
+        last_step: The global step. Exactly one of the two must be given.
 
     Source: `tf.train.StopAtStepHook`.
     """
@@ -23,7 +23,7 @@ class StopAtStepHook(Hook):
         self._last_step: int | None = positive("last_step", last_step)
 
     def begin(self, state: TrainState) -> bool:
-        """Counts num_steps from here; true where a run that was restored is at last_step already."""
+        """Counts num_steps from here; returns True if the state is already at last_step."""
         with internal_transfers():
             step = global_step(state)
         if self._num_steps is not None:
@@ -31,9 +31,9 @@ class StopAtStepHook(Hook):
         return step >= (self._last_step or 0)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        """True at the step, or past it."""
+        """Returns True at the step or past it."""
         return self._last_step is not None and step >= self._last_step
 
     def next_due(self, step: int) -> int:
-        """The step; one past it where the run is there already."""
+        """The step to stop at, or the next step if the run has reached it."""
         return max(step + 1, self._last_step or 0)

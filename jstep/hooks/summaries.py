@@ -1,4 +1,4 @@
-"""From metrics and states to summaries; `jstep.summary` is imported when first needed."""
+"""Create summaries of metrics and states; `jstep.summary` is imported on first use."""
 
 import fnmatch
 from collections.abc import Collection, Mapping, Sequence
@@ -13,21 +13,21 @@ Selection = str | Sequence[str]
 
 
 def scalar(tag: str, value: Any) -> Any:
-    """A scalar summary that belongs to no collection."""
+    """A scalar summary that is not added to any collection."""
     from jstep import summary
 
     return summary.scalar(tag, value, collections=())
 
 
 def scalars_summary(values: Mapping[str, Any]) -> Any:
-    """One summary of some numbers."""
+    """One summary of several scalars."""
     from jstep import summary
 
     return summary.merge([scalar(name, value) for name, value in values.items()], collections=())
 
 
 def of_metrics(metrics: Metrics, leave_out: Collection[str]) -> list[Any]:
-    """One summary of the numbers among the metrics and of the summaries they hold; none where there is nothing."""
+    """One summary, in a list, of the scalar metrics and the summaries among the metrics; empty without any."""
     from jstep import summary
 
     parts = [scalar(name, value) for name, value in scalars(metrics, leave_out).items()] + made_in(metrics)
@@ -35,7 +35,7 @@ def of_metrics(metrics: Metrics, leave_out: Collection[str]) -> list[Any]:
 
 
 def made_in(metrics: Metrics) -> list[Any]:
-    """The summaries among the metrics, as one; none where there are none."""
+    """The summaries among the metrics, merged into one, in a list; empty without any."""
     from jstep import summary
 
     made = summary.summaries_in(dict(metrics))
@@ -45,7 +45,7 @@ def made_in(metrics: Metrics) -> list[Any]:
 def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
     """One summary with a histogram of each floating leaf of the state whose path matches.
 
-    The counting starts before the next step takes over the memory of the state; only counts are kept.
+    The values are counted before the state is donated to the next step; only the counts are kept.
 
     Raises:
         ValueError: A glob matches nothing.

@@ -1,4 +1,4 @@
-"""Write summaries of the metrics."""
+"""Write summaries of metrics."""
 
 import time
 from typing import Any
@@ -14,22 +14,23 @@ from jstep.state import TrainState
 
 
 class SummarySaverHook(ReportingHook):
-    """Writes the numbers and the summaries among the metrics, and histograms of the state if asked.
+    """Writes summaries of scalar metrics, the summaries among the metrics, and optionally histograms of the state.
 
     Args:
         summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in
-            its `logdir`; the hook then takes the place of the stock one, so that no number is written twice.
-        save_steps: How often, in steps: at their multiples.
-        save_secs: How often, in seconds, instead; or as well, whichever comes first.
-        histograms: Globs of what to draw histograms of: parameters by their paths (`"params/*"`, `"params/dense/*"`),
-            slots (`"slots/m/*"`); a string or several.
-        leave_out: A function that returns names of metrics to leave out, such as hyperparameters that never change.
-        mean: Whether to write means over the steps since the last time, in place of the step's own numbers; they are
-            written as soon as the device has them, a little later. Summaries are those of the step.
-        clock: Seconds; for tests.
+            its `logdir`; the hook then replaces the stock one, so that no number is written twice.
+        save_steps: Interval in steps; due at its multiples.
+        save_secs: Interval in seconds. If both are given, whichever comes first.
+        histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`, `"params/dense/*"`) and slots
+            (`"slots/m/*"`); a string or several.
+        leave_out: A function that returns names of metrics to omit, such as hyperparameters that never change.
+        mean: Whether to write means over the steps since the last summary, in place of the values of the step. They are
+            written a little later, when they have arrived from the device. Summaries among the metrics are always those
+            of the step.
+        clock: Returns seconds; replaced in tests.
 
     Attributes:
-        takes_writer: Whether it was made without a writer.
+        takes_writer: Whether the hook was created without a writer.
 
     Raises:
         ValueError: A glob matches nothing (at the first step).
@@ -52,7 +53,7 @@ class SummarySaverHook(ReportingHook):
             cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock),
             mean,
             self._write_means,
-            together=True,  # the state lies over all processes, so all of them count its values
+            together=True,  # the state is sharded over all processes, so all of them compute histograms
         )
         self._writer, self._constants = check_writer(summary_writer), nothing
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
@@ -60,13 +61,13 @@ class SummarySaverHook(ReportingHook):
         self._histograms = _globs(histograms)
 
     def use_run(self, run: RunInfo) -> None:
-        """Takes the writer of `train`, where the hook was made without one."""
+        """Uses the writer of `train` by default."""
         super().use_run(run)
         if self.takes_writer:
             self._writer, self._constants = run.writer, run.constant_metrics
 
     def begin(self, state: TrainState) -> bool | None:
-        """Seconds count from here.
+        """Starts to count seconds.
 
         Raises:
             ValueError: There is no writer.
@@ -76,7 +77,7 @@ class SummarySaverHook(ReportingHook):
         return super().begin(state)
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Hands the values over; whoever writes them waits for them."""
+        """Passes the values to the writer, which waits for them."""
         leave_out = {*self._leave_out(), *self._constants()}
         if self._mean:
             self._transfers.add(step, self._numbers(step, metrics, leave_out), self._deliver, self)
@@ -86,7 +87,7 @@ class SummarySaverHook(ReportingHook):
             self._writer.add_summary(histograms_of(state, self._histograms), step)
 
     def after_last(self, step: int, metrics: Metrics) -> None:
-        """Writes the means that are left; a last, partial interval is none of them."""
+        """Writes pending means, but not those of a last, partial interval."""
         if self.run is None:
             self._transfers.deliver_all()
 

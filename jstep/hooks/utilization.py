@@ -1,4 +1,4 @@
-"""The share of the peak of its devices that a run reaches."""
+"""FLOP/s utilization: the fraction of the devices' peak that a run reaches."""
 
 import logging
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ _logger = logging.getLogger("jstep")
 
 
 class Utilization(NamedTuple):
-    """A share of the peak.
+    """A FLOP/s utilization.
 
     Attributes:
-        name: `"mfu"`, or `"hfu"` if operations that are computed twice to save memory count twice.
+        name: `"mfu"`, or `"hfu"` if it includes operations that are recomputed to save memory.
         value: A fraction.
     """
 
@@ -27,17 +27,17 @@ class Utilization(NamedTuple):
 
 
 class UtilizationMeter:
-    """Compares the time of steps with the time that they would take at the peak.
+    """Measures the utilization: the time that steps would take at the peak, divided by the time that they take.
 
     Utilization = Σ over steps of operations / (peak · number of devices), divided by the seconds that they took.
 
     Args:
-        peak_flops: Operations a second of one device; None for the figure of its kind.
-        flops_per_step: Operations of a step, all devices together; None for those of the traced step.
+        peak_flops: Peak operations per second of one device; None to look it up.
+        flops_per_step: Operations of a step, summed over all devices; None to count those of the traced step.
 
     Raises:
-        TypeError: One is not a number.
-        ValueError: One is not positive and finite.
+        TypeError: An argument is not a number.
+        ValueError: An argument is not positive and finite.
     """
 
     def __init__(self, peak_flops: float | None = None, flops_per_step: float | None = None) -> None:
@@ -47,24 +47,24 @@ class UtilizationMeter:
         self._warned: set[str] = set()
 
     def begin(self, dispatched: DispatchedSteps | None, state: TrainState) -> None:
-        """Asks for the steps of a run, if the peak of its device is known."""
+        """Requests the counts of steps, if the peak of the device is known."""
         self._dispatched, self._warned = None, set()
         if dispatched is None:
             return
         device = device_of(state)
         if self._peak is None and not has_peaks(device.device_kind):
             if device.platform != "cpu" or self._flops is not None:
-                self._say(f"the peak of the device {device.device_kind!r} is not known")
+                self._log_once(f"the peak of the device {device.device_kind!r} is not known")
             return
         dispatched.want(traced=self._peak is None or self._flops is None)
         self._dispatched = dispatched
 
     def steps(self) -> Steps | None:
-        """The steps so far; None if there is nothing to measure."""
+        """The counts of steps so far; None if the utilization is not measured."""
         return None if self._dispatched is None else self._dispatched.steps()
 
     def between(self, before: Steps | None, after: Steps | None, seconds: float) -> Utilization | None:
-        """The share that the steps between two moments reached; None if it is not known for all of them."""
+        """The utilization of the steps between two counts; None if it is not known for all of them."""
         if self._dispatched is None or before is None or after is None:
             return None
         at_peak, is_twice = 0.0, False
@@ -79,22 +79,22 @@ class UtilizationMeter:
         return Utilization("hfu" if is_twice and self._flops is None else "mfu", at_peak / seconds)
 
     def _secs(self, work: StepWork) -> float | None:
-        """The seconds of a step at the peak."""
+        """The seconds that a step would take at the peak."""
         flops = work.flops if self._flops is None else self._flops
         peak = peak_of(work.device_kind, work.products) if self._peak is None else self._peak
         if peak is None and work.products:
             formats = ", ".join(sorted({f"{one.dtype} ({one.precision})" for one in work.products}))
-            self._say(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
+            self._log_once(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
         return None if flops is None or peak is None else flops / (peak * work.devices)
 
-    def _say(self, why: str) -> None:
+    def _log_once(self, why: str) -> None:
         if why not in self._warned and jax.process_index() == 0:
             self._warned.add(why)
             _logger.info("neither mfu nor hfu is shown: %s; give StepCounterHook(peak_flops=…)", why)
 
 
 def shown_share(share: Utilization | None) -> list[str]:
-    """A share of the peak as lines show it, such as "mfu 0.412"; nothing where there is none."""
+    """The utilization as shown in log lines, such as "mfu 0.412", in a list; empty if it is not known."""
     return [] if share is None else [f"{share.name} {share.value:.3g}"]
 
 

@@ -1,4 +1,4 @@
-"""Reading metrics without making the device wait."""
+"""Read and format metrics without blocking the loop."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -12,12 +12,12 @@ from jstep.hooks.hook import Metrics
 
 
 def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """The numbers among the metrics: `loss` first, then the rates, then the others by name."""
+    """The scalar metrics: `loss` first, then learning rates, then the others by name."""
     return {name: metrics[name] for name in shown(metrics, leave_out) if is_number(metrics[name])}
 
 
 def shown(names: Collection[str], leave_out: Collection[str]) -> list[str]:
-    """Names of metrics in the order in which they are shown, without those to leave out, but with all rates."""
+    """Sort names of metrics for display, without those in `leave_out`; the loss and learning rates are always kept."""
     return sorted([name for name in names if name not in leave_out or _rank(name)[0] < 2], key=_rank)
 
 
@@ -26,29 +26,29 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def is_number(value: Any, ndim: int = 0) -> bool:
-    """Whether a value is a real number or a bool: a scalar, or an array of some of them with so many axes."""
+    """Whether a value is a real number or a bool, or an array of these with `ndim` axes."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return value.ndim == ndim and is_numeric(value)
     return ndim == 0 and isinstance(value, int | float)
 
 
 def is_numeric(value: Any) -> bool:
-    """Whether a value is a real number or a bool, or an array of some, whatever its shape."""
+    """Whether a value is a real number or a bool, or an array of these with any shape."""
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         return isinstance(value, int | float)
-    if getattr(value.dtype, "kind", "") in ("b", "i", "u", "f"):  # a key has a dtype without one
+    if getattr(value.dtype, "kind", "") in ("b", "i", "u", "f"):  # the dtype of a PRNG key has no kind
         return True
     return bool(jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
 
 
 def names_of_arrays(metrics: Metrics) -> list[str]:
-    """The metrics that are arrays of numbers, which no line or row has room for."""
+    """The names of metrics that are arrays of numbers, not scalars."""
     arrays = jax.Array | np.ndarray
     return [name for name, value in metrics.items() if isinstance(value, arrays) and value.ndim and is_numeric(value)]
 
 
 def start_transfer(values: Mapping[str, Any]) -> None:
-    """Asks for the values on the host, without waiting."""
+    """Start the transfer of values to the host, without waiting."""
     for array in _arrays(values):
         array.copy_to_host_async()
 
@@ -63,20 +63,20 @@ def _arrays(values: Mapping[str, Any]) -> list[Any]:
 
 
 def read(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as Python numbers. Waits for them."""
+    """Wait for the values and return them as Python numbers."""
     with internal_transfers():
         return {name: host(value).item() for name, value in values.items()}
 
 
 def host(value: Any) -> np.ndarray[Any, Any]:
-    """A value on the host; of an array over several processes, the part that this one has of what all have."""
+    """Copy a value to the host; of an array replicated over several processes, this process's copy."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
         value = value.addressable_data(0)
     return np.asarray(value)
 
 
 def text(values: Mapping[str, Any]) -> str:
-    """`loss 0.1234  learning_rate 0.001`; reads the values."""
+    """Format values as `loss 0.1234  learning_rate 0.001`; reads them from the device."""
     numbers = values if all(type(value) in (float, int, bool) for value in values.values()) else read(values)
     return "  ".join([f"{name} {_short(number)}" for name, number in numbers.items()])
 
@@ -89,5 +89,5 @@ LeaveOut = Callable[[], Collection[str]]
 
 
 def nothing() -> Collection[str]:
-    """No names."""
+    """Return no names, the default of `leave_out`."""
     return ()

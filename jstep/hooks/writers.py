@@ -1,4 +1,4 @@
-"""What a hook may write summaries to."""
+"""Check summary writers."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from jstep.core.checks import shown
 
 
 def check_writer(summary_writer: Any) -> Any:
-    """The writer, or None.
+    """Return the writer, or None; refuse an object without `add_summary`.
 
     Raises:
-        TypeError: It has no `add_summary`.
+        TypeError: The writer has no method `add_summary`.
     """
     if summary_writer is not None and (
         isinstance(summary_writer, type) or not callable(getattr(summary_writer, "add_summary", None))

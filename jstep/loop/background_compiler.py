@@ -1,4 +1,4 @@
-"""Compile what a run is going to need before it is due, in the background."""
+"""Compile the later programs of a run in a background thread, before they are due."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ _logger = logging.getLogger("jstep")
 
 _POLL_SECS = 0.2
 _MOST_AHEAD = 2
-"""So many programs are made ahead at most: they take memory on the device."""
+"""The maximum number of programs compiled ahead, because each takes device memory."""
 
 
 class CompileJob(NamedTuple):
@@ -26,9 +26,9 @@ class CompileJob(NamedTuple):
 
     Attributes:
         first: The first step that runs it.
-        name: What it is, for the log.
-        make: `make(state, args)` compiles it for shapes of the state and of the latest batch; whether there was
-            anything to compile.
+        name: The name, for logs.
+        make: `make(state, args)` compiles the program for the shapes of the state and of the latest batch. It returns
+            whether there was anything to compile.
     """
 
     first: int
@@ -37,16 +37,16 @@ class CompileJob(NamedTuple):
 
 
 class BackgroundCompiler:
-    """Compiles one program after the other in a thread, and has the loop wait if one that is due is not ready.
+    """Compiles programs in a thread, in order, and blocks the loop if a program is due but not ready.
 
-    An error is logged: the step that needs the program raises it. A compilation cannot be cancelled: a process that
-    ends before it waits for it, when the run has returned.
+    Errors are logged only; the step that needs the program raises them. A compilation cannot be cancelled: if the run
+    returns while one is in progress, the process waits for it before it exits.
 
     Args:
-        jobs: What to compile, in the order of their steps.
-        stopping: Whether the run is to stop, so that no program is to be waited for.
-        is_quiet: Whether nothing is logged.
-        closed: Set when nothing is waited for any more.
+        jobs: The programs to compile, in the order of their steps.
+        stopping: Returns whether the run is stopping and must not wait for a program.
+        is_quiet: Whether to log nothing.
+        closed: An event that is set when the compiler is closed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BackgroundCompiler:
         self._jobs, self._stopping, self._is_quiet = list(jobs), stopping, is_quiet
         self._done = [threading.Event() for _ in self._jobs]
         self._passed = self._begun = 0
-        self._lock = threading.Lock()  # of what was begun
+        self._lock = threading.Lock()  # protects _begun
         self._closed = threading.Event() if closed is None else closed
         self._state: Any = None
         self._args: tuple[Any, ...] = ()
@@ -69,14 +69,14 @@ class BackgroundCompiler:
     def before(
         self, step: int, waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     ) -> None:
-        """Waits, in `waiting()`, for the programs that are due at this step.
+        """Waits for the programs that are due at this step, in the context `waiting()`.
 
         Raises:
-            StopWaiting: The run is to stop.
+            StopWaiting: The run is stopping.
         """
         while self._passed < len(self._jobs) and step >= self._jobs[self._passed].first:
             with self._lock:
-                if self._begun == self._passed:  # nobody began it: the step compiles it
+                if self._begun == self._passed:  # not started: the step compiles it
                     self._begun += 1
                     self._done[self._passed].set()
             with waiting():
@@ -86,7 +86,7 @@ class BackgroundCompiler:
             self._passed += 1
 
     def after(self, state: Any, args: tuple[Any, ...], *, stacked: bool) -> None:
-        """Begins what can be begun, after a step that returned this state."""
+        """Starts the next compilations, after a step that returned this state."""
         if self._begun == len(self._jobs) or self._begun >= self._passed + _MOST_AHEAD:
             return
         if self._thread is not None and self._thread.is_alive():
@@ -97,13 +97,13 @@ class BackgroundCompiler:
         self._start()
 
     def begin(self, state: Any) -> None:
-        """Begins at once, with the shapes of a state."""
+        """Starts at once, with the shapes of a state."""
         self._state = state
         self._start()
 
     def _start(self) -> None:
-        # Not a daemon: a compiler that comes back to an interpreter that has ended aborts the process.
-        # What it begins with is taken here: the step that needs it may come before the thread runs.
+        # Not a daemon: a compiler that returns to a finalized interpreter aborts the process.
+        # The first job is chosen here, because the step that needs it may run before the thread does.
         self._thread = Thread(target=self._work, args=(self._next(),), name="jstep-compile")
         self._thread.start()
 
@@ -133,7 +133,7 @@ class BackgroundCompiler:
             number = self._next()
 
     def close(self) -> None:
-        """Begins no other program; says so if the process has to wait for one."""
+        """Starts no further programs; logs a line if the process has to wait for one."""
         with self._lock:
             self._begun = len(self._jobs)
         self._closed.set()
@@ -141,7 +141,7 @@ class BackgroundCompiler:
             _logger.info("the compiler is at work on a later program and cannot be stopped: the process ends after it")
 
     def _next(self) -> int | None:
-        """The number of the job to begin now; None if there is none."""
+        """The index of the job to start now, or None."""
         with self._lock:
             number = self._begun
             if number >= min(len(self._jobs), self._passed + _MOST_AHEAD):
@@ -151,13 +151,13 @@ class BackgroundCompiler:
 
 
 def shapes_of(tree: Any) -> Any:
-    """The shapes of arrays, by which JAX finds the same program as by the arrays."""
+    """The shapes of arrays, for which JAX finds the same program as for the arrays."""
     return jax.tree.map(_shape, tree)
 
 
 def _shape(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        # An array that nobody put anywhere is compiled for as one of NumPy.
+        # Uncommitted arrays are compiled for like NumPy arrays, without a sharding.
         sharding = leaf.sharding if leaf.committed else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
     if isinstance(leaf, np.ndarray | np.generic):
@@ -166,7 +166,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def stacked_shapes(tree: Any, steps: int) -> Any:
-    """The shapes of the batches of several steps."""
+    """The shapes of a batch stacked over several steps."""
 
     def leaf(one: Any) -> Any:
         if not isinstance(one, jax.ShapeDtypeStruct):

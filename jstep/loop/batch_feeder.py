@@ -1,4 +1,4 @@
-"""The batches as arguments of calls: alone or K at a time, placed or not, made ahead or not."""
+"""Stack, place and prefetch batches."""
 
 import dataclasses
 import itertools
@@ -19,23 +19,23 @@ from jstep.loop.sources import Source
 from jstep.sharding.of_batches import named
 from jstep.timeline import Stopwatch
 
-# Handing an item from thread to thread costs some 20 µs: making a cheaper one ahead would only slow the loop.
+# Passing an item between threads costs about 20 µs: prefetching cheaper batches would slow the loop down.
 _WORTH_A_THREAD_SECS = 50e-6
 _TRIALS = 4
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(slots=True)  # not frozen, which takes four times as long to make
+@dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
 class Call:
-    """What one call takes.
+    """The batches of one call.
 
     Attributes:
-        args: Its arguments.
-        steps: How many steps it takes.
-        first: The step that it begins from.
-        stacked: Whether the arguments are stacked for that.
-        position: Where the source is after its batches, as JSON can hold it; None where nobody can tell.
-        why: Why it is a call of one step, where calls have several; "" where there is no special reason.
+        args: The arguments.
+        steps: The number of steps.
+        first: The step at which the call begins.
+        stacked: Whether the arguments are stacked over steps.
+        position: The position of the source after these batches, JSON-serializable; None if not known.
+        why: Why the call takes one step, if calls take several; "" if there is no special reason.
     """
 
     args: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Call:
 
 
 CopiedBatches = Iterator[tuple[Any, Any]]
-"""Batches that nobody else writes into any more, each with the position after it."""
+"""Batches that no other code writes to, each with the position after it."""
 
 
 def make_calls(
@@ -60,19 +60,19 @@ def make_calls(
     stack_one: bool = False,
     single_step_reason: Callable[[], str] = str,
 ) -> Iterator[Call]:
-    """The batches as arguments of calls, stacked if a call takes several steps.
+    """Yield batches as the arguments of calls, stacked if a call takes several steps.
 
-    Batches that cannot be stacked, as their shapes differ or the source ends, are calls of one step each.
+    Batches that cannot be stacked, because their shapes differ or the source ends, become calls of one step each.
 
     Args:
-        items: The batches, as `copied_batches` makes them of a source.
-        start: The step of the first one.
-        lengths: How many steps each call takes; None if each takes one and nothing is stacked.
-        sharding: Where a batch goes, as in `prefetch_to_device`; None leaves it where it is.
-        on_device: Whether batches are put on the default device, for a step that is not compiled and so sees
-            whether they are NumPy arrays: it is to see the same whether they were made ahead or not.
-        stack_one: Whether calls of one step are stacked too, for a step that is compiled for that alone.
-        single_step_reason: Why a call takes one step, where others take several.
+        items: The batches, from `copied_batches`.
+        start: The step of the first batch.
+        lengths: The number of steps of each call; None if each call takes one step and nothing is stacked.
+        sharding: The sharding of a batch, as in `prefetch_to_device`; None does not move it.
+        on_device: Whether to put batches on the default device, for a step that is not compiled: such a step would
+            see NumPy arrays or JAX arrays, depending on whether batches are prefetched.
+        stack_one: Whether to stack calls of one step too, for a step that is compiled only when scanned.
+        single_step_reason: Returns why a call takes one step, if others take several.
     """
     one = many = placement(None) if on_device else None
     if sharding is not None:
@@ -105,11 +105,11 @@ def make_calls(
 
 
 def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:
-    """Each batch of a source in arrays that nobody else writes into, and the position after it.
+    """Yield each batch of a source, copied if necessary so that no other code writes to it, and the position after it.
 
     Args:
         source: The batches.
-        fetched: Where to count them.
+        fetched: A counter of the batches.
     """
     fetched = fetched or FetchCounter()
     at, fresh = source.position, source.fresh
@@ -120,7 +120,7 @@ def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> Cop
 
 
 def _stacked(some: list[Any]) -> Any:
-    """The batches of several steps as one; None if their structures, shapes or dtypes differ."""
+    """Stack the batches of several steps; None if their structures, shapes or dtypes differ."""
     flat = [flatten(one) for one in some]
     structure = flat[0][1]
     if any(other != structure for _, other in flat[1:]):
@@ -139,30 +139,30 @@ def _stack(leaves: tuple[Any, ...]) -> Any:
     return _stack_arrays(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
 
 
-_stack_arrays = jax.jit(jnp.stack)  # in one dispatch, not one for each of them
+_stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column
 
 
 @dataclasses.dataclass(slots=True)
 class FetchCounter:
-    """How many batches were fetched."""
+    """The number of batches that were fetched."""
 
     count: int = 0
 
 
 class BatchFeeder:
-    """The calls of a run, made ahead in a thread if that pays.
+    """Iterates over the calls of a run, prefetching them in a thread if batches are slow to make.
 
     Args:
         source: The batches.
-        made: The calls made of them.
-        stopping: Whether the run is to stop, so that no batch is to be waited for.
-        clock: Seconds; for tests.
-        watch: Where the time goes.
+        made: The calls, from `make_calls`.
+        stopping: Returns whether the run is stopping and must not wait for a batch.
+        clock: Returns seconds; replaced in tests.
+        watch: The stopwatch of the run.
 
     Attributes:
-        waiting: Whether the loop waits for a batch right now and may be interrupted without losing one.
-        steps: How many steps the call handed out last takes.
-        position: Where the source is after the calls handed out, as JSON can hold it; None where nobody can tell.
+        waiting: Whether the loop is waiting for a batch and may be interrupted without losing one.
+        steps: The number of steps of the latest call.
+        position: The position of the source after the latest call, JSON-serializable; None if not known.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class BatchFeeder:
         self.position = at() if at else None
 
     def __iter__(self) -> Iterator[Call]:
-        # The first call opens files and compiles; it says nothing about the others.
+        # The first call opens files and compiles, so its time is not representative.
         fastest = math.inf
         for trial in range(_TRIALS):
             then = self._clock()
@@ -201,7 +201,7 @@ class BatchFeeder:
 
     def _next(self, items: Iterator[Call]) -> Call | None:
         self.waiting = True
-        # A signal from here on interrupts the wait; one that came before has to be looked for.
+        # From here on a signal interrupts the wait; check for one that arrived before.
         if self._stopping():
             raise StopWaiting
         watch = self._watch
@@ -212,7 +212,7 @@ class BatchFeeder:
         finally:
             watch.switch(before)
         self.waiting = False
-        # Where the wait is interrupted, the position stays that before the batch, whatever was read of it.
+        # If the wait is interrupted, the position stays before the batch, however much of it was read.
         if call is not None:
             self.steps = call.steps
             self._taken += call.steps
@@ -220,7 +220,7 @@ class BatchFeeder:
         return call
 
     def position_after(self, steps: int) -> Any:
-        """Where the source was when so many steps had been taken: all handed out, or all but those of the last call."""
+        """The position after that many steps: all that were fetched, or all but those of the latest call."""
         return self.position if steps >= self._taken else self._before
 
     def close(self) -> None:

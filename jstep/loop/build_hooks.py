@@ -1,4 +1,4 @@
-"""Assemble the hooks of a run: the user's, and the stock ones behind them."""
+"""Assemble user-supplied and stock hooks."""
 
 import contextlib
 import importlib.util
@@ -30,17 +30,17 @@ from jstep.loop.run_saver_hook import RunSaverHook, SaverCallbacks
 _logger = logging.getLogger("jstep")
 
 _NOT_CALLED = ("after_call", "after_first_call", "after_last", "before_save", "close", "use_writer")
-"""Methods that `train` called on every hook up to jstep 0.2."""
+"""Methods that `train` called on every hook in jstep 0.2 and earlier."""
 
 
 class HookSet(NamedTuple):
-    """What surrounds the steps of a run.
+    """The hooks of a run.
 
     Attributes:
         hooks: All hooks, the user's before the stock ones.
-        saving: The run's own hook that saves, or None.
-        run: What jstep's own hooks know of the run.
-        logs_lines: Whether the run reports by log lines.
+        saving: The stock hook that saves, or None.
+        run: The information about the run that stock hooks receive.
+        logs_lines: Whether progress is reported by log lines.
     """
 
     hooks: list[Any]
@@ -50,7 +50,7 @@ class HookSet(NamedTuple):
 
     @property
     def all_saving(self) -> list[CheckpointSaverHook]:
-        """All that save, the user's before the run's own."""
+        """All hooks that save, the user's before the stock one."""
         return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
 
 
@@ -62,9 +62,9 @@ def build_hooks(
     stack: contextlib.ExitStack,
     stop_requested: Callable[[], bool],
 ) -> HookSet:
-    """Opens the event file, and puts the stock hooks behind the user's."""
+    """Open the event file, and append the stock hooks to the user's."""
     writer = _open_writer(stack, options.logdir, start.step)
-    # Who saves comes last: the checkpoint of a step holds what the others made of its state.
+    # Hooks that save come last: the checkpoint of a step includes the other hooks' changes to the state.
     own = sorted(options.hooks, key=lambda hook: isinstance(hook, CheckpointSaverHook))
     _warn_of_methods_not_called(own)
     given = next((hook for hook in own if isinstance(hook, StepCounterHook)), None)
@@ -86,7 +86,7 @@ def build_hooks(
             options.save_checkpoint_steps,
             list(hooks),
             callbacks,
-            # A run that goes on from a checkpoint does not write the points before it again.
+            # A run that resumes from a checkpoint does not write earlier summaries again.
             None if writer is None else writer.flush,
             start.held,
         )
@@ -114,7 +114,7 @@ def build_hooks(
 
 
 def _warn_of_methods_not_called(hooks: list[Any]) -> None:
-    """Hooks written for jstep 0.2 are not silently cut short."""
+    """Warn about hooks written for jstep 0.2, some of whose methods are not called."""
     for hook in hooks:
         names = [name for name in _NOT_CALLED if callable(getattr(type(hook), name, None))]
         if names and not isinstance(hook, RunHook):
@@ -127,7 +127,7 @@ def _warn_of_methods_not_called(hooks: list[Any]) -> None:
 
 
 def _reporting(options: Options, counter: StepCounterHook, constants: Any) -> list[Hook]:
-    """The line on a terminal, or log lines, or nothing."""
+    """The hook that reports progress: a progress line, log lines, or none."""
     if options.progress is False or jax.process_index() != 0:
         return []
     terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
@@ -146,6 +146,6 @@ def _open_writer(stack: contextlib.ExitStack, logdir: Any, start: int) -> Any:
     from jstep.summary import SummaryWriter
 
     writer = stack.enter_context(SummaryWriter(logdir))
-    # TensorBoard drops what earlier runs wrote at this step and later ones, so nothing is shown twice.
+    # TensorBoard drops the events of earlier runs from this step on, so nothing is shown twice.
     writer.add_session_log("START", start + 1)
     return writer

@@ -1,4 +1,4 @@
-"""The card of a run: what it runs on and with, for another run to be compared with."""
+"""Run cards: a record of the versions, devices, arguments and programs of a run, for comparison with other runs."""
 
 import dataclasses
 import json
@@ -24,25 +24,25 @@ from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.training import TrainStep
 
 PLACES = ("checkpoint_dir", "logdir", "compile_cache")
-"""Arguments that say where a run keeps its files: recorded, never compared."""
+"""Arguments that name the directories of a run: recorded, never compared."""
 
 _LONGEST = 1000
-"""Of a part of a definition, in characters of JSON; of a longer one the hash is kept."""
+"""The maximum length of a part of a definition, in characters of JSON; a longer one is replaced by its hash."""
 _MOST_NUMBERS = 200
 
 
 def card(
     options: Options, stages: TrainSteps, state: Any, batches: Any, step: int, held: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The card of a run, without its programs: JSON values.
+    """Return the card of a run, without its programs, as JSON values.
 
     Args:
         options: The arguments of `train`.
         stages: The training steps.
-        state: The state that the run begins from, or its shapes.
-        batches: What `train` was given.
-        step: The step that the run begins at.
-        held: The hyperparameters that the script gave the state to hold.
+        state: The state at the start of the run, or its shapes.
+        batches: The argument of `train`.
+        step: The step at which the run begins.
+        held: Name → initial value of the held hyperparameters.
     """
     return {
         "card": 1,
@@ -59,10 +59,10 @@ def card(
 
 
 def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """What is recorded of a program: JSON values.
+    """Return the record of a program, as JSON values.
 
     Args:
-        traced: Its trace, a `jax.stages.Traced`, or None of a function that is not compiled.
+        traced: Its trace, a `jax.stages.Traced`, or None for a function that is not compiled.
         constants: Metrics that no step computes: the hyperparameters that are plain numbers, by name.
         args: The batch of a call.
     """
@@ -79,7 +79,7 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[s
 
 
 def trace_of(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
-    """The trace of a step that was called, which JAX has kept; None of one that is not compiled."""
+    """The trace of a step that was called, from JAX's cache; None for one that is not compiled."""
     if isinstance(step, TrainStep):
         return step.traced_call(state, *args)
     return step.trace(state, *args) if hasattr(step, "lower") and hasattr(step, "trace") else None
@@ -112,12 +112,12 @@ def _batches(batches: Any) -> dict[str, Any]:
         found = definition_of(batches)
     else:
         named = batches if isinstance(getattr(batches, "__qualname__", None), str) else type(batches)
-        # A generator has the name of its function, and no module.
+        # A generator has the name of its function, but no module.
         module = getattr(named, "__module__", None) or type(batches).__name__
         found = {"kind": f"{module}.{named.__qualname__}"}
         try:
             found["length"] = len(batches)
-        except Exception:  # a loader of the user's: it has no end, or does not know it
+        except Exception:  # a user-defined loader: it is endless, or its length is not known
             found["length"] = None
     return {"hash": digest_of(json.dumps(found, sort_keys=True)), **{key: _short(part) for key, part in found.items()}}
 
@@ -154,10 +154,10 @@ def _short(value: Any) -> Any:
 
 
 def _json(value: Any) -> Any:
-    """A number, a string or None as JSON can hold it; arrays as lists, anything else as text."""
+    """Convert a value to JSON: numbers, strings and None unchanged, arrays to lists, other objects to strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, np.floating):  # 0.1 of float32 is 0.1, not 0.10000000149011612
+    if isinstance(value, np.floating):  # float32 0.1 is recorded as 0.1, not 0.10000000149011612
         value = float(str(value))
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):

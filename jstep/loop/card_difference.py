@@ -1,4 +1,4 @@
-"""Compare the cards of two runs, in words."""
+"""Describe the differences between the cards of two runs."""
 
 import json
 import re
@@ -17,7 +17,7 @@ _SECTIONS = {
     "stages": "",
     "arguments": "train: ",
 }
-"""The sections that are compared value by value, and what their lines begin with."""
+"""The sections that are compared value by value, and the prefix of their lines."""
 
 _HASHES = {
     ("state", "hash"): "paths, shapes or dtypes of its leaves differ",
@@ -32,11 +32,14 @@ _NAME_OF_PLACE = re.compile(r"(DIR|PATH|FILE|ADDRESS|ADDR|HOST|URL)$")
 
 
 def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """What differs in two cards, in words; empty if nothing does. Paths and addresses are not compared.
+    """Describe the differences between two cards, one per line. Paths and addresses are not compared.
 
     Args:
-        a: The card of a run, as `jstep.loop.cards` writes it.
-        b: That of another run.
+        a: The card of a run, from `jstep.loop.cards`.
+        b: The card of another run.
+
+    Returns:
+        The differences; empty if the cards are equal.
 
     Example:
         >>> from jstep.loop.card_difference import card_difference
@@ -65,7 +68,7 @@ def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _says_more(name: str, a: Mapping[str, Any], b: Mapping[str, Any], lines: list[str]) -> bool:
-    """Whether a hash says anything beside the lines: a placement does of leaves that are otherwise the same."""
+    """Whether a hash adds to the lines; that of the sharding does if the leaves are otherwise the same."""
     return a.get("hash") == b.get("hash") if name == "sharding" else not lines
 
 
@@ -75,7 +78,7 @@ def _section(card: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 
 def _names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Those of both; in the order of the first where they are the same, else sorted."""
+    """The names in either; in the order of the first if both have the same names, else sorted."""
     return list(a) if a.keys() == b.keys() else sorted({*a, *b})
 
 
@@ -111,7 +114,7 @@ def _shown(value: Any) -> str:
 
 
 def _variables(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The variables, the flags of XLA one by one, without those that hold a path or an address."""
+    """The environment variables, with each XLA flag separate, without those that hold a path or an address."""
     one, other = ({**_flags(of.pop("XLA_FLAGS", "")), **of} for of in (dict(a), dict(b)))
     places = {
         name
@@ -124,7 +127,7 @@ def _variables(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], di
 
 
 def _flags(text: str) -> dict[str, str]:
-    """The last value of each flag counts."""
+    """Split `XLA_FLAGS`; the last value of each flag counts."""
     found = {}
     for word in str(text).split():
         name, _, value = word.partition("=")
@@ -133,14 +136,14 @@ def _flags(text: str) -> dict[str, str]:
 
 
 def _programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """Of the programs that both ran."""
+    """Compare the programs that both runs have."""
     in_a, in_b = _by_call(a), _by_call(b)
     same_batches = _section(a, "batches") == _section(b, "batches")
     for key in sorted(in_a.keys() & in_b.keys()):
         one, other = in_a[key], in_b[key]
         if one.get("batch") != other.get("batch"):
             if same_batches and "rows" in _section(a, "batches"):
-                continue  # one of them began where batches have another size
+                continue  # one run began at a step with another batch size
             yield from _differences("batch", one.get("batch"), other.get("batch"))
         rates = [_section(program, "hyperparameters") for program in (one, other)]
         for name in _names(*rates):

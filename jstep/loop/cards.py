@@ -1,4 +1,4 @@
-"""Record the card of a run, and each program that it runs for the first time, off the step path."""
+"""Record the card of a run and its programs, in a background thread."""
 
 import contextlib
 import functools
@@ -28,20 +28,20 @@ class Write(Protocol):
 
 
 class Cards:
-    """Writes the card of a run once its first call was dispatched, and what is known of later programs likewise.
+    """Writes the card of a run after its first call was dispatched, and a line for each later program.
 
-    The first line is the whole card with its first program, those that follow have `programs` alone. Only looking up
-    the trace, which JAX has kept, happens on the thread that drives. Nothing that fails here ends a run.
+    The first line holds the whole card with its first program; later lines hold `programs` only. The thread of the
+    loop only looks up the trace in JAX's cache. Errors are logged and never end the run.
 
     Args:
-        write: Takes the lines; called from another thread.
+        write: Receives the lines; called from another thread.
         make: Makes the card without its programs.
     """
 
     def __init__(self, write: Write, make: Callable[[], dict[str, Any]]) -> None:
-        self._write, self._make = write, make  # made once; lines that follow hold programs alone
+        self._write, self._make = write, make  # called once: later lines hold programs only
         self._is_begun = False
-        self._lock = threading.Lock()  # one line after the other
+        self._lock = threading.Lock()  # lines are written one at a time
         self._threads: list[Thread] = []
 
     def ran(self, step: Any, stage: int, steps: int, state: Any, metrics: Any, args: tuple[Any, ...]) -> None:
@@ -56,20 +56,20 @@ class Cards:
             args: The batch of the call.
         """
         if not isinstance(state, TrainState):
-            return  # which the run refuses
+            return  # `train` raises for it
         try:
             with using_mesh(mesh_of((state, args))):
                 traced = trace_of(step, state, args)
             constants = _constants(step, metrics)
         except Exception as error:
-            self._say(error)
+            self._log_error(error)
             return
         found = [(stage, steps, traced, constants, args)]
         self._threads.append(Thread(target=self._record, args=(found,), name="jstep-card"))
         self._threads[-1].start()
 
     def close(self) -> None:
-        """Waits for what is being recorded; a run without a step has a card, too."""
+        """Waits for pending lines; writes the card of a run that took no step."""
         for thread in self._threads:
             thread.join()
         if not self._is_begun:
@@ -86,10 +86,10 @@ class Cards:
                 self._is_begun = True
                 self._write("card", **make(), programs=found)
             except Exception as error:
-                self._say(error)
+                self._log_error(error)
 
-    def _say(self, error: Exception) -> None:
-        _logger.warning("what this run runs could not be recorded: %s: %s", type(error).__name__, error)
+    def _log_error(self, error: Exception) -> None:
+        _logger.warning("the card of this run could not be recorded: %s: %s", type(error).__name__, error)
 
 
 def cards_of(
@@ -100,15 +100,15 @@ def cards_of(
     batches: Any,
     stack: contextlib.ExitStack,
 ) -> Cards | None:
-    """What records a run; None if there is nowhere to.
+    """Make the recorder of a run's card; None without a file to write to.
 
     Args:
-        write: Takes the lines.
+        write: Receives the lines.
         options: The arguments of `train`.
         stages: The training steps.
-        start: Where the run begins.
-        batches: What `train` was given.
-        stack: Closes it.
+        start: The starting point of the run.
+        batches: The argument of `train`.
+        stack: Closes the recorder.
     """
     if write is None:
         return None
@@ -119,7 +119,7 @@ def cards_of(
 
 
 def _constants(step: Any, metrics: Any) -> dict[str, Any]:
-    """The metrics of a call that no step computes, one value each."""
+    """The metrics of a call that no step computes, with one value each."""
     found = {}
     for name in sorted(getattr(step, "constant_metrics", ())):
         value = np.asarray(metrics[name])

@@ -1,4 +1,4 @@
-"""What `train` is given, looked at before anything is opened."""
+"""Checks of the arguments of `train`, before anything is opened."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state"
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
-    """The hooks; refuses what is not a sequence of hooks."""
+    """Return the hooks as a list; refuse anything but a sequence of hooks."""
     if hasattr(hooks, "after_step"):
         raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, hooks=[...]")
     try:
@@ -38,7 +38,7 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
 
 
 def check(state: Any, last_step: int) -> None:
-    """Refuses a state and a number of steps that do not go together.
+    """Refuse a state without a scalar global step, or a last_step that its dtype cannot hold.
 
     Raises:
         RuntimeError: The state has no global step.
@@ -46,34 +46,34 @@ def check(state: Any, last_step: int) -> None:
     refuse_compile_only(require_state(state), "state")
     step = get_global_step(state)
     if step is None:
-        # The words of StepCounterHook, which every run has.
+        # Raises the error of StepCounterHook, which every run has.
         StepCounterHook().begin(state)
         return
     if np.ndim(step):
         raise ValueError(
             f"state: its global_step has shape {np.shape(step)}, must be a scalar: a population of states, as vmap "
-            "makes it, is stepped by jax.vmap(train_step) in a loop of one's own, and saved by a Saver"
+            "makes it, is trained by jax.vmap(train_step) in a custom loop, and saved by a Saver"
         )
     last = np.iinfo(step.dtype).max
     if last_step > last:
         raise ValueError(
-            f"last_step={last_step}: must be at most {last}, the last step that {step.dtype} counts; under "
+            f"last_step={last_step}: must be at most {last}, the last step that {step.dtype} can hold; under "
             "jax_enable_x64 steps are int64"
         )
 
 
 def check_alive(state: TrainState) -> None:
-    """Refuses a state that was donated to an earlier step."""
+    """Refuse a state that was donated to an earlier step."""
     path = trees.donated_leaf(state)
     if path is not None:
         raise RuntimeError(
-            f"the state's {path!r} was donated to an earlier step or run, whose result holds its memory now. Go on "
-            "with the state that train or the step returned, or make a new one."
+            f"the state's {path!r} was donated to an earlier step or run and deleted. Use the state that train or "
+            "the step returned, or make a new one."
         )
 
 
 def check_result(result: Any) -> tuple[TrainState, Any]:
-    """What a step returned; refuses anything else than a state and metrics."""
+    """Return the result of a step; refuse anything but a state and metrics."""
     what = "train_step must return (state, metrics), a TrainState and a mapping of names to values; it returned"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{what} {type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}")

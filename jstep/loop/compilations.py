@@ -1,4 +1,4 @@
-"""How many programs each thread has compiled, for how long, and how many JAX's persistent cache had."""
+"""Per-thread counts of compiled programs, cache hits and seconds spent compiling."""
 
 import threading
 import time
@@ -10,25 +10,25 @@ _local = threading.local()
 
 
 def compilations_here() -> list[int]:
-    """The number of programs that this thread has compiled, or found, so far: in a list that goes on counting."""
+    """The number of programs that this thread has compiled or found in the cache, in a list updated in place."""
     found: list[int] = _local.__dict__.setdefault("compilations", [0])
     return found
 
 
 def hits_here() -> list[int]:
-    """How many of them were found in the persistent cache, likewise."""
+    """The number of them that were found in the persistent cache, in a list likewise."""
     found: list[int] = _local.__dict__.setdefault("hits", [0])
     return found
 
 
 def seconds_here() -> list[float]:
-    """For how long this thread has traced, lowered and compiled so far, likewise."""
+    """The seconds that this thread has traced, lowered and compiled, in a list likewise."""
     found: list[float] = _local.__dict__.setdefault("seconds", [0.0])
     return found
 
 
 def _add_span(begin: float, end: float) -> None:
-    """Adds a span of time; JAX reports those inside of it before, which are part of it."""
+    """Adds a span of time, replacing the nested spans, which JAX reports first."""
     spans: deque[tuple[float, float]] = _local.__dict__.setdefault("spans", deque(maxlen=1000))
     total = seconds_here()
     while spans and spans[-1][0] >= begin:

@@ -1,4 +1,4 @@
-"""The programs that a run needs after its first one: traced before it begins, compiled before they are due."""
+"""Compile the programs of a run ahead of time: trace them before it begins, compile them before they are due."""
 
 import functools
 import threading
@@ -31,18 +31,18 @@ def compile_ahead(
     batch_sharding: Any,
     stopping: Callable[[], bool],
 ) -> BackgroundCompiler | None:
-    """Traces the stages of a run whose first batch can be indexed; None if the run needs one program alone.
+    """Trace the stages of a run whose first batch can be indexed; None if the run needs only one program.
 
     Args:
         programs: The programs of the run.
-        boundaries: Where others follow.
+        boundaries: The steps at which another program follows.
         source: The batches.
-        state: The state that the run begins from.
+        state: The state at the start of the run.
         start: Its step.
-        last_step: Where the run ends.
-        steps_per_call: How many steps a call takes.
-        batch_sharding: Where batches go.
-        stopping: Whether the run is to stop.
+        last_step: The step at which the run ends.
+        steps_per_call: The number of steps per call.
+        batch_sharding: The sharding of batches.
+        stopping: Returns whether the run is stopping.
 
     Raises:
         ValueError: A stage does not fit the state or its batch; names its first step.
@@ -59,7 +59,7 @@ def compile_ahead(
             continue
         if source.is_own or (source.at is not None and segment.is_edge and segment is not first):
             args = _shapes_of_batch(source, segment.first, batch_sharding)
-            if args is None:  # the batches end before
+            if args is None:  # the batches end earlier
                 break
             key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)), segment.stop - segment.first)
             if key in seen:
@@ -89,21 +89,21 @@ def compile_first_program(
     times: StartTimes,
     stopping: Callable[[], bool],
 ) -> BackgroundCompiler | None:
-    """What compiles the first program of a run while its state is restored; None if it is not compiled.
+    """Make the compiler of a run's first program, for use while the state is restored; None if it is not compiled.
 
     Args:
         programs: The programs of the run.
-        boundaries: Where others follow.
-        first: The first batch, on its way.
+        boundaries: The steps at which another program follows.
+        first: The first batch, being made in a thread.
         shapes: Returns the shapes of the first batch without making it; None if they are not known.
         hooks: The user's hooks.
-        cadences: How often the stock hooks are due.
+        cadences: The intervals of the stock hooks.
         start: The first step.
-        last_step: Where the run ends.
-        steps_per_call: How many steps a call takes.
-        batch_sharding: Where batches go.
-        times: Where to measure.
-        stopping: Whether the run is to stop.
+        last_step: The step at which the run ends.
+        steps_per_call: The number of steps per call.
+        batch_sharding: The sharding of batches.
+        times: Measures the compilation.
+        stopping: Returns whether the run is stopping.
     """
     (segment, *_) = boundaries.segments(start, last_step)
     if not is_compiled(programs.of_stage(segment.stage)) and steps_per_call == 1:
@@ -144,27 +144,27 @@ def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[An
 
 
 def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
-    """The shapes of the arguments that a batch becomes, where they are placed."""
+    """The shapes and shardings of the arguments that a batch becomes."""
     placed = batch if batch_sharding is None else placement(named(batch_sharding))(batch)
     args: tuple[Any, ...] = shapes_of(placed if isinstance(batch, tuple) else (placed,))
     return args
 
 
 def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> None:
-    """Traces a stage, which is kept for when it is compiled."""
+    """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
     name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
     try:
         new = trace_step(step, state, args).out_info[0]
     except Exception as error:
         raise ValueError(
-            f"{name}: it cannot take step {segment.first}, the first one of its kind, from the state and the batch "
-            f"of that step: {type(error).__name__}: {error}"
+            f"{name}: it cannot take step {segment.first}, its first one, with the state and the batch of that step: "
+            f"{type(error).__name__}: {error}"
         ) from error
     different = first_difference(state, new)
     if different is not None:
         raise ValueError(
             f"{name}: all training steps of a run share one structure of the state, but {different}; freeze "
-            "parameters by var_list, and give all stages optimizers with the same slots"
+            "parameters with var_list, and give all stages optimizers with the same slots"
         )
 
 
@@ -176,10 +176,10 @@ def _compile(
     state: Any,
     latest: tuple[Any, ...],
 ) -> bool:
-    """Compiles what a segment needs: its program for several steps, that for one, or both."""
+    """Compile the programs of a segment: for several steps, for one step, or both."""
     args = latest if args is None else args
     many, rest = divmod(segment.stop - segment.first, steps_per_call)
-    # A hook that is due in between makes calls of one step, in each stage alike.
+    # If hooks caused calls of one step in an earlier stage, they will in this one.
     one = steps_per_call == 1 or not many or rest > 0 or programs.takes_single_steps
     made = False
     with using_mesh(mesh_of(state)):
@@ -201,7 +201,7 @@ def _compiled(programs: Programs, segment: Segment, step: Any, state: Any, args:
 
 
 def first_difference(state: Any, new: Any) -> str | None:
-    """How a new state differs from the old one in structure, shapes or dtypes; None if it does not."""
+    """Describe the first difference of two states in structure, shapes or dtypes; None if they agree."""
     before = dict(trees.leaves_with_paths(state))
     after = dict(trees.leaves_with_paths(new))
     for path in [*before, *(path for path in after if path not in before)]:
@@ -212,7 +212,7 @@ def first_difference(state: Any, new: Any) -> str | None:
         one, other = before[path], after[path]
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return (
-                f"this one returns {path!r} as {other.dtype}{list(other.shape)}, and it is {one.dtype}"
+                f"this one returns {path!r} as {other.dtype}{list(other.shape)}, but it is {one.dtype}"
                 f"{list(one.shape)} in the state"
             )
     return None

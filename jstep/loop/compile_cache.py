@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, for the length of a run."""
+"""JAX's persistent compilation cache, enabled for the duration of a run."""
 
 import contextlib
 import logging
@@ -23,21 +23,21 @@ _SETTINGS = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
     "jax_persistent_cache_enable_xla_caches": "none",
 }
-"""Every program is kept, whatever its size and however quickly it was compiled. XLA's own caches would put the path of
-the directory into the name of each program: in a directory that was moved or mounted elsewhere, nothing would be found.
+"""Every program is cached, whatever its size and compile time. XLA's own caches are disabled because they include the
+path of the directory in the key of each program: after the directory is moved, nothing would be found.
 """
 
 _lock = threading.Lock()
 _users: list[str] = []
-"""The directories of the runs under way: JAX has one cache for the process, which the first of them sets up."""
+"""The directories of the current runs. JAX has one cache per process, which the first run sets up."""
 
 
 def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
-    """The directory that `compile_cache=` means; None for none.
+    """Resolve the argument `compile_cache`; None for no cache.
 
     Raises:
-        ValueError: There is no checkpoint_dir to put it into, or a URL is given.
-        TypeError: It is not a directory, True or None.
+        ValueError: There is no checkpoint_dir to put the cache into, or a URL is given.
+        TypeError: The value is not a directory, True or None.
     """
     if given is None or given is False:
         return None
@@ -54,7 +54,7 @@ def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
     if not isinstance(given, str | os.PathLike):
         raise TypeError(f"compile_cache={shown(given)}: expected a directory, True or None, got {kind(given)}")
     if not os.fspath(given).strip():
-        raise ValueError("compile_cache='': expected a directory, got an empty string; None for no cache")
+        raise ValueError("compile_cache='': expected a directory, got an empty string; use None for no cache")
     if is_url(given):
         raise ValueError(f"compile_cache={shown(given)}: expected a local directory, got a URL")
     return os.path.expanduser(os.fspath(given))
@@ -62,10 +62,10 @@ def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
 
 @contextlib.contextmanager
 def persistent_cache(directory: str | None) -> Iterator[None]:
-    """Keep compiled programs in a directory, and find them there; JAX's settings are restored afterwards.
+    """Use a directory as JAX's persistent compilation cache, and restore JAX's settings afterwards.
 
-    The settings are those of the process: while one run has a cache, programs of other threads go there as well, and
-    another run's own directory is not used.
+    The settings are global to the process: while one run has a cache, programs of other threads are cached there too,
+    and the directory of another run is not used.
     """
     if directory is None:
         yield
@@ -100,7 +100,7 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
 def _set(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    # What JAX has opened it keeps, whatever its settings say.
+    # JAX keeps an open cache, even if the settings change.
     compilation_cache.reset_cache()
 
 

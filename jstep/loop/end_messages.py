@@ -1,4 +1,4 @@
-"""Runs that end before their last step, or take no step: what to say of them."""
+"""Messages about runs that end before their last step, or take no step."""
 
 import logging
 
@@ -11,10 +11,10 @@ _logger = logging.getLogger("jstep")
 
 
 def report_early_end(loop: LoopState, run_start: RunStart, last_step: int) -> None:
-    """Says that the batches ended before the run did.
+    """Logs that the batches ended before the run did.
 
     Raises:
-        ValueError: There was none at all, for a run that was not restored.
+        ValueError: There is no batch at all, and the run was not restored.
     """
     start = run_start.step
     if loop.step == start and run_start.restored is not None:
@@ -23,12 +23,12 @@ def report_early_end(loop: LoopState, run_start: RunStart, last_step: int) -> No
     if loop.step == start:
         raise ValueError(
             f"batches: there is none for step {start}, the first of this run, and last_step={last_step}; give "
-            "batches that go up to there, such as jstep.batches(…), or a list of them all (a list counts from "
+            "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
             "step 0), or a lower last_step"
         )
     _logger.warning(
         "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
-        "give jstep.batches(…, num_epochs=None), or an iterable that goes on.",
+        "give jstep.batches(…, num_epochs=None), or an iterable that does not end.",
         loop.step,
         last_step,
     )
@@ -43,6 +43,6 @@ def reason_done(run_start: RunStart, options: Options) -> str:
         reasons = [getattr(hook, "why", None) for hook in options.hooks]
         return next((f". {why}" for why in reasons if isinstance(why, str)), "")
     return (
-        f". {by} stopped it at step {run_start.step}; to go on, leave that hook out, change what it asks for, or have "
-        "it forget what it remembers: EarlyStopping(reset=True)"
+        f". {by} stopped it at step {run_start.step}; to continue, remove that hook, change its settings, or reset its "
+        "state: EarlyStopping(reset=True)"
     )

@@ -1,4 +1,4 @@
-"""Calls the hooks of a run when they are due, and does what they return."""
+"""Call hooks when they are due, and apply their results."""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -23,23 +23,23 @@ from jstep.training import last_of
 
 
 class HookRunner:
-    """The hooks of a run, called in their order.
+    """Calls the hooks of a run in order.
 
     Args:
-        hooks: All of them.
-        start: The step the run begins from.
-        sums: What hooks add up over intervals.
-        transfers: What hooks report.
-        to_stop: Asked after each call: whether a signal ends the run.
-        watch: Where the time goes.
+        hooks: All hooks.
+        start: The step at which the run begins.
+        sums: The sums of metrics over the hooks' intervals.
+        transfers: The asynchronous transfers of metrics to hooks that report.
+        to_stop: Called after each call; returns whether a signal ends the run.
+        watch: The stopwatch of the run.
         on_first: Called after the first call.
 
     Attributes:
-        hooks: All of them.
+        hooks: All hooks.
         current_call: The hook and the method that is being called, or that raised; None if none is.
-        stopped_by: The hook, or the function of a hook, that ended the run; None if none did.
-        interrupted: Whether a signal did.
-        single_step_reason: Why there are calls of one step, where others have several.
+        stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
+        interrupted: Whether a signal ended the run.
+        single_step_reason: Why some calls take one step, if steps_per_call is larger.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class HookRunner:
         self._start, self._to_stop, self._on_first = start, to_stop, on_first
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
         self._sums, self._transfers, self._is_summed = sums, transfers, sums.is_wanted
-        self._before = [hook for hook in hooks if _has_own(hook, "before_step")]
+        self._before = [hook for hook in hooks if _overrides(hook, "before_step")]
         acting = [hook for hook in hooks if hasattr(hook, "after_step")]
-        self._acting = [hook for hook in acting if _has_own(hook, "after_step") or _has_own(hook, "next_due")]
+        self._acting = [hook for hook in acting if _overrides(hook, "after_step") or _overrides(hook, "next_due")]
         self._due_of: list[Callable[[int], int]] = []
         self._timers: list[CadenceTimer | None] = []
         self._waiting: list[CadenceTimer] = []
@@ -75,13 +75,13 @@ class HookRunner:
 
     @property
     def current_call(self) -> tuple[Any, str] | None:
-        """Who is at work: where a hook hands over what another one reports, that other one."""
+        """The hook and method that is running; if a hook delivers the metrics of another, that other hook."""
         if self._calling is not None and self._transfers.failed_owner is not None:
             return self._transfers.failed_owner, self._calling[1]
         return self._calling
 
     def begin(self, state: TrainState) -> bool:
-        """Begins the hooks; whether one of them wants no step."""
+        """Begins the hooks; returns whether one of them ends the run before any step."""
         done = any(self.each("begin", state))
         self._timers = [_timer_of(hook) for hook in self._acting]
         self._waiting = [timer for timer in self._timers if timer is not None]
@@ -92,7 +92,7 @@ class HookRunner:
 
     @property
     def before(self) -> Callable[[LoopState], None] | None:
-        """What precedes a call; None where no hook wants to know."""
+        """Runs `before_step` before each call; None if no hook has one."""
         return self._call_before if self._before else None
 
     def _call_before(self, loop: LoopState) -> None:
@@ -100,7 +100,7 @@ class HookRunner:
             self._call(hook, "before_step", loop.step, loop.state)
 
     def resume(self, loop: LoopState) -> bool:
-        """Evaluations that a signal cut short are made up for; whether one of them wants no step."""
+        """Repeats evaluations that a signal interrupted; returns whether one of them ends the run before any step."""
         done = False
         for hook in self._hooks:
             if isinstance(hook, EvaluationHook):
@@ -111,9 +111,9 @@ class HookRunner:
         return done
 
     def after(self, first: int, loop: LoopState) -> bool:
-        """What follows a call that began at step `first`; whether it was the last one."""
+        """Runs hooks after a call that began at step `first`; returns whether the run stops here."""
         step = loop.step
-        if self._is_summed:  # before any hook may change the metrics
+        if self._is_summed:  # before a hook can change the metrics
             self._sums.add(first, step - first, loop.metrics, loop.stacked)
         if loop.rows != self._rows and first != self._start:
             for hook in self._run_hooks:
@@ -141,7 +141,7 @@ class HookRunner:
                 if watch.current != self._part_of[i]:
                     watch.switch(self._part_of[i])
                 if error is not None:
-                    self._besides(error, hook, loop, metrics)
+                    self._call_after_error(error, hook, loop, metrics)
                     continue
                 self._calling = (hook, "after_step")
                 if not isinstance(hook, RunHook):
@@ -162,20 +162,20 @@ class HookRunner:
         self._calling = None
         self._next_due = min(self._dues)
 
-    def _besides(self, error: Exception, hook: Any, loop: LoopState, metrics: Any) -> None:
-        """The hooks after one that raised see the step, too: what they write of it is not missing after a restart.
+    def _call_after_error(self, error: Exception, hook: Any, loop: LoopState, metrics: Any) -> None:
+        """Calls a hook that follows one that raised, so that its output for this step is not missing after a restart.
 
-        But for what saves, which is left to who handles the error.
+        Hooks that save are not called; the handler of the error saves.
         """
         try:
             if not isinstance(hook, CheckpointSaverHook):
                 result = hook.after_step(loop.step, loop.state, metrics)
                 _, loop.state = check_hook_result(result, loop.state, loop.step, f"{name_of(hook)}.after_step")
         except Exception as other:
-            note(error, f"Besides, {other}")
+            note(error, f"Additionally, {other}")
 
     def last(self, loop: LoopState, failed: Callable[[Exception], None] | None = None) -> None:
-        """What follows the last call, once; `failed` takes what hooks raise where another error is under way."""
+        """Runs hooks after the last call, once; `failed` receives their exceptions while another error is handled."""
         if loop.step == self._start or self._is_over:
             return
         self._is_over = True
@@ -183,14 +183,14 @@ class HookRunner:
         for hook in self._run_hooks:
             try:
                 self._call(hook, "after_last", loop.step, _last_metrics(loop))
-            except Exception as error:  # the others are still to be called
+            except Exception as error:  # call the other hooks as well
                 errors.append(error)
         while True:
             self._calling = (self._hooks[0], "after_last") if self._hooks else None
             try:
                 self._transfers.deliver_all()
                 break
-            except Exception as error:  # what it failed at is gone: the others' rows are still to come
+            except Exception as error:  # drop the failed row and deliver the others
                 errors.append(error)
         self._calling = self._calling if errors else None
         if failed is None and errors:
@@ -200,19 +200,19 @@ class HookRunner:
                 failed(one)
 
     def end(self, loop: LoopState) -> None:
-        """What follows a run that came to its end."""
+        """Calls `end` of the hooks after a run that was not interrupted."""
         for hook in self._hooks:
             if hasattr(hook, "end"):
                 result = self._call(hook, "end", loop.step, loop.state)
                 _, loop.state = check_hook_result(result, loop.state, loop.step, f"{name_of(hook)}.end")
 
     def before_save(self, step: int) -> bool:
-        """What precedes each checkpoint: all that was reported is handed over; whether a hook prevents the save."""
+        """Delivers all pending metrics before a checkpoint; returns whether a hook prevents the save."""
         self._transfers.deliver_all()
-        return True in [bool(hook.before_save(step)) for hook in self._run_hooks]  # each of them is asked
+        return True in [bool(hook.before_save(step)) for hook in self._run_hooks]  # a list: each hook must be called
 
     def each(self, method: str, *args: Any) -> list[bool]:
-        """Calls a method of all hooks that have it."""
+        """Calls a method of all hooks that have it, and returns the results as bools."""
         return [bool(self._call(hook, method, *args)) for hook in self._hooks if hasattr(hook, method)]
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
@@ -226,7 +226,7 @@ class HookRunner:
         return result
 
     def lengths(self, last_step: int, steps_per_call: int, boundaries: StageBoundaries) -> Iterator[int]:
-        """How many steps each call takes: `steps_per_call`, or one at a time where a hook is due before their end."""
+        """The number of steps of each call: `steps_per_call`, or 1 if a hook is due earlier."""
         known = [hook for hook in self._hooks if hasattr(hook, "next_due")]
 
         def end_after(step: int) -> tuple[int, str]:
@@ -241,7 +241,7 @@ class HookRunner:
 
 
 def _part_of(hook: Any) -> str:
-    """Which part of a run's time a hook takes; what saves the run itself says so where it saves."""
+    """The category of time that a hook counts as; `RunSaverHook` measures its own time when it saves."""
     kinds = ((RunSaverHook, STEPPING), (CheckpointSaverHook, SAVING), (EvaluationHook, EVALUATING))
     return next((part for kind, part in kinds if isinstance(hook, kind)), HOOKS)
 
@@ -250,15 +250,15 @@ def _last_metrics(loop: LoopState) -> Any:
     return last_of(loop.metrics) if loop.stacked else loop.metrics
 
 
-def _has_own(hook: Any, method: str) -> bool:
-    """Whether a hook has a method of its own, not the one of `Hook` that does nothing."""
+def _overrides(hook: Any, method: str) -> bool:
+    """Whether a hook overrides a method of `Hook`, which does nothing."""
     if not hasattr(hook, method):
         return False
     return getattr(getattr(hook, method), "__func__", None) is not getattr(Hook, method)
 
 
 def _next_due(hook: Any, step: int) -> int:
-    """The next step at which a call has to end for a hook."""
+    """The next step at which a call must end for a hook."""
     due = _checked(hook, "next_due", step)
     if due is None and isinstance(hook, RunHook):
         due = hook.next_multiple(step)
@@ -270,7 +270,7 @@ def _timer_of(hook: Any) -> CadenceTimer | None:
 
 
 def _due_of(hook: Any) -> Callable[[int], int]:
-    """From a step to the next one at which the loop calls a hook: the very next where the hook does not say."""
+    """A function from a step to the next one at which the loop calls a hook: every step by default."""
     if (timer := _timer_of(hook)) is not None:
         return timer.next_multiple
     if not hasattr(hook, "next_due") or (isinstance(hook, CadencedHook) and hook.asks_clock):

@@ -1,4 +1,4 @@
-"""The arguments of `train`, checked."""
+"""The arguments of `train`, validated."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ _CADENCES = ("save_checkpoint_secs", "save_checkpoint_steps", "save_summaries_st
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `train` was given, but for the step, the state and the batches; see there. Refuses what it cannot use."""
+    """The arguments of `train`, without the step, the state and the batches; validated when created."""
 
     last_step: int
     hooks: Sequence[Any]
@@ -58,13 +58,13 @@ class Options:
 
 
 def check_cadence(name: str, value: Any) -> None:
-    """Refuses what is not a number of steps, or of seconds where the name says so, or None."""
+    """Refuse anything but None or a number of steps, or of seconds if the name ends in `_secs`."""
     steps, secs = (("", None), (name, value)) if name.endswith("_secs") else ((name, value), ("", None))
     cadence(steps=steps, secs=secs, clock=time.monotonic, at_least_one=False)
 
 
 def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:
-    """Refuses places that cannot hold checkpoints, event files or batches; nothing is opened."""
+    """Refuse invalid directories, prefixes and shardings, without opening anything."""
     if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
         raise TypeError(
             f"checkpoint_dir={shown(checkpoint_dir)}: must be a directory, a URL or a Saver, got {kind(checkpoint_dir)}"
@@ -73,7 +73,7 @@ def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, ba
         raise TypeError(f"logdir={shown(logdir)}: must be a directory or a URL, got {kind(logdir)}")
     for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
         if isinstance(place, str) and not place.strip():
-            raise ValueError(f"{name}={place!r}: must be a directory or a URL, got an empty string; None for none")
+            raise ValueError(f"{name}={place!r}: must be a directory or a URL, got an empty string; use None for none")
     try:
         checkpoint_name(checkpoint_prefix, 0)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What begins before the checkpoint is read: the first batch, and the program of the first call."""
+"""Make the first batch and compile the first program while the checkpoint is read."""
 
 import contextlib
 import functools
@@ -20,11 +20,11 @@ from jstep.state import TrainState
 
 
 class OverlappedStart(NamedTuple):
-    """Batches whose first one is on its way.
+    """Batches, the first of which is being made in a thread.
 
     Attributes:
-        source: The batches.
-        first: The same, to be iterated over.
+        source: The source of the batches.
+        first: The batches, to iterate over.
     """
 
     source: Source
@@ -32,14 +32,14 @@ class OverlappedStart(NamedTuple):
 
 
 def open_source(batches: Any, start: int, last_step: int, extra: Mapping[str, Any], *, is_kept: bool) -> Source:
-    """The batches from a step on, from the position that was kept with its checkpoint."""
+    """The batches from a step, at the position that was saved with its checkpoint."""
     source = source_of(batches, start, last_step, saved_position(extra), is_kept=is_kept)
     if not is_kept:
-        return source._replace(position=None)  # nobody asks
+        return source._replace(position=None)  # the position is never saved
     if source.position is None or source.begin is not None:
         return source
     before = None
-    with contextlib.suppress(Exception):  # it may not know where it is before its first batch
+    with contextlib.suppress(Exception):  # a loader may not know its position before its first batch
         before = source.position()
     return source._replace(begin=lambda: before)
 
@@ -56,19 +56,19 @@ def overlap_start(
     stack: contextlib.ExitStack,
     stopping: Callable[[], bool],
 ) -> OverlappedStart | None:
-    """Begins what need not wait for the checkpoint; None if there is nothing.
+    """Start the first batch and the first compilation before the checkpoint is read; None if that is not possible.
 
     Args:
         batches: The batches.
-        checkpoints: What is known of where the run begins.
-        options: What `train` was given.
+        checkpoints: The starting point of the run, as far as it is known.
+        options: The arguments of `train`.
         stages: The training steps.
         programs: Their programs.
-        state: What the checkpoint is restored into.
-        fetched: Where to count the batches.
-        times: Where to measure.
-        stack: What closes what is begun.
-        stopping: Whether the run is to stop.
+        state: The template that the checkpoint is restored into.
+        fetched: A counter of the batches.
+        times: Measures the parts of the start.
+        stack: Closes the background compiler.
+        stopping: Returns whether the run is stopping.
     """
     start, last_step = checkpoints.step, options.last_step
     own = batches if isinstance(batches, BatchSequence) else None
@@ -80,7 +80,7 @@ def overlap_start(
         open_source, batches, start, last_step, checkpoints.extra, is_kept=checkpoints.saver is not None
     )
     source = make()
-    # What is a function of the step can be asked once more, should it have needed what a hook begins.
+    # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
     again = (lambda: copied_batches(make(), fetched)) if source.is_function else None
     first = FirstBatch(copied_batches(source, fetched), times, again)
     programs.first_compiler = compile_first_program(
@@ -106,7 +106,7 @@ def overlap_start(
 
 
 def _cadences(options: Options) -> list[int | None]:
-    """How often the stock hooks are due, in steps."""
+    """The intervals of the stock hooks, in steps."""
     return [
         options.log_steps if options.progress is not False else None,
         options.save_checkpoint_steps if options.checkpoint_dir is not None else None,

@@ -1,4 +1,4 @@
-"""Where a loader is: as a checkpoint keeps it, for each process, and as a restarted run finds it again."""
+"""Saving and restoring the position of a data loader, on each process."""
 
 import base64
 import binascii
@@ -14,20 +14,20 @@ from jstep.checkpoint import processes
 from jstep.core.checks import kind
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
-"""What `extra` of a checkpoint holds: the position of process 0, and those of all processes if there are several."""
+"""Keys of a checkpoint's `extra`: the position of process 0, and those of all processes if there are several."""
 _PROCESSES = "processes"
 
-_DEEPEST = 50  # levels that are kept as JSON; a checkpoint takes 100
+_DEEPEST = 50  # levels of nesting that are saved as JSON; a checkpoint accepts 100
 _LONGEST = 4096  # bits of an integer: Python refuses to write much longer ones
 
 
 class SavedPosition(NamedTuple):
-    """What a checkpoint says of the position of this process's loader.
+    """The position of this process's loader in a checkpoint.
 
     Attributes:
-        value: The position, as `encode_position` made it; None if there is none.
-        error: Why it cannot be had, where it matters; "" if it can.
-        warning: What to say when it is used; "" for nothing.
+        value: The position, from `encode_position`; None if there is no position.
+        error: Why the position is not available; "" if it is.
+        warning: A warning to log when the position is used; "" for no warning.
     """
 
     value: Any
@@ -36,16 +36,16 @@ class SavedPosition(NamedTuple):
 
 
 def encode_position(position: Any, owner: str) -> Any:
-    """A position as JSON can hold it, and a copy: loaders may return the very dict that they go on changing.
+    """Encode a position for JSON. The result is a copy, because loaders may return a dict that they keep changing.
 
-    What JSON would change (tuples, keys that are not strings, arrays, generators of random numbers) is pickled.
+    Values that JSON would change (tuples, keys that are not strings, arrays, random generators) are pickled.
 
     Args:
-        position: What the loader says.
-        owner: The name of its class, for the error.
+        position: The position that the loader returned.
+        owner: The name of the loader's class, for the error.
 
     Raises:
-        TypeError: It cannot be pickled; names the loader.
+        TypeError: The position cannot be pickled; names the loader.
     """
     if type(position) is bytes:
         return {"base64": base64.b64encode(position).decode()}
@@ -56,13 +56,13 @@ def encode_position(position: Any, owner: str) -> Any:
     except Exception as error:  # whatever the objects in it raise
         raise TypeError(
             f"batches: the state of the {owner} cannot be kept with a checkpoint ({type(error).__name__}: {error}); "
-            "what its state_dict() or get_state() returns must be something that JSON or pickle can hold: numbers, "
-            "strings, bytes, arrays, and dicts, lists and tuples of them"
+            "its state_dict() or get_state() must return a value that JSON or pickle can hold: numbers, strings, "
+            "bytes, arrays, and dicts, lists and tuples of them"
         ) from error
 
 
 def _is_json(value: Any, depth: int) -> bool:
-    """Whether JSON gives a value back as it is, types included."""
+    """Whether a value survives a round trip through JSON, types included."""
     of = type(value)
     if of is dict:
         return depth < _DEEPEST and all(type(key) is str and _is_json(item, depth + 1) for key, item in value.items())
@@ -80,10 +80,11 @@ def _copy(value: Any) -> Any:
 
 
 def decode_position(kept: Any, owner: str) -> Any:
-    """The position that `encode_position` was given. A pickle runs code: a checkpoint is read that is trusted.
+    """Decode a position from `encode_position`. Unpickling can run arbitrary code, so the checkpoint must be trusted.
 
     Raises:
-        ValueError: It cannot be read, as a class in it is not there any more; names the loader.
+        ValueError: The position cannot be decoded, for example because a class in it no longer exists; names the
+            loader.
     """
     if not isinstance(kept, Mapping):
         raise ValueError(f"batches: the checkpoint's position for the {owner} is not one, but {kind(kept)}")
@@ -98,12 +99,12 @@ def decode_position(kept: Any, owner: str) -> Any:
     except Exception as error:
         raise ValueError(
             f"batches: the checkpoint's position for the {owner} cannot be unpickled ({type(error).__name__}: "
-            f"{error}); what it is made of must be importable as it was when it was saved"
+            f"{error}); its classes must be importable as they were when it was saved"
         ) from error
 
 
 def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
-    """The position of this process's loader in what was kept with a checkpoint; None if there is none."""
+    """The position of this process's loader in a checkpoint's `extra`; None if there is no position."""
     of_all, first, count = extra.get(POSITIONS), extra.get(POSITION), jax.process_count()
     if of_all is None and first is None:
         return None
@@ -114,8 +115,8 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     else:
         only_one = (
             f"The checkpoint has one position of a loader for {count} processes: it was saved by one process, or by a "
-            "version of jstep that kept that of process 0 alone. Every process resumes from it, which is wrong if "
-            "their loaders do not move together."
+            "version of jstep that saved only the position of process 0. Every process resumes from it, which is wrong "
+            "if their loaders do not advance together."
         )
         return SavedPosition(first, warning=only_one if count > 1 else "")
     if before == count:
@@ -123,18 +124,18 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
         return None if mine is None else SavedPosition(mine)
     return SavedPosition(
         None,
-        f"the checkpoint was saved by {before} processes, whose loaders had positions of their own, and this run has "
-        f"{count}: a position of one process says nothing about the share of another. Start the run with {before} "
+        f"the checkpoint was saved by {before} processes, whose loaders had different positions, and this run has "
+        f"{count}: the position of one process does not determine the share of another. Start the run with {before} "
         "processes; or give batches whose position is the step (jstep.batches, a function of the step); or resume with "
         "the loader as it is now: restore the state with Saver.restore, and train it with another checkpoint_dir",
     )
 
 
 def gather_positions(position: Any) -> dict[str, Any]:
-    """What to keep with a checkpoint: the positions of all processes, which all of them call this with.
+    """Gather the positions of all processes, for a checkpoint's `extra`. Must be called on every process.
 
     Args:
-        position: That of this process, as `encode_position` made it; None if nobody can tell.
+        position: The position of this process, from `encode_position`; None if not known.
     """
     if jax.process_count() == 1:
         return {} if position is None else {POSITION: position}

@@ -1,4 +1,4 @@
-"""The programs of a run: for one step, and for `steps_per_call` steps, of each stage. What is compiled is logged."""
+"""The compiled programs of a run: one for a single step and one for `steps_per_call` steps, for each stage."""
 
 import contextlib
 import logging
@@ -25,27 +25,27 @@ _logger = logging.getLogger("jstep")
 
 
 def is_compiled(step: Any) -> bool:
-    """Whether a step is compiled, and so sees JAX's arrays whatever it is given."""
+    """Whether a step is compiled, so that it receives JAX arrays whatever it is called with."""
     return isinstance(step, TrainStep) or hasattr(step, "lower")
 
 
 class Programs:
-    """Takes the steps of a call, by the program that the call is for.
+    """Runs the steps of a call with the program for that call, and logs each compilation.
 
     Args:
         stages: The training steps, by the step at which each begins.
         unroll: As in `scan_steps`.
         several: Whether there are calls of several steps.
-        first_call: What the first call of all is made in.
-        watch: Where the time goes: that of compilations is none of the steps.
+        first_call: A context manager for the very first call.
+        watch: The stopwatch of the run; compilation is not counted as time of the steps.
 
     Attributes:
-        on_device: Whether batches have to be put on the device, for a step that is not compiled.
-        stacks_one: Whether calls of one step have to be stacked, too: a step that is not compiled is compiled for that.
-        first_compiler: What compiles the first program in the background; None if nothing does.
-        ahead_compiler: What compiles later ones.
-        dispatched: The steps that were taken, if anybody wants to know.
-        cards: What records each program when it has run; None if nothing does.
+        on_device: Whether batches must be put on the device, for a step that is not compiled.
+        stacks_one: Whether calls of one step must be stacked too, because the step is compiled only when scanned.
+        first_compiler: Compiles the first program in the background; None if it is not.
+        ahead_compiler: Compiles later programs in the background, or None.
+        dispatched: The steps that were dispatched, recorded on request.
+        cards: Records each program after its first call; None to record nothing.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class Programs:
         self._one: Any = None
         self._several: Any = None
         self._name, self._is_compiled = "", False
-        self._compilations, self._seconds = compilations_here(), seconds_here()  # the thread that drives
+        self._compilations, self._seconds = compilations_here(), seconds_here()  # of the thread that runs the loop
         self._watch = watch
 
     def of_stage(self, stage: int, *, stacked: bool = False) -> Any:
-        """The training step of a stage, or that of stacked batches."""
+        """The training step of a stage, scanned if batches are stacked."""
         step = self._stages.values[stage]
         return scanned_step(step, self._unroll) if stacked else step
 
     def name_of(self, stage: int) -> str:
-        """What to call the training step of a stage."""
+        """The name of the training step of a stage, for logs."""
         step = self._stages.values[stage]
         return name_of_step(step) if len(self._stages.values) > 1 else getattr(step, "__name__", "train_step")
 
@@ -91,23 +91,23 @@ class Programs:
         return any(steps == 1 for _, steps in self._begun)
 
     def prepare(self, stage: int, steps: int, args: Any) -> bool:
-        """Notes that a program is compiled ahead of its first call; whether it was not yet."""
+        """Records that a program is compiled ahead of its first call; returns False if it was recorded before."""
         is_new = (stage, steps, args) not in self._prepared
         self._prepared |= {(stage, steps), (stage, steps, args)}
         return is_new
 
     @property
     def constant_metrics(self) -> Any:
-        """The names of the metrics of the latest call that no step computes."""
+        """The names of the metrics of the latest call that are constants, not computed by the step."""
         return getattr(self._latest, "constant_metrics", ())
 
     @property
     def skip_metric(self) -> str | None:
-        """The name of the metric of the latest call that is 1 if the whole update was skipped; None without a guard."""
+        """The metric of the latest call that is 1 if the whole update was skipped; None without a guard."""
         return skip_metric_of(self._latest)
 
     def __call__(self, state: Any, call: Call) -> Any:
-        """The state after the steps of a call, and their metrics."""
+        """Runs the steps of a call; returns the new state and the metrics."""
         step = self.step_of(call)
         if self.first_compiler is not None:
             self.first_compiler.before(call.first)
@@ -118,7 +118,7 @@ class Programs:
         is_first = (self._stage, call.steps) not in self._begun
         if is_first:
             self._begun.add((self._stage, call.steps))
-            self._announce(step, call)
+            self._log_compilation(step, call)
         before, seconds = self._compilations[0], self._seconds[0]
         try:
             if self._first_call is None:
@@ -135,7 +135,7 @@ class Programs:
             if self._watch is not None:
                 self._watch.was(STARTING, self._seconds[0] - seconds)
             if not is_first and self._is_compiled:
-                self._say_again(call)
+                self._log_recompilation(call)
         if self.dispatched.is_wanted and isinstance(result, tuple):
             program, new = (self._stage, call.steps), result[0]
             self.dispatched.add(program, call.steps, new, call.args, lambda: trace_step(step, new, call.args))
@@ -146,17 +146,17 @@ class Programs:
         return result
 
     def _as_starting(self) -> contextlib.AbstractContextManager[None]:
-        """What the time of a compilation is accounted to, whenever it is."""
+        """A context manager that counts the time of a compilation as start-up."""
         return contextlib.nullcontext() if self._watch is None else self._watch.part(STARTING)
 
     def step_of(self, call: Call) -> Any:
-        """The training step that takes the steps of a call: `step_of(call)(state, *call.args)` repeats it."""
+        """The training step for a call: `step_of(call)(state, *call.args)` repeats the call."""
         if not self._first <= call.first < self._until:
             self._enter(call.first)
         return self._several if call.stacked else self._one
 
     def _enter(self, step: int) -> None:
-        """Finds the stage that a step belongs to."""
+        """Switches to the stage that contains a step."""
         number = self._stage = self._stages.index(step)
         stop = self._stages.edge_after(step)
         self._first, self._until = self._stages.firsts[number], math.inf if stop is None else stop
@@ -165,8 +165,8 @@ class Programs:
         self._name = self.name_of(number)
         self._is_compiled = self._has_several or is_compiled(self._one)
 
-    def _announce(self, step: Any, call: Call) -> None:
-        """Before the first call of a program; a run of single steps has one program, and no reason for it."""
+    def _log_compilation(self, step: Any, call: Call) -> None:
+        """Logs why a program is compiled, unless the run has only one."""
         size = getattr(step, "_cache_size", None)
         staged = len(self._stages.firsts) > 1
         if not (self._has_several or staged) or size is None or size() or (self._stage, call.steps) in self._prepared:
@@ -174,13 +174,13 @@ class Programs:
         why = f"steps_per_call={call.steps}" if call.steps > 1 else call.why or "it is the first call"
         _logger.info("compiling %s for %s: %s", self._name, _steps(call.steps), why)
 
-    def _say_again(self, call: Call) -> None:
+    def _log_recompilation(self, call: Call) -> None:
         shapes = ", ".join(
             f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
             for leaf in jax.tree.leaves(call.args)[:5]
         )
         _logger.info(
-            "compiled %s again for %s: its batch differs from those before in shapes, dtypes or placement (%s)",
+            "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s)",
             self._name,
             _steps(call.steps),
             shapes,

@@ -1,4 +1,4 @@
-"""Restore the newest checkpoint, or begin at the state that was given."""
+"""Restore the newest checkpoint, or start from the given state."""
 
 import contextlib
 import functools
@@ -26,15 +26,15 @@ _logger = logging.getLogger("jstep")
 
 
 class RunStart(NamedTuple):
-    """Where a run begins.
+    """The starting point of a run.
 
     Attributes:
         step: The step.
-        state: The state, as it was given or restored.
-        saver: Where checkpoints are kept, or None.
+        state: The given or restored state.
+        saver: The saver of the checkpoints, or None.
         restored: The step that was restored, or None.
-        extra: What was kept with that checkpoint.
-        held: The hyperparameters that the script gave the state to hold, by name.
+        extra: The `extra` of that checkpoint.
+        held: Name → initial value of the held hyperparameters.
     """
 
     step: int
@@ -46,15 +46,15 @@ class RunStart(NamedTuple):
 
 
 class CheckpointInfo(NamedTuple):
-    """What is known of where a run begins before any array is read.
+    """The starting point of a run as far as it is known before any array is read.
 
     Attributes:
         step: The step; None if it is not known.
-        saver: Where checkpoints are kept, or None.
-        latest: The newest step there, or None.
-        extra: What was kept with it.
-        given: The step of the state that the script gave; None of one of shapes, or donated.
-        held: The hyperparameters that the script gave the state to hold, by name.
+        saver: The saver of the checkpoints, or None.
+        latest: The newest saved step, or None.
+        extra: The `extra` of that checkpoint.
+        given: The step of the given state; None if it is abstract or was donated.
+        held: Name → initial value of the held hyperparameters.
     """
 
     step: int | None
@@ -72,21 +72,21 @@ def open_checkpoints(
     signals: StopSignals,
     may_write: Callable[[], None],
 ) -> CheckpointInfo:
-    """Opens the checkpoints, calls `may_write` when it is known that the run may, and reads what is small."""
+    """Opens the checkpoints, calls `may_write` once the run may write, and reads the small parts of the newest one."""
     if options.checkpoint_dir is None:
         may_write()
         _check_concrete(state, "and no checkpoint_dir to restore from")
         return CheckpointInfo(_step_of(state), None, None, {}, None, {})
     if isinstance(options.checkpoint_dir, Saver):
         saver = options.checkpoint_dir
-        leave: Callable[..., None] = _Waits(saver)
-        leave_at_once = _nothing
+        leave: Callable[..., None] = _WaitAtExit(saver)
+        leave_at_once = _do_not_wait
     else:
         saver = Saver(options.checkpoint_dir, prefix=options.checkpoint_prefix)
         leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
-    # Waits for what is being written, also after an error; a second Ctrl-C does not wait.
+    # Waits for pending writes, also after an error; a second Ctrl-C does not wait.
     stack.push(lambda *error: leave_at_once() if signals.at_once else leave(*error))
-    left_out.left_out_indices(state, saver.leave_out)  # what it means is checked now, not at the first save
+    left_out.left_out_indices(state, saver.leave_out)  # fails now, not at the first save
     given = _step_if_known(state)
     held = _held(state) if given is not None else {}
     latest = saver.latest_step()
@@ -97,19 +97,19 @@ def open_checkpoints(
         return CheckpointInfo(given, saver, None, {}, given, held)
     try:
         extra = saver.extra(latest)
-    except Exception:  # restoring says what is wrong
+    except Exception:  # `restore` reports what is wrong
         return CheckpointInfo(None, saver, latest, {}, given, held)
     return CheckpointInfo(latest, saver, latest, extra if isinstance(extra, dict) else {}, given, held)
 
 
 def restore_or_init(checkpoints: CheckpointInfo, state: TrainState) -> RunStart:
-    """Restores the newest checkpoint, or begins with the state that was given."""
+    """Restores the newest checkpoint, or starts from the given state."""
     _, saver, _, _, given, held = checkpoints
     if saver is None:
         return RunStart(_step_of(state), state, None, None, {}, {})
     try:
         with internal_transfers():
-            # Not that of the latest step that looks whole: a newest one that is damaged is an error.
+            # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
             state = saver.restore(state)
     except FileNotFoundError:
         _check_concrete(state, "and there is no checkpoint to restore")
@@ -118,12 +118,12 @@ def restore_or_init(checkpoints: CheckpointInfo, state: TrainState) -> RunStart:
     extra = checkpoints.extra if restored == checkpoints.step else saver.extra(restored)
     extra = extra if isinstance(extra, dict) else {}
     _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
-    _say_what_is_dropped(given, held, restored, extra.get(HELD), checkpoint_name(saver.prefix, restored))
+    _warn_if_different(given, held, restored, extra.get(HELD), checkpoint_name(saver.prefix, restored))
     return RunStart(restored, state, saver, restored, extra, extra.get(HELD, {}) if given else held)
 
 
 def _check_concrete(state: TrainState, why: str) -> None:
-    """Refuses a state that no run can begin from: one of shapes alone, or one that was donated."""
+    """Refuses a state that a run cannot start from: an abstract one, or one that was donated."""
     for path, leaf in trees.leaves_with_paths(state):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
@@ -134,7 +134,7 @@ def _check_concrete(state: TrainState, why: str) -> None:
 
 
 def _step_if_known(state: TrainState) -> int | None:
-    """The step of the state that the script gave; None of one of shapes, or donated."""
+    """The step of the given state; None if it is abstract or was donated."""
     step = state.global_step
     if not trees.is_array(step) or trees.donated_leaf(state) is not None:
         return None
@@ -146,11 +146,11 @@ def _held(state: TrainState) -> dict[str, float]:
     return {name: float(value) for name, value in read(values).items()}
 
 
-def _say_what_is_dropped(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
-    """Warns of what the script says and the checkpoint says otherwise: the checkpoint counts."""
+def _warn_if_different(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
+    """Warns if the given state differs from the checkpoint, which wins."""
     if given and given != restored:
         _logger.warning(
-            "state: it is at step %d, and is dropped for %s, the newest checkpoint of checkpoint_dir. To train on from "
+            "state: it is at step %d, and is dropped for %s, the newest checkpoint of checkpoint_dir. To continue from "
             "the state you passed, give another checkpoint_dir.",
             given,
             name,
@@ -160,8 +160,8 @@ def _say_what_is_dropped(given: int | None, held: dict[str, float], restored: in
     for hyperparameter, value in held.items():
         if before.get(hyperparameter, value) != value:
             _logger.warning(
-                "state: held %r starts at %g, which was %g when this run was begun: what %s holds counts. Set another "
-                "value by jstep.set_hyperparameter, in a hook.",
+                "state: held %r starts at %g, which was %g when this run was begun: the value in %s counts. Set "
+                "another value by jstep.set_hyperparameter, in a hook.",
                 hyperparameter,
                 value,
                 before[hyperparameter],
@@ -174,12 +174,12 @@ def _step_of(state: TrainState) -> int:
         return global_step(state)
 
 
-def _nothing() -> None:
-    """What a run does with a Saver of the user's where it may not wait."""
+def _do_not_wait() -> None:
+    """Leaves a user-defined `Saver` without waiting for it."""
 
 
-class _Waits:
-    """What the run does with a Saver of the user's when it leaves: waits, and leaves it open."""
+class _WaitAtExit:
+    """Waits for a user-defined `Saver` at the end of a run, and leaves it open."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
@@ -190,4 +190,4 @@ class _Waits:
         except Exception as failure:
             if error is None:
                 raise
-            note(error, f"Besides, {failure}")
+            note(error, f"Additionally, {failure}")

@@ -1,4 +1,4 @@
-"""One run of `train`: restore, run the steps between the hooks, save, whatever ends it."""
+"""One run of `train`: restore, run steps and hooks, save, and handle signals and errors."""
 
 import contextlib
 import functools
@@ -37,10 +37,10 @@ class Run:
     """One run of `train`.
 
     Args:
-        options: What `train` was given.
+        options: The arguments of `train`.
         stages: The training steps.
-        state: Where to start.
-        times: How long the start takes.
+        state: The initial state.
+        times: Measures the start-up.
     """
 
     def __init__(self, options: Options, stages: TrainSteps, state: TrainState, times: StartTimes) -> None:
@@ -58,7 +58,7 @@ class Run:
         self._fetched = FetchCounter()
 
     def go(self, batches: Any) -> TrainState:
-        """Runs to its end; returns the last state."""
+        """Runs to the end and returns the last state."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._recorder)  # closed last
             stack.enter_context(self._signals)
@@ -107,12 +107,12 @@ class Run:
                 if self._signals.at_once and isinstance(error, KeyboardInterrupt):
                     again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {self._loop.step}")
                     again.state = getattr(error, "state", None)  # type: ignore[attr-defined]
-                    # From inside of whatever was at work, a traceback of many pages would come.
+                    # The traceback of the interrupted code would fill many pages.
                     raise again.with_traceback(None) from None
                 raise
             finally:
-                self._recorder.watch.switch(stopwatch.SAVING)  # what is left is to wait for what is being written
-                # What refers to the run from its hooks and signals is not to keep its state alive.
+                self._recorder.watch.switch(stopwatch.SAVING)  # only waiting for pending writes is left
+                # References to the run from hooks and signal handlers must not keep its state alive.
                 self._hook_set = self._runner = self._feeder = None
                 self._programs.first_compiler = self._programs.ahead_compiler = self._programs.cards = None
                 self._signals.on_first = _do_nothing
@@ -126,7 +126,7 @@ class Run:
         runner: HookRunner,
         stack: contextlib.ExitStack,
     ) -> BatchFeeder | None:
-        """The batches as calls, once the hooks have begun; None where no step is to be made."""
+        """Begins the hooks and returns the batches as calls; None if there are no steps to run."""
         options = self._options
         if overlapped is not None:
             source, items = overlapped.source, iter(overlapped.first)
@@ -142,7 +142,7 @@ class Run:
                 hook_set.saving.restored(start.restored, start.state)
             done = runner.resume(self._loop) or done
         if done or start.step >= options.last_step:
-            _logger.info("the run is at step %d already: no step is made%s", start.step, reason_done(start, options))
+            _logger.info("the run is at step %d already: no step is run%s", start.step, reason_done(start, options))
             return None
         if start.extra.get(STOPPED) is not None:
             _logger.info("%s stopped this run at step %d; it resumes", start.extra[STOPPED], start.step)
@@ -180,9 +180,9 @@ class Run:
         interrupted = False
         if self._feeder is not None:
             try:
-                apart = functools.partial(self._recorder.watch.part, stopwatch.HOOKS)
-                take = audited(self._programs, self._programs.step_of, runner.hooks, apart)
-                run_steps(take, loop.state, self._feeder, start.step, last_step, runner.after, loop, runner.before)
+                timed = functools.partial(self._recorder.watch.part, stopwatch.HOOKS)
+                run_call = audited(self._programs, self._programs.step_of, runner.hooks, timed)
+                run_steps(run_call, loop.state, self._feeder, start.step, last_step, runner.after, loop, runner.before)
             except StopWaiting:
                 interrupted = True
             interrupted = interrupted or runner.interrupted
@@ -195,20 +195,20 @@ class Run:
         check_step(loop.step, loop.state)
         if not interrupted:
             runner.end(loop)
-        if self._signals.received is not None:  # also where it came meanwhile
+        if self._signals.received is not None:  # also if it arrived during the hooks above
             self._exit_on_signal()
         return loop.state
 
     def _positions(self) -> dict[str, Any]:
         if self._run_start is None:
             return {}
-        if self._feeder is None:  # no step was made: they are where they were
+        if self._feeder is None:  # no step was run: the positions have not changed
             return {key: self._run_start.extra[key] for key in (POSITION, POSITIONS) if key in self._run_start.extra}
-        # A batch that was handed out and made no step is to come again.
+        # A batch that was fetched but not trained on is fetched again after a restart.
         return gather_positions(self._feeder.position_after(self._loop.step - self._run_start.step))
 
     def _stopped_by(self) -> str | None:
-        """Who stopped the run, now or, where no step follows, when it ran."""
+        """The hook that stopped the run, now or, if this run takes no step, the earlier run."""
         if self._runner is None or self._run_start is None:
             return None
         kept = self._run_start.extra.get(STOPPED) if self._feeder is None else None
@@ -230,7 +230,7 @@ class Run:
         loop, savers = self._loop, self._savers()
         when = f"after step {loop.step}"
         if savers and is_loss_nonfinite(loop, self._programs.skip_metric):
-            self._before_save(loop.step)  # a hook that looks for it says more
+            self._before_save(loop.step)  # `NanLossHook` raises a more specific error
             raise self._signals.stopped(f"{when}, which is not saved: its loss is not finite")
         saved = [hook.save(loop.step, loop.state, wait=True) for hook in savers]
         if saved:
@@ -252,15 +252,15 @@ class Run:
             return
         during = self._during()
         if self._signals.at_once or (self._signals.received is not None and not isinstance(error, Exception)):
-            savers = []  # it is saved, or is not to be
+            savers = []  # it is saved already, or must not be saved
         if not self._signals.at_once:
-            runner.last(loop, failed=lambda other: None if other is error else note(error, f"Besides, {other}"))
+            runner.last(loop, failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
         save_on_failure(
             error, loop, self._run_start.step, during=during, savers=savers, skip_metric=self._programs.skip_metric
         )
 
     def _during(self) -> str:
-        """What was under way, in words that name step and batch."""
+        """Describes what the run was doing, naming the step and the batch."""
         loop, runner, feeder = self._loop, self._runner, self._feeder
         assert runner is not None
         at_step = f"at step {loop.step}"
@@ -281,7 +281,7 @@ class Run:
         return f"{at_step}{last}, in the step that takes {format_batches(loop.step, self._steps())}"
 
     def _being_fetched(self) -> int:
-        """With several steps a call, the batches before it in that call are there already."""
+        """The number of the batch being fetched: a call of several steps may have fetched some of them already."""
         if self._run_start is None:
             return self._loop.step
         return self._run_start.step + self._fetched.count
@@ -291,4 +291,4 @@ class Run:
 
 
 def _do_nothing() -> None:
-    """The first signal where nothing is waited for: it is looked for when there is time."""
+    """The handler of the first signal while the loop waits for nothing: `to_stop` sees the signal later."""

@@ -1,4 +1,4 @@
-"""What a run has around it: versions, settings, devices, as a record for people to compare."""
+"""The environment of a run: versions, settings and devices, recorded for comparison."""
 
 import importlib.metadata
 import os
@@ -23,11 +23,11 @@ _SETTINGS = (
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
 )
-"""Settings of JAX that change numbers, however they were set."""
+"""Settings of JAX that change numerical results, wherever they were set."""
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the packages that a run depends on."""
+    """The versions of Python and of the packages that a run depends on."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "jstep": str(sys.modules["jstep"].__version__),
@@ -41,7 +41,7 @@ def versions() -> dict[str, str | None]:
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`XLA_FLAGS` and `JAX_*`, and no other variable; what looks like a password is left out."""
+    """The variables `XLA_FLAGS` and `JAX_*`, and no others; values that look like passwords are omitted."""
     found = {}
     for name in sorted(variables):
         if name == "XLA_FLAGS" or name.startswith("JAX_"):
@@ -50,18 +50,18 @@ def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def without_login(text: str) -> str:
-    """A path or an address without the name, password or signature that a URL may hold."""
+    """A path or an address without the user name, password or signature that a URL may hold."""
     return _QUERY.sub(r"\1", _LOGIN.sub(r"\1", text))
 
 
 def settings() -> dict[str, Any]:
-    """Settings of JAX that change what is computed."""
+    """The settings of JAX that change what is computed."""
     found = {name: getattr(jax.config, name, None) for name in _SETTINGS}
     return {name: value if isinstance(value, bool | None) else str(value) for name, value in found.items()}
 
 
 def devices(state: Any) -> dict[str, Any]:
-    """The devices of a run, and the mesh that its state is on."""
+    """The devices of a run and the mesh of its state."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
     first = min(of_state or jax.devices(), key=lambda device: device.id)

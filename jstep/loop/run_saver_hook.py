@@ -1,4 +1,4 @@
-"""The checkpoints of a run: all that it is resumed from is in them."""
+"""Checkpointing of everything that a run needs to resume."""
 
 import contextlib
 import json
@@ -14,19 +14,19 @@ from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import SAVING
 
 HOOKS, STOPPED, HELD = "hooks", "stopped", "held"
-"""What `extra` of a checkpoint holds, besides the positions of loaders: what the hooks remember, who stopped the run,
-and the hyperparameters that the script gave the state to hold."""
+"""Keys of a checkpoint's `extra`, in addition to the positions of loaders: the states of hooks, the name of the hook
+that stopped the run, and the initial values of held hyperparameters."""
 
 
 class SaverCallbacks(NamedTuple):
-    """What a run tells the hook that saves it.
+    """Functions by which `RunSaverHook` queries the run.
 
     Attributes:
-        positions: What to keep of where the batches are, on all processes, which all call it.
-        stopped_by: The name of the hook that stopped the run; None if none did.
-        before_save: Called before each save; a true result prevents it.
-        watch: Where the time goes.
-        account: Writes down where it went; called before each save, when it is certain.
+        positions: Returns the positions of the batches to save; must be called on all processes.
+        stopped_by: Returns the name of the hook that stopped the run; None if none did.
+        before_save: Called before each save; if it returns True, nothing is saved.
+        watch: The stopwatch of the run.
+        account: Writes the times to the timeline; called when a save is certain, before it.
     """
 
     positions: Callable[[], dict[str, Any]]
@@ -37,18 +37,18 @@ class SaverCallbacks(NamedTuple):
 
 
 class RunSaverHook(CheckpointSaverHook):
-    """Saves the state, the position of the batches, what hooks remember, and who stopped the run.
+    """Saves the state, the position of the batches, the states of hooks, and the name of the hook that stopped the run.
 
-    A step is saved again if a hook changed the state, or remembers something else, after it was saved.
+    A step is saved again if a hook changed the state, or its own, after the save.
 
     Args:
-        saver: Where to.
-        save_secs: How often, in seconds.
-        save_steps: How often, in steps.
-        hooks: Those who remember.
-        callbacks: What the run knows.
-        flush: Called before each save, when it is certain.
-        held: Name → value of the hyperparameters that the state held when the script made it.
+        saver: The saver.
+        save_secs: Interval in seconds.
+        save_steps: Interval in steps.
+        hooks: The hooks whose state is saved.
+        callbacks: Functions of the run.
+        flush: Called when a save is certain, before it.
+        held: Name → initial value of the held hyperparameters.
     """
 
     def __init__(
@@ -78,24 +78,24 @@ class RunSaverHook(CheckpointSaverHook):
         self._callbacks.account()
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
-        """Saves as `CheckpointSaverHook.save` does; the steps under way, which that waits for, are none of its time."""
-        with contextlib.suppress(Exception):  # a step that failed is found again, by what says more of it
+        """Saves like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
+        with contextlib.suppress(Exception):  # saving reports a failed step in more detail
             jax.block_until_ready(state)
         with self._callbacks.watch.part(SAVING):
             return super().save(step, state, wait=wait)
 
     def restored(self, step: int, state: TrainState) -> None:
-        """Notes that there is a checkpoint of this step, of this state, with what hooks remember now."""
+        """Records that a checkpoint of this step was restored, with the current state and states of hooks."""
         self._of_this_save = _as_text(self._remembered())
         self.is_saved(step, state)
 
     def is_saved(self, step: int, state: TrainState) -> None:
-        """Notes that there is a checkpoint of this step that holds this state and what hooks remembered."""
+        """Records that a checkpoint of this step holds this state and the states of hooks when it was made."""
         super().is_saved(step, state)
         self._memory = self._of_this_save
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        """Whether there is a checkpoint of this step that holds this state and what hooks remember now."""
+        """Whether a checkpoint of this step holds this state and the current states of hooks."""
         return super().has_saved(step, state) and _as_text(self._remembered()) == self._memory
 
     def _remembered(self) -> dict[str, Any]:

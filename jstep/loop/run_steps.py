@@ -1,4 +1,4 @@
-"""The driver: step after step, and nothing else."""
+"""The inner loop: run steps and keep track of the state."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -13,14 +13,14 @@ from jstep.state import TrainState
 
 @dataclasses.dataclass(slots=True)
 class LoopState:
-    """Where a run is.
+    """The current state of a run.
 
     Attributes:
-        step: The step of the last whole state.
+        step: The step of the last complete state.
         state: That state.
-        metrics: Those of the call that made it. None before the first.
-        rows: The number of examples of a step, where it is known.
-        stacked: Whether the metrics are stacked, one for each step of the call.
+        metrics: The metrics of the call that returned it; None before the first call.
+        rows: The number of examples per step; None if not known.
+        stacked: Whether the metrics are stacked, with one entry for each step of the call.
     """
 
     step: int
@@ -40,31 +40,31 @@ def run_steps(
     loop: LoopState | None = None,
     before: Callable[[LoopState], None] | None = None,
 ) -> LoopState:
-    """Takes steps up to `stop`, or until the source ends; nothing in it waits for the device.
+    """Runs steps up to `stop`, or until the source ends. It never waits for the device.
 
-    `train`, `verify_resume` and `replay` all drive so. To go from a state at step 3 to step 7, two steps a call:
+    `train`, `verify_resume` and `replay` all use it. To run from a state at step 3 to step 7, two steps per call:
 
         stages = stages_of(train_step)                           # jstep.loop.stages
         source = source_of(batches, 3, 7)                        # jstep.loop.sources
         boundaries = StageBoundaries(stages, source.next_change) # jstep.loop.stages
         steps = call_lengths(3, 7, 2, lambda n: boundaries.after(n, 7))
-        made = make_calls(copied_batches(source), 3, steps)      # jstep.loop.batch_feeder; None for one step a call
+        made = make_calls(copied_batches(source), 3, steps)      # jstep.loop.batch_feeder; None for one step per call
         loop = run_steps(Programs(stages), state, made, 3, 7)    # jstep.loop.programs
         loop.step, loop.state                                    # 7, or less if the batches ended
 
     Args:
-        step: What takes the steps of a call, `step(state, call) -> (state, metrics)`: `Programs`.
-        state: The state to start from; a compiled step takes over its memory.
-        source: The calls, as `jstep.loop.batch_feeder.make_calls` makes them of batches.
+        step: Runs the steps of a call, `step(state, call) -> (state, metrics)`: `Programs`.
+        state: The initial state; it is donated to a compiled step.
+        source: The calls, from `jstep.loop.batch_feeder.make_calls`.
         start: The step of the state.
-        stop: Where to end.
-        after: `after(first, loop)`, called after each call with the step before it; it may change `loop.state`. True
-            ends the drive.
-        loop: Where to keep track; one's own is up to date where a step or the source raises.
+        stop: The step at which to end.
+        after: `after(first, loop)`, called after each call with the step before it; it may change `loop.state`. If it
+            returns True, the loop ends.
+        loop: A `LoopState` to update; it is up to date if a step or the source raises. Defaults to a new one.
         before: `before(loop)`, called before each call.
 
     Returns:
-        Where it ended.
+        The final `LoopState`.
     """
     if loop is None:
         loop = LoopState(start, state)
@@ -91,7 +91,7 @@ _UNKNOWN = object()
 
 
 def _size_of(call: Call) -> Any:
-    """What tells batches of different sizes apart, of one leaf alone: it is asked at each call."""
+    """The batch size of one leaf, a cheap check for changes: it runs at each call."""
     leaf = call.args[0] if call.args else None
     if type(leaf) is dict:
         leaf = next(iter(leaf.values()), None)
@@ -100,7 +100,7 @@ def _size_of(call: Call) -> Any:
 
 
 def _rows(call: Call) -> int | None:
-    """The size of the leading axis of all arguments of a step; None where they differ, or have none."""
+    """The size of the leading axis of all arguments of a step; None if the sizes differ or no argument has one."""
     axis = 1 if call.stacked else 0
     shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(call.args)]
     sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}

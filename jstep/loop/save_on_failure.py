@@ -1,4 +1,4 @@
-"""Save the state when a run fails, and put it into the exception."""
+"""Save the state when a run fails, and attach it to the exception."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,15 @@ def save_on_failure(
     savers: Sequence[CheckpointSaverHook],
     skip_metric: str | None,
 ) -> None:
-    """Puts the last whole state into the exception's `state`, saves it where it can, and notes what happened where.
+    """Attaches the last complete state to the exception, saves it if possible, and adds a note on where it failed.
 
     Args:
-        error: What ends the run.
-        loop: Where the run is.
-        start: The step it began from; None where it had not begun.
-        during: What was under way, in words.
-        savers: What saves; none where nothing is to be saved.
-        skip_metric: The metric that is 1 where the whole update was skipped, or None.
+        error: The exception that ends the run.
+        loop: The current state of the run.
+        start: The step at which the run began; None if it had not begun.
+        during: A description of what the run was doing.
+        savers: The hooks that save; empty if nothing must be saved.
+        skip_metric: The metric that is 1 if the whole update was skipped, or None.
     """
     lost = trees.donated_leaf(loop.state) is not None
     with contextlib.suppress(Exception):
@@ -56,7 +56,7 @@ def save_on_failure(
 def _saved(
     error: BaseException, loop: LoopState, savers: Sequence[CheckpointSaverHook], skip_metric: str | None
 ) -> str:
-    """Saves it, and says what came of it."""
+    """Saves the state and returns the outcome, as the end of a sentence."""
     if not agreement.is_single_process():
         return ", and is not saved: the other processes may be elsewhere"
     if getattr(error, "prevents_saving", False):
@@ -75,10 +75,9 @@ def _saved(
 
 
 def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:
-    """Whether a loss of the last call was not finite; a hook that looks for it may not have looked yet.
+    """Whether a loss of the last call was not finite; `NanLossHook` may not have checked it yet.
 
-    The loss of an update that was skipped does not matter to the state. On several processes the result is the same on
-    all of them.
+    The losses of skipped updates are ignored. The result is the same on all processes.
     """
     metrics = loop.metrics if isinstance(loop.metrics, Mapping) else {}
     loss = metrics.get("loss")
@@ -91,7 +90,7 @@ def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:
             return bool(np.any(is_bad_loss(finite, skipped)))
     except (TypeError, ValueError):
         return False
-    except Exception:  # the device failed: what it was to compute is not there
+    except Exception:  # the device failed, so the loss cannot be read
         return True
 
 

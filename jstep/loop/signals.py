@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a wish to stop, which the loop grants after the step in flight."""
+"""Graceful shutdown on SIGTERM and SIGINT."""
 
 import logging
 import signal
@@ -13,7 +13,7 @@ _logger = logging.getLogger("jstep")
 
 
 class Preempted(SystemExit):
-    """SIGTERM arrived: the step in flight was finished and saved. A SystemExit with code 143.
+    """Raised by `train` after SIGTERM, when the step in flight is finished and saved. A SystemExit with code 143.
 
     Attributes:
         state: The state after that step.
@@ -29,26 +29,26 @@ class Preempted(SystemExit):
 
 
 class StopWaiting(BaseException):
-    """Raised where the loop waits for a batch that a stopping run does not need; never leaves `train`."""
+    """Interrupts the wait for a batch when the run stops; never propagates out of `train`."""
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGINT while it is entered; a second SIGINT raises KeyboardInterrupt at once.
+    """A context manager that handles SIGTERM and SIGINT; a second SIGINT raises KeyboardInterrupt at once.
 
-    Signals reach the main thread only; in another one it notes nothing. A SIGINT that is ignored, as in what runs
-    under `nohup` or in the background of a script, stays ignored.
+    Signal handlers can be set in the main thread only; in another thread it does nothing. A SIGINT that is ignored, as
+    under `nohup` or in a background job of a script, stays ignored.
 
-    On several processes SIGTERM is left to JAX's preemption service, which makes all of them stop after the same
-    call, and SIGINT is passed on to it.
+    On several processes, SIGTERM is left to JAX's preemption service, which makes all of them stop after the same
+    call, and SIGINT is forwarded to it.
 
     Args:
         on_first: Called by the handler at the first signal.
 
     Attributes:
-        on_first: That.
-        received: The first signal, None as long as there is none.
-        at_once: Whether a second SIGINT came.
-        interrupts: Whether no batch is to be waited for: a signal came, and no other process has to stop with this one.
+        on_first: The argument; may be replaced.
+        received: The first signal; None until one is received.
+        at_once: Whether a second SIGINT was received.
+        interrupts: Whether to stop waiting for batches: a signal was received, and this is the only process.
     """
 
     def __init__(self, on_first: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ class StopSignals:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            # None: the handler was not set from Python, and Python cannot set it again.
+            # None: the handler was not set from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -85,7 +85,7 @@ class StopSignals:
             agreement.request_stop()
 
     def to_stop(self) -> bool:
-        """Whether the run stops after this call; to be asked after each, and between the batches of an evaluation."""
+        """Whether the run stops after this call; called after each call and between the batches of an evaluation."""
         if self._alone:
             return self.received is not None
         self._agreed = self._agreed or agreement.reached_stop()
@@ -95,7 +95,7 @@ class StopSignals:
         return True
 
     def stopped(self, when: str) -> BaseException:
-        """What leaves `train`."""
+        """Logs the signal and returns the exception for `train` to raise."""
         received = self.received or signal.SIGTERM
         message = f"{received.name} stopped the run {when}"
         _logger.info(message)

@@ -1,4 +1,4 @@
-"""What batches are taken from, made one: indexed, called, or iterated; with a position or without."""
+"""One iterator interface to all sources of batches: sequences, functions, iterables and stateful loaders."""
 
 import collections.abc
 import functools
@@ -20,31 +20,31 @@ _logger = logging.getLogger("jstep")
 
 @runtime_checkable
 class HasState(Protocol):
-    """An iterator that knows its position and can be set back to one."""
+    """An iterator that can save and restore its position."""
 
     def __next__(self) -> Any:
         """The next batch."""
         ...
 
     def get_state(self) -> Any:
-        """The position, as bytes or as JSON can hold it."""
+        """Returns the position, as bytes or as a value that JSON can hold."""
         ...
 
     def set_state(self, state: Any, /) -> Any:
-        """Goes to a position."""
+        """Restores a position."""
         ...
 
 
 @runtime_checkable
 class HasStateDict(Protocol):
-    """A loader or iterator that knows its position and can be set back to one, such as torchdata's."""
+    """A loader or iterator that can save and restore its position, such as torchdata's."""
 
     def state_dict(self) -> Any:
-        """The position."""
+        """Returns the position."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Goes to a position."""
+        """Restores a position."""
         ...
 
 
@@ -53,14 +53,14 @@ class Source(NamedTuple):
 
     Attributes:
         items: The batches.
-        position: Where it is; None where nobody can tell.
-        seekable: Whether it can go on from any step after a restart.
-        fresh: Whether each batch is in new arrays, which nobody else writes into.
-        at: The batch of any step, if batches can be indexed.
-        is_own: Whether they are jstep's.
-        next_change: From a step to the next one at which the shapes of the batches change; None if nobody knows.
-        is_function: Whether each batch is a function of its step, and can be asked for again.
-        begin: Where it was before the first batch; None if `position` says so, too.
+        position: Returns the current position; None if the source has no position.
+        seekable: Whether it can resume at any step after a restart.
+        fresh: Whether each batch is in new arrays that no other code writes to.
+        at: Returns the batch of any step, if batches can be indexed.
+        is_own: Whether it is a `BatchSequence` of jstep.
+        next_change: Maps a step to the next one at which the shapes of the batches change; None if not known.
+        is_function: Whether each batch is a function of its step and can be fetched again.
+        begin: Returns the position before the first batch; None if `position` does.
     """
 
     items: Iterator[Any]
@@ -75,17 +75,16 @@ class Source(NamedTuple):
 
 
 def source_of(batches: Any, start: int, last_step: int, position: Any = None, *, is_kept: bool = False) -> Source:
-    """The batches from step `start` on.
+    """The batches from step `start`.
 
     Args:
         batches: An object with `batches[N]`, a function of the step, an iterator with `get_state` and
-            `set_state`, a loader or iterator with `state_dict` and `load_state_dict`, or any iterable. Where one can
-            be indexed and iterated over and is no sequence, it is indexed if it has an item for the first step.
-        start: The first step number.
-        last_step: Where to end.
-        position: What `encode_position` made of the position in an earlier run, or that as
-            `SavedPosition`; None in a fresh one.
-        is_kept: Whether the run keeps checkpoints, from which it may be resumed later.
+            `set_state`, a loader or iterator with `state_dict` and `load_state_dict`, or any iterable. An object that
+            is not a sequence but can be indexed and iterated over is indexed if it has an item for the first step.
+        start: The first step.
+        last_step: The step at which to end.
+        position: The position of an earlier run, from `encode_position` or as a `SavedPosition`; None in a fresh run.
+        is_kept: Whether the run saves checkpoints, from which it may be resumed later.
     """
     check_batches(batches)
     if keeps_position(batches):
@@ -117,7 +116,7 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
     name = type(batches).__name__
     if start:
         _logger.warning(
-            "The run goes on at step %d, but a %s has no position to go on from: its batches start where it is. %s",
+            "The run resumes at step %d, but a %s has no position to go on from: its batches start where it is. %s",
             start,
             name,
             ways_out,
@@ -134,17 +133,17 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
 
 
 def check_batches(batches: Any) -> None:
-    """Refuses what cannot be a source of batches."""
+    """Refuse a value that cannot be a source of batches."""
     if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
         what = "a tuple of arrays" if isinstance(batches, tuple) else "an array"
         raise TypeError(
-            f"batches is {what}, which would give one row, or one array, as each batch. For batches of rows, "
-            "jstep.batches(arrays, batch_size); for the same batch again and again, itertools.repeat(batch)."
+            f"batches is {what}, which would give one row, or one array, as each batch. For batches of rows, use "
+            "jstep.batches(arrays, batch_size); to repeat the same batch, itertools.repeat(batch)."
         )
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
             f"batches is a {type(batches).__name__}, which may be one batch, not a source of them. Give an object "
-            "with batches[N], a function of the step, or an iterable; for the same batch again and again, "
+            "with batches[N], a function of the step, or an iterable; to repeat one batch, "
             "itertools.repeat(batch)."
         )
     if isinstance(batches, type) or not (
@@ -173,10 +172,10 @@ def _is_sequence(batches: Any) -> bool:
 
 
 def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
-    """The first batch where it can be indexed by steps; none where no step is to be made; None where it cannot.
+    """The first batch in a list, or an empty list without a first batch; None if batches cannot be indexed by step.
 
-    Much has `__getitem__` for something else, and iterates over its batches: frames by columns, PyTorch's iterable
-    datasets by inheritance alone.
+    Some iterables define `__getitem__` for other keys: data frames for columns, PyTorch's iterable datasets only by
+    inheritance.
     """
     if start >= last_step:
         return []
@@ -189,7 +188,7 @@ def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
 
 
 def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
-    """The batches of a loader or iterator that says where it is."""
+    """The batches of a loader or iterator that keeps its position."""
     get, set_to = _methods(owner)
     name = type(owner).__name__
     kept = position if isinstance(position, SavedPosition) or position is None else SavedPosition(position)
@@ -201,21 +200,21 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
     if kept is not None and kept.value is not None:
         value = decode_position(kept.value, name)
         try:
-            set_to(value)  # before iter: loaders look at it when they begin
+            set_to(value)  # before iter(), which is when loaders read it
         except Exception as error:
             error.add_note(
                 f"jstep: the {name} refuses the position that the checkpoint of step {start} has for it; was it saved "
-                "by another loader, or one with other options?"
+                "by another loader, or by one with other options?"
             )
             raise
     elif start and kept is None:
         _logger.warning(
-            "The run goes on at step %d, but there is no position for the %s with what was restored: its batches start "
-            "where it is.",
+            "The run resumes at step %d, but there is no position for the %s in the checkpoint: its batches "
+            "start where it is.",
             start,
             name,
         )
-    # Some of them can be asked for the next item, but not be iterated over.
+    # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
 
     def where() -> Any:
@@ -226,15 +225,17 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
 
 
 def keeps_position(batches: Any) -> bool:
-    """Whether a loader or iterator says where it is, and can be set back to it."""
+    """Whether a loader or iterator can save and restore its position."""
     if isinstance(batches, HasState):
         return True
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
-    return is_iterable and not _is_sequence(batches) and isinstance(batches, HasStateDict) and _asks_nothing(batches)
+    return (
+        is_iterable and not _is_sequence(batches) and isinstance(batches, HasStateDict) and _takes_no_arguments(batches)
+    )
 
 
 def position_of(batches: Any) -> Any:
-    """Where a loader that keeps its position is; None if it does not know yet."""
+    """The current position of a loader that keeps it; None if the loader does not know it yet."""
     state = _methods(batches)[0]()
     return None if state is None else encode_position(state, type(batches).__name__)
 
@@ -245,13 +246,13 @@ def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return owner.state_dict, owner.load_state_dict
 
 
-def _asks_nothing(owner: HasStateDict) -> bool:
-    """Whether `state_dict` takes no argument: those of some data sets want to be told what was read."""
+def _takes_no_arguments(owner: HasStateDict) -> bool:
+    """Whether `state_dict` takes no arguments: some data sets require the number of examples that were read."""
     try:
         inspect.signature(owner.state_dict).bind()
     except TypeError:
         return False
-    except ValueError:  # a built-in that does not say
+    except ValueError:  # a built-in without a signature
         return True
     return True
 
@@ -259,14 +260,14 @@ def _asks_nothing(owner: HasStateDict) -> bool:
 def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:
     try:
         size = len(batches)
-    except (TypeError, NotImplementedError):  # it has no end, or does not know it
+    except (TypeError, NotImplementedError):  # it is endless, or its length is not known
         size = None
     stop = last_step if size is None else min(size, last_step)
     for step in range(start, stop):
         try:
             item = batches[step]
         except IndexError:
-            # Without a length this is how an object says that it is at its end; with one it is a defect.
+            # Without a length, IndexError marks the end; with one, it is an error.
             if size is not None:
                 raise
             return

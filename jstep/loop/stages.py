@@ -1,4 +1,4 @@
-"""The stages of a run: which step it takes when, and where its calls have to end for that."""
+"""The stages of a run: which training step runs when, and where calls must end."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,16 +9,16 @@ from jstep.core.staircase import Staircase, as_staircase
 TrainSteps = Staircase[Callable[..., Any]]
 
 _MOST_CHANGES = 64
-"""So many changes of the batches' shapes are looked for ahead; those after them are compiled when they are due."""
+"""The maximum number of changes of batch shapes to compile ahead; later ones are compiled when they are due."""
 
 
 class Segment(NamedTuple):
-    """Steps that one program takes: the same training step, batches of the same shapes.
+    """A range of steps that one program runs: one training step, batches of the same shapes.
 
     Attributes:
         first: The first step.
         stop: The step after the last.
-        stage: The number of the stage.
+        stage: The index of the stage.
         is_edge: Whether a stage begins with it.
     """
 
@@ -29,11 +29,11 @@ class Segment(NamedTuple):
 
 
 def stages_of(train_step: Any) -> TrainSteps:
-    """The training step at each step, of one or of a staircase of them.
+    """Normalize one training step, or a mapping of stages, to a staircase.
 
     Raises:
-        TypeError: One is not a function, or a key not an integer.
-        ValueError: The staircase is empty, has no step 0, or a negative one.
+        TypeError: A training step is not a function, or a key is not an integer.
+        ValueError: The mapping is empty, or its keys lack 0 or include a negative step.
     """
     return as_staircase(train_step, "train_step", _as_step)
 
@@ -44,24 +44,24 @@ def _as_step(value: Any, name: str) -> Callable[..., Any]:
 
 
 def name_of_step(step: Any) -> str:
-    """What a training step is called among several: as its loss, if `minimize` made it."""
+    """The name of a training step among several: that of its loss if it comes from `minimize`."""
     return str(getattr(step, "title", None) or getattr(step, "__name__", "train_step"))
 
 
 class StageBoundaries:
-    """Where calls have to end because another program follows.
+    """The steps at which calls must end because another program follows.
 
     Args:
         stages: The training steps.
-        next_change: From a step to the next one at which the shapes of the batches change, or None; None if nobody
-            knows.
+        next_change: Maps a step to the next one at which the shapes of the batches change, or to None; None if the
+            changes are not known.
     """
 
     def __init__(self, stages: TrainSteps, next_change: Callable[[int], int | None] | None = None) -> None:
         self._stages, self._next_change = stages, next_change
 
     def after(self, step: int, last_step: int) -> tuple[int, str]:
-        """The first such step after `step`, and the reason; `last_step` at most."""
+        """The first such step after `step`, at most `last_step`, and the reason."""
         end, why = last_step, f"the run ends at step {last_step}"
         change = None if self._next_change is None else self._next_change(step)
         if change is not None and change < end:
@@ -72,14 +72,14 @@ class StageBoundaries:
         return end, why
 
     def segments(self, start: int, last_step: int) -> Iterator[Segment]:
-        """The segments of a run, in their order."""
+        """Yields the segments of a run in order."""
         first, changes = start, 0
         while first < last_step:
             stop, _ = self.after(first, last_step)
             is_edge = first in self._stages.firsts
             changes += not is_edge
             if changes > _MOST_CHANGES:
-                # The stages are all looked at.
+                # Skip to the next stage: all stages are compiled ahead.
                 edge = self._stages.edge_after(first)
                 if edge is None:
                     return
@@ -96,14 +96,14 @@ def call_lengths(
     end_after: Callable[[int], tuple[int, str]],
     single_step_reason: Callable[[str], None] = lambda why: None,
 ) -> Iterator[int]:
-    """How many steps each call takes: `steps_per_call`, or one at a time if a call has to end before.
+    """Yield the number of steps of each call: `steps_per_call`, or 1 if a call must end earlier.
 
     Args:
         start: The first step.
-        stop: Where to end.
-        steps_per_call: How many steps a call takes.
-        end_after: From a step to the next one at which a call has to end, and the reason.
-        single_step_reason: Takes the reason of calls of one step.
+        stop: The step at which to end.
+        steps_per_call: The number of steps per call.
+        end_after: Maps a step to the next one at which a call must end, and the reason.
+        single_step_reason: Receives the reason for calls of one step.
     """
     step = start
     while step < stop:

@@ -1,4 +1,4 @@
-"""The start of a run: the checkpoint is read while the step is compiled and the first batch is made."""
+"""Timing and threads of the start-up, in which restoring, compiling and the first batch overlap."""
 
 import contextlib
 import dataclasses
@@ -20,12 +20,12 @@ _POLL_SECS = 0.1
 
 @dataclasses.dataclass
 class StartTimes:
-    """How long each part of a start took, in seconds; parts overlap.
+    """The duration of each part of a start, in seconds; parts overlap.
 
     Attributes:
         began: When the start began.
         parts: Name of the part → seconds.
-        is_cached: Whether what was compiled was found in JAX's persistent cache.
+        is_cached: Whether the compiled programs were found in JAX's persistent cache.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -38,7 +38,7 @@ class StartTimes:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measures a part."""
+        """Times a part."""
         then = self.clock()
         try:
             yield
@@ -46,7 +46,7 @@ class StartTimes:
             self.parts[name] = self.parts.get(name, 0.0) + self.clock() - then
 
     def first_of(self, items: CopiedBatches) -> CopiedBatches:
-        """The same batches; measures how long the first one takes."""
+        """Yields the same batches, and times the first one."""
         with self.part("first batch"):
             first = next(items, None)
         if first is not None:
@@ -55,7 +55,7 @@ class StartTimes:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Measures compilation, and whether JAX's persistent cache had what was asked for."""
+        """Times compilation, and records whether JAX's persistent cache had the programs."""
         hits, misses = hits_here()[0], compilations_here()[0]
         with self.part("compile"):
             yield
@@ -64,7 +64,7 @@ class StartTimes:
             self.is_cached = compiled <= hits_here()[0] - hits
 
     def log(self) -> None:
-        """One line, when the first step was handed to the device."""
+        """Logs one line when the first step has been dispatched."""
         names = ("devices", "restore", "compile", "first batch")
         words = [
             f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
@@ -76,13 +76,13 @@ class StartTimes:
 
 
 class FirstBatch:
-    """Batches, the first of which is made in a thread from now on.
+    """Batches, the first of which is made in a thread, started at once.
 
     Args:
         items: The batches.
-        times: Where to measure.
-        again: Makes the first batch once more, where the thread failed to: it began before the hooks did, and what it
-            reads may be theirs. None if a source that has failed cannot be asked again.
+        times: Measures the first batch.
+        again: Makes the batches again if the thread failed: it starts before the hooks have begun, and a batch may
+            need what a hook sets up. None if a source that has failed cannot be read again.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class FirstBatch:
             self._made.set()
 
     def peek(self, is_over: Callable[[], bool]) -> Any:
-        """The first batch, once it is made; None if there is none, or the run is over before."""
+        """Waits for the first batch and returns it; None if there is no batch, or the run ends first."""
         while not self._made.wait(_POLL_SECS):
             if is_over():
                 return None
         return None if self._error is not None or self._to_peek is None else self._to_peek[0]
 
     def forget(self) -> None:
-        """Nobody peeks any more: the loop alone keeps the batch, as long as it needs it."""
+        """Releases the batch kept for `peek`, so that only the loop holds a reference."""
         self._to_peek = None
 
     def __iter__(self) -> CopiedBatches:
-        # With a timeout: a signal that comes just before a wait without end is not seen before its end.
+        # With a timeout: a signal that arrives just before a wait without one is handled only after the wait.
         while not self._made.wait(_POLL_SECS):
             pass
         if self._error is not None:
@@ -135,9 +135,9 @@ class FirstBatch:
 
 
 def interruptible(fn: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
-    """`fn()`; None, without waiting for it any longer, if the run is over before.
+    """Return `fn()`, or None if the run ends first.
 
-    It may call a reader of the user's that hangs: in a thread that a process need not wait for at its end.
+    `fn` runs in a daemon thread, because it may call a user-defined reader that hangs.
     """
     done = threading.Event()
     result: list[tuple[Any, BaseException | None]] = []
@@ -161,14 +161,14 @@ def interruptible(fn: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
 
 
 def first_call_steps(hooks: Sequence[Any], start: int, stop: int, steps_per_call: int, cadences: Sequence[Any]) -> int:
-    """How many steps the first call is likely to take: `steps_per_call`, or one if a hook is due before its end.
+    """The likely number of steps of the first call: `steps_per_call`, or 1 if a hook is due earlier.
 
     Args:
         hooks: The user's hooks, before they have begun.
         start: The first step.
-        stop: Where the first segment ends.
-        steps_per_call: How many steps a call takes.
-        cadences: How often the stock hooks are due, in steps, or None.
+        stop: The end of the first segment.
+        steps_per_call: The number of steps per call.
+        cadences: The intervals of the stock hooks in steps, or None.
     """
     dues = [start - start % cadence + cadence for cadence in cadences if cadence]
     for hook in hooks:

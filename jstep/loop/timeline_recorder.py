@@ -1,4 +1,4 @@
-"""Keeps account of a run's time, in a file beside its checkpoints."""
+"""Record how a run spends its time, in a file beside its checkpoints."""
 
 import logging
 import threading
@@ -22,12 +22,12 @@ _EVERY_SECS = 1.0
 
 
 class Clocks(NamedTuple):
-    """Where the time comes from.
+    """The clocks of a recorder.
 
     Attributes:
-        seconds: Measures time that passes.
+        seconds: A monotonic clock, in seconds.
         wall: Seconds since 1970.
-        before: Seconds that the process had run when it began to train.
+        before: The seconds from the start of the process to the start of training.
     """
 
     seconds: Callable[[], float] = time.perf_counter
@@ -36,20 +36,20 @@ class Clocks(NamedTuple):
 
 
 CLOCKS = Clocks()
-"""Those of every run; tests replace them."""
+"""The clocks of every run; replaced in tests."""
 
 
 class TimelineRecorder:
-    """The stopwatch of a run, and the thread that writes its times down once a second.
+    """The stopwatch of a run, and the thread that writes its times once a second.
 
-    Only process 0 writes, and only if the run has a checkpoint_dir or a logdir. Otherwise nothing is kept.
+    Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
 
     Args:
-        options: What `train` was given.
-        loop: Where the run is.
+        options: The arguments of `train`.
+        loop: The current state of the run.
 
     Attributes:
-        watch: The stopwatch, which begins with the process where this is its first run.
+        watch: The stopwatch. For the first run of a process, it starts with the process.
     """
 
     def __init__(self, options: Options, loop: LoopState) -> None:
@@ -73,7 +73,7 @@ class TimelineRecorder:
         self._over.set()
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(timeout=10)  # it may wait for a store
+            thread.join(timeout=10)  # it may be blocked on an object store
         if self._timeline is not None:
             self.times()
             self._timeline.close()
@@ -81,7 +81,7 @@ class TimelineRecorder:
         self.watch.stop()
 
     def open(self) -> None:
-        """Writes the first line; called once the run knows that it may write where its checkpoints are."""
+        """Writes the first line; called once the run may write to its checkpoint directory."""
         if self._directory is None or jax.process_index() != 0:
             self.watch.stop()
             return
@@ -101,11 +101,11 @@ class TimelineRecorder:
         return self._timeline is not None
 
     def began(self, step: int) -> None:
-        """Notes the step that the run begins from."""
+        """Records the step at which the run begins."""
         self._first = step
 
     def times(self, kind: str = TIMES, *, to_disk: bool = False, **fields: Any) -> None:
-        """Writes a line with the times up to now."""
+        """Writes a line with the times so far."""
         first, step, seconds = self._first, self._loop.step, self.watch.seconds()
         self.write(
             kind,
@@ -117,7 +117,7 @@ class TimelineRecorder:
         )
 
     def write(self, kind: str, *, to_disk: bool = False, **fields: Any) -> None:
-        """Writes a line of any kind, where lines are written."""
+        """Writes a line of any kind, if the file is open."""
         if self._timeline is not None:
             self._timeline.write(kind, to_disk=to_disk, **fields)
 
@@ -129,7 +129,7 @@ class TimelineRecorder:
         while not self._over.wait(_EVERY_SECS):
             try:
                 self.times()
-            except Exception as error:  # nothing that is wrong with this may end a run, or stop the watch's queue
+            except Exception as error:  # an error here must not end the run
                 _logger.warning("the times of this run cannot be kept: %s", error)
                 self.watch.stop()
                 return

@@ -1,4 +1,4 @@
-"""What a call of a training step traces."""
+"""Trace a training step."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jstep.training import TrainStep
 
 
 def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
-    """The trace of what a call of a step runs, for arrays or shapes; JAX keeps it, for the call or from it.
+    """The trace of a call of a step, for arrays or shapes. JAX caches it, so a call and its trace share the work.
 
     Args:
         step: The step.
@@ -15,7 +15,7 @@ def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
         args: Its other arguments.
 
     Returns:
-        A `jax.stages.Traced`; None of a step that is not compiled, which only running it shows.
+        A `jax.stages.Traced`; None for a step that is not compiled, which cannot be traced.
     """
     if isinstance(step, TrainStep):
         return step.traced_call(state, *args)

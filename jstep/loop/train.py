@@ -1,4 +1,4 @@
-"""The training loop: restore, run, save."""
+"""The training loop, `jstep.train`."""
 
 import contextlib
 import dataclasses
@@ -41,62 +41,65 @@ def train(
     unroll: int | bool | None = None,
     compile_cache: str | os.PathLike[str] | bool | None = None,
 ) -> TrainState:
-    """Trains up to a step: restores the newest checkpoint, runs, saves.
+    """Trains up to `last_step`: restores the newest checkpoint, runs the steps and saves checkpoints.
 
-    A run that was stopped, killed or preempted and is started again goes on as if nothing had happened: the step,
-    and with it the rates, the averages, the random numbers and the batches, come from the checkpoint.
+    A run that was stopped, killed or preempted resumes when it is started again, as if it had never stopped: the step,
+    and with it the schedules, averages, random numbers and batches, come from the checkpoint.
 
-    Whatever ends a run early (a signal, the batches, a hook, a batch of a wrong shape) loses no state: the last whole
-    one is in the exception's `state` attribute, and saved if there is a checkpoint_dir, unless its loss is not finite,
-    or there are several processes (then only for signals, which all of them see). A note of the exception names step
-    and batch. A step that fails while it runs on the device (out of memory, a host callback that raises) is the
-    exception: the state was donated to it and is lost, and the run resumes from the last checkpoint.
+    A run that ends early (by a signal, an error in the data loader or in a hook, or a batch of the wrong shape) does
+    not lose its state. The last complete state is in the exception's `state` attribute. If there is a checkpoint_dir,
+    it is also saved, unless its loss is not finite or there are several processes (these save only after a signal,
+    which all of them see). A note on the exception names the step and the batch. If a step fails while it runs on the
+    device (out of memory, a host callback that raises), the state was already donated to it and is lost: the run
+    resumes from the last checkpoint.
 
     Args:
-        train_step: What `minimize` returned, or any function `(state, *args) -> (state, metrics)` that advances
-            `global_step` by one. A mapping `{0: step_a, 1000: step_b}` gives stages: step_a before step 1000, step_b
-            from it on. All share one structure of the state; a later stage is compiled in the background.
-        state: Where to start. If a checkpoint is restored, the state is a template: it gives structure, shapes, dtypes
-            and sharding, and may be abstract. It is donated to a compiled step.
-        batches: An object with `batches[N]` (`jstep.batches`), a function of the step, any iterable, or one whose
-            position is kept with the checkpoint, that of each process: an iterator with `get_state` and `set_state`, or
-            a loader or iterator with `state_dict` and `load_state_dict`. A tuple is passed as `*args`, anything else
-            (a list, too) as one argument. What it returns is copied before the next batch is asked for: a loader may
-            reuse its buffers. If it ends, the run ends, with a warning.
-        last_step: The global step at which the run ends, absolute: a run restored at it has nothing to do.
-        hooks: What happens around the steps; see `Hook`, and `every` for functions. They come before the stock ones,
-            each `CheckpointSaverHook` behind the others. A `StepCounterHook` among them takes the place of the stock
-            one.
-        checkpoint_dir: Where checkpoints are: a directory, a URL, or a `Saver` of one's own, which has its own prefix
-            and is not closed. None keeps none.
-        checkpoint_prefix: Before the step in their names: `model-1000`.
-        save_checkpoint_secs: How often to save, in seconds; None for steps alone.
-        save_checkpoint_steps: How often to save, in steps. The last step is always saved.
-        logdir: Where TensorBoard's event files go, a directory or a URL; None writes none.
-        save_summaries_steps: How often to write summaries, in steps; None for never. A `SummarySaverHook` among the
-            hooks that was made without a writer says so itself.
-        log_steps: How often to log, in steps; None for never. The last step is always logged.
-        steps_per_call: How many steps to take in one call, scanned over stacked batches. If a hook is due before such
-            a call would end, or the shapes of batches differ, steps are taken one at a time: there are two compiled
-            programs, whatever the cadences, and each compilation is logged with its reason.
-        progress: None for one line on a terminal and log lines elsewhere, True for the line, False for silence.
-        batch_sharding: Where batches go, a sharding or a tree of them: each process's rows become its part of one
-            global array.
-        unroll: With steps_per_call > 1, as in `scan_steps`.
-        compile_cache: A local directory for JAX's persistent compilation cache, True for `compile_cache` in the
-            checkpoint_dir: a run that is started again finds its programs there. JAX's settings, which are those of the
-            process, are restored when the run ends.
+        train_step: The step that `minimize` returned, or any function `(state, *args) -> (state, metrics)` that
+            advances `global_step` by one. A mapping `{0: step_a, 1000: step_b}` defines stages: step_a before step
+            1000, step_b from there on. All stages share one structure of the state; later stages are compiled in the
+            background.
+        state: The initial state. If a checkpoint is restored, the state is only a template that gives structure,
+            shapes, dtypes and sharding, and may be abstract. It is donated to a compiled step.
+        batches: An object with `batches[N]` (`jstep.batches`), a function of the step, or any iterable. The position
+            of an iterator with `get_state` and `set_state`, or of a loader or iterator with `state_dict` and
+            `load_state_dict`, is saved with each checkpoint, for every process. A tuple is passed as `*args`; anything
+            else, including a list, is one argument. Each batch is copied before the next one is fetched, so a loader
+            may reuse its buffers. If the batches end before last_step, the run ends with a warning.
+        last_step: The global step at which the run ends. It is absolute: a run restored at last_step has nothing to do.
+        hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
+            stock hooks, and each `CheckpointSaverHook` among them after the others. A `StepCounterHook` among them
+            replaces the stock one.
+        checkpoint_dir: Where to save checkpoints: a directory, a URL, or a `Saver`, which has its own prefix and is
+            left open. If None, no checkpoints are saved.
+        checkpoint_prefix: Prefix of checkpoint names: `model` gives `model-1000`.
+        save_checkpoint_secs: Interval between checkpoints, in seconds; None to save by step count only.
+        save_checkpoint_steps: Interval between checkpoints, in steps. The last step is always saved.
+        logdir: Where to write TensorBoard event files, a directory or a URL; None to write none.
+        save_summaries_steps: Interval between summaries, in steps; None for never. A `SummarySaverHook` made without
+            a writer, passed in hooks, replaces the stock one and has its own interval.
+        log_steps: Interval between log lines, in steps; None for never. The last step is always logged.
+        steps_per_call: Number of steps per call, scanned over stacked batches. If a hook is due before such a call
+            would end, or the shapes of the batches differ, steps are run one at a time. There are two compiled
+            programs, whatever the intervals, and each compilation is logged with its reason.
+        progress: None for a progress line on a terminal and log lines elsewhere, True for the progress line, False for
+            no output.
+        batch_sharding: Sharding of the batches, or a tree of shardings: the rows of each process become its part of
+            one global array.
+        unroll: As in `scan_steps`; used if steps_per_call > 1.
+        compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
+            checkpoint_dir. A run that is started again finds its programs there. JAX's cache settings are global to
+            the process; they are restored when the run ends.
 
     Returns:
         The state after the last step.
 
     Raises:
-        Preempted: SIGTERM arrived; the step in flight is saved. A SystemExit with code 143.
-        KeyboardInterrupt: SIGINT arrived; likewise. A second SIGINT leaves at once. Where SIGINT is ignored when the
+        Preempted: SIGTERM was received, and the step in flight is saved. A SystemExit with code 143.
+        KeyboardInterrupt: SIGINT was received; likewise. A second SIGINT stops at once. If SIGINT is ignored when the
             run starts (`nohup`, a background job), it stays ignored.
         RuntimeError: The state has no global step, or was donated to an earlier step.
-        TypeError: train_step returns something else than a state and metrics, or a hook something else than `Hook`
-            says.
+        TypeError: train_step does not return a state and metrics, or a hook returns a value that `Hook` does not
+            allow.
         ValueError: The checkpoint does not fit the state, train_step does not advance the step by one, there is no
             batch for the first step, or a hook returns a state that does not fit.
 
@@ -120,6 +123,6 @@ def train(
     with times.part("devices"):
         jax.devices()
     log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
-    # If another mesh is set, hooks and evaluations compute with that of the state all the same.
+    # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(options.cache_directory):
         return Run(options, stages, state, times).go(batches)

@@ -192,7 +192,7 @@ def test_an_evaluation_that_uses_the_state_up_says_so():
             leaf.delete()
         return {"loss": 1.0}
 
-    with pytest.raises(RuntimeError, match="evaluate used the state up: its 'params/w' was donated"):
+    with pytest.raises(RuntimeError, match="evaluate must not donate the state: its 'params/w' was donated"):
         train(3, [jstep.EvaluationHook(evaluate, every_n_steps=1)])
     state = make_state()
     jax.tree.map(lambda leaf: leaf.delete(), state)

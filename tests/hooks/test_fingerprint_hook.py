@@ -85,7 +85,7 @@ def test_other_bits_are_told_by_step_and_leaf(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "jstep"):
         run(6, jstep.FingerprintHook(every_n_steps=2, path=path), batches=lambda step: batch(step + (step >= 3)))
     (four, six) = [record.getMessage() for record in caplog.records if "other bits" in record.getMessage()]
-    assert four.startswith("step 4 was made again with other bits")
+    assert four.startswith("step 4 was run again with other bits")
     assert "params/w" in four
     assert "slots/momentum" in four
     assert "global_step" not in four
@@ -100,7 +100,7 @@ def test_other_bits_are_told_by_step_and_leaf(tmp_path, caplog):
 def test_raise_ends_the_run_before_a_checkpoint(tmp_path):
     path = tmp_path / "log"
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
-    with pytest.raises(jstep.DivergenceError, match="step 2 was made again") as caught:
+    with pytest.raises(jstep.DivergenceError, match="step 2 was run again") as caught:
         run(
             4,
             jstep.FingerprintHook(every_n_steps=2, path=path, on_divergence="raise"),

@@ -23,7 +23,7 @@ def test_a_run_that_a_hook_stopped_says_so(tmp_path, caplog):
     caplog.clear()
     for _ in range(2):
         train(20, hooks=[stop()], checkpoint_dir=tmp_path)
-    words = [line for line in said(caplog) if "no step is made" in line]
+    words = [line for line in said(caplog) if "no step is run" in line]
     assert len(words) == 2
     assert all("StopAtStepHook stopped it at step 5" in line and "EarlyStopping(reset=True)" in line for line in words)
     caplog.clear()

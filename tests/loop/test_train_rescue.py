@@ -193,7 +193,7 @@ def test_the_other_hooks_see_the_step_at_which_one_raised():
 def test_two_hooks_that_raise():
     with pytest.raises(KeyError) as caught:
         train(12, hooks=[*hook_failing(KeyError("no")), *hook_failing(OSError("also"))])
-    assert "Besides, also" in caught.value.__notes__
+    assert "Additionally, also" in caught.value.__notes__
 
 
 def test_a_state_that_went_with_the_step_is_said_to_be_lost():

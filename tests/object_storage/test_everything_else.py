@@ -47,12 +47,12 @@ def test_fingerprints(store, caplog):
                     del store.objects["bkt"][key]
     with caplog.at_level(logging.WARNING, "jstep"):
         run(store.run, 8, hooks=[jstep.FingerprintHook(every_n_steps=1)])
-        assert not [record for record in caplog.records if "made again" in record.message]
+        assert not [record for record in caplog.records if "run again" in record.message]
         with store.lock:
             for key in store.keys("run/model-8/"):
                 del store.objects["bkt"][key]
         run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(every_n_steps=1)])
-    assert [record for record in caplog.records if "made again" in record.message]
+    assert [record for record in caplog.records if "run again" in record.message]
     assert sorted(log.read(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
