@@ -96,7 +96,7 @@ def _as_sharding(leaf: Any, path: str) -> Sharding | jax.Device:
 
 
 def _as_known(item: Any) -> Any:
-    """Convert arrays of other libraries, such as PyTorch tensors, to NumPy arrays; reject leaves that are not arrays."""
+    """Convert arrays of other libraries, such as PyTorch tensors, to NumPy arrays; reject other leaves."""
 
     def known(keys: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | bool | int | float | complex):
@@ -118,7 +118,7 @@ def _as_known(item: Any) -> Any:
 
 
 def _taken_over(leaf: Any) -> Any:
-    """Convert an array of another library to NumPy, if possible without a copy, or else to JAX; None for other types."""
+    """Convert an array of another library to NumPy, without a copy if possible, or to JAX; None for other types."""
     if isinstance(leaf, str | bytes):
         return None
     ways: list[Callable[[], Any]] = []
