@@ -216,7 +216,7 @@ class TrainStep:
             return self._whole(state, args).trace(state, *args)
 
     def traced_call(self, state: TrainState, *args: Any) -> Any:
-        """Return the trace of the program that a call runs; if it is compiled for shapes, the call does not recompile."""
+        """Return the trace of the program that a call runs; once it is compiled, the call does not recompile."""
         with using_mesh(mesh_of((state, args))):
             return self._for(state, args).trace(state, *args)
 
