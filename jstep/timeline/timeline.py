@@ -90,9 +90,7 @@ class _File:
 
     def add(self, line: bytes, *, replaceable: bool) -> None:
         wrote = self._file.write(line)
-        if wrote is not None and wrote < len(
-            line
-        ):  # the disk is full; end the partial line, so that the next write starts a new one
+        if wrote is not None and wrote < len(line):  # the disk is full: end the partial line
             self._file.write(b"\n")
             raise OSError(f"{wrote} of {len(line)} bytes were written")
 
