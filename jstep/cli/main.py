@@ -11,11 +11,11 @@ from jstep.cli.output import complain
 from jstep.summary import DataLossError
 
 COMMANDS = {
-    "inspect": "show the contents of a checkpoint, a directory of checkpoints, or safetensors",
-    "diff": "find where two runs diverge: checkpoints, directories of them, logs",
+    "inspect": "show checkpoints, directories of checkpoints, or safetensors files",
+    "diff": "find where two runs diverge: checkpoints, directories, logs",
     "plot": "plot the scalars of one or several runs to a file",
     "events": "print the events of a file, one per line",
-    "cost": "estimate the cost of a training step: operations, memory, transfers",
+    "cost": "estimate the cost of a step: operations, memory, transfers",
     "goodput": "account for the wall time of a run, over all its starts",
 }
 """Name → description, in the order and wording of `--help`. To add a command, add a module of its name to this package
@@ -27,8 +27,8 @@ examples:
   python -m jstep diff run-on-one-host run-on-two
   python -m jstep plot runs -o loss.png --tags 'loss*'
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
-Every path may also be a URL (gs://, s3://). `python -m jstep COMMAND --help` lists the options of a command.
-Exit codes: 0; 1 if diff found a difference; 2 for errors: a missing path, corrupted data, nothing in common."""
+A path may also be a URL (gs://, s3://). `python -m jstep COMMAND --help` lists the options.
+Exit codes: 0; 1 where diff found a difference; 2 for trouble: a missing path, corruption, nothing in common."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

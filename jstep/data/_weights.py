@@ -38,7 +38,7 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
             )
         exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
         if not any(exact):
-            raise ValueError(f"{argument}={shown(value)}: expected a weight above 0 for one source at least, got none")
+            raise ValueError(f"{argument}={shown(value)}: expected a weight above 0 for at least one source, got none")
         return tuple(weight / sum(exact) for weight in exact)
 
     if isinstance(given, Mapping) and any(not isinstance(k, str) or isinstance(v, Mapping) for k, v in given.items()):

@@ -97,7 +97,7 @@ def _open(sources: Any) -> dict[str, Rows]:
     if not isinstance(sources, Mapping):
         raise TypeError(f"sources={shown(sources)}: expected a mapping from name to source, got {kind(sources)}")
     if not sources:
-        raise ValueError("sources={}: expected one source at least, got none")
+        raise ValueError("sources={}: expected at least one source, got none")
     names = [as_text(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     # Two rows, because they show whether `__getitem__` of a source takes a list of indices.

@@ -78,7 +78,7 @@ def prefetch_to_device(
         raise TypeError(
             f"iterator={shown(iterator)}: must be iterable; give a loader, a generator or `jstep.batches(...)`"
         ) from None
-    size = as_int(size, "size", 1, "the number of items made ahead")
+    size = as_int(size, "size", 1, "the number of items read ahead")
     as_function(state_fn, "state_fn", "() -> state", optional=True)
     place, fresh = placement(sharding), isinstance(source, BatchIterator)
     return PrefetchIterator(source, size, lambda item: place(copied(item, fresh=fresh)), state_fn)

@@ -141,7 +141,7 @@ class BatchSequence(abc.ABC):
                 "range; stop is the step after the last one to skip"
             )
         if stop > self._count and not self.is_endless:
-            raise ValueError(f"skip({start}, {stop}): expected stop ≤ {self._count}, the number of steps there are")
+            raise ValueError(f"skip({start}, {stop}): expected stop ≤ {self._count}, the number of steps")
         return self._with(self._steps.skipped(start, stop))
 
     def from_step(self, step: int) -> "BatchIterator":

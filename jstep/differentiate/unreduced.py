@@ -2,7 +2,7 @@
 
 On Explicit axes, JAX types determine where a reduction takes place. Parameters of type `reduced` over the batch axis
 have gradients of type `unreduced`, which are summed on each device and reduced when their type is changed back. JAX
-rejects such a parameter outside of matrix products; other parameters are accumulated as usual.
+rejects such parameters outside of matrix products, so the gradients of those with other uses are accumulated as usual.
 """
 
 from collections.abc import Callable

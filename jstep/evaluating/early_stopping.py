@@ -134,7 +134,7 @@ class EarlyStopping:
     def set_state(self, value: Any) -> bool:
         """Restore the state and return whether patience was exhausted; an incompatible state is logged and ignored."""
         if self._reset:
-            warn_starts_fresh(self, "is forgotten, as reset=True says")
+            warn_starts_fresh(self, "is forgotten because of reset=True")
             return False
         if not is_compatible_state(self, value, {"metric": self.metric, "mode": self._mode}):
             return False

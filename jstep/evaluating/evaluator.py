@@ -227,7 +227,7 @@ def _refuse_both(state: TrainState) -> None:
         free = [slot for slot in state.slots if slot == "z" or slot.endswith("/z")]
         raise ValueError(
             f"use_averages=True: the state has averages ({', '.join(averages)}) and schedule-free parameters "
-            f"({', '.join(free)}), each of a part of the parameters; give the name of the averages, or evaluate "
+            f"({', '.join(free)}), each for some of the parameters; give the name of the averages, or evaluate "
             "state.replace(params=jstep.schedule_free_params(state)) with use_averages=False"
         )
 
@@ -237,6 +237,6 @@ def _model_state_of(state: TrainState, has_model_state: bool) -> tuple[Any, ...]
         return ()
     if MODEL_STATE not in state.slots:
         raise ValueError(
-            "has_model_state=True: the state has no model state; give TrainState.create(…, model_state=…) one"
+            "has_model_state=True: the state has no model state; create it with TrainState.create(…, model_state=…)"
         )
     return (state.slots[MODEL_STATE],)

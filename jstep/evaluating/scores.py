@@ -33,7 +33,7 @@ def checked_key(key: Any) -> str | None:
         TypeError: The name is not a string.
         ValueError: The name is empty.
     """
-    return None if key is None else as_text(key, "key", "the name that checkpoints keep its memory under, or None")
+    return None if key is None else as_text(key, "key", "the name of its state in checkpoints, or None")
 
 
 def score(results: Mapping[str, Any], metric: str, by: str) -> float:
@@ -101,7 +101,7 @@ def is_compatible_state(one: Any, value: Any, watched: Mapping[str, Any]) -> boo
         return False
     for name, here in watched.items():
         if value[name] != here:
-            warn_starts_fresh(one, f"is that of {name}={value[name]!r}, and it has {name}={here!r}")
+            warn_starts_fresh(one, f"is for {name}={value[name]!r}, but it has {name}={here!r}")
             return False
     return True
 

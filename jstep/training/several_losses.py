@@ -51,7 +51,7 @@ class SeveralLosses:
             try:
                 parts[name] = differentiate(given._replace(key=key))
             except Exception as error:
-                error.add_note(f"It was raised while the loss {name!r} was differentiated.")
+                error.add_note(f"This error was raised while the loss {name!r} was differentiated.")
                 raise
             found = treedef.flatten_up_to(parts[name].gradients)
             gradients = trees.with_leaves(gradients, chosen[name], [found[place] for place in chosen[name]])
@@ -113,7 +113,7 @@ def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Ma
         for name, (loss, aux) in part.aux.items():
             found[f"the loss {name!r}"] = {f"{name}/loss": loss}
             found[f"aux of {name!r}"] = {f"{name}/{key}": x for key, x in _by_name(aux).items()} if has_aux else {}
-    return found | {"what the loss made": {} if made is None else {"summaries": made}}
+    return found | {"the summaries of the loss": {} if made is None else {"summaries": made}}
 
 
 def name_of(loss_fn: Any) -> str:
