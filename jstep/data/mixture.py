@@ -35,9 +35,9 @@ def mixture(
 
         |rows from source s − ideal of s| ≤ (number of sources − 1) / 2
 
-    where the ideal is the sum of weight of s / sum of weights over the rows. Counts never decrease.
-    Changing the weights or sizes from step M on leaves all batches before M bitwise unchanged. The cost
-    of a batch does not depend on N.
+    where the ideal of s is the sum over these rows of (weight of s / sum of weights). Counts never
+    decrease. Changing the weights or sizes from step M on leaves all batches before M bitwise unchanged.
+    The cost of a batch does not depend on N.
 
     Each source has its own endless sequence of epochs and permutations. They depend only on the seed and
     the name of the source, so adding or removing other sources does not change them. The rows of a batch

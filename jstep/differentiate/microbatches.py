@@ -22,7 +22,7 @@ from jstep.sharding.of_batches import fitting_spec
 
 
 class AggregationMethod(enum.Enum):
-    """How the gradients of microbatches are summed.
+    """The method of summing the gradients of microbatches.
 
     `DEFAULT` keeps a running sum, with one copy of the gradients in memory. `ADD_N` keeps the gradients of
     all microbatches and sums them once, which rounds less but stores a copy per microbatch.
