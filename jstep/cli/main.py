@@ -11,7 +11,7 @@ from jstep.cli.output import complain
 from jstep.summary import DataLossError
 
 COMMANDS = {
-    "inspect": "show checkpoints, directories of checkpoints, or safetensors files",
+    "inspect": "show a checkpoint, a directory of checkpoints, or safetensors",
     "diff": "find where two runs diverge: checkpoints, directories, logs",
     "plot": "plot the scalars of one or several runs to a file",
     "events": "print the events of a file, one per line",
