@@ -1,4 +1,4 @@
-"""The cards of runs, found beside their checkpoints or logs and compared."""
+"""Reading and comparing the run cards that are stored next to checkpoints or logs."""
 
 import json
 from typing import Any
@@ -10,19 +10,19 @@ _MOST = 40
 
 
 def last_cards(where: str) -> dict[str, dict[str, Any]]:
-    """The card of the last start of each run in a directory or below a URL, by the prefix of its checkpoints.
+    """Return the card of the last start of each run in a directory or below a URL, by checkpoint prefix.
 
-    Lines that are damaged, or of kinds that this version does not know, are skipped.
+    Corrupted lines, and lines of a kind that this version does not know, are skipped.
     """
     found: dict[str, dict[str, Any]] = {}
     try:
         names = [name for name in names_in(where) if name.startswith("timeline.") and name.endswith(".jsonl")]
-        for name in names:  # those of objects begin with the time
+        for name in names:  # the names of objects begin with the time
             with opened(join(where, name)) as file:
                 for raw in file:
                     _add(found, raw)
     except OSError:
-        return found  # a directory that cannot be read: what is compared says so
+        return found  # a directory that cannot be read is reported by the comparison itself
     return found
 
 
@@ -43,12 +43,12 @@ def _add(found: dict[str, dict[str, Any]], raw: bytes) -> None:
 
 
 def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list[str] | None:
-    """What differs in the cards of the last starts of two runs, in words; None if one of them has no card.
+    """Return descriptions of the differences between the cards of two runs' last starts; None if a card is missing.
 
     Args:
-        a: Where the first run is.
-        b: Where the second one is.
-        prefixes: Those of the checkpoints that are compared, if they are two.
+        a: The directory of the first run.
+        b: The directory of the second run.
+        prefixes: The prefixes of the two checkpoints, if two checkpoints are compared.
     """
     of_a, of_b = (_of(last_cards(where), prefix) for where, prefix in zip((a, b), prefixes, strict=True))
     pairs = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
@@ -64,12 +64,12 @@ def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list
 
 
 def _of(cards: dict[str, dict[str, Any]], prefix: str | None) -> dict[str, dict[str, Any]]:
-    """Only that of a prefix; of all where it is none of a run, such as that of the best checkpoints."""
+    """Return the card of a prefix only; all cards if no run has that prefix, such as that of the best checkpoints."""
     return {prefix: cards[prefix]} if prefix in cards and prefix is not None else cards
 
 
 def text(found: list[str] | None) -> list[str]:
-    """The lines that say it; none if there is nothing to say."""
+    """Return the lines to print; empty if a card is missing."""
     if found is None:
         return []
     if not found:

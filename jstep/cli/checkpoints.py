@@ -1,4 +1,4 @@
-"""Checkpoints as the command line reads them: found by path, and leaf by leaf."""
+"""Finding and reading checkpoints for the command line, leaf by leaf."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ from jstep.stores import absolute, is_directory, is_url, names_in, split
 
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _AT_ONCE = 2**28
-"""So many bytes of leaves are read together."""
+"""The number of bytes of leaves to read together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Checkpoint:
     """A checkpoint.
 
     Attributes:
-        path: Where it is.
-        prefix: Of its name.
-        step: Of its name.
-        manifest: What it says it holds.
-        store: What reads it.
+        path: The path of the checkpoint.
+        prefix: The prefix of its name.
+        step: The step of its name.
+        manifest: Its manifest.
+        store: The store that reads it.
     """
 
     path: str
@@ -42,10 +42,10 @@ class Checkpoint:
         return f"{self.prefix}-{self.step}"
 
     def leaves(self) -> Iterator[tuple[Leaf, np.ndarray[Any, Any]]]:
-        """Every leaf with its numbers, in order; PRNG keys as their data.
+        """Iterate over all leaves with their values, in order; PRNG keys are returned as their data.
 
         Raises:
-            CheckpointError: It cannot be read.
+            CheckpointError: The checkpoint cannot be read.
         """
         together: list[Leaf] = []
         for leaf in self.manifest.leaves:
@@ -56,7 +56,7 @@ class Checkpoint:
         yield from self._read(together)
 
     def _read(self, leaves: list[Leaf]) -> Iterator[tuple[Leaf, np.ndarray[Any, Any]]]:
-        import jax.numpy as jnp  # not at the top: a directory is listed without JAX
+        import jax.numpy as jnp  # imported here so that a directory is listed without JAX
 
         from jstep.checkpoint.format.leaves import from_stored
 
@@ -75,13 +75,13 @@ class Checkpoint:
                 yield leaf, array if leaf.key_impl is not None else np.asarray(from_stored(leaf, array))
 
     def problems(self) -> list[str]:
-        """What is wrong with its files, in words."""
+        """Return descriptions of the problems of its files."""
         found: list[str] = self.store.damage(self.path, self.manifest)
         return found
 
 
 def names_of(checkpoint: Checkpoint) -> list[str]:
-    """A name for each leaf: its path, and a number where several have one."""
+    """Return a name for each leaf: its path, followed by a number if several leaves share the path."""
     from jstep.checkpoint.format.leaves import ids
 
     return [
@@ -91,10 +91,10 @@ def names_of(checkpoint: Checkpoint) -> list[str]:
 
 
 def at(path: str) -> Checkpoint | None:
-    """The checkpoint of a path; None where there is none.
+    """Return the checkpoint at a path, or None.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: The checkpoint is corrupted.
     """
     path = absolute(path) if is_url(path) else os.path.abspath(path)
     above, last = split(path.rstrip("/"))
@@ -106,7 +106,7 @@ def at(path: str) -> Checkpoint | None:
     if found is None:
         broken = [line for line in store.broken(match[1], step - 1) if line.startswith(path)]
         if broken:
-            raise CheckpointError(f"{broken[0]}: the checkpoint is damaged")
+            raise CheckpointError(f"{broken[0]}: the checkpoint is corrupted")
         return None
     manifest = store.manifest(found)
     if manifest.step != step:
@@ -118,7 +118,7 @@ def at(path: str) -> Checkpoint | None:
 
 
 def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
-    """The checkpoints in a directory, by prefix and step, and what is wrong with others, in words."""
+    """Return the checkpoints in a directory, by prefix and step, and descriptions of the problems of others."""
     directory = absolute(directory) if is_url(directory) else os.path.abspath(directory)
     store = open_store(directory)
     found: dict[str, str] = {}
@@ -147,8 +147,8 @@ def _prefixes(directory: str, store: Any) -> list[str]:
 
 
 def time_of(seconds: float) -> str:
-    """A time in UTC, to the second."""
+    """Format a time in UTC, to the second."""
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds").replace("+00:00", " UTC")
-    except (OverflowError, ValueError, OSError):  # no time of this calendar
+    except (OverflowError, ValueError, OSError):  # outside the range of datetime
         return f"{seconds:g} s"

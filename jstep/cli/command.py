@@ -1,4 +1,4 @@
-"""What a command of `python -m jstep` is."""
+"""The interface of a command of `python -m jstep`, and the exit codes."""
 
 import argparse
 from collections.abc import Callable
@@ -8,7 +8,7 @@ OK = 0
 DIFFERENT = 1
 """`diff` found a difference."""
 TROUBLE = 2
-"""A missing path, damage, nothing in common, wrong usage."""
+"""A missing path, corrupted data, nothing in common, or wrong usage."""
 
 
 class Command(NamedTuple):
@@ -16,7 +16,7 @@ class Command(NamedTuple):
 
     Attributes:
         add_arguments: Adds its arguments to its parser.
-        run: Does it, and returns the exit code. An error that it raises is told on stderr, and the code is `TROUBLE`.
+        run: Runs the command and returns the exit code. An error is reported on stderr, with exit code `TROUBLE`.
     """
 
     add_arguments: Callable[[argparse.ArgumentParser], None]

@@ -1,4 +1,4 @@
-"""How two arrays differ: by how much, and by how many units in the last place."""
+"""Comparison of two arrays, by absolute difference and by units in the last place."""
 
 import dataclasses
 from typing import Any
@@ -10,17 +10,17 @@ from jstep.tools.nonfinite.numbers import is_inexact
 
 @dataclasses.dataclass(frozen=True)
 class LeafDifference:
-    """How a leaf differs.
+    """The difference of a leaf.
 
     Attributes:
-        path: Its path.
-        why: What differs: "values", "dtype", "shape", "only in A", "only in B".
-        detail: The same in words.
-        number: How many elements have other bits.
-        size: How many there are.
-        max_abs: The largest difference of two finite numbers; None where all that differ are others.
-        max_ulps: The largest difference in units in the last place, of floating-point numbers that are not a NaN;
-            infinities of opposite signs have none.
+        path: The path of the leaf.
+        why: The kind of difference: "values", "dtype", "shape", "only in A", "only in B".
+        detail: A description of the difference.
+        number: The number of elements that differ bitwise.
+        size: The number of elements.
+        max_abs: The largest difference of two finite numbers; None if no differing elements are both finite.
+        max_ulps: The largest difference in units in the last place of floating-point numbers, except for NaNs and
+            infinities of opposite signs.
     """
 
     path: str
@@ -33,7 +33,7 @@ class LeafDifference:
 
 
 def difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> LeafDifference | None:
-    """How two arrays of one path differ; None where all bits are the same."""
+    """Return the difference of two arrays of one path; None if they are bitwise identical."""
     if a.dtype != b.dtype:
         return LeafDifference(path, "dtype", f"{a.dtype} in A, {b.dtype} in B")
     if a.shape != b.shape:
@@ -60,7 +60,7 @@ def difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> L
 
 
 def _are_opposite(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Where both are infinite, and of opposite signs."""
+    """Return a mask of the elements that are infinite with opposite signs."""
     return np.asarray(np.isinf(a) & np.isinf(b) & (a != b))
 
 
@@ -88,17 +88,17 @@ def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[floa
 
 
 def _ulps(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int | None:
-    """The number of steps from a float to the next between them, at most."""
+    """Return the largest distance in units in the last place."""
     if not a.size:
         return None
     order_a, order_b = _order(a), _order(b)
     above, under = np.maximum(order_a, order_b), np.minimum(order_a, order_b)
-    # The distance of two int64 may not fit one; it fits a uint64.
+    # The distance of two int64 may overflow int64, but it fits in uint64.
     return int((above.astype(np.uint64) - under.astype(np.uint64)).max())
 
 
 def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Integers that lie as the floats do; 0.0 and −0.0 are one."""
+    """Map floats to integers of the same order; 0.0 and −0.0 are equal."""
     width = 8 * x.dtype.itemsize
     bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64)
     if width == 64:

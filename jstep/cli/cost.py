@@ -1,4 +1,4 @@
-"""`cost`: what a step of a program takes, before anything is rented."""
+"""`cost`: an estimate of the cost of a training step, without running it."""
 
 import argparse
 import dataclasses
@@ -24,27 +24,27 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "program",
         metavar="PROGRAM:FUNCTION",
         help="a file (train.py:step_and_shapes) or a module (my.train:step_and_shapes); the function takes no "
-        "arguments and returns (train_step, state, *batch), as arrays or shapes",
+        "arguments and returns (train_step, state, *batch) as arrays or shapes",
     )
     parser.add_argument(
         "--topology",
         metavar="NAME",
         help="the devices to compile for, such as v5e:16x16, v5e:4x4*2 or h100:4x8: data parallel over all of them. "
-        "For another layout the function places state and batch on a mesh of jstep.topology",
+        "For another layout, let the function place state and batch on a mesh of jstep.topology",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, in one line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")
     if topology is not None:
-        prepare()  # before the program uses JAX, which would write to stderr that the compilers have no devices
+        prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
     step, state, *batch = _returned(arguments.program)
     mesh = mesh_of((state, batch))
     is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
     found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
     print(as_json(_fields(found)) if arguments.json else found)
-    return OK  # an answer, also where it does not fit
+    return OK  # even if the step does not fit into memory
 
 
 def _returned(program: str) -> Any:
@@ -61,7 +61,7 @@ def _returned(program: str) -> Any:
 
 
 def _loaded(place: str) -> ModuleType:
-    """The module of a file or of a name, imported as `python FILE` and `python -m NAME` would find what it imports."""
+    """Import the module of a file or of a name, with the import path of `python FILE` or `python -m NAME`."""
     if not (os.path.isfile(place) or place.endswith(".py")):
         sys.path.insert(0, os.getcwd())
         return importlib.import_module(place)
@@ -73,7 +73,7 @@ def _loaded(place: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{place} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look their module up
+    sys.modules[name] = module  # needed by dataclasses and pickles, which look up their module
     spec.loader.exec_module(module)
     return module
 

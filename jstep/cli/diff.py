@@ -1,4 +1,4 @@
-"""`diff`: the first step at which two runs part, and the leaves; or the leaves of two checkpoints."""
+"""`diff`: the first step at which two runs diverge and the leaves that differ, or those of two checkpoints."""
 
 import argparse
 import dataclasses
@@ -18,15 +18,15 @@ _SHOWN = 40
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "a checkpoint, a directory of checkpoints, or a log of fingerprints (or the logdir that has one)"
+    what = "a checkpoint, a directory of checkpoints, or a log of fingerprints (or a logdir that contains one)"
     parser.add_argument("a", metavar="A", help=what)
-    parser.add_argument("b", metavar="B", help="the same of the other run")
-    parser.add_argument("--json", action="store_true", help="one JSON object, in one line")
+    parser.add_argument("b", metavar="B", help="the same for the other run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
 @dataclasses.dataclass
 class _Side:
-    """What is compared: one of these."""
+    """One side of the comparison: a checkpoint, a directory of checkpoints, or a log."""
 
     path: str
     kind: str
@@ -88,7 +88,9 @@ def _side(path: str) -> _Side:
     problems = [f"{path}: {problem}; the other lines are compared" for problem in found.damaged]
     if not found.entries:
         why = problems[0] if problems else f"{path} is empty"
-        raise ValueError(f"{why}. A log of fingerprints, as jstep.FingerprintHook writes it, has a JSON object a line")
+        raise ValueError(
+            f"{why}. A log of fingerprints, as written by jstep.FingerprintHook, has one JSON object per line"
+        )
     return _Side(path, "a log of fingerprints", log=found, problems=problems)
 
 
@@ -147,9 +149,9 @@ def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
     absent = {*left_out.absent_from(a), *left_out.absent_from(b)}
     for one in (a, b):
         if problems := one.problems():
-            raise ValueError(f"{one.path} is damaged: {'; '.join(problems[:3])}")
+            raise ValueError(f"{one.path} is corrupted: {'; '.join(problems[:3])}")
     kinds_b = {name: (leaf.dtype, leaf.key_impl) for name, leaf in zip(names_b, b.manifest.leaves, strict=True)}
-    # Leaf after leaf of both, in the order of A: two checkpoints need not fit into memory.
+    # Read leaf by leaf in the order of A, because two checkpoints may not fit into memory.
     later = _by_name(b, names_b)
     for name, (leaf, array) in zip(names_a, a.leaves(), strict=True):
         if name in absent:
@@ -165,7 +167,7 @@ def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
 
 
 def _by_name(one: Checkpoint, names: list[str]) -> Callable[[str], Any]:
-    """Reads on until a leaf is there, and keeps what came before it for later."""
+    """Return a function that reads until it reaches a leaf, and keeps the leaves before it for later."""
     rest = zip(names, one.leaves(), strict=True)
     kept: dict[str, Any] = {}
 
@@ -194,7 +196,7 @@ def _text(result: dict[str, Any]) -> list[str]:
     leaves, common = result["leaves"], result.get("common")
     if result["same"]:
         if common is None:
-            return [f"the same: {result['compared']} leaves, every bit"]
+            return [f"identical ({result['compared']} leaves, bitwise)"]
         return [f"the same at all {len(common)} steps in common, {common[0]} to {common[-1]}"]
     if common is None:
         steps = result["steps"]
@@ -204,11 +206,11 @@ def _text(result: dict[str, Any]) -> list[str]:
         before = result["same_before"]
         steps_before = "the step" if before == 1 else f"the {before} steps"
         same = f"the same at {steps_before} in common before it" if before else "the first in common"
-        lines = [f"the runs part at step {result['step']} ({same}, {len(common)} in common)"]
+        lines = [f"the runs diverge at step {result['step']} ({same}, {len(common)} in common)"]
         if result.get("leaves_known", True):
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
-            lines.append("which leaves is not known: a log was written with per_leaf=False")
+            lines.append("which leaves differ is not known: a log was written with per_leaf=False")
     width = max((len(printable(one["path"])) for one in leaves[:_SHOWN]), default=0)
     lines += [f"  {printable(one['path']):<{width}}  {printable(one['detail'])}".rstrip() for one in leaves[:_SHOWN]]
     if len(leaves) > _SHOWN:

@@ -1,4 +1,4 @@
-"""`events`: the events of a file, one a line, as text or JSON."""
+"""`events`: the events of a file as text or JSON, one per line."""
 
 import argparse
 import fnmatch
@@ -16,19 +16,19 @@ from jstep.summary.read.files import event_files, is_event_file
 
 
 def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",)) -> int:
-    """Prints the events of a file, or of the files of a directory in their order, one a line.
+    """Print the events of a file, or of all event files in a directory in order, one per line.
 
     Args:
         path: An event file or a directory.
-        json: Whether a line is a JSON object; numbers that JSON has not are the strings "NaN", "Infinity"
-            and "-Infinity", as protobuf writes them.
-        tags: Globs; values with other tags are left out, and events without any value then too.
+        json: Whether to print each line as a JSON object; non-finite numbers become the strings "NaN", "Infinity"
+            and "-Infinity", as in protobuf.
+        tags: Globs; values with other tags are omitted, and so are events that have no values left.
 
     Returns:
-        The exit code. Of a damaged file the events before the damage are printed, and the other files.
+        The exit code. If a file is corrupted, the events before the corruption and the other files are printed.
 
     Raises:
-        FileNotFoundError: There is no such file, or no event file in the directory.
+        FileNotFoundError: The file does not exist, or the directory contains no event files.
     """
     files = event_files(path)
     if not files:
@@ -43,10 +43,10 @@ def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",))
                 if entry is not None:
                     print(as_json(entry) if json else printable(_line(entry)))
         except DataLossError as error:
-            complain("events", error if found else f"{error}; it is not an event file, or its beginning is damaged")
+            complain("events", error if found else f"{error}; it is not an event file, or its beginning is corrupted")
             code = TROUBLE
         else:
-            # Of a directory the names are those of event files, and a run that was killed may leave an empty one.
+            # Files in a directory are known to be event files by name, and a killed run may leave an empty one.
             if not found and file == path and not (is_event_file(file) and _is_empty(file)):
                 complain("events", f"{file}: is not an event file, or ends inside its first event")
                 code = TROUBLE
@@ -114,7 +114,7 @@ def _value(value: Any) -> dict[str, Any]:
             "bucket_limit": list(histogram.bucket_limit),
             "bucket": list(histogram.bucket),
         }
-    # A plugin's name may be any text, "scalar" too, whose entry would be taken for one of the above.
+    # The name of a plugin may be any string, even "scalar", whose entry would look like one of the above.
     plugin = value.metadata.plugin_data.plugin_name
     entry["kind"] = f"tensor of {plugin}" if plugin in ("scalar", "image", "histogram") else plugin or kind or "empty"
     if kind == "tensor":
@@ -135,7 +135,7 @@ def _line(entry: dict[str, Any]) -> str:
 def _time(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-    except (OverflowError, ValueError, OSError):  # no time of this calendar
+    except (OverflowError, ValueError, OSError):  # outside the range of datetime
         return f"{seconds:g} s"
 
 
@@ -160,7 +160,7 @@ def _short(x: Any) -> str:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="an event file, or the directory of a run")
+    parser.add_argument("file", help="an event file, or a directory of event files")
     parser.add_argument("-f", "--format", choices=("text", "json"), default="text")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to print (repeatable)")

@@ -1,4 +1,4 @@
-"""`goodput`: where the wall time of a run went."""
+"""`goodput`: the breakdown of the wall time of a run."""
 
 import argparse
 import dataclasses
@@ -10,8 +10,8 @@ from jstep.timeline import goodput
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="the checkpoint_dir of a run, or its logdir if it has none")
-    parser.add_argument("--prefix", default="model", help="of the run's checkpoints (default: model)")
-    parser.add_argument("--json", action="store_true", help="one JSON object, in one line")
+    parser.add_argument("--prefix", default="model", help="the prefix of the run's checkpoints (default: model)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
 def _run(arguments: argparse.Namespace) -> int:

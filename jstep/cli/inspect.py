@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint or a safetensors file holds, or which checkpoints a directory has."""
+"""`inspect`: the contents of a checkpoint or a safetensors file, or the checkpoints in a directory."""
 
 import argparse
 from typing import Any
@@ -15,9 +15,9 @@ from jstep.stores import is_directory, location
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint (run/model-1000), a directory of them, or safetensors")
+    parser.add_argument("path", help="a checkpoint (run/model-1000), a directory of checkpoints, or safetensors")
     parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums")
-    parser.add_argument("--json", action="store_true", help="one JSON object, in one line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     problems = one.problems() if arguments.verify else []
     for problem in problems:
-        complain("inspect", f"{one.path} is damaged: {problem}")
+        complain("inspect", f"{one.path} is corrupted: {problem}")
     if problems:
         return TROUBLE
     rows = [
@@ -61,15 +61,15 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     table(heads, [[cell(row.get(key)) for key in ("path", "dtype", "shape", "bytes", "min", "max", "mean")]
                    + [cell(row["nonfinite"])] for row in rows], left=3)  # fmt: skip
     if one.manifest.left_out:
-        print("\nleft out by Saver(leave_out=…): a target brings them to restore\n")
+        print("\nleft out by Saver(leave_out=…); restore takes them from the target\n")
         rest = [[cell(x.path), x.dtype, cell(list(x.shape)), x.fingerprint] for x in one.manifest.left_out]
         table(("leaf", "dtype", "shape", "fingerprint"), rest, left=4)
     return OK
 
 
 def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Least, greatest and mean of the finite numbers; nothing of keys."""
-    from jstep.tools.nonfinite.numbers import is_inexact, range_of  # not at the top: a directory is listed without JAX
+    """Return minimum, maximum and mean of the finite numbers; None for keys."""
+    from jstep.tools.nonfinite.numbers import is_inexact, range_of  # imports JAX, which listing a directory must not
 
     nothing = {"min": None, "max": None, "mean": None}
     if leaf.key_impl is not None:
@@ -94,7 +94,7 @@ def _directory(path: str, arguments: argparse.Namespace) -> int:
     checkpoints, problems = below(path)
     if not checkpoints and not problems:
         raise FileNotFoundError(
-            f"no checkpoints in {path}: they are folders such as model-1000, in what train has as checkpoint_dir"
+            f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
         )
     rows = []
     for one in checkpoints:
@@ -104,7 +104,7 @@ def _directory(path: str, arguments: argparse.Namespace) -> int:
                 wrong = one.problems()
             except (CheckpointError, OSError) as error:
                 wrong = [str(error)]
-        problems += [f"{one.path} is damaged: {problem}" for problem in wrong]
+        problems += [f"{one.path} is corrupted: {problem}" for problem in wrong]
         rows.append({"name": one.name, **_about(one), "leaves": len(one.manifest.leaves)})
         if arguments.verify:
             rows[-1]["verified"] = not wrong
@@ -112,7 +112,7 @@ def _directory(path: str, arguments: argparse.Namespace) -> int:
         print(as_json({"path": path, "checkpoints": rows, "problems": problems}))
     elif rows:
         heads = ["checkpoint", "saved", "step", "leaves", "size"] + ["every byte"] * arguments.verify
-        verdict = {True: "as written", False: "DAMAGED", None: ""}
+        verdict = {True: "as written", False: "CORRUPTED", None: ""}
         table(heads, [[printable(row["name"]), row["time"], str(row["step"]), str(row["leaves"]), size(row["bytes"])]
                        + [verdict[row.get("verified")]] * arguments.verify for row in rows], left=2)  # fmt: skip
     for problem in problems:

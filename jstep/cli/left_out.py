@@ -1,4 +1,4 @@
-"""What `Saver(leave_out=…)` left out of checkpoints, compared by fingerprints."""
+"""Comparison by fingerprints of the leaves that `Saver(leave_out=…)` left out of checkpoints."""
 
 from collections.abc import Iterator
 
@@ -9,12 +9,12 @@ from jstep.cli.compare import LeafDifference
 
 
 def absent_from(one: Checkpoint) -> dict[str, LeftOut]:
-    """What was left out, by path."""
+    """Return the records of the leaves that were left out, by path."""
     return {leaf.path: leaf for leaf in one.manifest.left_out}
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    """How leaves differ that were left out of one of two checkpoints, or of both; those that only one of them knows."""
+    """Yield the differences of leaves that were left out of one or both checkpoints, including those in only one."""
     of_a, of_b = absent_from(a), absent_from(b)
     records_a, records_b = of_a | _saved(a, set(of_b)), of_b | _saved(b, set(of_a))
     for path in (*of_a, *(path for path in of_b if path not in of_a)):
@@ -31,7 +31,7 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
 
 
 def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
-    """Records of saved leaves, as if they had been left out."""
+    """Return the records that saved leaves would have if they had been left out."""
     if not paths & set(names_of(one)):
         return {}
     pairs = zip(names_of(one), one.leaves(), strict=True)

@@ -1,4 +1,4 @@
-"""`python -m jstep`: one command a module, which is imported when the command is given."""
+"""The command line `python -m jstep`; each command is a module, imported only when it is used."""
 
 import argparse
 import importlib
@@ -11,14 +11,14 @@ from jstep.cli.output import complain
 from jstep.summary import DataLossError
 
 COMMANDS = {
-    "inspect": "show what a checkpoint, a directory of them, or safetensors hold",
-    "diff": "find where two runs part: checkpoints, directories of them, logs",
-    "plot": "draw the scalars of one or several runs to a file",
-    "events": "print the events of a file, one a line",
-    "cost": "say what a training step takes: operations, memory, transfers",
+    "inspect": "show a checkpoint, a directory of checkpoints, or safetensors",
+    "diff": "find where two runs diverge: checkpoints, directories, logs",
+    "plot": "plot the scalars of one or several runs to a file",
+    "events": "print the events of a file, one per line",
+    "cost": "estimate the cost of a step: operations, memory, transfers",
     "goodput": "account for the wall time of a run, over all its starts",
 }
-"""Name → what it does, in the order and the words of `--help`. A new command is a module beside this one, of that name,
+"""Name → description, in the order and wording of `--help`. To add a command, add a module of its name to this package
 and a line here."""
 
 _EPILOG = """\
@@ -27,18 +27,18 @@ examples:
   python -m jstep diff run-on-one-host run-on-two
   python -m jstep plot runs -o loss.png --tags 'loss*'
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
-A URL (gs://, s3://) will do wherever a path is taken. `python -m jstep COMMAND --help` lists a command's options.
-Exit codes: 0; 1 where diff found a difference; 2 for trouble: a missing path, damage, nothing in common."""
+A path may also be a URL (gs://, s3://). `python -m jstep COMMAND --help` lists the options.
+Exit codes: 0; 1 where diff found a difference; 2 for trouble: a missing path, corruption, nothing in common."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Run a command.
 
     Args:
-        argv: The arguments; those of the process where None.
+        argv: The arguments; None for those of the process.
 
     Returns:
-        The exit code: 0, 1 where `diff` found a difference, or 2 after an error, which is told on stderr.
+        The exit code: 0, 1 if `diff` found a difference, or 2 after an error, which is reported on stderr.
     """
     given = sys.argv[1:] if argv is None else argv
     arguments = _parser(given).parse_args(given)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, `head` for instance, has seen enough; nothing is to be flushed to it at exit.
+        # The reader, such as `head`, has closed the pipe; nothing must be flushed to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jstep",
-        description="Looks at what a run has written, and at what a step will take.",
+        description="Inspect the files of a run, and estimate the cost of a training step.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jstep {sys.modules['jstep'].__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    # No option before the command takes a value, so that the first word that is not an option is the command.
+    # No option before the command takes a value, so the first argument that is not an option is the command.
     chosen = next((word for word in given if not word.startswith("-")), None)
     for name, words in COMMANDS.items():
         own = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")

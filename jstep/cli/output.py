@@ -1,4 +1,4 @@
-"""What commands print: text that cannot play tricks on a terminal, and JSON that any reader takes."""
+"""Output of commands: text without control characters, strict JSON, and tables."""
 
 import json
 import math
@@ -7,22 +7,22 @@ from typing import Any
 
 
 def printable(text: Any) -> str:
-    """The text with what is no printable character escaped: it may come from anybody's file."""
+    """Escape non-printable characters, because the input may come from an untrusted file."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def as_json(value: Any) -> str:
-    """One line of strict JSON: numbers that it has not are the strings "NaN", "Infinity" and "-Infinity"."""
+    """Return one line of strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
     return json.dumps(_plain(value), allow_nan=False)
 
 
 def complain(command: str, what: object) -> None:
-    """Tells on stderr what is wrong."""
+    """Print an error to stderr."""
     print(f"jstep {command}: {printable(what)}", file=sys.stderr)
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it."""
+    """Format a value for a table."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -33,7 +33,7 @@ def cell(value: Any) -> str:
 
 
 def table(heads: Any, rows: list[list[str]], left: int) -> None:
-    """Prints columns, the first ones flush left, the others flush right."""
+    """Print a table whose first `left` columns are left-aligned and whose others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in [list(heads), *rows]:
         cells = [

@@ -1,4 +1,4 @@
-"""`plot`: curves of scalars, drawn with matplotlib, without a display and without a server."""
+"""`plot`: curves of scalars with matplotlib, without a display or a server."""
 
 import argparse
 import fnmatch
@@ -23,46 +23,49 @@ def plot_scalars(
     x_axis: str = "step",
     smoothing: float = 0.0,
     log_y: bool = False,
-    damaged: Callable[[DataLossError], None] | None = None,
+    on_corrupted: Callable[[DataLossError], None] | None = None,
 ) -> list[str]:
-    """Draws the scalars of one or several runs, a panel for each tag and a line for each run.
+    """Plot the scalars of one or several runs, with a panel for each tag and a line for each run.
 
     Args:
-        logdirs: Directories; each directory at or below them that holds event files is a run.
-        output: The picture's path; its suffix (`.png`, `.svg`, `.pdf`) is its format.
-        tags: Globs of the tags to draw.
+        logdirs: Directories; each directory at or below them that contains event files is a run.
+        output: The path of the image; its suffix (`.png`, `.svg`, `.pdf`) determines the format.
+        tags: Globs of the tags to plot.
         x_axis: "step", or "time" (hours since the first point of the run).
-        smoothing: The decay, 0 ≤ decay < 1, of a moving average (debiased, as TensorBoard's). The values are
-            drawn faintly behind it.
+        smoothing: The decay, 0 ≤ decay < 1, of a moving average (debiased, as in TensorBoard). The original values
+            are drawn faintly behind it.
         log_y: Whether the vertical axes are logarithmic.
-        damaged: Is told of files that are damaged; what lies before the damage is drawn, and all other files.
+        on_corrupted: A callback for corrupted files. The events before the corruption, and all other files, are
+            plotted.
 
     Returns:
-        The tags that were drawn.
+        The tags that were plotted.
 
     Raises:
-        FileNotFoundError: There is no such directory, or no event file in one.
-        ValueError: No scalar has a tag that matches; or smoothing is out of range.
-        DataLossError: A file is damaged, and nobody is there to be told.
+        FileNotFoundError: A directory does not exist or contains no event files.
+        ValueError: No tag of a scalar matches, or smoothing is out of range.
+        DataLossError: A file is corrupted, and `on_corrupted` is None.
         ImportError: matplotlib is not installed.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing must be at least 0 and less than 1, not {smoothing}")
-    runs = _read(logdirs, damaged)
+    runs = _read(logdirs, on_corrupted)
     there = list(dict.fromkeys(tag for series in runs.values() for tag in series))
     chosen = [tag for tag in there if any(fnmatch.fnmatchcase(tag, pattern) for pattern in tags)]
     if not chosen:
         if not there:
             raise ValueError(f"no scalars in {', '.join(logdirs)}")
-        from jstep.core.trees import nearest  # not at the top: it imports JAX, and a curve is drawn without
+        from jstep.core.trees import nearest  # imported here because it imports JAX, which plotting does not need
 
         raise ValueError(f"no scalar's tag matches {', '.join(tags)}{nearest(tags[0], there)}")
     _draw(runs, chosen, output, x_axis, smoothing, log_y)
     return chosen
 
 
-def _read(logdirs: Sequence[str], damaged: Callable[[DataLossError], None] | None) -> dict[str, dict[str, list[Point]]]:
-    """Run → tag → points; a run is named by its path below what all of them share."""
+def _read(
+    logdirs: Sequence[str], on_corrupted: Callable[[DataLossError], None] | None
+) -> dict[str, dict[str, list[Point]]]:
+    """Return run → tag → points; a run is named by its path below the common prefix of all runs."""
     paths: list[str] = []
     for logdir in logdirs:
         if not is_url(logdir) and not os.path.exists(logdir):
@@ -72,7 +75,7 @@ def _read(logdirs: Sequence[str], damaged: Callable[[DataLossError], None] | Non
             raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {logdir} or below")
         paths += found
     paths = list(dict.fromkeys(map(absolute, paths)))
-    return {name: read_scalars(path, damaged) for name, path in zip(_names(paths), paths, strict=True)}
+    return {name: read_scalars(path, on_corrupted) for name, path in zip(_names(paths), paths, strict=True)}
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -112,7 +115,7 @@ def _draw(
             axes.plot(xs, values, color=f"C{i}", label=printable(run), marker=marker, linewidth=1.5)
         axes.set_title(printable(tag), fontsize=10, parse_math=False)
         axes.set_xlabel("global step" if x_axis == "step" else "hours", fontsize=9)
-        axes.tick_params(which="both", labelsize=8)  # the minor ones of a logarithmic axis too
+        axes.tick_params(which="both", labelsize=8)  # including minor ticks of logarithmic axes
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if log_y:
@@ -124,7 +127,7 @@ def _draw(
 
 
 def _figure() -> Any:
-    """An empty figure; built without pyplot, it needs no display and touches no global state."""
+    """Return an empty figure, created without pyplot, so that it needs no display and no global state."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -133,7 +136,7 @@ def _figure() -> Any:
 
 
 def _smooth(values: Sequence[float], decay: float) -> list[float]:
-    """A moving average, divided by 1 − decayⁿ against its start at 0; passes over what is not finite."""
+    """Return a moving average, debiased by 1 − decayⁿ; non-finite values are skipped."""
     smoothed, average, weight = [], 0.0, 1.0
     for value in values:
         if math.isfinite(value):
@@ -144,9 +147,9 @@ def _smooth(values: Sequence[float], decay: float) -> list[float]:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("logdir", nargs="+", help="a directory; every one below it with event files is a run")
-    parser.add_argument("-o", "--output", required=True, help="the picture: loss.png, loss.svg or loss.pdf")
-    parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to draw (repeatable)")
+    parser.add_argument("logdir", nargs="+", help="a directory; every directory below it with event files is a run")
+    parser.add_argument("-o", "--output", required=True, help="the image file: loss.png, loss.svg or loss.pdf")
+    parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to plot (repeatable)")
     parser.add_argument("-x", choices=("step", "time"), default="step", help="the horizontal axis")
     parser.add_argument("-s", "--smoothing", type=float, default=0.0, metavar="DECAY", help="0 (none) to below 1")
     parser.add_argument("--log-y", action="store_true", help="logarithmic vertical axes")
@@ -155,10 +158,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     code = OK
 
-    def damaged(error: DataLossError) -> None:
+    def on_corrupted(error: DataLossError) -> None:
         nonlocal code
         code = TROUBLE
-        complain("plot", f"{error}; what lies behind it is not drawn")
+        complain("plot", f"{error}; the data after it is not drawn")
 
     tags = plot_scalars(
         [location(logdir, "logdir") for logdir in arguments.logdir],
@@ -167,7 +170,7 @@ def _run(arguments: argparse.Namespace) -> int:
         x_axis=arguments.x,
         smoothing=arguments.smoothing,
         log_y=arguments.log_y,
-        damaged=damaged,
+        on_corrupted=on_corrupted,
     )
     print(printable(f"{arguments.output}: {', '.join(tags)}"))
     return code

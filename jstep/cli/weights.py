@@ -1,4 +1,4 @@
-"""`inspect` of safetensors files: what their headers say. No tensor is read."""
+"""`inspect` of safetensors files, from their headers, without reading any tensor."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ from jstep.weights.find import INDEX, SUFFIX, Weights, find_weights
 
 
 def are_at(path: str) -> bool:
-    """Whether a path has weights to show: a file, or a folder with weights that has no checkpoints and is not one."""
+    """Return whether a path has weights: a file, or a folder with weights that is not and has no checkpoints."""
     if is_url(path) or not os.path.isdir(path):
         return not is_url(path) and (os.path.isfile(path) or os.path.isfile(path + INDEX))
     if not any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
@@ -24,11 +24,11 @@ def are_at(path: str) -> bool:
     try:
         return at(path) is None and not below(path)[0]
     except CheckpointError:
-        return True  # a folder such as gpt-2, whose name could be that of a checkpoint
+        return True  # a folder such as gpt-2, whose name looks like that of a checkpoint
 
 
 def show(path: str, arguments: argparse.Namespace) -> int:
-    """Prints the tensors of a file, or of an index and its shards.
+    """Print the tensors of a file, or of an index and its shards.
 
     Raises:
         OSError: A file cannot be read.

@@ -1,4 +1,4 @@
-"""Batches as a function of the step, and on their way to the device."""
+"""Data pipelines: batches by step, mixtures of sources, and prefetching to devices."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.data.batches import Batches, batches

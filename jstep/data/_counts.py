@@ -1,16 +1,16 @@
-"""How many rows of a mixture come from each source: exact arithmetic, no sources.
+"""The number of rows of a mixture that come from each source, in exact arithmetic.
 
-Rows come one by one; `counts` says how many of the first T are from each source. In a stage that begins with counts c
-and ideals I, and whose weights w sum to 1, a fluid flows into the sources at one row a time unit. It first fills those
-that are owed most, compared by c - I, until they are level with the next, and from then on follows the weights:
+`counts` returns how many of the first T rows are from each source. Consider a stage that begins with counts c and
+ideals I, and whose weights w sum to 1. A fluid flows into the sources at one row per time unit. It first fills the
+sources that are furthest behind, measured by c - I, until they are level with the next, and then follows the weights:
 
     F_s(t) = max(c_s, I_s + w_s·t + level(t)),   sum of F_s(t) = sum of c_s + t
 
-Row j of a source is due when F_s = j + 1/2, and rows come in the order in which they are due. So counts never decrease,
-and depend on no later stage. The level never falls within a stage, as a source that waits has had too much. That makes
-the errors c - I of any k of n sources sum to k·(n - k)/2 at most, whatever the weights and stages (levelling keeps
-the bound, and rounding adds b·(m - b)/2 at most for b of m sources that are level): one source is never further than
-(n - 1)/2 from its ideal.
+Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due. Counts therefore
+never decrease and do not depend on later stages. The level never falls within a stage, because a waiting source is
+ahead of its ideal. It follows that the errors c - I of any k of n sources sum to at most k·(n - k)/2, for any weights
+and stages (levelling keeps the bound, and rounding adds at most b·(m - b)/2 for b of m sources that are level): a
+single source is never further than (n - 1)/2 from its ideal.
 """
 
 import bisect
@@ -24,18 +24,18 @@ Weights = tuple[Fraction, ...]
 
 _HALF = Fraction(1, 2)
 _PRECISION = 2**128
-"""Errors are carried from stage to stage in such parts of a row, which bounds the length of all numbers."""
+"""Errors are carried from stage to stage in units of 1/_PRECISION row, which bounds the length of all numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A time in which every source fills at one rate: floor((offset + rate·t) / unit) rows at the time t.
+    """A period in which every source fills at a constant rate, with floor((offset + rate·t) / unit) rows at time t.
 
     Attributes:
-        start: When it begins, in rows since the stage began.
-        unit: What the others are divided by.
-        offsets: For each source.
-        rates: For each source; 0 for one that waits.
+        start: The time at which it begins, in rows since the stage began.
+        unit: The common denominator of offsets and rates.
+        offsets: The offset of each source.
+        rates: The rate of each source; 0 for a waiting one.
     """
 
     start: Fraction
@@ -46,12 +46,12 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The rows of one set of weights.
+    """A stage with constant weights.
 
     Attributes:
-        first: The number of rows before it.
-        phases: Its phases.
-        slack: The number of sources with a weight; rounding delays or hastens rows by half of that.
+        first: The number of rows before the stage.
+        phases: The phases of the stage.
+        slack: The number of sources with a positive weight; rounding shifts rows by up to half of that.
     """
 
     first: int
@@ -59,8 +59,8 @@ class Stage:
     slack: int
 
     def counts(self, rows: int) -> tuple[int, ...]:
-        """The rows from each source among the first `rows`."""
-        # Twice a time at which no more than `rows` are due: rounding up adds half a row for each source.
+        """Return the number of rows from each source among the first `rows`."""
+        # Twice a time at which at most `rows` rows are due: rounding up adds half a row for each source.
         twice = max(2 * (rows - self.first) - self.slack, 0)
         number = bisect.bisect_right(self.phases, Fraction(twice, 2), key=lambda phase: phase.start) - 1
         phase = self.phases[number]
@@ -77,7 +77,7 @@ class Stage:
         return tuple(found)
 
     def _due(self, source: int, count: int, number: int) -> Fraction | float:
-        """When the next row of a source is due that has had `count`, from a phase on; infinity if never."""
+        """Return when row number `count` of a source is due, from a phase on; infinity if never."""
         for i, phase in enumerate(self.phases[number:], number + 1):
             if phase.rates[source]:
                 time = Fraction((count + 1) * phase.unit - phase.offsets[source], phase.rates[source])
@@ -87,10 +87,10 @@ class Stage:
 
 
 class Counts:
-    """The rows from each source among the first so many.
+    """The number of rows from each source among the first T rows.
 
     Args:
-        stages: For each stage the number of rows before it, ascending from 0, and its weights.
+        stages: The number of rows before each stage, ascending from 0, and its weights.
     """
 
     def __init__(self, stages: Sequence[tuple[int, Weights]]) -> None:
@@ -110,7 +110,7 @@ class Counts:
             previous = first, weights
 
     def at(self, rows: int) -> tuple[int, ...]:
-        """The rows from each source among the first `rows`."""
+        """Return the number of rows from each source among the first `rows`."""
         return self._stages[bisect.bisect_right(self._firsts, rows) - 1].counts(rows)
 
 
@@ -127,7 +127,7 @@ def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -
         found.append(_phase(time, counts, ideals, weights, filling, level - rise * time, rise))
         if not waiting:
             return tuple(found)
-        # What waits has an excess of excess - weight·time, what fills one of level.
+        # A waiting source has an excess of excess - weight·time, a filling one an excess of level.
         times = [(excess[s] - level + rise * time) / (weights[s] + rise) for s in waiting]
         level, time = level + rise * (min(times) - time), min(times)
 

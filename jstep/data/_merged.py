@@ -1,4 +1,4 @@
-"""Rows of several sources as one batch."""
+"""Merging rows of several sources into one batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,13 +13,13 @@ from jstep.data._permutation import Rows
 
 
 def check_same_structure(samples: Mapping[str, Any]) -> None:
-    """Refuses sources whose batches cannot be one.
+    """Check that the rows of all sources fit into one batch.
 
     Args:
         samples: A batch of each source, by name.
 
     Raises:
-        ValueError: They differ in structure, or a leaf in dtype or in the shape of a row.
+        ValueError: The sources differ in structure, or a leaf in dtype or row shape.
     """
     (name, sample), *others = samples.items()
     first = dict(leaves_with_paths(sample))
@@ -46,16 +46,16 @@ def check_same_structure(samples: Mapping[str, Any]) -> None:
 
 
 def _described(leaf: Any) -> str:
-    dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else str(leaf.dtype)  # texts may have several lengths
+    dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else str(leaf.dtype)  # strings may differ in length
     return f"{dtype}{list(leaf.shape[1:])}"
 
 
 def merge(parts: Sequence[Any], indices: Sequence[Rows]) -> Any:
-    """One batch of the rows of several.
+    """Merge the rows of several sources into one batch.
 
     Args:
-        parts: Trees of arrays, all of one structure.
-        indices: For each the places of its rows in the batch; together they are all of them.
+        parts: Trees of arrays with the same structure.
+        indices: The indices of the rows of each part in the batch; together they cover the batch.
     """
     if len(parts) == 1:
         return parts[0]
@@ -68,8 +68,8 @@ def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Rows]) -> Any:
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]
         arrays = [np.asarray(leaf) for leaf in leaves]
-    dtype = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)  # that of the longest texts
+    dtype = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)  # the longest strings
     merged = np.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), dtype)
-    for array, where in zip(arrays, indices, strict=True):
-        merged[where] = array
+    for array, targets in zip(arrays, indices, strict=True):
+        merged[targets] = array
     return merged

@@ -1,4 +1,4 @@
-"""Which rows of which sources make up the batch of a step of a mixture, without the sources."""
+"""The sources and row numbers of each batch of a mixture."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,17 +12,17 @@ from jstep.data._processes import Share
 from jstep.data._sizes import Sizes
 from jstep.data.sources import RowNumbers
 
-# Row numbers made at once where batches follow each other, which hides the cost of NumPy's calls.
+# Row numbers to compute at once when batches are read in sequence, to amortize the overhead of NumPy calls.
 _LOOKAHEAD_ROWS = 16384
 
 
 class Stream(NamedTuple):
-    """The rows of one source, epoch after epoch.
+    """The endless sequence of rows of one source.
 
     Attributes:
-        num_rows: The rows of an epoch.
-        seed: Determines their order, with the epoch.
-        shuffle: Whether they have one of their own in each epoch.
+        num_rows: The number of rows per epoch.
+        seed: Determines the permutations, together with the epoch.
+        shuffle: Whether the rows are permuted in each epoch.
     """
 
     num_rows: int
@@ -31,15 +31,15 @@ class Stream(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """What a mixture is, but for its sources.
+    """The definition of a mixture, without the data of its sources.
 
     Attributes:
-        streams: The rows of each source.
-        sizes: The rows of each batch.
-        counts: The rows from each source among the first so many.
-        share: This process's part of a batch.
-        seed: Determines the order within batches, with the step.
-        weights: What the counts follow, by step.
+        streams: The stream of rows of each source.
+        sizes: The number of rows of each batch.
+        counts: The number of rows from each source among the first T rows.
+        share: This process's share of a batch.
+        seed: Determines the order within batches, together with the step.
+        weights: The weights of the sources, by step.
     """
 
     streams: tuple[Stream, ...]
@@ -54,9 +54,9 @@ class SourceRows(NamedTuple):
     """Rows of one source in a batch.
 
     Attributes:
-        source: The number of the source.
-        indices: Where they are in this process's part of the batch, ascending.
-        rows: Their numbers.
+        source: The index of the source.
+        indices: Their indices in this process's part of the batch, ascending.
+        rows: Their row numbers in the source.
     """
 
     source: int
@@ -65,13 +65,13 @@ class SourceRows(NamedTuple):
 
 
 def derived_seed(seed: int, purpose: int, name: str = "") -> int:
-    """A seed that depends on a purpose and a name, but on no other name and no order."""
+    """Return a seed for a purpose and a name, independent of other names and of their order."""
     sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
     return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
 
 
 class MixedRows:
-    """The rows of steps, for one reader. What it keeps are caches of pure functions, which threads may share."""
+    """The rows of each step, for one iterator. Its state is a cache of pure functions, which threads may share."""
 
     def __init__(self, mix: Mix) -> None:
         self._mix = mix
@@ -80,7 +80,7 @@ class MixedRows:
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(mix.streams))
 
     def of(self, step: int) -> Iterator[SourceRows]:
-        """The rows of this process in the batch of a step, source by source."""
+        """Yield this process's rows in the batch of a step, source by source."""
         mix = self._mix
         before, size = mix.sizes.before(step), mix.sizes.at(step)
         known, first = self._counts
@@ -89,12 +89,12 @@ class MixedRows:
         after = mix.counts.at(before + size)
         self._counts = (before + size, after)
         low, high = mix.share.of(size)
-        # The batch, were it not mixed, has the rows of one source after those of another.
+        # Before mixing, the batch consists of the rows of the first source, then those of the second, and so on.
         ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
         sources = np.searchsorted(ends, self._order(step, size), side="right")
         for source in np.unique(sources[low:high]).tolist():
             indices = np.flatnonzero(sources[low:high] == source)
-            # In their places, rows are in the order of the stream: those of a process are a stretch of it.
+            # Mixing keeps the rows of a source in stream order, so those of a process are consecutive in the stream.
             start = first[source] + int(np.count_nonzero(sources[:low] == source))
             yield SourceRows(source, indices, self._streams[source].rows(start, len(indices)))
 
@@ -106,17 +106,17 @@ class MixedRows:
 
 
 class _StreamReader:
-    """The rows of a source; a reader that goes on where it was has them made in advance."""
+    """The row numbers of a source, computed ahead in blocks when they are read in sequence."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._domain = _permutation.domain(stream.num_rows)
         self._keys = _permutation.Keys(self._domain, stream.seed)
-        # The epoch, the offset of the first row, those made, and the offset after the last one asked for.
+        # The epoch, the offset of the first row, the computed rows, and the offset after the last requested row.
         self._block = (-1, 0, np.empty(0, np.intp), 0)
 
     def rows(self, start: int, count: int) -> RowNumbers:
-        """Rows of the stream from number `start` on."""
+        """Return `count` rows of the stream, from row `start` on."""
         pieces: list[RowNumbers] = []
         while count:
             epoch, offset = divmod(start, self._stream.num_rows)
@@ -130,11 +130,11 @@ class _StreamReader:
     def _of_epoch(self, epoch: int, offset: int, count: int) -> RowNumbers:
         if not self._stream.shuffle:
             return slice(offset, offset + count)
-        known, first, block, asked = self._block
+        known, first, block, end = self._block
         if known != epoch or not first <= offset <= offset + count <= first + len(block):
-            # On several processes the rows of the others lie in between.
-            goes_on = known == epoch and 0 <= offset - asked <= count
-            made = min(_LOOKAHEAD_ROWS, self._stream.num_rows - offset) if goes_on else count
+            # With several processes, the rows of the other processes are in between.
+            is_sequential = known == epoch and 0 <= offset - end <= count
+            made = min(_LOOKAHEAD_ROWS, self._stream.num_rows - offset) if is_sequential else count
             positions = np.arange(offset, offset + max(made, count))
             first, block = offset, _permutation.permute(self._domain, self._keys.of(epoch), positions)
         self._block = (epoch, first, block, offset + count)

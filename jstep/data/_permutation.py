@@ -1,14 +1,15 @@
 """Shuffling without a stored permutation: a keyed bijection of range(n).
 
-`permute` evaluates one permutation of `range(n)` at any positions, in time and memory that follow
-the number of positions alone. It is a Feistel network over the digits (left, right) of a number in
-base `width`, so over `height · width ≥ n` numbers; what comes out at n or above goes in again until
-it is below n, which keeps it a bijection ("cycle walking": Black and Rogaway, "Ciphers with
-arbitrary finite domains", 2002, method 2 and their generalized Feistel network). The sides are
-chosen so that hardly anything does.
+`permute` evaluates one permutation of `range(n)` at any positions, in time and memory proportional to
+the number of positions. It is a Feistel network over the digits (left, right) of a number in base
+`width`, that is, over `height · width ≥ n` numbers. An output of n or above is fed back in until it is
+below n, which preserves the bijection ("cycle walking": Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002, method 2 and their generalized Feistel network). The sides are chosen such that
+this is rarely needed.
 
-A round adds to one digit a hash of the other: multiply-shift, mixed once more, with keys of its
-own. It is no cipher; it passes for a random permutation in the statistics of tests/test_permutation.
+A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of that
+round. It is not a cipher, but passes as a random permutation in the statistics of
+tests/test_permutation.
 """
 
 import math
@@ -19,14 +20,14 @@ import numpy as np
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
 
-# With sides below 2**12, words of 32 bits hash each digit to 16 evenly; they are twice as fast.
+# With sides below 2**12, 32-bit words hash each digit evenly to 16 bits, and are twice as fast.
 _MAX_32 = 2**24
-# Few values per digit make few functions of it: small domains take more rounds to mix.
+# A digit with few values has few functions, so small domains need more rounds to mix.
 _SMALL, _SMALL_ROUNDS, _ROUNDS = 1024, 12, 6
 
 
 class Domain(NamedTuple):
-    """range(n) as a network sees it, the same for all keys; words are 0-d arrays, fastest for ufuncs."""
+    """The key-independent parameters of a network on range(n); words are 0-d arrays, which are fastest for ufuncs."""
 
     n: int
     rounds: int
@@ -39,9 +40,9 @@ class Domain(NamedTuple):
 
 
 def domain(n: int) -> Domain:
-    """The domain for n ≥ 1 numbers."""
+    """Return the domain for n ≥ 1 numbers."""
     low = max(math.isqrt(n), min(n, 2))
-    # Nearly square, and with next to nothing above n.
+    # Nearly square, with height · width barely above n.
     height = min(range(low, min(low + 64, 2 * low) + 1), key=lambda h: h * _width(n, h))
     dtype, bits, mixer = (np.uint32, 32, 0x9E3779B1) if n <= _MAX_32 else (np.uint64, 64, 0x9E3779B97F4A7C15)
     words: Any = (np.array(x, dtype) for x in (height, _width(n, height), bits // 2, bits // 2 - 1, mixer))
@@ -53,7 +54,7 @@ def _width(n: int, height: int) -> int:
 
 
 def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
-    """The keys of permutation number `stream` of a seed: a pair for each round, as 0-d arrays."""
+    """Return the keys of permutation number `stream` of a seed: a pair for each round, as 0-d arrays."""
     sequence = np.random.SeedSequence(seed, spawn_key=(stream,))
     keys = sequence.generate_state(2 * domain.rounds, domain.dtype)
     keys[::2] |= domain.dtype(1)  # multipliers are odd
@@ -61,14 +62,14 @@ def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
 
 
 class Keys:
-    """The keys of the streams of a seed; those asked for last are remembered."""
+    """The keys of the streams of a seed, with a cache of the last requested ones."""
 
     def __init__(self, domain: Domain, seed: int) -> None:
         self._domain, self._seed = domain, seed
-        self._known: tuple[int, list[Words]] = (-1, [])  # replaced at once, so threads may share it
+        self._known: tuple[int, list[Words]] = (-1, [])  # replaced in one assignment, so threads may share it
 
     def of(self, stream: int) -> list[Words]:
-        """The keys of a stream."""
+        """Return the keys of a stream."""
         known, keys = self._known
         if known != stream:
             keys = draw_keys(self._domain, self._seed, stream)
@@ -77,7 +78,7 @@ class Keys:
 
 
 def permute(domain: Domain, keys: list[Words], positions: Rows) -> Rows:
-    """The numbers at `positions` of the permutation, positions being in range(n)."""
+    """Return the numbers at `positions` of the permutation; positions must be in range(n)."""
     numbers = _encipher(domain, keys, positions.astype(domain.dtype))
     outside = np.flatnonzero(numbers >= domain.n)
     while outside.size:
@@ -101,12 +102,12 @@ def _encipher(domain: Domain, keys: list[Words], numbers: Words) -> Words:
         np.right_shift(h, half, h)
         np.multiply(h, side, h)
         np.right_shift(h, half, h)
-        # digit = (digit + h) mod side, the difference wrapping around where it is negative
+        # digit = (digit + h) mod side; a negative difference wraps around
         np.add(digit, h, digit)
         np.subtract(digit, side, t)
         np.minimum(digit, t, out=digit)
         digit, other, side, other_side = other, digit, other_side, side
-    # An even number of rounds: the digits are in their places.
+    # After an even number of rounds the digits are in their original positions.
     np.multiply(digit, other_side, digit)
     np.add(digit, other, digit)
     return digit

@@ -1,4 +1,4 @@
-"""Which rows of a batch a process has."""
+"""The rows of each batch that belong to this process."""
 
 from typing import Any
 
@@ -9,17 +9,18 @@ from jstep.core.staircase import Staircase
 
 
 class Share:
-    """This process's part of each batch.
+    """This process's share of each batch.
 
     Args:
-        sizes: Rows of a batch, by step; each a multiple of the number of processes.
-        process: The index of this process and their number; None asks JAX, at the first batch.
+        sizes: The batch size by step; each a multiple of the number of processes.
+        process: The index of this process and the number of processes; None to query JAX at the first batch.
 
     Attributes:
-        sizes: As given.
+        sizes: The batch size by step.
 
     Raises:
-        ValueError: A size is not such a multiple; names the stage if there are several.
+        ValueError: A size is not a multiple of the number of processes. With several stages, the message names
+            the stage.
     """
 
     def __init__(self, sizes: Staircase[int], process: tuple[int, int] | None) -> None:
@@ -28,9 +29,9 @@ class Share:
         self.sizes, self._process = sizes, process
 
     def of(self, size: int) -> tuple[int, int]:
-        """First and last (exclusive) of this process's rows in a batch of `size`."""
+        """Return the first and the last (exclusive) of this process's rows in a batch of `size`."""
         if self._process is None:
-            # Only now: to ask starts JAX's backends, and jax.distributed has to be first.
+            # Deferred, because this initializes JAX's backends, and jax.distributed must be initialized before.
             _check_divides(self.sizes, jax.process_count())
             self._process = (jax.process_index(), jax.process_count())
         index, count = self._process
@@ -38,7 +39,7 @@ class Share:
 
 
 def _check_divides(sizes: Staircase[int], count: int) -> None:
-    """Refuses batches that processes cannot share evenly."""
+    """Check that processes can share batches evenly."""
     for stage in sizes.stages():
         if stage.value % count:
             name = "batch_size" if len(sizes.values) == 1 else f"batch_size[{stage.first}]"
@@ -48,7 +49,7 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
 
 
 def given_process(index: Any, count: Any) -> tuple[int, int] | None:
-    """The arguments `process_index` and `process_count`, checked; None where both are."""
+    """Return the validated arguments `process_index` and `process_count`; None if both are None."""
     if index is None and count is None:
         return None
     if index is None or count is None:

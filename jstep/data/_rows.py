@@ -1,4 +1,4 @@
-"""Which rows of the sources make up the batch of a step: epochs, stages of batch sizes, permutations."""
+"""The row numbers of each batch: epochs, batch-size stages and permutations."""
 
 from typing import Any, NamedTuple
 
@@ -11,28 +11,28 @@ from jstep.data._sizes import Run, sizes_of
 from jstep.data._steps import NO_END
 from jstep.data.sources import RowNumbers
 
-# Row numbers made at once where steps follow each other, which hides the cost of NumPy's calls.
+# Row numbers to compute at once when steps are read in sequence, to amortize the overhead of NumPy calls.
 _LOOKAHEAD_ROWS = 16384
 
 
 class Position(NamedTuple):
-    """How many rows of an epoch have been used."""
+    """A position in the data: the epoch, and the number of its rows that have been used."""
 
     epoch: int
     offset: int
 
 
 class Plan:
-    """Which rows belong to which step, without the sources.
+    """The assignment of rows to steps, without the data of the sources.
 
     Args:
-        num_rows: Rows of the sources.
-        sizes: Rows of a batch, by step; none larger than `num_rows`.
+        num_rows: The number of rows of the sources.
+        sizes: The batch size by step, at most `num_rows`.
         seed: Determines the permutations.
-        shuffle: Whether there are any.
-        drop_remainder: Whether rows that do not fill a batch at the end of an epoch are left out.
-        num_epochs: Ends the steps after so many epochs.
-        process: The index of this process and their number; None asks JAX.
+        shuffle: Whether to permute the rows.
+        drop_remainder: Whether to drop rows that do not fill a batch at the end of an epoch.
+        num_epochs: The number of epochs; None for no end.
+        process: The index of this process and the number of processes; None to query JAX.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Plan:
 
 
 def steps_in(num_rows: int, size: int, drop_remainder: bool) -> int:
-    """The batches that so many rows of an epoch make."""
+    """Return the number of batches of `size` in `num_rows` rows of an epoch."""
     return num_rows // size if drop_remainder else -(-num_rows // size)
 
 
 def _runs(
     num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None
 ) -> list[tuple[Run, Position]]:
-    """The runs of steps, each with the position at which it begins.
+    """Return the runs of steps, each with the position at which it begins.
 
-    A stage goes on in the epoch that it finds: what that still has is a run, whole epochs are the next one.
+    A stage continues the current epoch: the rest of that epoch is one run, and the whole epochs after it are the next.
     """
     runs: list[tuple[Run, Position]] = []
     epoch = offset = before = 0
@@ -89,9 +89,9 @@ def _runs(
 
 
 class Lookahead:
-    """The rows of steps, for one reader; a reader that goes step by step has them made in advance.
+    """The rows of each step, for one iterator, computed ahead in blocks when steps are read in sequence.
 
-    What it keeps is a cache of pure functions: replaced at once, so threads may share it.
+    Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -100,7 +100,7 @@ class Lookahead:
         self._block: tuple[int, int, Any] = (0, 0, None)  # first step, step after the last, their rows
 
     def rows(self, step: int) -> RowNumbers:
-        """The rows of this process in the batch of a step."""
+        """Return this process's rows in the batch of a step."""
         first, end, block = self._block
         if first <= step < end:
             return block[step - first]

@@ -1,4 +1,4 @@
-"""How many rows each batch has: closed forms over runs of steps, in integers."""
+"""The number of rows of each batch, in closed form over runs of steps, in integer arithmetic."""
 
 import bisect
 import dataclasses
@@ -10,13 +10,13 @@ from jstep.data._steps import Steps, count_of, within
 
 
 class Run(NamedTuple):
-    """Steps of one size, the last of each epoch excepted.
+    """Consecutive steps of one batch size, except for the last batch of each epoch.
 
     Attributes:
         first: The first step.
         stop: The step after the last.
-        size: Rows of a batch.
-        period: Steps of an epoch; the first begins at `first`.
+        size: Rows per batch.
+        period: Steps per epoch; the first epoch begins at `first`.
         last: Rows of the last batch of each epoch.
         before: Rows of all batches before `first`.
     """
@@ -29,16 +29,16 @@ class Run(NamedTuple):
     before: int
 
     def before_step(self, step: int) -> int:
-        """Rows of all batches before a step of the run, or before its end."""
+        """Return the rows of all batches before a step of the run, or before its end."""
         steps = step - self.first
         return self.before + steps * self.size - steps // self.period * (self.size - self.last)
 
     def at(self, step: int) -> int:
-        """Rows of the batch of a step."""
+        """Return the rows of the batch of a step."""
         return self.last if (step - self.first) % self.period == self.period - 1 else self.size
 
     def ragged(self, steps: range) -> tuple[int, int] | None:
-        """Which of the run's `steps` end an epoch: the index of the first, and how far apart they are."""
+        """Return which of the run's `steps` end an epoch: the index of the first and the distance between them."""
         distance = math.gcd(steps.step, self.period)
         missing, rest = divmod(self.first + self.period - 1 - steps.start, distance)
         if rest:
@@ -50,25 +50,25 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The rows of each batch, as runs that follow each other without gaps."""
+    """The rows of each batch, as consecutive runs without gaps."""
 
     runs: tuple[Run, ...]
     firsts: tuple[int, ...]
 
     def index(self, step: int) -> int:
-        """The number of the run that a step belongs to; the last run for the step after all."""
+        """Return the index of the run that contains a step; the last run for the step after the end."""
         return bisect.bisect_right(self.firsts, step) - 1
 
     def at(self, step: int) -> int:
-        """Rows of the batch of a step."""
+        """Return the rows of the batch of a step."""
         return self.runs[self.index(step)].at(step)
 
     def before(self, step: int) -> int:
-        """Rows of all batches before a step."""
+        """Return the rows of all batches before a step."""
         return self.runs[self.index(step)].before_step(step)
 
     def split(self, steps: range) -> Iterator[tuple[range, Run]]:
-        """Some steps, split into those of one run each, in their order."""
+        """Split steps into ranges within one run each, in their order."""
         if not steps:
             return
         ends = self.index(steps[0]), self.index(steps[-1])
@@ -79,13 +79,13 @@ class Sizes:
 
 
 def sizes_of(runs: Iterable[Run]) -> Sizes:
-    """The sizes of runs."""
+    """Return the `Sizes` of consecutive runs."""
     kept = tuple(runs)
     return Sizes(kept, tuple(run.first for run in kept))
 
 
 def total(sizes: Sizes, steps: range) -> int:
-    """Rows of the batches of some steps together."""
+    """Return the total rows of the batches of some steps."""
     rows = 0
     for inner, run in sizes.split(steps):
         count, ragged = count_of(inner), run.ragged(inner)
@@ -95,7 +95,7 @@ def total(sizes: Sizes, steps: range) -> int:
 
 
 def next_change(sizes: Sizes, steps: Steps, number: int) -> int | None:
-    """The next number whose batch has another size than that of `number`; None if there is none."""
+    """Return the next step number whose batch has a different size than that of `number`, or None."""
     size = sizes.at(steps[number])
     for first, part in steps.numbered(number + 1):
         for inner, run in sizes.split(part):
@@ -115,7 +115,7 @@ def _first_other(steps: range, run: Run, size: int) -> int | None:
 
 
 def by_first_step(sizes: Sizes, steps: Steps) -> dict[int, int]:
-    """The size of batches from each number on at which it changes, the last batches of epochs aside."""
+    """Return the batch size by the step number at which it changes, ignoring the last batches of epochs."""
     found: dict[int, int] = {}
     size = None
     for first, part in steps.numbered(0):

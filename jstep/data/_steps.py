@@ -1,21 +1,21 @@
-"""Which steps a sequence of batches has: all of them, a slice, or what skips leave."""
+"""The steps of a batch sequence: all of them, a slice, or the rest after skips."""
 
 import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator
 
 NO_END = 2**128
-"""More steps than anything counts."""
+"""Sentinel for an endless sequence, larger than any step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Steps in the order in which a sequence numbers them from 0.
+    """The steps of a sequence, numbered from 0 in order.
 
     Attributes:
-        parts: Ranges, none of them empty, one after the other.
+        parts: Consecutive ranges of steps, none of them empty.
         firsts: The number of the first step of each part.
-        count: The number of steps; meaningless if there is no end.
+        count: The number of steps; meaningless if the sequence is endless.
     """
 
     parts: tuple[range, ...]
@@ -24,7 +24,7 @@ class Steps:
 
     @property
     def is_endless(self) -> bool:
-        """Whether there is no last step."""
+        """Whether the sequence is endless."""
         return bool(self.parts) and self.parts[-1].step > 0 and self.parts[-1].stop >= NO_END
 
     def __getitem__(self, number: int) -> int:
@@ -32,7 +32,7 @@ class Steps:
         return self.parts[part][number - self.firsts[part]]
 
     def sliced(self, given: slice) -> "Steps":
-        """The steps of a slice, whose parts are not negative."""
+        """Return the steps of a slice with a non-negative start and stop."""
         numbers = range(self.count)[given]
         windows = list(zip(self.parts, self.firsts, strict=True))
         found = []
@@ -43,11 +43,11 @@ class Steps:
         return steps_of(found)
 
     def skipped(self, start: int, stop: int) -> "Steps":
-        """The steps without those of the numbers from `start` up to `stop`."""
+        """Return the steps without those numbered `start` up to `stop`."""
         return steps_of([*self.sliced(slice(start)).parts, *self.sliced(slice(stop, None)).parts])
 
     def numbered(self, start: int, stop: int | None = None) -> Iterator[tuple[int, range]]:
-        """The ranges of the numbers from `start` up to `stop`, each with its first number."""
+        """Yield the ranges of steps numbered `start` up to `stop`, each with its first number."""
         for i in range(max(bisect.bisect_right(self.firsts, start) - 1, 0), len(self.parts)):
             first, part = self.firsts[i], self.parts[i]
             low = max(start - first, 0)
@@ -57,7 +57,7 @@ class Steps:
 
 
 def steps_of(parts: Iterable[range]) -> Steps:
-    """The steps of ranges, one after the other."""
+    """Return the steps of consecutive ranges."""
     kept: list[range] = []
     firsts: list[int] = []
     count = 0
@@ -70,14 +70,14 @@ def steps_of(parts: Iterable[range]) -> Steps:
 
 
 def count_of(numbers: range) -> int:
-    """The length of a range; `len` allows no large one."""
+    """Return the length of a range; `len` fails for large ones."""
     return max(0, -((numbers.start - numbers.stop) // numbers.step))
 
 
 def within(numbers: range, low: int, high: int) -> range:
-    """The numbers of a range that lie in low ≤ number < high, in their order."""
+    """Return the numbers of a range with low ≤ number < high, in their order."""
     start, stride, count = numbers.start, numbers.step, count_of(numbers)
-    # start + stride·i is not below `low`, and below `high`, for first ≤ i < last.
+    # low ≤ start + stride·i < high holds for first ≤ i < last.
     if stride > 0:
         first, last = -((start - low) // stride), -((start - high) // stride)
     else:

@@ -1,4 +1,4 @@
-"""The weights of a mixture: exact, and the same total in each stage."""
+"""The weights of a mixture, as exact fractions that sum to 1 in each stage."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -11,14 +11,14 @@ from jstep.data._sizes import Sizes
 
 
 def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
-    """The weights of each stage, which sum to 1, in the order of `names`.
+    """Return the weights of each stage, normalized to sum to 1, in the order of `names`.
 
     Args:
         given: Name → weight, or step → such a mapping.
         names: The names of the sources.
 
     Raises:
-        TypeError: It is not a mapping of numbers.
+        TypeError: `given` is not a mapping of numbers.
         ValueError: A name is missing or unknown, a weight is negative or not finite, or all are 0.
     """
 
@@ -38,7 +38,7 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
             )
         exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
         if not any(exact):
-            raise ValueError(f"{argument}={shown(value)}: expected a weight above 0 for one source at least, got none")
+            raise ValueError(f"{argument}={shown(value)}: expected a weight above 0 for at least one source, got none")
         return tuple(weight / sum(exact) for weight in exact)
 
     if isinstance(given, Mapping) and any(not isinstance(k, str) or isinstance(v, Mapping) for k, v in given.items()):
@@ -47,8 +47,8 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
 
 
 def counts_of(weights: Staircase[Weights], sizes: Sizes) -> Counts:
-    """The rows from each source, whose weights change at steps."""
-    # A stage with the weights of the one before goes on with its order.
+    """Return the counts of rows from each source, for weights that change at given steps."""
+    # A stage with the same weights as the previous one continues its order.
     stages: list[tuple[int, Weights]] = []
     for first, _, value in weights.stages():
         if not stages or stages[-1][1] != value:

@@ -1,4 +1,4 @@
-"""Batches that are a function of the step: `batches[N]`, whose position needs no saving."""
+"""Shuffled batches as a pure function of the step, so that no data position is checkpointed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,46 +26,46 @@ def batches(
 ) -> "Batches":
     """Batches by step: `batches[N]` is a pure function of the seed and N.
 
-    Update N of a run takes batch N, so that a restored run goes on with the right rows and nothing
-    about the position is saved. An epoch holds each row once, in an order of its own:
+    Update N of a run uses batch N, so a restored run resumes with the right rows and no data position
+    needs to be saved. Each epoch contains every row once and has its own permutation:
 
         row i of batch N  =  permutation(seed, N // steps_per_epoch)[(N % steps_per_epoch)·batch_size + i]
 
-    The permutation is a keyed bijection that is computed where it is needed and stored nowhere, so a
-    batch costs the same at any N and for any number of rows.
+    The permutation is a keyed bijection that is evaluated on demand and never stored, so the cost of a
+    batch depends neither on N nor on the number of rows.
 
-    On p processes (`jax.process_count()`) each gets its own rows of the same global batch: process r
-    has rows r·batch_size/p up to (r + 1)·batch_size/p. The global batch does not depend on p.
+    On p processes (`jax.process_count()`), process r gets rows r·batch_size/p up to
+    (r + 1)·batch_size/p of the global batch. The global batch does not depend on p.
 
     Args:
-        arrays: A tuple or dict, or another tree, of sources with one row for each example; or one
-            source. A source is an array (memory-mapped too; a JAX array is copied to the host once),
-            or any object with `__len__` and `__getitem__`, whose items, trees of arrays and numbers,
-            are stacked. Where it has `__getitems__`, or its `__getitem__` takes a list of indices and
-            gives the same rows, it is asked once for each batch. A list is one source of examples.
-        batch_size: Rows of a batch, over all processes together. A mapping from step to size, as in
-            `{0: 64, 1000: 128}`, changes it: 64 from step 0, 128 from step 1000. Each stage goes on in the
-            epoch that it finds, so that an epoch still has each row once: what is left of it makes batches
-            of the new size, and what does not fill one is subject to `drop_remainder`.
-        seed: Determines the order, with the epoch; not negative.
-        shuffle: Whether rows come in random order; otherwise they come as they lie.
-        num_epochs: Ends the batches after so many passes; None goes on forever.
-        drop_remainder: Whether the rows that do not fill a batch at the end of an epoch are left
-            out; otherwise the last batch of each epoch is a smaller one (and on several processes
-            its parts may differ in size).
-        process_index: This process's index; by default `jax.process_index()`, asked at the first
-            batch.
-        process_count: The number of processes, likewise.
+        arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source
+            is an array (possibly memory-mapped; a JAX array is copied to the host once), or any object
+            with `__len__` and `__getitem__` whose items are trees of arrays and numbers; the items are
+            stacked. If it has `__getitems__`, or its `__getitem__` also takes a list of indices and
+            returns the same rows, it is called once per batch. A list is one source of examples.
+        batch_size: Global batch size, over all processes. A mapping from step to size is a schedule:
+            `{0: 64, 1000: 128}` uses 64 from step 0 and 128 from step 1000. A new size takes effect
+            within the current epoch, which still contains every row once: its remaining rows form
+            batches of the new size, and `drop_remainder` applies to those that do not fill one.
+        seed: Determines the permutations, together with the epoch; must not be negative.
+        shuffle: Whether to shuffle the rows in each epoch; otherwise they keep their order.
+        num_epochs: The number of epochs; None for an endless sequence.
+        drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch;
+            otherwise the last batch of each epoch is smaller (and the parts of several processes may
+            differ in size).
+        process_index: The index of this process; by default `jax.process_index()`, which is called
+            when the first batch is read.
+        process_count: The number of processes; by default `jax.process_count()`, likewise.
 
     Returns:
         A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. Each
-        batch has the structure of `arrays`, its leaves NumPy arrays with a leading axis of
-        batch_size; they are the caller's to change.
+        batch has the structure of `arrays`. Its leaves are new NumPy arrays with a leading axis of
+        size batch_size, which the caller may modify.
 
     Raises:
-        ValueError: `batch_size` is more than there are rows, sources have different numbers of rows,
-            a number is out of its range, or a mapping has no size for step 0.
-        TypeError: A source has no length or cannot be indexed, or a number is no integer.
+        ValueError: `batch_size` exceeds the number of rows, sources have different numbers of rows,
+            a number is out of range, or a mapping has no size for step 0.
+        TypeError: A source has no length or cannot be indexed, or a number is not an integer.
 
     Example:
         >>> import numpy as np, jstep
@@ -79,7 +79,7 @@ def batches(
         >>> for step, (bx, by) in zip(range(100, 102), data.from_step(100)):
         ...     assert (by == data[step][1]).all()
 
-        A size that grows:
+        A growing batch size:
 
         >>> data = jstep.batches(np.arange(10), batch_size={0: 2, 3: 4}, shuffle=False)
         >>> [batch.tolist() for batch in data[:5]]
@@ -108,11 +108,11 @@ def batches(
 
 
 class Batches(BatchSequence):
-    """What `batches` returns: a sequence of batches by step, without end where `num_epochs` is None.
+    """A sequence of batches by step, as returned by `batches`; endless if `num_epochs` is None.
 
-    Steps count from 0; negative ones do not count from the end but raise IndexError, as do those
-    past the last epoch. A slice is again such a sequence, numbered from 0, whose batches are made when
-    they are asked for. Iterators are independent of each other.
+    Steps count from 0. A negative step does not count from the end but raises IndexError, as does a
+    step past the last epoch. A slice is a lazy sequence of the same kind, numbered from 0. Iterators
+    are independent of each other.
     """
 
     _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
@@ -148,15 +148,15 @@ class Batches(BatchSequence):
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of the sources."""
+        """The number of rows of each source."""
         return self._plan.num_rows
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass over the rows.
+        """The number of batches per epoch.
 
         Raises:
-            ValueError: Batches have several sizes.
+            ValueError: The batch size changes.
         """
         size = self.batch_size
         if not isinstance(size, int):
@@ -167,10 +167,10 @@ class Batches(BatchSequence):
         return steps_in(self.num_rows, size, self._plan.drop_remainder)
 
     def rows_before(self, step: int) -> int:
-        """How many rows the batches before number `step` have, over all processes together.
+        """Return the total number of rows in the batches before `step`, over all processes.
 
         Args:
-            step: A step, or the number of all steps. Batches that were skipped or sliced away are not counted.
+            step: A step, or the total number of steps. Batches that were skipped or sliced away are not counted.
 
         Raises:
             IndexError: `step` is negative or past the end.
@@ -180,12 +180,12 @@ class Batches(BatchSequence):
 
 
 class Reader:
-    """The batches of steps, for one reader."""
+    """A function from step to batch, with the lookahead of one iterator."""
 
     def __init__(self, plan: Plan, rows: Rows) -> None:
         self._rows = rows
         self._lookahead = Lookahead(plan)
 
     def __call__(self, step: int) -> Any:
-        """The batch of a step."""
+        """Return the batch of a step."""
         return self._rows.take(self._lookahead.rows(step))

@@ -1,4 +1,4 @@
-"""What batches by step are, without the values of their rows: for records of runs."""
+"""The definition of a batch sequence as JSON, for the records of runs."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ from jstep.data.sequence import BatchSequence
 
 
 def definition_of(batches: BatchSequence) -> dict[str, Any]:
-    """What determines the batches, but for the values of their rows, as JSON can hold it: the same on any number of
-    processes.
+    """Return everything that determines the batches except the values of their rows, as JSON-serializable values.
+
+    The result does not depend on the number of processes.
 
     Example:
         >>> import numpy as np, jstep
@@ -17,6 +18,6 @@ def definition_of(batches: BatchSequence) -> dict[str, Any]:
         >>> found = definition_of(data)
         >>> found["rows"], found["batch_size"], found["seed"], found["steps"]
         (100, {'0': 4}, 1, [[0, 10, 1], [12, None, 1]])
-    """  # noqa: D205
+    """
     parts = [[part.start, None if part.stop >= NO_END else part.stop, part.step] for part in batches._steps.parts]
     return {"kind": type(batches).__name__, **batches._definition(), "steps": parts}

@@ -1,4 +1,4 @@
-"""Mixtures of sources: batches by step whose rows come from several sources, by weight."""
+"""Weighted mixtures of data sources, as batches by step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from jstep.data.sequence import BatchSequence
 from jstep.data.sources import Rows, open_rows
 
 _ROWS, _ORDER = 1, 2
-"""What seeds are derived for."""
+"""The purposes that seeds are derived for."""
 
 
 def mixture(
@@ -28,44 +28,45 @@ def mixture(
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> "Mixture":
-    """Batches by step whose rows come from several sources, in proportions that may change with the step.
+    """Batches by step that mix several sources in given proportions, which may change with the step.
 
-    Batch N is a pure function of the seed and N, as those of `jstep.batches`. Rows come one after the
-    other, each from one source, so that after T rows
+    Batch N is a pure function of the seed and N, as with `jstep.batches`. The proportions hold throughout
+    the run, not just on average: after the first T rows, for every T and in exact arithmetic,
 
         |rows from source s − ideal of s| ≤ (number of sources − 1) / 2
 
-    at every T, in exact arithmetic; the ideal is the sum of weight of s / sum of weights over the rows.
-    Counts never decrease, and changing weights or sizes from step M on leaves all batches before M
-    bitwise as they were. A batch costs the same at any N.
+    where the ideal of s is the sum over these rows of (weight of s / sum of weights). Counts never
+    decrease. Changing the weights or sizes from step M on leaves all batches before M bitwise unchanged.
+    The cost of a batch does not depend on N.
 
-    Each source has epochs and permutations of its own, without end. They depend on the seed and on the
-    name of the source, so that they stay as they are when other sources come or go. The rows of a batch
-    are in an order that depends on the seed and N, so that the part of each process is a sample of the
-    mixture. The global batch does not depend on the number of processes.
+    Each source has its own endless sequence of epochs and permutations. They depend only on the seed and
+    the name of the source, so adding or removing other sources does not change them. The rows of a batch
+    are shuffled by the seed and N, so the part of each process is a sample of the mixture. The global
+    batch does not depend on the number of processes.
 
     Args:
-        sources: Name → what `jstep.batches` takes: an array, a tree of arrays, or an object with items.
-            Batches of all have one structure; leaves have the same dtypes and shapes.
-        batch_size: Rows of a batch, over all processes together; a number, or a mapping from step to
-            number, such as `{0: 64, 1000: 128}`.
-        weights: Name → weight for each source, or a mapping from step to such mappings. Weights need not
-            sum to 1. 0 means no row, whatever the source is owed from the stages before.
-        seed: Determines all orders; not negative.
-        shuffle: Whether the rows of a source come in random order; otherwise they come as they lie, and
-            are mixed with those of other sources all the same.
-        process_index: This process's index; by default `jax.process_index()`, asked at the first
-            batch.
-        process_count: The number of processes, likewise.
+        sources: Mapping from name to a source as in `jstep.batches`: an array, a tree of arrays, or an
+            object with items. The rows of all sources must have the same structure, dtypes and shapes.
+        batch_size: Global batch size, over all processes: a number, or a mapping from step to number,
+            such as `{0: 64, 1000: 128}`.
+        weights: Mapping from the name of each source to its weight, or from step to such mappings. Weights
+            need not sum to 1. A source of weight 0 gives no rows, even if it is behind its ideal from
+            earlier stages.
+        seed: Determines all orders; must not be negative.
+        shuffle: Whether to shuffle the rows of each source; otherwise they keep their order within the
+            source, but batches are still mixed.
+        process_index: The index of this process; by default `jax.process_index()`, which is called
+            when the first batch is read.
+        process_count: The number of processes; by default `jax.process_count()`, likewise.
 
     Returns:
         A `Mixture`: index it, slice it, `skip` batches, iterate over it, or start anywhere by
-        `from_step(N)`. `rows_before(N)` is how many rows of each source came before batch N.
+        `from_step(N)`. `rows_before(N)` is the number of rows of each source before batch N.
 
     Raises:
-        ValueError: Sources differ in the structure, dtypes or shapes of batches; names of weights and
-            sources differ; a weight is negative or not finite, or all are 0; or a number is out of range.
-        TypeError: An argument is of another type; or a source has no length or cannot be indexed.
+        ValueError: Sources differ in the structure, dtypes or shapes of their rows; the names of weights
+            and sources differ; a weight is negative or not finite, or all are 0; or a number is out of range.
+        TypeError: An argument has the wrong type, or a source has no length or cannot be indexed.
 
     Example:
         >>> import numpy as np, jstep
@@ -77,8 +78,8 @@ def mixture(
         >>> mix.rows_before(1_000_000)
         {'web': 4000020, 'code': 3999980}
 
-    Source: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): sequences that keep to
-        weights; the rule for one stage is Webster's.
+    Source: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), on sequences with given
+        proportions; the rule within one stage is Webster's.
     """
     rows = _open(sources)
     names = sorted(rows)
@@ -96,10 +97,10 @@ def _open(sources: Any) -> dict[str, Rows]:
     if not isinstance(sources, Mapping):
         raise TypeError(f"sources={shown(sources)}: expected a mapping from name to source, got {kind(sources)}")
     if not sources:
-        raise ValueError("sources={}: expected one source at least, got none")
+        raise ValueError("sources={}: expected at least one source, got none")
     names = [as_text(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
-    # Two rows, for what takes a list of indices is told from what does not by them.
+    # Two rows, because they show whether `__getitem__` of a source takes a list of indices.
     check_same_structure({name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()})
     return rows
 
@@ -114,11 +115,10 @@ def _sizes(sizes: Staircase[int]) -> Sizes:
 
 
 class Mixture(BatchSequence):
-    """What `mixture` returns: a sequence of batches by step, without end.
+    """An endless sequence of batches by step, as returned by `mixture`.
 
-    Steps count from 0; negative ones do not count from the end but raise IndexError. A slice is again
-    such a sequence, numbered from 0, whose batches are made when they are asked for. Iterators are
-    independent of each other.
+    Steps count from 0. A negative step does not count from the end but raises IndexError. A slice is a
+    lazy sequence of the same kind, numbered from 0. Iterators are independent of each other.
     """
 
     def __init__(self, mix: Mix, rows: dict[str, Rows], seed: int, steps: Steps) -> None:
@@ -158,12 +158,12 @@ class Mixture(BatchSequence):
         return {name: len(rows) for name, rows in self._rows.items()}
 
     def rows_before(self, step: int) -> dict[str, int]:
-        """How many rows of each source the batches before number `step` have, over all processes together.
+        """Return the number of rows of each source in the batches before `step`, over all processes.
 
-        It costs the same for any step, but for a slice with a stride, whose steps are gone through.
+        The cost does not depend on the step, except for a slice with a stride, for which it is linear.
 
         Args:
-            step: A step, or the number of all steps. Batches that were skipped or sliced away are not counted.
+            step: A step, or the total number of steps. Batches that were skipped or sliced away are not counted.
 
         Raises:
             IndexError: `step` is negative or past the end.
@@ -179,14 +179,14 @@ class Mixture(BatchSequence):
 
 
 class Reader:
-    """The batches of steps, for one reader."""
+    """A function from step to batch, with the lookahead of one iterator."""
 
     def __init__(self, mix: Mix, rows: dict[str, Rows]) -> None:
         self._sources = [rows[name] for name in sorted(rows)]
         self._mixed = MixedRows(mix)
 
     def __call__(self, step: int) -> Any:
-        """The batch of a step."""
+        """Return the batch of a step."""
         parts, indices = [], []
         for taken in self._mixed.of(step):
             parts.append(self._sources[taken.source].take(taken.rows))

@@ -1,4 +1,4 @@
-"""Putting an item of host data where a sharding says, on one process or many."""
+"""Placement of host data on devices by a sharding, on one process or several."""
 
 import math
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from jstep.sharding.rows import place_rows
 
 
 def placement(sharding: Any) -> Callable[[Any], Any]:
-    """The function that puts an item where `sharding` says, None being the default device.
+    """Return a function that places an item as `sharding` specifies; None means the default device.
 
     Raises:
-        TypeError: `sharding` holds something else than shardings; names the path.
-        ValueError: It holds a PartitionSpec, and no mesh is set.
+        TypeError: `sharding` contains something other than shardings. The message contains its path.
+        ValueError: `sharding` contains a PartitionSpec and no mesh is set.
     """
     if sharding is None:
         return _place_on_default_device
@@ -49,16 +49,16 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
 def _place_on_default_device(item: Any) -> Any:
     item = _as_known(item)
     with internal_transfers():
-        # An array of JAX lies where somebody put it, perhaps over other processes too.
+        # A JAX array keeps its placement, which may span other processes.
         return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), item)
 
 
 def _explain(item: Any, sharding: Any, error: ValueError) -> None:
-    """Names the leaf that does not split as its sharding says."""
+    """Raise an error that names the leaf whose shape does not divide by its sharding."""
     try:
         each = jax.tree.leaves(jax.tree.broadcast(sharding, item))
     except ValueError:
-        return  # the structures differ, which is what the error says
+        return  # the structures differ, as the original error reports
     for (path, leaf), one in zip(leaves_with_paths(item), each, strict=True):
         if not isinstance(one, NamedSharding):
             continue
@@ -83,20 +83,20 @@ def _as_sharding(leaf: Any, path: str) -> Sharding | jax.Device:
         return leaf
     if not _is_spec(leaf):
         raise TypeError(
-            f"sharding: {leaf!r} at {quoted(path)} is no jax.sharding.Sharding; make one of a mesh and a spec: "
+            f"sharding: {leaf!r} at {quoted(path)} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
             'NamedSharding(mesh, PartitionSpec("data"))'
         )
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(
             f"sharding: {leaf!r} at {quoted(path)} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the "
-            "mesh by jax.set_mesh(mesh)"
+            "mesh with jax.set_mesh(mesh)"
         )
     return NamedSharding(mesh, leaf)
 
 
 def _as_known(item: Any) -> Any:
-    """The item with arrays that JAX does not know, such as PyTorch's, as NumPy arrays; refuses what is not an array."""
+    """Convert arrays of other libraries, such as PyTorch tensors, to NumPy arrays; reject other leaves."""
 
     def known(keys: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | bool | int | float | complex):
@@ -112,13 +112,13 @@ def _as_known(item: Any) -> Any:
             raise _no_numbers(keys, leaf, f"{kind(leaf)} ({array.dtype})")
         return array
 
-    if all(map(_is_known, jax.tree.leaves(item))):  # nearly always, and the quicker way
+    if all(map(_is_known, jax.tree.leaves(item))):  # the common case, which is faster
         return item
     return jax.tree_util.tree_map_with_path(known, item)
 
 
 def _taken_over(leaf: Any) -> Any:
-    """An array of another library as one of NumPy, without a copy if it can be had, else of JAX; None if it is none."""
+    """Convert an array of another library to NumPy, without a copy if possible, or to JAX; None for other types."""
     if isinstance(leaf, str | bytes):
         return None
     ways: list[Callable[[], Any]] = []
@@ -139,7 +139,7 @@ def _taken_over(leaf: Any) -> Any:
 
 
 _OF_JAX: set[type] = set()
-"""Types of JAX's arrays: to look a type up is many times as quick as `isinstance`."""
+"""Types of JAX arrays that have been seen; a lookup is many times as fast as `isinstance`."""
 
 
 def _is_of_jax(leaf: Any) -> bool:
@@ -150,18 +150,18 @@ def _is_of_jax(leaf: Any) -> bool:
 
 
 def copied(item: Any, *, fresh: bool = False) -> Any:
-    """A batch that stays as it is: in arrays that nobody else writes into.
+    """Copy a batch into arrays that the loader cannot overwrite.
 
     Args:
-        item: What a loader returned; it may fill the same arrays with the next batch. Arrays of other libraries become
-            arrays of NumPy.
-        fresh: Whether its arrays are new ones already.
+        item: A batch from a loader, which may reuse its buffers for the next batch. Arrays of other libraries become
+            NumPy arrays.
+        fresh: Whether the arrays are already new, so that no copy is needed.
     """
     for leaf in item if type(item) is tuple else (item,):
         if type(leaf) not in _OF_JAX and not _is_of_jax(leaf):
             break
     else:
-        return item  # nearly always on the way of small steps
+        return item  # the fast path, which small steps nearly always take
     item = _as_known(item)
     if fresh:
         return item
@@ -175,5 +175,5 @@ def _is_known(leaf: Any) -> bool:
 def _no_numbers(keys: Any, leaf: Any, what: str) -> TypeError:
     return TypeError(
         f"item: the leaf at {quoted(path_str(keys))} must be a number or an array of numbers, got {shown(leaf, 60)}, "
-        f"{what}; leave out of an item what a device cannot hold"
+        f"{what}; remove from the item what a device cannot hold"
     )

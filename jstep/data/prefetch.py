@@ -1,4 +1,4 @@
-"""Host work, transfer and compute at the same time: prefetch_to_device."""
+"""Prefetching to devices: a background thread reads and transfers batches ahead of the loop."""
 
 import threading
 import weakref
@@ -15,9 +15,9 @@ from jstep.core.trees import leaves_with_paths, quoted
 from jstep.data.placement import copied, placement
 from jstep.data.sequence import BatchIterator
 
-# How long leaving a loop waits for the thread; one that is inside of a slow source ends after it.
+# How long `close` waits for the thread; a thread that is blocked in a slow source ends later.
 _END_SECS = 0.5
-# The loop looks again this often while it waits, so that Ctrl-C gets through on every platform.
+# The loop waits in intervals of this length, so that Ctrl-C works on every platform.
 _POLL_SECS = 0.5
 
 
@@ -28,37 +28,39 @@ def prefetch_to_device(
     *,
     state_fn: Callable[[], Any] | None = None,
 ) -> "PrefetchIterator":
-    """Iterates over `iterator` in a thread that puts each item on the device ahead of its use.
+    """Iterate over `iterator` in a background thread that transfers items to the device ahead of use.
 
-    While the device computes on one item, the thread makes the next ones and transfers them. The
-    order is kept. An exception of `iterator`, or of the transfer, is raised where its item would
-    have been. The thread starts at once and ends with the iterator, with `close`, or when nobody
-    holds the result any more, as after a `break` out of a `for` loop. It does not keep the process
-    alive.
+    While the device computes on one item, the thread reads the next ones and transfers them. The order
+    is preserved. An exception raised by `iterator` or by the transfer is raised by `next` in place of
+    its item. The thread starts at once. It ends when `iterator` is exhausted, when `close` is called, or
+    when the result is garbage-collected, for example after a `break` out of a `for` loop. It does not
+    keep the process alive.
 
-    The thread runs in a copy of the caller's contexts: of the context variables, and of JAX's
-    settings (`jax.enable_x64`, `jax.set_mesh`, `jax.transfer_guard`, …). The source sees the guard that
-    the caller has set, the transfer passes it. The source may fill the same arrays with the next item:
-    what it returned is copied first.
+    The thread runs in a copy of the caller's context: context variables and JAX settings
+    (`jax.enable_x64`, `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the source,
+    but not to the transfer itself. The source may reuse its buffers for the next item: items are copied
+    before the transfer.
 
     Args:
-        iterator: Any iterable: a list, a generator, `jstep.batches`, a Grain, PyTorch or tf.data
-            loader. An item is a pytree of numbers and arrays, also of other libraries (PyTorch
-            tensors): whatever has `numpy()`, `__dlpack__` or `__array__`.
-        size: How many items are made ahead of the loop, at least 1; device memory holds as many.
-        sharding: Where the items go: None for the default device, a `jax.sharding.Sharding`, or a
-            tree of them that is a prefix of the item. A PartitionSpec means the mesh of
-            `jax.set_mesh`. Where a sharding spans processes, the item is this process's own rows and
-            becomes its part of one global array.
-        state_fn: What to keep with each item, called by the thread right after the item was made:
-            `iterator.get_state`, for a loader that has a position. See `PrefetchIterator.state`.
+        iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data
+            loader. An item is a pytree of numbers and arrays. Arrays of other libraries (PyTorch
+            tensors) are accepted if they have `numpy()`, `__dlpack__` or `__array__`.
+        size: The maximum number of items held ahead of the loop, in device memory; at least 1.
+        sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a
+            tree of shardings that is a prefix of the item. A PartitionSpec refers to the mesh of
+            `jax.set_mesh`. If a sharding spans processes, each process passes its own rows, which
+            become its part of one global array.
+        state_fn: A function whose value is stored with each item, such as `iterator.get_state` of a
+            loader with a position. The thread calls it right after reading the item. See
+            `PrefetchIterator.state`.
 
     Returns:
-        An iterator over the same items, of JAX arrays.
+        An iterator over the same items as JAX arrays.
 
     Raises:
-        TypeError: `iterator` is not iterable, `size` no integer, `state_fn` no function, or `sharding` holds
-            something else. Where its item would have been: a leaf that no device can hold, such as a text.
+        TypeError: `iterator` is not iterable, `size` is not an integer, `state_fn` is not a function, or
+            `sharding` contains something else. From `next`: a leaf cannot be placed on a device, such as
+            a string.
         ValueError: `size` is not positive.
 
     Example:
@@ -76,19 +78,19 @@ def prefetch_to_device(
         raise TypeError(
             f"iterator={shown(iterator)}: must be iterable; give a loader, a generator or `jstep.batches(...)`"
         ) from None
-    size = as_int(size, "size", 1, "the number of items made ahead")
+    size = as_int(size, "size", 1, "the number of items read ahead")
     as_function(state_fn, "state_fn", "() -> state", optional=True)
     place, fresh = placement(sharding), isinstance(source, BatchIterator)
     return PrefetchIterator(source, size, lambda item: place(copied(item, fresh=fresh)), state_fn)
 
 
 class PrefetchIterator(Iterator[Any]):
-    """What `prefetch_to_device` returns: an iterator over items on the device.
+    """An iterator over items on the device, as returned by `prefetch_to_device`.
 
-    It is also a context manager that closes it.
+    It is also a context manager, which calls `close` on exit.
 
     Example:
-        A position that counts what the loop has got, not what was read ahead:
+        A position that counts the items the loop has received, not those read ahead:
 
         >>> import jstep
         >>> class Loader:
@@ -115,10 +117,10 @@ class PrefetchIterator(Iterator[Any]):
     ) -> None:
         self._handed_out = 0
         self._state = state_fn() if state_fn else None
-        # The thread knows the channel, never this object, which so can be collected.
+        # The thread references the channel and never this object, which can therefore be garbage-collected.
         self._channel = channel = _Channel(size)
         thread = Thread(target=_fill, args=(channel, source, place, state_fn), name="jstep-prefetch", daemon=True)
-        # Runs at the exit of the process too: a thread inside of JAX must not meet its end there.
+        # Also runs at process exit, which a thread inside of JAX must not outlive.
         self._close = weakref.finalize(self, _end, channel, thread)
         thread.start()
 
@@ -133,23 +135,23 @@ class PrefetchIterator(Iterator[Any]):
 
     @property
     def handed_out(self) -> int:
-        """The number of items that `next` has returned; more may have been read ahead."""
+        """The number of items that `next` has returned. More may have been read ahead."""
         return self._handed_out
 
     @property
     def state(self) -> Any:
-        """What `state_fn` returned after the last item that `next` has returned.
+        """The value of `state_fn` for the last item that `next` has returned.
 
-        Before the first item, what it returned before anything was read; None without a `state_fn`.
-        Saved with a checkpoint and set in a new source, the run goes on with the next item.
+        Before the first item, it is the value from before anything was read; without a `state_fn` it is
+        None. Save it with a checkpoint and restore it in a new source to resume with the next item.
         """
         return self._state
 
     def close(self) -> None:
-        """Ends the thread and drops what was read ahead; `next` raises StopIteration from now on.
+        """End the thread and drop the items read ahead; `next` raises StopIteration from then on.
 
-        Returns within half a second. A thread that is inside of its source then ends as soon as the
-        source returns.
+        Returns within half a second. A thread that is blocked in its source ends as soon as the source
+        returns.
         """
         self._close()
 
@@ -166,18 +168,18 @@ class _Entry(NamedTuple):
 
 
 class _Channel:
-    """Entries on their way from the thread to the loop."""
+    """A bounded queue from the thread to the loop."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # Its lock is reentrant, as collecting garbage may close the channel from inside of it.
+        # The lock is reentrant, because garbage collection may call `close` while it is held.
         self._changed = threading.Condition()
         self._entries: deque[_Entry] = deque()
         self._open = True
         self._exception: BaseException | None = None
 
     def wait_for_room(self) -> bool:
-        """Whether another entry is wanted: False once the channel is closed."""
+        """Block until there is room for another entry; return False once the channel is closed."""
         with self._changed:
             while self._open and len(self._entries) >= self._size:
                 self._changed.wait()
@@ -203,10 +205,10 @@ class _Channel:
         try:
             raise exception
         finally:
-            del exception  # its traceback holds this frame, which would hold it
+            del exception  # breaks the reference cycle with this frame, which its traceback holds
 
     def finish(self, exception: BaseException | None) -> None:
-        """No entry comes any more; those that are here still go out, and then the exception."""
+        """End the queue: `get` returns the remaining entries and then raises the exception."""
         with self._changed:
             if self._open:
                 self._open, self._exception = False, exception
@@ -227,7 +229,7 @@ def _fill(
 ) -> None:
     exception: BaseException | None = None
     try:
-        # Room first: no more than `size` items are ahead of the loop, the one in the making included.
+        # Wait for room before reading: at most `size` items are ahead of the loop, including this one.
         while channel.wait_for_room():
             try:
                 item = next(source)
@@ -240,7 +242,7 @@ def _fill(
                 note(ex, f"raised by prefetch_to_device for the item {_summary(item)}")
                 raise
             channel.put(entry)
-            del item, state, entry  # else the item would live until the next one is made
+            del item, state, entry  # otherwise the item would stay alive until the next one is read
     except BaseException as ex:
         exception = ex
     finally:
@@ -249,7 +251,7 @@ def _fill(
 
 
 def _summary(item: Any) -> str:
-    """What an item holds, by path: for messages."""
+    """The dtypes and shapes of an item by path, for error messages."""
 
     def kind(leaf: Any) -> str:
         return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}"

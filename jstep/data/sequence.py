@@ -1,4 +1,4 @@
-"""Sequences of batches by step: what `batches` and `mixture` return has in common."""
+"""The base class of the batch sequences that `batches` and `mixture` return."""
 
 import abc
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ Self = TypeVar("Self", bound="BatchSequence")
 
 
 class BatchSequence(abc.ABC):
-    """Batches by step, which is all their position: indexed, sliced, skipped and iterated over.
+    """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped.
 
-    Steps count from 0; negative ones do not count from the end but raise IndexError, as do those
-    past the end.
+    The step is the whole position. Steps count from 0. A negative step does not count from the end but
+    raises IndexError, as does a step past the end.
     """
 
     _ways_to_end = "give a slice with a stop"
-    """What gives them an end, for the error of `len`."""
+    """How to give the sequence an end, for the error of `len`."""
 
     def __init__(self, sizes: Sizes, steps: Steps) -> None:
         self._sizes = sizes
@@ -33,18 +33,18 @@ class BatchSequence(abc.ABC):
 
     @abc.abstractmethod
     def _reader(self) -> Callable[[int], Any]:
-        """A new function from step to batch, for one reader; it is not told of slices and skips."""
+        """A new function from step to batch for one iterator, in steps of the original sequence (without slices)."""
 
     @abc.abstractmethod
     def _with(self: Self, steps: Steps) -> Self:
-        """The sequence with other steps."""
+        """The same sequence with other steps."""
 
     @abc.abstractmethod
     def _definition(self) -> dict[str, Any]:
-        """What determines the batches but for the values of their rows and their steps, as JSON can hold it."""
+        """A JSON-serializable definition of the batches, without the values of the rows and without the steps."""
 
     def _extent(self) -> str:
-        """The steps, for the repr."""
+        """The range of steps, for the repr."""
         parts, endless = self._steps.parts, self.is_endless
         if len(parts) == 1 and parts[0].start == 0 and parts[0].step == 1:
             return "without end" if endless else f"{self._count} steps"
@@ -57,9 +57,9 @@ class BatchSequence(abc.ABC):
 
     @property
     def batch_size(self) -> int | dict[int, int]:
-        """Rows of a batch over all processes together: a number, or if it changes, first step → number.
+        """The global batch size: a number, or a dict from first step to number if it changes.
 
-        A smaller last batch of an epoch (`drop_remainder=False`) is not counted as a change.
+        A smaller last batch of an epoch (`drop_remainder=False`) does not count as a change.
         """
         found = by_first_step(self._sizes, self._steps)
         if not found:
@@ -68,11 +68,11 @@ class BatchSequence(abc.ABC):
 
     @property
     def is_endless(self) -> bool:
-        """Whether there are batches without end, and so no `len()`."""
+        """Whether the sequence has no end, and therefore no `len()`."""
         return self._steps.is_endless
 
     def batch_size_at(self, step: int) -> int:
-        """Rows of batch number `step`, over all processes together.
+        """Return the number of rows in the batch of `step`, over all processes.
 
         Raises:
             IndexError: `step` is negative or past the end.
@@ -81,15 +81,15 @@ class BatchSequence(abc.ABC):
 
     @abc.abstractmethod
     def _rows_and_share(self) -> tuple[Rows, Share]:
-        """Rows like those of a batch, and this process's part of one."""
+        """A source of rows with the structure of a batch, and this process's share of a batch."""
 
     def shapes(self, step: int) -> Any:
-        """The shapes of batch number `step` on this process, known without making it.
+        """Return the shapes of the batch of `step` on this process, without reading the batch.
 
-        One row is read to find the structure.
+        One row is read to determine the structure.
 
         Returns:
-            A tree like the batch, its leaves `jax.ShapeDtypeStruct`.
+            A tree like the batch, with `jax.ShapeDtypeStruct` leaves.
 
         Raises:
             IndexError: `step` is negative or past the end.
@@ -104,10 +104,10 @@ class BatchSequence(abc.ABC):
         return jax.tree.map(leaf, rows.take(slice(0, 1)))
 
     def next_change(self, step: int) -> int | None:
-        """The next step whose batch has not as many rows as that of `step`; None if there is none.
+        """Return the next step whose batch has a different number of rows than that of `step`, or None.
 
         Args:
-            step: The step to start from. Smaller last batches of epochs (`drop_remainder=False`) count.
+            step: The step to start from. A smaller last batch of an epoch (`drop_remainder=False`) counts.
 
         Raises:
             IndexError: `step` is negative or past the end.
@@ -115,18 +115,18 @@ class BatchSequence(abc.ABC):
         return next_change(self._sizes, self._steps, self._as_step(step))
 
     def skip(self: Self, start: int, stop: int) -> Self:
-        """The same batches without those from step `start` up to `stop`: bad data, or a loss spike.
+        """Return the batches without those of steps `start` to `stop - 1`, such as bad data or a loss spike.
 
-        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on. Steps count in
-        what this is called on, so that skips compose from left to right. Batches before `start` stay as
-        they were, so a run may be resumed from a checkpoint there.
+        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on. Steps refer to the
+        sequence this is called on, so skips compose from left to right. Batches before `start` are
+        unchanged, so a run can be resumed from a checkpoint before that step.
 
         Args:
-            start: The first step to leave out.
-            stop: The step after the last one to leave out.
+            start: The first step to skip.
+            stop: The step after the last one to skip.
 
         Raises:
-            ValueError: The range is empty, begins below 0, or goes past the end.
+            ValueError: The range is empty, starts below 0, or extends past the end.
 
         Example:
             >>> import numpy as np, jstep
@@ -141,18 +141,18 @@ class BatchSequence(abc.ABC):
                 "range; stop is the step after the last one to skip"
             )
         if stop > self._count and not self.is_endless:
-            raise ValueError(f"skip({start}, {stop}): expected stop ≤ {self._count}, the number of steps there are")
+            raise ValueError(f"skip({start}, {stop}): expected stop ≤ {self._count}, the number of steps")
         return self._with(self._steps.skipped(start, stop))
 
     def from_step(self, step: int) -> "BatchIterator":
-        """An iterator over the batches from number `step` on.
+        """Return an iterator over the batches that starts at `step`.
 
         Args:
-            step: The first step; the number of all steps gives an iterator that has ended.
+            step: The first step. The total number of steps gives an exhausted iterator.
 
         Raises:
             IndexError: `step` is negative or past the end.
-            TypeError: `step` is no integer.
+            TypeError: `step` is not an integer.
         """
         return BatchIterator(self, self._as_step(step, end=1))
 
@@ -202,10 +202,10 @@ class BatchSequence(abc.ABC):
 
 
 class BatchIterator(Iterator[Any]):
-    """An iterator over batches that knows its position.
+    """An iterator over batches with a step counter.
 
     Attributes:
-        step: The step of the batch that `next` returns next.
+        step: The step of the batch that the next call of `next` returns.
     """
 
     def __init__(self, batches: BatchSequence, step: int) -> None:

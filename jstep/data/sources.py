@@ -1,4 +1,4 @@
-"""Where rows come from: arrays, and objects with a length and items."""
+"""Data sources: arrays, and objects with a length and items."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
@@ -14,33 +14,33 @@ from jstep.core.trees import flatten, path_str, quoted
 from jstep.data import _permutation
 
 RowNumbers: TypeAlias = _permutation.Rows | slice
-"""Rows in any order, or a stretch of them."""
+"""Row numbers in any order, or a contiguous range of them."""
 
 
 class ArraySource:
-    """Rows of an array in memory or mapped into it."""
+    """Rows of an array in memory, or of a memory-mapped one."""
 
     def __init__(self, array: Any, path: str) -> None:
-        # The base class: rows of a memory map are plain arrays.
+        # np.asarray converts a memory map to the base class, so that its rows are plain arrays.
         with internal_transfers():
             self._array: np.ndarray[Any, Any] = np.asarray(array)
         self.path = path
-        # np.take is the faster gather, but would first copy all of an array that is not contiguous.
+        # np.take is the faster gather, but it first copies the whole array if that is not contiguous.
         self._takes = self._array.flags.c_contiguous and self._array.flags.aligned
 
     def __len__(self) -> int:
         return len(self._array)
 
     def rows(self, rows: RowNumbers) -> Any:
-        """A new array of these rows."""
+        """Return a new array of these rows."""
         if isinstance(rows, slice):
             return self._array[rows].copy()
-        # The rows are in range: "clip" only leaves out the check, row by row.
+        # The rows are in range; "clip" only avoids the check of each row.
         return self._array.take(rows, 0, None, "clip") if self._takes else self._array[rows]
 
 
 class KeySource:
-    """PRNG keys, which are rows of a device alone."""
+    """PRNG keys, which exist only on a device."""
 
     def __init__(self, keys: jax.Array, path: str) -> None:
         self._keys = keys
@@ -50,7 +50,7 @@ class KeySource:
         return len(self._keys)
 
     def rows(self, rows: RowNumbers) -> Any:
-        """These keys, a JAX array."""
+        """Return these keys as a JAX array."""
         with internal_transfers():
             return self._keys[rows]
 
@@ -61,7 +61,7 @@ class ItemSource:
     def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
         self.path = path
-        # Whether a list of indices gives the rows at once; None until it has been tried.
+        # Whether `__getitem__` takes a list of indices; None until it has been tried.
         self._takes_list: bool | None = False if isinstance(items, list | range) else None
         self._what = f"{argument}: items of the {type(items).__name__} at {path}"
 
@@ -69,17 +69,17 @@ class ItemSource:
         return len(self._items)
 
     def rows(self, rows: RowNumbers) -> Any:
-        """The items at these rows, stacked leaf by leaf.
+        """Return the items at these rows, stacked leaf by leaf.
 
         Raises:
-            TypeError: The source can only be iterated over, whatever methods it has.
+            TypeError: The source can only be iterated over; its `__getitem__` is not implemented.
         """
         try:
             return self._rows(rows)
-        except NotImplementedError as error:  # PyTorch's IterableDataset has a __getitem__ that says so
+        except NotImplementedError as error:  # raised by __getitem__ of PyTorch's IterableDataset
             raise TypeError(
-                f"{self._what} cannot be taken in any order: its __getitem__ is not implemented; give it to "
-                "jstep.train, or prefetch_to_device, as it is"
+                f"{self._what} cannot be taken in any order: its __getitem__ is not implemented; pass the iterable "
+                "directly to jstep.train or prefetch_to_device"
             ) from error
 
     def _rows(self, rows: RowNumbers) -> Any:
@@ -93,7 +93,7 @@ class ItemSource:
         if self._takes_list:
             try:
                 return _from_columns(self._items[numbers])
-            except Exception:  # such as HDF5, which takes a list only where it is sorted
+            except Exception:  # for example HDF5, which takes only sorted lists
                 self._takes_list = False
         return self._stack([self._items[i] for i in numbers], len(numbers))
 
@@ -105,14 +105,14 @@ class ItemSource:
             return stack_trees(trees, self._what)
 
     def _list_gives_rows(self, numbers: list[int]) -> bool:
-        """Whether a list of indices gives the rows that its entries give one by one.
+        """Return whether a list of indices gives the same rows as its entries do individually.
 
-        A `__getitem__` written for one index may do something else with a list, without an error.
+        A `__getitem__` written for a single index may do something else with a list, without an error.
         """
         try:
             batch = _from_columns(self._items[numbers])
         except Exception:
-            return False  # an error that is no matter of the list comes again with single indices
+            return False  # an error that is not caused by the list is raised again with single indices
         leaves, treedef = flatten(batch)
         if not leaves or any(np.ndim(leaf) == 0 or len(leaf) != len(numbers) for leaf in leaves):
             return False
@@ -120,7 +120,7 @@ class ItemSource:
             try:
                 item, item_treedef = flatten(_as_item(self._items[numbers[i]]))
             except Exception:
-                return True  # it takes nothing but lists
+                return True  # it takes only lists
             if item_treedef != treedef:
                 return False
             for leaf, row in zip(item, leaves, strict=True):
@@ -133,11 +133,11 @@ Source: TypeAlias = ArraySource | KeySource | ItemSource
 
 
 def as_source(leaf: Any, keys: Sequence[Any], argument: str) -> Source:
-    """The source that a leaf of `arrays`, or of another argument, is.
+    """Return a leaf of `arrays`, or of another argument, as a source.
 
     Raises:
-        TypeError: The leaf has no length or no items; names the path.
-        ValueError: It is empty.
+        TypeError: The leaf has no length or no items. The message contains its path.
+        ValueError: The leaf is empty.
     """
     path = quoted(path_str(keys))
     source = _open(leaf, path, argument)
@@ -147,7 +147,7 @@ def as_source(leaf: Any, keys: Sequence[Any], argument: str) -> Source:
 
 
 class Rows:
-    """Rows of a tree of sources that have equally many.
+    """Rows of a tree of sources with equal numbers of rows.
 
     Args:
         sources: The sources, in the order of the tree's leaves.
@@ -161,28 +161,28 @@ class Rows:
         return len(self._sources[0])
 
     def take(self, rows: RowNumbers) -> Any:
-        """These rows, as a tree of new arrays."""
+        """Return these rows as a tree of new arrays."""
         return self._treedef.unflatten([source.rows(rows) for source in self._sources])
 
 
 def open_rows(arrays: Any, argument: str = "arrays", name: str = "") -> Rows:
-    """The rows of a tree of sources.
+    """Open the rows of a tree of sources.
 
     Args:
         arrays: The tree; a list in it is one source.
-        argument: What the user calls it, for errors.
-        name: The name by which it is found in the argument, which begins the paths of its leaves; empty if it is the
+        argument: The name of the user's argument, for error messages.
+        name: The key of the tree in that argument, which begins the paths of its leaves; empty if the tree is the
             argument itself.
 
     Raises:
-        ValueError: There is no source, one is empty, or they have different numbers of rows.
+        ValueError: There are no sources, one is empty, or they have different numbers of rows.
         TypeError: A leaf has no length or no items.
     """
     tree = {name: arrays} if name else arrays
     leaves, whole = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_source)
     treedef: Any = whole
     if not leaves:
-        raise ValueError(f"{argument}={shown(tree)}: holds no array to take rows of")
+        raise ValueError(f"{argument}={shown(tree)}: holds no array to take rows from")
     sources = [as_source(leaf, keys, argument) for keys, leaf in leaves]
     if len({len(source) for source in sources}) > 1:
         each = ", ".join(f"{len(source)} at {source.path}" for source in sources)
@@ -191,7 +191,7 @@ def open_rows(arrays: Any, argument: str = "arrays", name: str = "") -> Rows:
 
 
 def _is_source(x: Any) -> bool:
-    # A list holds examples. JAX warns of iterators in a tree; they are refused as sources.
+    # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
     return isinstance(x, list) or hasattr(x, "__next__")
 
 
@@ -206,7 +206,7 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
         return ArraySource(leaf, path)
     name = type(leaf).__name__
     if isinstance(leaf, str | bytes):
-        raise TypeError(f"{argument}: the {name} at {path} is a text, not a source of rows; give a list of texts")
+        raise TypeError(f"{argument}: the {name} at {path} is a string, not a source of rows; give a list of strings")
     if hasattr(leaf, "columns"):
         raise TypeError(
             f"{argument}: the {name} at {path} is indexed by column, not by row; give its columns, such as "
@@ -215,25 +215,25 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
     if not hasattr(leaf, "__getitem__"):
         raise TypeError(
             f"{argument}: the {name} at {path} has no __getitem__; batches need rows that can be taken in any "
-            "order; an iterator can be given to jstep.train, or prefetch_to_device, as it is"
+            "order. Pass an iterator directly to jstep.train or prefetch_to_device"
         )
     try:
         len(leaf)
     except TypeError as error:
         raise TypeError(
-            f"{argument}: the {name} at {path} has no len(), so its rows cannot be taken in any order ({error}); what "
-            "is iterated over can be given to jstep.train, or prefetch_to_device, as it is"
+            f"{argument}: the {name} at {path} has no len(), so its rows cannot be taken in any order ({error}); pass "
+            "an iterable directly to jstep.train or prefetch_to_device"
         ) from None
     return ItemSource(leaf, path, argument)
 
 
 def _as_item(item: Any) -> Any:
-    """An item as a tree of arrays: a list of numbers or texts is an array too."""
+    """Return an item as a tree of arrays; a list of numbers or strings becomes an array."""
     return jax.tree.map(_as_array, item, is_leaf=_is_plain_list)
 
 
 def _from_columns(batch: Any) -> Any:
-    """What a source gives for a list of indices, as arrays: its lists are columns, one entry a row."""
+    """Return a source's value for a list of indices as arrays; its lists are columns, with one entry per row."""
     return jax.tree.map(_as_array, batch, is_leaf=lambda x: isinstance(x, list))
 
 

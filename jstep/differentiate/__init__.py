@@ -1,4 +1,4 @@
-"""From a loss to gradients."""
+"""Gradients of loss functions: microbatches, sparse lookups and gates."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.differentiate.compute_gradients import compute_gradients

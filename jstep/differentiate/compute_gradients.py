@@ -1,4 +1,4 @@
-"""The gradients of a loss."""
+"""Gradients of a loss function, with microbatches and sharpness-aware minimization."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,35 +22,37 @@ def compute_gradients(
     sharpness: Number | None = None,
     adaptive: bool = False,
 ) -> Callable[..., Any]:
-    """A function that computes a loss and its gradients.
+    """Return a function that computes a loss and its gradients.
 
     Args:
         loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar; with has_aux `-> (loss, aux)`.
-        var_list: What to differentiate: None (all), a predicate `(path, leaf) -> bool`, a list of paths or globs
-            (`"decoder/*"`), or a tree of bools. What is left out is not differentiated at all and gets None, as does
-            what the loss does not depend on.
+        var_list: The parameters to differentiate: None (all), a predicate `(path, leaf) -> bool`, a list of paths or
+            globs (`"decoder/*"`), or a tree of bools. The others are not differentiated; their gradients are None, as
+            are those of parameters that the loss does not depend on.
         has_aux: Whether loss_fn returns auxiliary values with the loss.
-        num_microbatches: In how many parts the leading axis of every arg is split. The parts, contiguous blocks
-            of rows, are gone through in one scan; gradients, loss and floating (also complex) leaves of aux
-            are their means in float32 at least, integers and bools of aux their sums in int32 at least. Where rows
-            are known to be sharded over devices, part i of n is rows i, i + n, i + 2n, …, of which each device has
-            its share: no row moves, and the parts do not depend on the number of devices. Only a loss that depends
-            on which rows are together (random numbers, model_state) gives other values than on one device.
+        num_microbatches: Number of microbatches for gradient accumulation; the leading axis of every arg is split
+            into that many contiguous blocks of rows, which are processed in one scan. Gradients, loss and floating
+            (also complex) leaves of aux are means in at least float32; integers and bools of aux are sums in at least
+            int32. If rows are known to be sharded over devices, microbatch i of n consists of rows i, i + n, i + 2n,
+            …, of which each device has its share: no row moves between devices, and the microbatches do not depend on
+            the number of devices. The values differ from those on one device only if the loss depends on which rows
+            are in the same microbatch (random numbers, model_state).
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
-        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: where XLA may not overlap gradients and updates. Changes
+        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It affects
             memory and time, never values.
-        aggregation_method: Whether microbatches keep a running sum of gradients (DEFAULT) or every part (ADD_N).
-        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: the gradients are those at
-            p + ρ·g/‖g‖, of the same batch and key; loss and aux are those at p. Costs a second gradient.
-        adaptive: Whether the radius of each element follows its size (ASAM): p + ρ·p²·g/‖|p|·g‖.
+        aggregation_method: Whether to keep a running sum of the gradients of microbatches (DEFAULT) or all of them
+            (ADD_N).
+        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the
+            same batch and key; loss and aux are those at p. It costs a second gradient.
+        adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
 
     Returns:
-        `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments reach loss_fn
-        as they are, in every microbatch.
+        `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to
+        loss_fn unchanged in every microbatch.
 
     Raises:
-        TypeError: An argument is of the wrong type, or the loss is not floating point.
-        ValueError: An argument is out of range, the loss is no scalar, a var_list entry matches nothing, or
+        TypeError: An argument has the wrong type, or the loss is not floating point.
+        ValueError: An argument is out of range, the loss is not a scalar, a var_list entry matches nothing, or
             num_microbatches does not divide the batch.
 
     Example:

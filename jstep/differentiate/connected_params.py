@@ -1,4 +1,4 @@
-"""Which parameters a loss depends on, found while its gradient is traced."""
+"""Detection of the parameters that a loss depends on, while its gradient is traced."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from jstep.core.types import Array
 
 
 def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
-    """The leaves themselves; the places of those that a gradient flows back to join `connected` as it is traced.
+    """Return the leaves; tracing the gradient adds the indices of those that receive a gradient to `connected`.
 
-    The identity has a backward rule, which JAX runs once while it traces the gradient, and which sees a symbolic zero
-    for a leaf that nothing depends on. Nothing of it is left in the compiled program.
+    An identity function has a custom backward rule, which JAX runs once while it traces the gradient. The rule gets a
+    symbolic zero for a leaf that nothing depends on. It leaves no trace in the compiled program.
     """
 
     @jax.custom_vjp

@@ -1,4 +1,4 @@
-"""The engine of `compute_gradients` and `minimize`: a loss and its gradients, all that was asked of them included."""
+"""The implementation of `compute_gradients` and `minimize`: differentiation of a loss with all their options."""
 
 import dataclasses
 import functools
@@ -26,16 +26,16 @@ from jstep.differentiate.unreduced import reduced_once, zeros_of_gradient
 
 
 class Inputs(NamedTuple):
-    """What one evaluation of a loss takes.
+    """The inputs of one evaluation of a loss.
 
     Attributes:
         params: The parameters.
-        model_state: Variables that are not trained, where the loss has some.
+        model_state: Non-trained variables, if the loss has any.
         args: The batch.
-        kwargs: What reaches the loss as it is.
+        kwargs: Keyword arguments that are passed to the loss unchanged.
         key: A PRNG key for the loss.
-        batch_specs: Shardings or specs of args, where they are known.
-        scale: By what the loss is multiplied before it is differentiated; gradients come out so multiplied.
+        batch_specs: Shardings or specs of args, if known.
+        scale: The factor of the loss before differentiation; gradients are scaled by it.
     """
 
     params: Params
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Differentiation:
-    """How a loss is differentiated; the arguments are those of `compute_gradients` and `minimize`, checked here."""
+    """The differentiation of a loss, with the options of `compute_gradients` and `minimize`, validated here."""
 
     loss_fn: Callable[..., Any]
     var_list: VarList = None
@@ -64,11 +64,11 @@ class Differentiation:
     adaptive: bool = False
     unroll: Unroll = None
     gathers: bool = False
-    """Whether summaries that the loss makes are gathered."""
+    """Whether to collect summaries that the loss creates."""
     squares: bool = False
-    """Whether the squared norms of the gradients of microbatches are computed."""
+    """Whether to compute the squared norms of the gradients of microbatches."""
     attempts: Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
-    """What traces the loss; the same for all that `dataclasses.replace` makes of this."""
+    """The tracer of the loss, shared by all copies made with `dataclasses.replace`."""
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
@@ -92,26 +92,26 @@ class Differentiation:
                 f"got {kind(self.aggregation_method)}"
             )
         if checked_sharpness(self.sharpness) is None and self.adaptive:
-            raise ValueError("adaptive=True: says how sharpness is measured; give sharpness as well")
+            raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
 
     def __call__(self, given: Inputs) -> Part:
-        """Loss, new model_state, aux, gradients (a tree like params) and summaries."""
+        """Return the loss, new model_state, aux, gradients (a tree like params) and summaries."""
         params = given.params
         for path, leaf in trees.leaves_with_paths(params):
             if not (trees.is_array(leaf) or isinstance(leaf, bool | int | float)):
                 raise TypeError(
-                    f"params: the leaf at {trees.quoted(path)} is {type(leaf).__name__}, which is no array or number; "
-                    "keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
+                    f"params: the leaf at {trees.quoted(path)} is {type(leaf).__name__}, which is not an array or "
+                    "number; keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
                 )
         given = given._replace(batch_specs=specs_of_rows(given.args, given.batch_specs) if self.looks_at_rows else None)
         there = sharded_like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
-        assert self.attempts is not None  # since it was made
+        assert self.attempts is not None  # set in __post_init__
         return self.attempts(self._of_batch, given, place=there)
 
     @property
     def looks_at_rows(self) -> bool:
-        """Whether it follows how the rows of the batch are sharded."""
+        """Whether the computation depends on how the rows of the batch are sharded."""
         return self.num_microbatches > 1 or self.max_rows_per_device is not None
 
     def _of_batch(self, given: Inputs) -> Part:
@@ -131,7 +131,7 @@ class Differentiation:
         return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
     def _whole(self, given: Inputs, indices: list[int]) -> Part:
-        """The whole batch, at once or in microbatches; gradients are a list, of the leaves at `indices`."""
+        """Differentiate the batch, at once or in microbatches; gradients are a list for the leaves at `indices`."""
         key = given.key
         n = number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
         if n == 1:
@@ -154,7 +154,7 @@ class Differentiation:
             square = functools.partial(squared_norm, scale=given.scale) if self.squares else None
             return accumulate(part_fn, parts, given.model_state, sums, n, self.weight_fn, method, self.unroll, square)
 
-        # The square of a part's gradient is that of the sum over all devices: there is no putting it off.
+        # The squared norm of a microbatch gradient requires the sum over all devices, so reduction cannot be deferred.
         if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT or self.squares:
             return run(given.params, parts)
 

@@ -1,4 +1,4 @@
-"""Gradients of any function."""
+"""Gradients of arbitrary functions of trees."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,19 +14,19 @@ from jstep.core.types import Array
 
 
 def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
-    """The sum of d ys/d x for each x of the tree xs, where ys = fn(xs).
+    """Return the sum of d ys/d x for each x of the tree xs, where ys = fn(xs).
 
     Args:
         fn: A function of one tree that returns a tree of arrays.
-        xs: The tree of arrays to differentiate by. Leaves that are not floating point get None.
-        grad_ys: Weights of the ys, a tree like fn(xs); ones unless told.
+        xs: The tree of arrays to differentiate with respect to. Leaves that are not floating point get None.
+        grad_ys: Weights of the ys, a tree like fn(xs); ones by default.
 
     Returns:
         A tree like xs.
 
     Raises:
         TypeError: No leaf of xs, or none of fn(xs), is floating point.
-        ValueError: `grad_ys` has not the structure and shapes of fn(xs).
+        ValueError: `grad_ys` does not have the structure and shapes of fn(xs).
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -39,7 +39,7 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
     leaves, treedef = trees.flatten(xs)
     for path, leaf in trees.leaves_with_paths(xs):
         if not (trees.is_array(leaf) or isinstance(leaf, bool | int | float | complex)):
-            raise TypeError(f"xs: at {trees.quoted(path)} stands {kind(leaf)}, which is no array or number")
+            raise TypeError(f"xs: the leaf at {trees.quoted(path)} is {kind(leaf)}, which is not an array or number")
     indices = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     if not indices:
         raise TypeError(f"xs: no leaf is floating point, got dtypes {[str(jnp.result_type(leaf)) for leaf in leaves]}")
@@ -60,7 +60,7 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
 def _checked(ys: Any) -> Any:
     for path, y in trees.leaves_with_paths(ys):
         if not (trees.is_array(y) or isinstance(y, bool | int | float | complex)):
-            raise TypeError(f"fn returned {kind(y)} at {trees.quoted(path)}, which is no array")
+            raise TypeError(f"fn returned {kind(y)} at {trees.quoted(path)}, which is not an array")
     return jax.tree.map(jnp.asarray, ys)
 
 
@@ -81,9 +81,13 @@ def _cotangents(ys: Any, grad_ys: Any) -> Any:
         if weight is None:
             return jnp.ones_like(y)
         if not (trees.is_array(weight) or isinstance(weight, int | float | complex)):
-            raise TypeError(f"grad_ys: at {trees.quoted(path)} stands {kind(weight)}, which is no array or number")
+            raise TypeError(
+                f"grad_ys: the leaf at {trees.quoted(path)} is {kind(weight)}, which is not an array or number"
+            )
         if np.shape(weight) != y.shape:
-            raise ValueError(f"grad_ys: at {trees.quoted(path)} shape {np.shape(weight)}, but fn(xs) has {y.shape}")
+            raise ValueError(
+                f"grad_ys: the leaf at {trees.quoted(path)} has shape {np.shape(weight)}, but fn(xs) has {y.shape}"
+            )
         return jnp.asarray(weight).astype(y.dtype)
 
     cotangents = [cotangent(path, y, weight) for (path, y), weight in zip(named, given, strict=True)]
@@ -91,7 +95,7 @@ def _cotangents(ys: Any, grad_ys: Any) -> Any:
 
 
 def stop_gradient(x: Any) -> Any:
-    """The identity, which blocks differentiation; x is any tree.
+    """Return any tree x unchanged, without propagating gradients to it.
 
     Example:
         >>> import jax, jstep

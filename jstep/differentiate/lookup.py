@@ -1,4 +1,4 @@
-"""Rows of a table, whose gradient is those rows."""
+"""Embedding lookup with sparse gradients."""
 
 import contextlib
 import contextvars
@@ -20,25 +20,25 @@ from jstep.core.types import Array
 
 
 class Tables:
-    """The tables that a loss may look rows up in while its gradient is traced, and the rows' gradients as they come."""
+    """The tables available for lookups while the gradient of a loss is traced, and the gradients of their rows."""
 
     def __init__(self, leaves: list[Array]) -> None:
-        self._leaves = leaves  # alive, so that no other array takes the id of one
+        self._leaves = leaves  # kept alive, so that their ids stay unique
         self._shapes = [leaf.shape for leaf in leaves]
         self._indices = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._trace = get_opaque_trace_state()
         self._taken: list[tuple[int, Array, Array]] = []
 
     def release(self) -> None:
-        """Forgets the leaves: they are tracers, which nothing may hold when the loss is traced."""
+        """Release the leaves, which are tracers and must not be held after the loss is traced."""
         self._leaves, self._indices = [], {}
 
     def index_of(self, table: Any) -> int | None:
-        """The place of a table among the leaves; None for anything else, and under another transformation."""
+        """Return the index of a table among the leaves; None for anything else, and under another transformation."""
         return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
     def rows(self, place: int, table: Array, ids: Array) -> Array:
-        """The rows, whose gradient is kept here and does not reach the table."""
+        """Return the rows; their gradient is recorded here and does not reach the table."""
 
         @jax.custom_vjp
         def rows(table: Array, ids: Array) -> Array:
@@ -55,7 +55,7 @@ class Tables:
         return rows(table, ids)
 
     def gradient(self, place: int, dense: Array | None) -> Any:
-        """The whole gradient of a leaf: of all its lookups together, and of what else the loss does with it."""
+        """Return the gradient of a leaf: the sum over all its lookups and its other uses in the loss."""
         taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
         if not taken:
             return dense
@@ -72,7 +72,7 @@ def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Arr
 
 
 def _rows(table: Array, ids: Array) -> Array:
-    """`table[ids]`; on Explicit axes the rows are split as the ids are, and each row as those of the table."""
+    """Return `table[ids]`; on Explicit axes the result is sharded like the ids and, within rows, like the table."""
     if explicit_mesh((table, ids)) is None:
         return table[ids]
     of_ids = spec_of(ids).partitions
@@ -86,7 +86,7 @@ _active: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_t
 
 @contextlib.contextmanager
 def tables(leaves: list[Array]) -> Iterator[Tables]:
-    """While a loss is traced, its differentiated leaves."""
+    """Make the differentiated leaves available to `lookup` while a loss is traced."""
     made = Tables(leaves)
     token = _active.set(made)
     try:
@@ -97,22 +97,22 @@ def tables(leaves: list[Array]) -> Iterator[Tables]:
 
 
 def lookup(table: Any, ids: Any) -> Array:
-    """Rows of a table, `table[ids]`, whose gradient is an `IndexedSlices` of those rows.
+    """Return rows of a table, `table[ids]`, with an `IndexedSlices` of those rows as gradient.
 
-    In `compute_gradients` and `minimize`, so that an update costs what its rows cost, not what the table does. Several
-    lookups of one table join. A table that the loss also uses otherwise gets a dense gradient, as does one that is
-    looked up inside scan, vmap, cond, remat or a jit of its own. Elsewhere, under `jax.grad` for instance, it is plain
-    indexing.
+    In `compute_gradients` and `minimize`, the cost of an update then depends on the number of rows, not on the size of
+    the table. Several lookups of one table are combined. The gradient is dense if the loss also uses the table in
+    another way, or looks it up inside scan, vmap, cond, remat or a nested jit. Elsewhere, such as under `jax.grad`,
+    lookup is plain indexing.
 
     Args:
-        table: A leaf of params as the loss was given it, of shape (rows, …).
+        table: A leaf of params, exactly as passed to the loss, of shape (rows, …).
         ids: Integers of any shape.
 
     Returns:
         The rows, of shape (*ids.shape, …).
 
     Raises:
-        TypeError: `ids` are not integers, or `table` is no array.
+        TypeError: `ids` are not integers, or `table` is not an array.
         ValueError: `table` has no rows.
 
     Example:
@@ -127,7 +127,7 @@ def lookup(table: Any, ids: Any) -> Array:
     Source: `tf.nn.embedding_lookup`, whose gradient is a `tf.IndexedSlices`.
     """
     if not trees.is_array(table) and hasattr(table, "__jax_array__"):
-        table = table.__jax_array__()  # a variable in a box, of Flax NNX
+        table = table.__jax_array__()  # a boxed variable of Flax NNX
     if not (trees.is_array(table) or isinstance(table, list | tuple)):
         raise TypeError(f"table: must be an array of rows, got {kind(table)}")
     found = _active.get()

@@ -1,4 +1,4 @@
-"""What a loss returns: taken apart, and checked."""
+"""Unpacking and validation of the outputs of a loss function."""
 
 from typing import Any
 
@@ -11,25 +11,25 @@ from jstep.core.types import Array
 
 
 def split_outputs(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
-    """Loss, model_state and aux from what loss_fn returned."""
+    """Return loss, model_state and aux from the output of loss_fn."""
     if not (has_aux or has_model_state):
         if isinstance(out, tuple | list):
             raise TypeError(
-                f"loss_fn returned a {type(out).__name__} of {len(out)}; it must return a scalar loss. Say "
-                "has_aux=True where it returns (loss, aux), has_model_state=True where (loss, model_state)."
+                f"loss_fn returned a {type(out).__name__} of {len(out)}; it must return a scalar loss. Set "
+                "has_aux=True if it returns (loss, aux), has_model_state=True if (loss, model_state)."
             )
         return out, None, None
     want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
-    said = f"has_aux={has_aux}" + (", has_model_state=True" if has_model_state else "")
+    options = f"has_aux={has_aux}" + (", has_model_state=True" if has_model_state else "")
     if not (isinstance(out, tuple | list) and len(out) == 2):
-        raise TypeError(f"loss_fn returned {_kind(out)}; with {said} it must return {want}")
+        raise TypeError(f"loss_fn returned {_kind(out)}; with {options} it must return {want}")
     loss, rest = out
     if not has_model_state:
         return loss, None, rest
     if not has_aux:
         return loss, rest, None
     if not (isinstance(rest, tuple | list) and len(rest) == 2):
-        raise TypeError(f"loss_fn returned (loss, {_kind(rest)}); with {said} it must return {want}")
+        raise TypeError(f"loss_fn returned (loss, {_kind(rest)}); with {options} it must return {want}")
     return loss, rest[0], rest[1]
 
 
@@ -38,7 +38,7 @@ def _kind(x: Any) -> str:
 
 
 def checked_loss(loss: Any) -> Array:
-    """The loss, a floating-point scalar."""
+    """Validate the loss, a floating-point scalar."""
     if not (trees.is_array(loss) or isinstance(loss, int | float)):
         raise TypeError(f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar")
     loss = jnp.asarray(loss)
@@ -50,12 +50,12 @@ def checked_loss(loss: Any) -> Array:
 
 
 def checked_aux(aux: Any) -> Any:
-    """The auxiliary values, as arrays."""
+    """Convert the auxiliary values to arrays."""
 
     def leaf(keys: Any, x: Any) -> Array:
         if not (trees.is_array(x) or isinstance(x, bool | int | float | complex)):
             raise TypeError(
-                f"aux: the leaf at {trees.quoted(trees.path_str(keys))} is {x!r}, which is no array or number and "
+                f"aux: the leaf at {trees.quoted(trees.path_str(keys))} is {x!r}, which is not an array or number and "
                 "cannot leave a compiled step"
             )
         return jnp.asarray(x)
@@ -64,11 +64,11 @@ def checked_aux(aux: Any) -> Any:
 
 
 def same_kind(old: Any, new: Any) -> Any:
-    """The new model_state, with the dtypes of the old one, which it must be like."""
+    """Return the new model_state with the dtypes of the old one, whose structure and shapes it must have."""
     if trees.structure(old) != trees.structure(new):
         raise ValueError(
             f"loss_fn returned a model_state of the structure {trees.structure(new)}, the state holds "
-            f"{trees.structure(old)}; return the whole of it, changed or not (a loss takes and returns it with "
+            f"{trees.structure(old)}; return all of it, changed or not (a loss takes and returns it with "
             "has_model_state=True)"
         )
 

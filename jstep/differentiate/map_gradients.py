@@ -1,4 +1,4 @@
-"""Mapping over gradients of both kinds."""
+"""Mapping a function over dense and sparse gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from jstep.core.types import Array, Updates
 
 
 def map_gradients(fn: Callable[[Array], Array], grads: Updates) -> Updates:
-    """Maps over gradient values: arrays, and the values of `IndexedSlices`, never their indices; None stays.
+    """Map a function over the values of gradients: arrays, and the values (not the indices) of `IndexedSlices`.
 
     Args:
         fn: A function of an array.
-        grads: A tree of gradients.
+        grads: A tree of gradients; None leaves are kept.
 
     Returns:
         A tree of the same structure.
 
     Raises:
-        TypeError: `fn` is no function.
+        TypeError: `fn` is not a function.
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -1,4 +1,4 @@
-"""A batch in parts: one scan, one weighted mean, one update."""
+"""Gradient accumulation over microbatches in one scan, as a weighted mean."""
 
 import enum
 import functools
@@ -22,10 +22,10 @@ from jstep.sharding.of_batches import fitting_spec
 
 
 class AggregationMethod(enum.Enum):
-    """How the gradients of microbatches are added up.
+    """The method of summing the gradients of microbatches.
 
-    `DEFAULT` keeps a running sum: one copy of the gradients in memory. `ADD_N` keeps every part and sums
-    once, which rounds less and takes a copy for each part.
+    `DEFAULT` keeps a running sum, with one copy of the gradients in memory. `ADD_N` keeps the gradients of
+    all microbatches and sums them once, which rounds less but stores a copy per microbatch.
     """
 
     DEFAULT = "default"
@@ -33,7 +33,7 @@ class AggregationMethod(enum.Enum):
 
 
 class Part(NamedTuple):
-    """What one (micro)batch gives."""
+    """The results of one batch or microbatch."""
 
     loss: Array
     model_state: Any
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 def specs_of_rows(args: tuple[Any, ...], rows: Any = None) -> list[PartitionSpec | None]:
-    """How each leaf of a batch is sharded, where that is known: by its type, or from `rows`, a tree of shardings."""
+    """Return the spec of each leaf of a batch, from its type or from `rows`, a tree of shardings; None if unknown."""
     leaves = jax.tree.leaves(args, is_leaf=trees.is_none)
     given = jax.tree.leaves(rows, is_leaf=trees.is_none)
     given = given if len(given) == len(leaves) else [None] * len(leaves)
@@ -57,13 +57,13 @@ def specs_of_rows(args: tuple[Any, ...], rows: Any = None) -> list[PartitionSpec
 def number_of_parts(
     args: tuple[Any, ...], specs: list[PartitionSpec | None], at_least: int, max_rows: int | None
 ) -> int:
-    """In how many parts a batch is split, so that no device has more than `max_rows` rows of a part.
+    """Return the number of microbatches such that no device has more than `max_rows` rows of one.
 
     Args:
         args: The batch.
-        specs: How its leaves are sharded, where that is known.
-        at_least: The least number of parts; the number itself without `max_rows`.
-        max_rows: The most rows of a part on each device.
+        specs: The specs of its leaves, or None if unknown.
+        at_least: The minimum number of microbatches; without `max_rows`, the number itself.
+        max_rows: The maximum number of rows of a microbatch on each device.
 
     Raises:
         ValueError: The batch has no rows, or fewer than `at_least`.
@@ -77,7 +77,7 @@ def number_of_parts(
 
     def on_each(n: int) -> int:
         rows = size // n
-        return rows // devices if rows % devices == 0 else rows  # which may then be on every device
+        return rows // devices if rows % devices == 0 else rows  # otherwise every device may have all rows
 
     for n in range(at_least, size + 1):
         if size % n == 0 and on_each(n) <= max_rows:
@@ -89,17 +89,17 @@ def number_of_parts(
 
 
 def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
-    """Each leaf (B, …) as (n, B/n, …): contiguous blocks of rows, or every n-th row where rows are sharded.
+    """Reshape each leaf (B, …) to (n, B/n, …): contiguous blocks of rows, or every n-th row if rows are sharded.
 
-    A contiguous block of a sharded batch lies on some of the devices only, and would move to the others at every step.
-    Of every n-th row each device has its share already, whatever the number of devices, as long as n divides its rows.
-    All leaves are split alike, those that are not sharded as well: a row of one belongs to that row of the others.
+    A contiguous block of a sharded batch is on some of the devices only and would move to the others at every step.
+    With every n-th row, each device already has its share, for any number of devices, as long as n divides its rows.
+    All leaves are split in the same way, including those that are not sharded, because their rows correspond.
 
     Args:
         args: The batch.
-        n: The number of parts.
-        specs: How its leaves are sharded, where that is known. The rows of each part are then sharded as those of
-            the batch were; left to itself XLA would make each device go through every row.
+        n: The number of microbatches.
+        specs: The specs of its leaves, or None if unknown. The rows of each microbatch are sharded like those of the
+            batch; otherwise XLA would make each device process every row.
 
     Raises:
         ValueError: A leaf has no leading axis, the leading axes differ, or n does not divide them.
@@ -144,7 +144,7 @@ def _mesh_of(leaf: Any) -> Any:
 
 
 def _rows(args: tuple[Any, ...], what: str) -> tuple[str, int]:
-    """A leaf of a batch that has rows, for errors, and their number, which all leaves agree on; `what` asks for it."""
+    """Return the name of a leaf of a batch and the number of rows of all leaves; `what` begins error messages."""
     leaves = trees.leaves_with_paths(args)
     if not leaves:
         raise ValueError(f"{what}: there is no batch to split; pass it as an argument after params")
@@ -165,7 +165,7 @@ def _rows(args: tuple[Any, ...], what: str) -> tuple[str, int]:
 
 
 def _devices_of_rows(leaf: Any, spec: PartitionSpec | None) -> int:
-    """The number of devices that the rows of a leaf are sharded over; 1 where that is not known."""
+    """Return the number of devices that the rows of a leaf are sharded over; 1 if unknown."""
     if leaf is None or spec is None or not spec.partitions:
         return 1
     mesh = _mesh_of(leaf)
@@ -183,24 +183,24 @@ def accumulate(
     unroll: Unroll = None,
     square: Square | None = None,
 ) -> Part:
-    """The parts of a batch put together as one.
+    """Accumulate the results of all microbatches of a batch.
 
     Args:
         part_fn: `part_fn(model_state, microbatch, i) -> Part`.
-        parts: The batch, split.
-        model_state: Passes from one microbatch to the next.
-        sums: What the gradients are added to, where a running sum is kept: zeros.
-        n: The number of parts.
-        weight_fn: `weight_fn(*microbatch) -> scalar`, 1 unless told. A microbatch of weight 0 counts as nothing,
-            whatever its loss is; where all weigh 0, loss and gradients are 0.
-        method: How gradients are added up.
-        unroll: How the loop over parts is unrolled.
-        square: The squared norm of gradients, to measure those of the parts and of their mean by.
+        parts: The batch, split into microbatches.
+        model_state: The model state, which is carried from one microbatch to the next.
+        sums: Zeros to accumulate the gradients in, if a running sum is kept.
+        n: The number of microbatches.
+        weight_fn: `weight_fn(*microbatch) -> scalar`; defaults to 1. A microbatch of weight 0 is ignored, whatever its
+            loss; if all weights are 0, loss and gradients are 0.
+        method: How to sum the gradients.
+        unroll: How to unroll the loop over microbatches.
+        square: The squared norm of gradients, to be computed of each microbatch and of the mean; None to omit.
 
     Returns:
-        Loss, gradients and the floating or complex leaves of aux as means in float32 at least, integer leaves of aux
-        as sums in int32 at least (of bools as well: how many were true), and the last model_state. Rows of a table,
-        `IndexedSlices`, are those of all parts one after the other; a gradient that no part has is None.
+        Loss, gradients and the floating or complex leaves of aux as means in at least float32, integer leaves of aux
+        as sums in at least int32 (of bools, the number of True values), and the last model_state. `IndexedSlices`
+        contain the rows of all microbatches, concatenated; a gradient that no microbatch has is None.
     """
     running = method is AggregationMethod.DEFAULT
 
@@ -212,7 +212,7 @@ def accumulate(
         squared = None if square is None else square(part.gradients)
         gradients = [jax.tree.map(lambda g: g if _is_integer(g) else _weighed(g, weight), g) for g in part.gradients]
         if running:
-            # () says that it is carried. What no part has is carried unchanged, which costs nothing.
+            # () marks a gradient that is carried. A sum without gradients is carried unchanged, which costs nothing.
             dense = [isinstance(g, jax.Array) for g in gradients]
             sums = [s + g.astype(s.dtype) if d else s for s, g, d in zip(sums, gradients, dense, strict=True)]
             gradients = [() if d else g for g, d in zip(gradients, dense, strict=True)]
@@ -253,7 +253,7 @@ def _is_integer(leaf: Array) -> bool:
 
 
 def _of_part(weight: Array | None, keys: Any, leaf: Array) -> Array:
-    """A leaf of aux, ready to be added up."""
+    """Convert a leaf of aux to the form in which microbatches are summed."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return _weighed(leaf, weight)
     if leaf.dtype == bool or (_is_integer(leaf) and leaf.dtype.itemsize < 4):
@@ -261,7 +261,7 @@ def _of_part(weight: Array | None, keys: Any, leaf: Array) -> Array:
     if not _is_integer(leaf):
         raise TypeError(
             f"aux: the leaf at {trees.quoted(trees.path_str(keys[1:]))} is of {leaf.dtype}, of which microbatches have "
-            "no mean and no sum; return it by model_state, whose last value counts, or not at all"
+            "no mean and no sum; return it in model_state, whose last value is kept, or not at all"
         )
     return leaf
 
@@ -282,5 +282,5 @@ def _weighed(value: Array, weight: Array | None) -> Array:
     if weight is None:
         return value
     w = weight.astype(value.dtype)
-    # 0 · NaN is NaN: the mean over no tokens must not reach the sum.
+    # 0 · NaN is NaN, but the mean over an empty microbatch must not affect the sum.
     return jnp.where(w == 0, jnp.zeros_like(value), value * w)

@@ -1,8 +1,8 @@
-"""How noisy a gradient is, from the gradients of microbatches.
+"""Estimates of the gradient noise from the gradients of microbatches.
 
-The gradient of a microbatch of weight w has a mean square of |G|² + tr Σ/w, if G is the true gradient and Σ the
-covariance of the gradient of one example; that of the whole batch, of weight W, one of |G|² + tr Σ/W. Two squares at
-two weights give both unknowns.
+Let G be the true gradient and Σ the covariance of the gradient of one example. The gradient of a microbatch of weight
+w has an expected squared norm of |G|² + tr Σ/w, and that of the whole batch of weight W one of |G|² + tr Σ/W. Squared
+norms at two weights determine both unknowns.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from jstep.core.meshes import without_explicit_axes
 from jstep.core.types import Array, GradientNoise
 
 Square: TypeAlias = Callable[[Sequence[Any]], Array]
-"""From gradients, of which some may be None, to their squared norm."""
+"""A function from gradients, some of which may be None, to their squared norm."""
 
 
 class Squares(NamedTuple):
     """Squared norms of gradients.
 
     Attributes:
-        weights: The weight of each part, of shape (n,); or the number of examples that each has.
-        parts: The square of each part, of shape (n,).
-        whole: The square of the mean.
+        weights: The weight of each part, of shape (n,); or the number of examples of each part.
+        parts: The squared norm of each part, of shape (n,).
+        whole: The squared norm of the mean.
     """
 
     weights: Any
@@ -34,11 +34,11 @@ class Squares(NamedTuple):
 
 
 def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
-    """The squared norm of gradients, in float32 at least.
+    """Return the squared norm of gradients in at least float32.
 
     Args:
-        gradients: Arrays, `IndexedSlices` (whose equal rows add up first) or None.
-        scale: What the loss was multiplied by. Divided out before squaring: the square may not be a float32.
+        gradients: Arrays, `IndexedSlices` (whose duplicate rows are summed first) or None.
+        scale: The factor of the loss. It is divided out before squaring, because float32 may not hold the square.
     """
 
     def computed(gradients: list[Any], scale: Array | None) -> Array:
@@ -55,7 +55,7 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
 
 
 def together_squared(found: Sequence[Squares | None]) -> Squares | None:
-    """The squares of gradients with respect to different parameters, of the same parts, as of one gradient."""
+    """Combine the squared norms of gradients with respect to different parameters, for the same parts."""
     known = [one for one in found if one is not None]
     if not known:
         return None
@@ -64,10 +64,10 @@ def together_squared(found: Sequence[Squares | None]) -> Squares | None:
 
 
 def estimated(squares: Squares) -> GradientNoise:
-    """The unbiased estimates of tr Σ and |G|² from one batch; NaN if fewer than two parts have weight.
+    """Return unbiased estimates of tr Σ and |G|² from one batch; NaN if fewer than two parts have a positive weight.
 
-    tr Σ = (small − big)·W/(n − 1) and |G|² = big − tr Σ/W, if big is the square of the mean, small the weighted mean of
-    the squares of the parts, W the sum of the n positive weights.
+    tr Σ = (small − big)·W/(n − 1) and |G|² = big − tr Σ/W, where big is the squared norm of the mean, small the
+    weighted mean of the squared norms of the parts, and W the sum of the n positive weights.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A, for parts of one size.
     """
@@ -75,7 +75,7 @@ def estimated(squares: Squares) -> GradientNoise:
     def computed(weights: Any, parts: Array, whole: Array) -> GradientNoise:
         w = jnp.broadcast_to(jnp.asarray(weights, parts.dtype), parts.shape)
         counts = w > 0
-        # 0 · NaN is NaN: a part without weight says nothing.
+        # 0 · NaN is NaN, but a part without weight must not contribute.
         weighed = jnp.where(counts, w * parts, jnp.zeros_like(parts))
         n, total = jnp.sum(counts), jnp.sum(jnp.where(counts, w, jnp.zeros_like(w)))
         others = jnp.where(n > 1, (n - 1).astype(parts.dtype), jnp.nan)

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization: where the second gradient is taken."""
+"""Sharpness-aware minimization: the perturbed parameters at which the gradient is taken."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from jstep.core.types import Array, Held
 
 
 def checked_sharpness(sharpness: Any) -> Any:
-    """The radius ρ ≥ 0, a number or a scalar array (a tracer too); None for none."""
+    """Validate the radius ρ ≥ 0: a number, a scalar array (possibly traced), or None."""
     if sharpness is None:
         return None
     if isinstance(sharpness, bool | np.bool_) or not (isinstance(sharpness, int | float) or trees.is_array(sharpness)):
@@ -27,11 +27,11 @@ def checked_sharpness(sharpness: Any) -> Any:
 
 
 def checked_radius(sharpness: Any) -> Any:
-    """The radius of a training step: as `checked_sharpness`, or a schedule."""
+    """Validate the radius of a training step: as in `checked_sharpness`, or a schedule."""
     if isinstance(sharpness, Held):
         raise TypeError(
-            f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; the state holds "
-            "values in the slots of its optimizer, and the radius belongs to the loss, which has none"
+            f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; held values are "
+            "optimizer slots, and the radius belongs to the loss, which has none"
         )
     if isinstance(sharpness, type):
         raise TypeError(f"sharpness={shown(sharpness)}: must be a number, an array or a schedule, got a class")
@@ -39,15 +39,15 @@ def checked_radius(sharpness: Any) -> Any:
 
 
 def perturbed(leaves: list[Array], gradients: list[Any], rho: Any, *, adaptive: bool) -> list[Array]:
-    """The parameters where the loss is largest nearby, to first order.
+    """Return the nearby parameters at which the loss is largest, to first order.
 
     SAM: p + ρ·g / (‖g‖ + 1e-12); adaptive (ASAM): p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Norms are over all leaves.
 
     Args:
         leaves: The parameters that are differentiated.
-        gradients: Their gradients, of whatever scale.
+        gradients: Their gradients, of any scale.
         rho: The radius ρ.
-        adaptive: Whether the radius of each element follows its size.
+        adaptive: Whether to scale the radius by the magnitude of each element.
 
     Source: Foret et al., "Sharpness-Aware Minimization" (2020); Kwon et al., "ASAM" (2021).
     """

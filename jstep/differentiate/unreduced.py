@@ -1,8 +1,8 @@
-"""Gradients of microbatches that are reduced over the devices once a step, not once for each part.
+"""Reduction of microbatch gradients over the devices once per step instead of once per microbatch.
 
-On Explicit axes JAX says in the types where a reduction takes place: parameters of type `reduced` over the batch's axis
-have gradients of type `unreduced`, which add up on each device and are reduced when their type is changed back. A loss
-that uses such a parameter in anything but a product of matrices is refused by JAX, so those are accumulated as usual.
+On Explicit axes, JAX types determine where a reduction takes place. Parameters of type `reduced` over the batch axis
+have gradients of type `unreduced`, which are summed on each device and reduced when their type is changed back. JAX
+rejects such parameters outside of matrix products, so the gradients of those with other uses are accumulated as usual.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ _CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_
 def reduced_once(
     run: Callable[[Any, Any], Any], params: Any, parts: Any, loss: Callable[[Any, Any], Array], indices: list[int]
 ) -> Any:
-    """`run(params, parts)`, with parameters typed so that their gradients are reduced once, if the loss allows it.
+    """Return `run(params, parts)` with parameters typed such that their gradients are reduced once, if possible.
 
     Args:
         run: Accumulates the gradients.
         params: The parameters.
-        parts: The batch, split, with the parts in front.
-        loss: `loss(params, part)`, to see how it uses the parameters.
-        indices: Which of the parameters are differentiated.
+        parts: The batch, split into parts along a leading axis.
+        loss: `loss(params, part)`, which is traced to see how it uses the parameters.
+        indices: The indices of the parameters that are differentiated.
     """
     axes = _axes_of_rows(parts)
     leaves, treedef = trees.flatten(params)
@@ -51,13 +51,13 @@ def reduced_once(
 
         try:
             return atomic(typed, params, parts)
-        except Exception:  # whatever JAX has no rule for: it goes without
+        except Exception:  # JAX has no rule for an operation of the loss: fall back
             pass
     return run(params, parts)
 
 
 def zeros_of_gradient(leaf: Array) -> Array:
-    """What the gradients of a leaf are added to: in float32 at least, of the type that its gradient has."""
+    """Return zeros to accumulate the gradients of a leaf in: at least float32, with the type of its gradient."""
     dtype = trees.compute_dtype(leaf.dtype)
     mesh = explicit_mesh(leaf)
     if mesh is None:
@@ -67,7 +67,7 @@ def zeros_of_gradient(leaf: Array) -> Array:
 
 
 def _axes_of_rows(parts: Any) -> frozenset[str]:
-    """The axes of the mesh over which the rows of each part are split."""
+    """Return the mesh axes over which the rows of each part are sharded."""
     axes: set[str] = set()
     for leaf in jax.tree.leaves(parts):
         if explicit_mesh(leaf) is not None and len(spec_of(leaf).partitions) > 1:
@@ -90,7 +90,7 @@ def _typed(leaf: Array, axes: frozenset[str]) -> Array:
 
 
 def _enters_by_products(jaxpr: Any, var: Any) -> bool:
-    """Whether a variable is used by a program in products of matrices alone, whatever its shape or dtype there."""
+    """Return whether a program uses a variable only in matrix products, possibly after changes of shape or dtype."""
     if any(out is var for out in jaxpr.outvars):
         return False
     for eqn in jaxpr.eqns:

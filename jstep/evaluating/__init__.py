@@ -1,4 +1,4 @@
-"""Evaluating exactly, and steering by what comes of it."""
+"""Exact evaluation and metric-driven callbacks."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.evaluating.early_stopping import EarlyStopping

@@ -1,4 +1,4 @@
-"""The examples of a batch: how many there are, and where they go, whatever their number."""
+"""Placement of evaluation batches with any number of examples."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,21 +16,21 @@ from jstep.sharding.of_batches import fitting, named
 
 
 class PlacedBatch(NamedTuple):
-    """The arguments of a batch where they are computed with, and the number of examples, or why it is not known."""
+    """The placed arguments of a batch, and its number of examples or a string that explains why it is unknown."""
 
     args: tuple[Any, ...]
     rows: int | str
 
 
 def make_placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[PlacedBatch]]:
-    """The function that lays batches where they are computed with.
+    """Return a function that places batches for the computation of metrics.
 
-    Rows that do not divide over the devices are laid on all of them: their metrics are those of the batch as it is,
-    with nothing padded, at the cost of computing that one batch everywhere.
+    Rows that do not divide over the devices are replicated on all of them. The metrics are then exact, without
+    padding, at the cost of computing that batch on every device.
 
     Raises:
-        TypeError: `batch_sharding` holds something else than shardings.
-        ValueError: It holds a PartitionSpec, and no mesh is set.
+        TypeError: `batch_sharding` contains something other than shardings.
+        ValueError: `batch_sharding` contains a PartitionSpec and no mesh is set.
     """
     shardings = None
     if batch_sharding is not None:
@@ -50,7 +50,7 @@ def make_placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Place
         for batch in batches:
             args = _as_args(batch)
             rows = num_examples(args)
-            with internal_transfers():  # and out of it again: what is done with them is not jstep's own
+            with internal_transfers():  # left before the yield, because the caller's transfers are not internal
                 placed_args = _placed(args, shardings)
             yield PlacedBatch(placed_args, rows)
 
@@ -58,7 +58,7 @@ def make_placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Place
 
 
 def leaf_shardings(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A sharding for each leaf of the arguments; a tree of them is a prefix of the batch."""
+    """Return a sharding for each leaf of the arguments; a tree of shardings is a prefix of the batch."""
     batch = args if isinstance(shardings, tuple) or len(args) != 1 else args[0]
     each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
     return each if batch is args else (each,)
@@ -77,6 +77,6 @@ def _placed(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
 
 
 def _as_args(batch: Any) -> tuple[Any, ...]:
-    """A tuple is the arguments, anything else one; copied, as a loader may fill its buffer anew meanwhile."""
+    """Return a copy of the batch as a tuple of arguments; the loader may overwrite its buffers meanwhile."""
     own = copied(batch)
     return own if isinstance(own, tuple) else (own,)

@@ -25,26 +25,26 @@ _logger = logging.getLogger("jstep")
 
 
 class EarlyStopping:
-    """Stops the run at the evaluation that makes `patience` in a row without an improvement; for `EvaluationHook`.
+    """Stop training when a metric has not improved for `patience` evaluations; a callback of `EvaluationHook`.
 
-    What counts is the best value so far: an improvement is better than that by more than `min_delta`; NaN is not one.
-    Best value and patience are kept with each checkpoint; a run that stopped stays stopped when it is started again.
-    To continue such a run, give `EarlyStopping(…, reset=True)`, or more patience.
+    An evaluation is an improvement if it is better than the best value so far by more than `min_delta`; NaN never is.
+    The best value and the number of evaluations without improvement are saved in checkpoints, so a stopped run stays
+    stopped when it is started again. To continue it, pass `EarlyStopping(…, reset=True)` or a larger patience.
 
     Args:
         metric: The name of a metric that evaluate returns.
-        patience: How many evaluations in a row may bring no improvement, ≥ 1: at that many the run stops.
-        mode: Whether less (`"min"`) or more (`"max"`) is better.
-        min_delta: By how much more than this, ≥ 0.
-        reset: Whether to forget what a checkpoint remembers each time a run is started again.
-        key: Under which name checkpoints keep what it remembers; None for its class and metric.
+        patience: Number of consecutive evaluations without improvement after which training stops, ≥ 1.
+        mode: `"min"` if lower values are better, `"max"` if higher values are.
+        min_delta: The change must exceed this to count as an improvement, ≥ 0.
+        reset: Whether to ignore the state in the checkpoint each time a run is started again.
+        key: The name of its state in checkpoints; None for its class and metric.
 
     Attributes:
-        best: The best value so far, None before there is one.
-        bad: Evaluations in a row without an improvement.
-        why: Why it stopped the run, at which step, and how to continue; None if it did not.
-        key: The name that was given.
-        on_cadence_only: True: evaluations that are not due by themselves (the last one of a run) do not count.
+        best: The best value so far; None before the first one.
+        bad: Number of consecutive evaluations without improvement.
+        why: Why and at which step it stopped the run, and how to continue; None if it did not.
+        key: The given name.
+        on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
 
     Raises:
         ValueError: An argument is out of range.
@@ -55,7 +55,7 @@ class EarlyStopping:
         >>> [stop(step, None, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.5, 2.0])]
         [None, None, None, True]
 
-    Source: Keras' `EarlyStopping`; there a stop is off by none, and its memory is lost in a restart.
+    Source: Keras' `EarlyStopping`, with the same count; there the state is lost in a restart.
     """
 
     on_cadence_only: bool = True
@@ -79,12 +79,12 @@ class EarlyStopping:
 
     @property
     def watches(self) -> str:
-        """The metric: what tells it from others of its class."""
+        """The metric, which identifies the callback among others of its class."""
         return self.metric
 
     @property
     def told_apart_by(self) -> dict[str, Any]:
-        """What it was made with: what tells it from others that watch the same."""
+        """The settings, which identify the callback among others with the same metric."""
         return {"mode": self._mode, "patience": self._patience, "min_delta": float(self._min_delta)}
 
     def _forget(self) -> None:
@@ -94,11 +94,11 @@ class EarlyStopping:
         self._stopped_at: int | None = None
 
     def begin(self, state: TrainState) -> None:
-        """Forgets earlier runs."""
+        """Reset the state at the start of a run."""
         self._forget()
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
-        """True when patience is over.
+        """Return True when patience is exhausted.
 
         Raises:
             KeyError: evaluate does not return the metric.
@@ -127,14 +127,14 @@ class EarlyStopping:
         )
 
     def get_state(self) -> Any:
-        """The best value, the patience used, and at which step it was over; for which metric and mode."""
+        """Return the metric, mode, best value, number of bad evaluations, and the step at which it stopped."""
         watched = {"metric": self.metric, "mode": self._mode}
         return {**watched, "best": serialized(self.best), "bad": self.bad, "stopped_at": self._stopped_at}
 
     def set_state(self, value: Any) -> bool:
-        """Gives them back; true if patience was over. What is not its own is a log line, and forgotten."""
+        """Restore the state and return whether patience was exhausted; an incompatible state is logged and ignored."""
         if self._reset:
-            warn_starts_fresh(self, "is forgotten, as reset=True says")
+            warn_starts_fresh(self, "is forgotten because of reset=True")
             return False
         if not is_compatible_state(self, value, {"metric": self.metric, "mode": self._mode}):
             return False

@@ -1,4 +1,4 @@
-"""Batches that are gone through from beginning to end, once for each evaluation."""
+"""Iteration over all batches of an evaluation, from the start each time."""
 
 import copy
 import itertools
@@ -12,22 +12,22 @@ from jstep.data import Batches, BatchSequence
 _logger = logging.getLogger("jstep")
 
 MOST = 1_000_000
-"""A source that does not know its length and gives more batches than this has none."""
+"""A source without a length that gives more batches than this counts as endless."""
 
-_ENDLESS = "to evaluate is to go through all of it; give batches that end, such as jstep.batches(…, num_epochs=1, "
+_ENDLESS = "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1, "
 _ENDLESS += "shuffle=False, drop_remainder=False)"
 
 
 class EvaluationBatches:
-    """Passes over the batches of an evaluation.
+    """The batches of an evaluation, which can be iterated over repeatedly.
 
     Args:
-        batches: Any iterable or sequence of batches that ends. An iterator with `get_state` and `set_state` is set
-            back before each pass; another iterator can be used once.
+        batches: Any finite iterable or sequence of batches. An iterator with `get_state` and `set_state` is reset
+            before each pass; any other iterator can be used only once.
 
     Raises:
-        TypeError: It is one batch, or holds no batches at all.
-        ValueError: It has no end.
+        TypeError: `batches` is a single batch, or not a source of batches.
+        ValueError: `batches` has no end.
     """
 
     def __init__(self, batches: Any) -> None:
@@ -50,17 +50,17 @@ class EvaluationBatches:
         self._used = False
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches, from the first on.
+        """Iterate over all batches from the first.
 
         Raises:
-            ValueError: It is an iterator that was gone through, or there is no batch, or no end.
+            ValueError: An iterator is exhausted, there are no batches, or they have no end.
         """
         if self._used and self._has_state:
             self._batches.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
             raise ValueError(
-                f"batches={shown(self._batches)}: an iterator, which the first evaluation has gone through; give what "
-                "can be gone through again, such as a list or jstep.batches"
+                f"batches={shown(self._batches)}: an iterator, which the first evaluation has exhausted; give batches "
+                "that can be iterated over again, such as a list or jstep.batches"
             )
         self._used = True
         empty = True
@@ -73,18 +73,18 @@ class EvaluationBatches:
     def _items(self) -> Iterator[Any]:
         if hasattr(self._batches, "__iter__"):
             return iter(self._batches)
-        if self._is_iterator:  # some can be asked for the next item, but not be iterated over
-            return _asked(self._batches)
+        if self._is_iterator:  # some have __next__ without __iter__
+            return _next_items(self._batches)
         return _indexed(self._batches)
 
 
 def _whole(batches: Any) -> Any:
-    """The `jstep.batches`, or the slice of it, that an iterator goes over; anything else as it is."""
+    """Return the `jstep.batches`, or the slice of it, behind an iterator; return anything else unchanged."""
     return getattr(batches, "_batches", batches)
 
 
 def _warn_of_dropped_rows(batches: Any) -> None:
-    """Says that rows are left out, if whole passes are evaluated; a slice of other steps leaves out rows on purpose."""
+    """Warn that rows are dropped, if whole epochs are evaluated; a slice of other steps omits rows on purpose."""
     whole = _whole(batches)
     if not isinstance(whole, Batches):
         return
@@ -129,7 +129,7 @@ def _limited(items: Iterator[Any]) -> Iterator[Any]:
         yield item
 
 
-def _asked(iterator: Any) -> Iterator[Any]:
+def _next_items(iterator: Any) -> Iterator[Any]:
     while True:
         try:
             yield next(iterator)

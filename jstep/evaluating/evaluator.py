@@ -1,4 +1,4 @@
-"""Evaluation, exact."""
+"""Exact evaluation of metrics over a data set."""
 
 import contextlib
 import math
@@ -26,7 +26,7 @@ from jstep.optimizers.wrappers.exponential_moving_average import NAME
 from jstep.state import MODEL_STATE, TrainState, require_alive, require_state
 
 _AHEAD = 2
-"""Batches that are handed to the device before the metrics of the first of them are read."""
+"""Number of batches dispatched to the device before the metrics of the first one are read."""
 
 
 def evaluator(
@@ -37,36 +37,38 @@ def evaluator(
     has_model_state: bool = False,
     batch_sharding: Any = None,
 ) -> Callable[[TrainState], dict[str, float]]:
-    """Makes a function of the state that evaluates it over all of some batches, exactly.
+    """Return a function `evaluate(state) -> {name: float}` that computes metrics over all given batches, exactly.
 
-    Every example counts the same, whatever the size of the last batch, also where it does not divide over a mesh, and
-    on any number of processes. Totals are kept on the host, in float64 and integers. What is computed is compiled once
-    for each shape of a batch.
+    Every example has the same weight, whatever the size of the last batch, even if it does not divide over a mesh, and
+    on any number of processes. Totals are kept on the host, in float64 and integers. The computation is compiled once
+    per batch shape.
 
     Args:
-        metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`; a batch that is a tuple is `*args`,
-            anything else one argument. A metric is a vector with a value for each example; or a scalar, the mean over
-            the batch, which counts by its number of examples, the leading axis of the args' arrays; or a pair of
-            scalars `(sum, count)`; or an object with `merge(other)` and `compute()` that is a pytree, such as those of
-            `jstep.metrics`, of CLU, or your own: the objects of all batches are merged on the device, in the order of
-            the batches, and `compute()` at the end gives a number, or a dict of numbers named `name/key`.
-        batches: What to evaluate on; has to end: a list, `jstep.batches(…, num_epochs=1, shuffle=False,
-            drop_remainder=False)`, a loader. It is gone through once for each evaluation. An iterator that cannot be
-            set back can be used once. Rows that `jstep.batches` drops are logged as a warning.
-        use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` where the state
-            has those; a string names the slot of averages.
+        metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`. A batch that is a tuple is passed as
+            `*args`, any other batch as one argument. A metric is one of: a vector with a value for each example; a
+            scalar, the mean over the batch, which is weighted by the number of examples (the leading axis of the
+            arrays in args); a pair of scalars `(sum, count)`; a pytree object with `merge(other)` and `compute()`,
+            such as those of `jstep.metrics`, of CLU, or a custom one. The objects of all batches are merged on the
+            device in the order of the batches; `compute()` then returns a number, or a dict of numbers, which are
+            named `name/key`.
+        batches: The finite batches to evaluate on: a list, `jstep.batches(…, num_epochs=1, shuffle=False,
+            drop_remainder=False)`, or a loader. Each evaluation iterates over all of them. An iterator that cannot be
+            reset can be used only once. If `jstep.batches` drops rows, a warning is logged.
+        use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` if the state has
+            those; a string is the name of the slot of averages.
         has_model_state: Whether metric_fn takes the model state.
-        batch_sharding: Where batches go, as in `train`: each process's rows become its part of one global array.
+        batch_sharding: Placement of the batches, as in `train`: the rows of each process become its part of one global
+            array.
 
     Returns:
-        `evaluate(state) -> {name: float}`, which does not donate the state. A mean over nothing is NaN.
+        `evaluate(state) -> {name: float}`, which does not donate the state. A mean over no examples is NaN.
 
     Raises:
-        TypeError: From `evaluate`: an object among the metrics lacks `merge` or `compute`, is not a pytree, merges to
-            another structure, or computes something else than numbers (names the metric).
-        ValueError: The batches have no end. From `evaluate`: there is no batch, an iterator was used before, a metric
-            is not one of the four (names it), or the state has no averages or model state, or averages of one part
-            and schedule-free parameters of another.
+        TypeError: From `evaluate`: a metric object lacks `merge` or `compute`, is not a pytree, merges to another
+            structure, or computes something other than numbers. The message contains the name of the metric.
+        ValueError: The batches have no end. From `evaluate`: there are no batches, an iterator was used before, a
+            metric is not one of the four kinds (the message contains its name), the state has no averages or model
+            state, or it has averages of some parameters and schedule-free parameters of others.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, jstep
@@ -79,7 +81,7 @@ def evaluator(
         >>> evaluate(jstep.TrainState.create({"w": 1.5}, jstep.adam()))
         {'loss': 1.5, 'correct': 0.4}
 
-        Metrics that are not means, by `jstep.metrics`:
+        Metrics that are not means, with `jstep.metrics`:
 
         >>> def metrics(params, x, y):
         ...     return {"auc": jstep.metrics.auc(params["w"] * x, y > 5)}
@@ -101,15 +103,15 @@ def evaluator(
         refuse_shapes(state, "state")
         if batch_sharding is None and isinstance(batches, BatchSequence) and not agreement.is_single_process():
             raise ValueError(
-                "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes one "
-                "global batch of them, as in train"
+                "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes them "
+                "one global batch, as in train"
             )
         params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
         totals, objects = Totals(), dict[str, Any]()
         pending: deque[tuple[Any, Any, int | str]] = deque()
         for args, rows in placed(passes):
             mesh = None if agreement.is_single_process() else _mesh_of((params, args))
-            # Else the processes may have different numbers of batches.
+            # Otherwise the processes may have different numbers of batches.
             if mesh is not None or agreement.is_single_process():
                 raise_if_stop_requested()
             with using_mesh(mesh_of((params, args))):
@@ -129,10 +131,10 @@ def evaluator(
 
 
 class _Compute:
-    """The user's function, compiled; its values on every process.
+    """The compiled metric function, whose values are available on every process.
 
     Attributes:
-        names: Those of its metrics, in its order; JAX returns them sorted.
+        names: The names of its metrics in the order of the function; JAX returns them sorted.
     """
 
     def __init__(self, metric_fn: Callable[..., Any]) -> None:
@@ -157,7 +159,7 @@ class _Compute:
         if mesh not in self._jitted:
             everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
             self._jitted[mesh] = jax.jit(self._compute, out_shardings=everywhere)
-        # On several processes NumPy arrays, the same on all, become global ones here.
+        # With several processes, NumPy arrays, which are identical on all of them, become global arrays here.
         with contextlib.nullcontext() if mesh is None else internal_transfers():
             values = self._jitted[mesh](params, args)
         kinds = kinds_of(values, rows)
@@ -171,10 +173,10 @@ class _Compute:
 def _in_order(
     means: dict[str, float], computed: dict[str, dict[str, float]], names: tuple[str, ...]
 ) -> dict[str, float]:
-    """All results in the order of the user's function.
+    """Return all results in the order of the metric function.
 
     Raises:
-        ValueError: A number that an object computed has the name of another metric.
+        ValueError: A number computed by an object has the name of another metric.
     """
     results: dict[str, float] = {}
     for name in sorted({**means, **computed}, key=names.index):
@@ -186,7 +188,7 @@ def _in_order(
 
 
 def _mesh_of(tree: Any) -> Any:
-    """The mesh over several processes that an array lies on, if any."""
+    """Return the mesh over several processes that an array is sharded over, if any."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and not sharding.is_fully_addressable:
@@ -211,7 +213,7 @@ def _params_of(state: TrainState, use_averages: bool | str) -> Any:
 
 
 def _schedule_free(state: TrainState) -> Any:
-    """The parameters of a schedule-free optimizer of the state, None where it has none."""
+    """Return the parameters of a schedule-free optimizer in the state, or None."""
     try:
         return schedule_free_params(state)
     except ValueError:
@@ -219,13 +221,13 @@ def _schedule_free(state: TrainState) -> Any:
 
 
 def _refuse_both(state: TrainState) -> None:
-    """Raises where a schedule-free state has averages of another part as well: each covers a part of the parameters."""
+    """Raise an error if a schedule-free state also has averages, as each of them covers only some parameters."""
     averages = [slot for slot in state.slots if slot.endswith(f"/{NAME}")]
     if averages:
         free = [slot for slot in state.slots if slot == "z" or slot.endswith("/z")]
         raise ValueError(
             f"use_averages=True: the state has averages ({', '.join(averages)}) and schedule-free parameters "
-            f"({', '.join(free)}), each of a part of the parameters; give the name of the averages, or evaluate "
+            f"({', '.join(free)}), each for some of the parameters; give the name of the averages, or evaluate "
             "state.replace(params=jstep.schedule_free_params(state)) with use_averages=False"
         )
 
@@ -235,6 +237,6 @@ def _model_state_of(state: TrainState, has_model_state: bool) -> tuple[Any, ...]
         return ()
     if MODEL_STATE not in state.slots:
         raise ValueError(
-            "has_model_state=True: the state has no model state; give TrainState.create(…, model_state=…) one"
+            "has_model_state=True: the state has no model state; create it with TrainState.create(…, model_state=…)"
         )
     return (state.slots[MODEL_STATE],)

@@ -1,4 +1,4 @@
-"""The best checkpoints, beside the newest."""
+"""Keeping the best checkpoints by an evaluation metric."""
 
 import logging
 import math
@@ -21,26 +21,26 @@ _logger = logging.getLogger("jstep")
 
 
 class KeepBest:
-    """Keeps the checkpoints of the best evaluations, `best-1200`; for `EvaluationHook`.
+    """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
-    The value is kept with each, `saver.extra()` gives `{"accuracy": 0.93}`, so that a run that goes on knows what was
-    best from the directory. On a tie the earlier stays; NaN is never kept. To use them:
-    `jstep.Saver(directory, prefix="best").restore(state)`, whose newest is the latest of those kept, and with keep=1
-    the best.
+    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), so a resumed run knows the best
+    ones from the directory. On a tie the earlier checkpoint is kept; NaN is never kept. To use the checkpoints, call
+    `jstep.Saver(directory, prefix="best").restore(state)`. It restores the newest one kept, which with keep=1 is the
+    best.
 
     Args:
-        directory: Where they are kept: a directory or a URL.
+        directory: The directory or URL to keep the checkpoints in.
         metric: The name of a metric that evaluate returns.
-        mode: Whether less (`"min"`) or more (`"max"`) is better.
-        keep: How many to keep, ≥ 1; the worst beyond are deleted.
-        prefix: Before the step in their names.
-        leave_out: Parameters that are not saved, as in `Saver`; None for those that the Saver of the run leaves out.
+        mode: `"min"` if lower values are better, `"max"` if higher values are.
+        keep: Number of checkpoints to keep, ≥ 1; worse ones are deleted.
+        prefix: The prefix of their names, before the step.
+        leave_out: Parameters that are not saved, as in `Saver`; None to use those of the run's Saver.
 
     Attributes:
-        values: Step → value of those kept.
+        values: Step → value of each checkpoint that is kept.
 
     Raises:
-        ValueError: An argument is out of range; before the first step: the directory and prefix are those of the run.
+        ValueError: An argument is out of range. Before the first step: the directory and prefix are those of the run.
 
     Example:
         >>> import jstep, tempfile
@@ -70,7 +70,7 @@ class KeepBest:
             raise TypeError(f"directory={shown(directory)}: must be a directory or a URL, got {kind(directory)}")
         self.metric, self._mode = checked_metric(metric, mode)
         self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
-        checkpoint_name(prefix, 0)  # says what a prefix must be
+        checkpoint_name(prefix, 0)  # validates the prefix
         self._directory, self._prefix = location(directory, "directory"), prefix
         check_form(leave_out, "leave_out")
         self._given = self._leave_out = leave_out
@@ -78,10 +78,10 @@ class KeepBest:
         self.values: dict[int, float] = {}
 
     def use_run(self, run: RunInfo) -> None:
-        """Refuses the checkpoints of the run itself.
+        """Check that the checkpoints are not those of the run itself.
 
         Raises:
-            ValueError: They have the same directory and prefix.
+            ValueError: They have the same directory and prefix as those of the run.
         """
         saver = run.saver
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
@@ -94,18 +94,18 @@ class KeepBest:
             )
 
     def begin(self, state: TrainState) -> None:
-        """Looks what was best so far, and that the directory can be written.
+        """Read the best values so far, and check that the directory is writable.
 
         Raises:
-            OSError: It cannot.
+            OSError: The directory is not writable.
         """
         self._open()
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
-        """Saves the state where it is among the best, and deletes what is not any more.
+        """Save the state if it is among the best, and delete checkpoints that no longer are.
 
         Raises:
-            CheckpointError: It could not be saved.
+            CheckpointError: The state could not be saved.
             KeyError: evaluate does not return the metric.
         """
         value = score(results, self.metric, "KeepBest")
@@ -115,7 +115,7 @@ class KeepBest:
         with internal_transfers():
             saver.save(state, extra={self.metric: value})
             self.values[step] = value
-            # Whatever happens, the best is on disk before another is deleted.
+            # The new checkpoint must be on disk before another is deleted.
             while len(self.values) > self._keep:
                 saver.wait()
                 worst = min(self.values, key=self._worse_first)
@@ -123,13 +123,13 @@ class KeepBest:
                 del self.values[worst]
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Wait for pending writes and close the saver."""
         if self._saver is not None:
             saver, self._saver = self._saver, None
             saver.close()
 
     def _is_among_the_best(self, step: int, value: float) -> bool:
-        if step in self.values:  # a run that went on from before it
+        if step in self.values:  # the run was resumed from an earlier step
             return is_better(value, self.values[step], self._mode)
         if len(self.values) < self._keep:
             return True
@@ -137,7 +137,7 @@ class KeepBest:
         return is_better(value, self.values[worst], self._mode)
 
     def _worse_first(self, step: int) -> tuple[float, int]:
-        """Of equal values the later is the worse."""
+        """Sort key, worst first; of equal values, the later one is worse."""
         value = self.values[step]
         return (-value if self._mode == "min" else value), -step
 
@@ -154,7 +154,7 @@ class KeepBest:
                     raise ValueError(f"its extra {kept!r} has no {self.metric!r}")
             except (CheckpointError, ValueError) as error:
                 if jax.process_index() == 0:
-                    _logger.warning("KeepBest passes over %s: %s", checkpoint_name(self._prefix, step), error)
+                    _logger.warning("KeepBest skips %s: %s", checkpoint_name(self._prefix, step), error)
                 continue
             self.values[step] = float(value)
         saver.claim()

@@ -1,4 +1,4 @@
-"""Metrics that are no means: objects with `merge` and `compute`, merged over the batches on the device."""
+"""Metric objects with `merge` and `compute`, merged over the batches on the device."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,10 +16,10 @@ _METHODS = ("merge", "compute")
 
 
 def is_object(name: str, value: Any) -> bool:
-    """Whether a metric is an object with `merge` and `compute`; may be asked while tracing.
+    """Return whether a metric is an object with `merge` and `compute`; works while tracing.
 
     Raises:
-        TypeError: It has one of the two only, or is not a pytree; names the metric.
+        TypeError: The metric has only one of the two methods, or is not a pytree. The message contains its name.
     """
     missing = [method for method in _METHODS if not callable(getattr(value, method, None))]
     if len(missing) == 2:
@@ -41,21 +41,21 @@ def is_object(name: str, value: Any) -> bool:
 
 
 class Merger:
-    """Merges metric objects, in one compiled program for all of them."""
+    """Merges metric objects in one compiled program."""
 
     def __init__(self) -> None:
         self._jitted: dict[Any, Callable[..., dict[str, Any]]] = {}
 
     def __call__(self, totals: Mapping[str, Any], objects: Mapping[str, Any], mesh: Any) -> dict[str, Any]:
-        """The totals with the objects of one more batch.
+        """Merge the objects of one more batch into the totals.
 
         Args:
-            totals: The objects of the batches before it, merged.
-            objects: Those of the batch.
+            totals: The merged objects of the previous batches.
+            objects: The objects of the batch.
             mesh: The mesh over several processes that they are computed on, or None.
 
         Raises:
-            TypeError: A `merge` returns something else than an object of the same structure; names the metric.
+            TypeError: `merge` does not return an object of the same structure. The message contains the metric.
         """
         common = {name: totals[name] for name in objects if name in totals}
         merged: dict[str, Any] = {}
@@ -63,7 +63,7 @@ class Merger:
             if mesh not in self._jitted:
                 everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
-                # Not one for all evaluators: JAX takes classes of the same fields for the same.
+                # One function per evaluator, because JAX confuses classes with the same fields.
                 def merged_of(totals: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
                     return without_explicit_axes(_all_merged, totals, objects)
 
@@ -98,17 +98,17 @@ def _merged(name: str, total: Any, one: Any) -> Any:
 
 
 def numbers_of_objects(totals: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """What each object computes: for each metric its numbers by the names of the results, `name` or `name/key`.
+    """Compute each object: return, for each metric, its numbers by result name, `name` or `name/key`.
 
     Raises:
-        TypeError: A `compute` returns something else than a number or a dict of numbers; names the metric.
+        TypeError: `compute` does not return a number or a dict of numbers. The message contains the metric.
     """
     return {name: _numbers(name, _computed(name, total)) for name, total in totals.items()}
 
 
 def _computed(name: str, total: Any) -> Any:
     def local(leaf: Any) -> Any:
-        """On several processes each has the whole of it."""
+        """Return the local copy of a leaf that is replicated over several processes."""
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         return leaf.addressable_data(0) if is_global else leaf
 

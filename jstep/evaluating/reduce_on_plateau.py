@@ -25,36 +25,37 @@ from jstep.state import TrainState
 _logger = logging.getLogger("jstep")
 
 _EPSILON = 1e-8
-"""A change that is not larger is none, as in torch."""
+"""Smaller changes are not applied, as in torch."""
 
 
 class ReduceOnPlateau:
-    """Multiplies a held hyperparameter by `factor` after more than `patience` bad evaluations; for `EvaluationHook`.
+    """Multiply a held hyperparameter by `factor` when a metric stops improving; a callback of `EvaluationHook`.
 
-    As torch's ReduceLROnPlateau: an evaluation is good where the metric is better than the best by more than
-    `threshold` of it (less than best·(1 − threshold), or more than best·(1 + threshold)); for `cooldown` evaluations
-    after a reduction none counts as bad; a change of at most 1e-8 is not made. What it remembers is kept with each
-    checkpoint, the value is in the state.
+    As in torch's ReduceLROnPlateau, an evaluation is good if the metric is better than the best by more than the
+    fraction `threshold` (less than best·(1 − threshold), or more than best·(1 + threshold)), and bad otherwise. The
+    value is reduced after more than `patience` bad evaluations in a row. For `cooldown` evaluations after a reduction,
+    none counts as bad. A change of at most 1e-8 is not applied. The counters are saved in checkpoints; the
+    hyperparameter is part of the state.
 
     Args:
         metric: The name of a metric that evaluate returns.
-        name: The held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if it has one.
-        factor: What to multiply it by, 0 < factor < 1.
-        patience: How many bad evaluations in a row are tolerated, ≥ 0.
-        mode: Whether less (`"min"`) or more (`"max"`) is better.
-        threshold: How much better, relative to the best, ≥ 0.
-        cooldown: For how many evaluations nothing counts after a reduction, ≥ 0.
-        min_value: What it is not lowered below, ≥ 0.
-        key: Under which name checkpoints keep what it remembers; None for its class, metric and hyperparameter.
+        name: The name of the held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if any.
+        factor: The factor to multiply it by, 0 < factor < 1.
+        patience: Number of consecutive bad evaluations to tolerate, ≥ 0.
+        mode: `"min"` if lower values are better, `"max"` if higher values are.
+        threshold: The required relative improvement over the best value, ≥ 0.
+        cooldown: Number of evaluations after a reduction that do not count as bad, ≥ 0.
+        min_value: Lower bound of the hyperparameter, ≥ 0.
+        key: The name of its state in checkpoints; None for its class, metric and hyperparameter.
 
     Attributes:
         best: The best value so far.
-        bad: Bad evaluations in a row.
-        key: The name that was given.
-        on_cadence_only: True: evaluations that are not due by themselves (the last one of a run) do not count.
+        bad: Number of consecutive bad evaluations.
+        key: The given name.
+        on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
 
     Raises:
-        KeyError: The state holds no such hyperparameter, before the first step.
+        KeyError: Before the first step: the state holds no such hyperparameter.
         ValueError: An argument is out of range.
 
     Example:
@@ -86,7 +87,7 @@ class ReduceOnPlateau:
         key: str | None = None,
     ) -> None:
         self.metric, self._mode = checked_metric(metric, mode)
-        self._name = as_text(name, "name", "that of a held hyperparameter")
+        self._name = as_text(name, "name", "the name of a held hyperparameter")
         self._factor = as_number(factor, "factor", low=0.0, above=True, high=1.0, below=True)
         self._patience = as_int(patience, "patience", 0, "a number of evaluations")
         self._threshold = as_number(threshold, "threshold", low=0.0)
@@ -97,12 +98,12 @@ class ReduceOnPlateau:
 
     @property
     def watches(self) -> str:
-        """The metric and the hyperparameter: what tells it from others of its class."""
+        """The metric and the hyperparameter, which identify the callback among others of its class."""
         return f"{self.metric}, {self._name}"
 
     @property
     def told_apart_by(self) -> dict[str, Any]:
-        """What it was made with: what tells it from others that watch the same."""
+        """The settings, which identify the callback among others with the same metric and hyperparameter."""
         return {
             "mode": self._mode,
             "factor": float(self._factor),
@@ -121,17 +122,17 @@ class ReduceOnPlateau:
         self.bad = self._cooling = 0
 
     def begin(self, state: TrainState) -> None:
-        """Forgets earlier runs.
+        """Reset the counters at the start of a run.
 
         Raises:
-            KeyError: The state holds no such hyperparameter; names those it does.
+            KeyError: The state holds no such hyperparameter. The message lists those it holds.
         """
         self._forget()
         with internal_transfers():
             get_hyperparameter(state, self._name)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
-        """The state with the lower value, where it is time.
+        """Return the state with the reduced value if a reduction is due, or None.
 
         Raises:
             KeyError: evaluate does not return the metric, or the state holds no such hyperparameter.
@@ -164,11 +165,11 @@ class ReduceOnPlateau:
         return value > self.best * (1.0 + self._threshold)
 
     def get_state(self) -> Any:
-        """What it remembers; of which metric, hyperparameter and mode."""
+        """Return the metric, hyperparameter, mode, best value and counters."""
         return {**self._watched, "best": serialized(self.best), "bad": self.bad, "cooling": self._cooling}
 
     def set_state(self, value: Any) -> None:
-        """Gives it back. What is not its own is a log line, and forgotten."""
+        """Restore the counters; an incompatible state is logged and ignored."""
         if not is_compatible_state(self, value, self._watched):
             return
         try:

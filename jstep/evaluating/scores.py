@@ -1,4 +1,4 @@
-"""Scores: a metric by name, which of two is better, and what is remembered of them."""
+"""Reading and comparing metric values, and the checkpointed state of metric callbacks."""
 
 import logging
 import math
@@ -15,11 +15,11 @@ MODES = ("min", "max")
 
 
 def checked_metric(metric: Any, mode: Any) -> tuple[str, str]:
-    """A metric's name, and whether less or more of it is better.
+    """Validate the name of a metric and its mode.
 
     Raises:
-        TypeError: The name is no text.
-        ValueError: It is empty, or the mode is neither `"min"` nor `"max"`.
+        TypeError: The name is not a string.
+        ValueError: The name is empty, or the mode is neither `"min"` nor `"max"`.
     """
     as_text(metric, "metric", "the name of a metric that evaluate returns")
     one_of(mode, "mode", MODES)
@@ -27,21 +27,21 @@ def checked_metric(metric: Any, mode: Any) -> tuple[str, str]:
 
 
 def checked_key(key: Any) -> str | None:
-    """The name that memories are kept under, or None.
+    """Validate the name of a callback's state in checkpoints, or None.
 
     Raises:
-        TypeError: It is not a string.
-        ValueError: It is empty.
+        TypeError: The name is not a string.
+        ValueError: The name is empty.
     """
-    return None if key is None else as_text(key, "key", "the name that checkpoints keep its memory under, or None")
+    return None if key is None else as_text(key, "key", "the name of its state in checkpoints, or None")
 
 
 def score(results: Mapping[str, Any], metric: str, by: str) -> float:
-    """The value of a metric.
+    """Return the value of a metric.
 
     Raises:
-        KeyError: There is none of that name; names those there are.
-        TypeError: It is no number.
+        KeyError: `results` has no metric of that name. The message lists its metrics.
+        TypeError: The value is not a number.
     """
     if metric not in results:
         raise KeyError(f"{by}: metric={metric!r}: evaluate does not return it; it returns {list(results)}")
@@ -51,7 +51,7 @@ def score(results: Mapping[str, Any], metric: str, by: str) -> float:
 
 
 def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) -> bool:
-    """Whether a value is better than another by more than a margin; NaN never is, and any other is better than None."""
+    """Return whether a value is better than another by more than a margin; NaN never is, any other beats None."""
     if math.isnan(value):
         return False
     if than is None:
@@ -60,15 +60,15 @@ def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) 
 
 
 def serialized(value: float | None) -> float | str | None:
-    """A number as JSON can hold it; `deserialized` gives it back."""
+    """Convert a number to a JSON value; the inverse of `deserialized`."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def deserialized(value: Any) -> float | None:
-    """The number that `serialized` was given.
+    """Convert a JSON value to a number; the inverse of `serialized`.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is something else.
     """
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return None if value is None else float(value)
@@ -78,10 +78,10 @@ def deserialized(value: Any) -> float | None:
 
 
 def as_count(value: Any) -> int:
-    """A number of evaluations that was remembered.
+    """Validate a number of evaluations from a checkpoint.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is something else.
     """
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a number of evaluations")
@@ -89,23 +89,23 @@ def as_count(value: Any) -> int:
 
 
 def is_compatible_state(one: Any, value: Any, watched: Mapping[str, Any]) -> bool:
-    """Whether what a checkpoint remembers was written by an object that watched the same; a log line if not.
+    """Return whether a state from a checkpoint was written by an object with the same settings; log a warning if not.
 
     Args:
-        one: The object whose memory it would be.
-        value: What the checkpoint remembers.
-        watched: What the object watches: its metric, its mode.
+        one: The object to restore.
+        value: The state in the checkpoint.
+        watched: The settings of the object, such as its metric and mode.
     """
     if not isinstance(value, Mapping) or not watched.keys() <= value.keys():
         warn_starts_fresh(one, "was written by another version of it")
         return False
     for name, here in watched.items():
         if value[name] != here:
-            warn_starts_fresh(one, f"is that of {name}={value[name]!r}, and it has {name}={here!r}")
+            warn_starts_fresh(one, f"is for {name}={value[name]!r}, but it has {name}={here!r}")
             return False
     return True
 
 
 def warn_starts_fresh(one: Any, why: str) -> None:
-    """The log line of an object that cannot use what a checkpoint remembers of it."""
+    """Log that an object cannot use its state from the checkpoint."""
     _logger.warning("%s starts fresh: what the checkpoint remembers of it %s", key_of(one), why)

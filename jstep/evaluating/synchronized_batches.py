@@ -1,4 +1,4 @@
-"""Batches on several processes: each has rows of its own, perhaps not equally many, perhaps not equally often."""
+"""Evaluation batches on several processes, whose numbers of rows and of batches may differ."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,17 +18,17 @@ _ENDED, _FAILED, _GLOBAL = -1, -2, -3
 def synchronized_batches(
     batches: Iterator[tuple[Any, ...]], leaf_shardings: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 ) -> Iterator[tuple[Any, ...]]:
-    """Global arrays of each process's own rows, batch by batch, until all processes have ended.
+    """Yield global arrays made of the rows of all processes, batch by batch, until all processes have ended.
 
-    All processes tell each other how many rows they have, so that nothing is assumed of them.
+    All processes exchange their numbers of rows, so nothing is assumed about them.
 
     Args:
         batches: The arguments of this process.
-        leaf_shardings: A sharding for each leaf of some arguments.
+        leaf_shardings: Returns a sharding for each leaf of the arguments.
 
     Raises:
         RuntimeError: Another process failed.
-        ValueError: A process has no batch at all.
+        ValueError: A process has no batches.
     """
     last: tuple[Any, ...] | None = None
     while True:
@@ -43,7 +43,7 @@ def synchronized_batches(
         if failure is not None:
             raise failure
         if (counts == _FAILED).any():
-            raise RuntimeError("batches: another process failed while it fetched a batch to evaluate; see what it says")
+            raise RuntimeError("batches: another process failed while it fetched a batch to evaluate; see its error")
         if (counts == _ENDED).all():
             return
         if args is None:
@@ -92,7 +92,7 @@ def _place_rows(args: tuple[Any, ...], counts: np.ndarray[Any, Any], each: tuple
 
 
 def _owners(sharding: NamedSharding) -> list[int]:
-    """One process for each part of the rows, in their order: processes that hold the same rows count once."""
+    """Return one process for each part of the rows, in order; processes that hold the same rows count once."""
     size = int(sharding.mesh.devices.size)
     parts: dict[int, set[int]] = {}
     rows = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
@@ -106,7 +106,7 @@ def _owners(sharding: NamedSharding) -> list[int]:
 
 
 def _gather_rows(rows: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], owners: list[int]) -> np.ndarray[Any, Any]:
-    """The rows of all processes, as bytes, which no conversion changes."""
+    """Gather the rows of all processes as bytes, so that no conversion changes them."""
     rows = np.ascontiguousarray(rows, jax.dtypes.canonicalize_dtype(rows.dtype))
     most, tail = int(counts.max()), rows.shape[1:]
     padded = np.zeros((most, *tail), rows.dtype)

@@ -1,4 +1,4 @@
-"""Totals of metrics, kept on the host: exact for low precision, and past 2³¹."""
+"""Totals of metrics on the host, exact for low-precision values and beyond 2³¹."""
 
 import math
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "objec
 
 
 def kinds_of(found: Any, rows: int | str) -> dict[str, str]:
-    """What each metric is, by its shape; may be asked while tracing.
+    """Return the kind of each metric, determined by its shape; works while tracing.
 
     Args:
-        found: What the user's function returned.
-        rows: The number of examples; in words, why it is not known.
+        found: The return value of the metric function.
+        rows: The number of examples; a string explains why it is unknown.
 
     Raises:
-        TypeError: It is no mapping, or a metric is no number.
-        ValueError: A metric has another shape; names it.
+        TypeError: `found` is not a mapping, or a metric is not a number.
+        ValueError: A metric has another shape. The message contains its name.
     """
     if not isinstance(found, Mapping):
         raise TypeError(f"metric_fn returned {kind(found)}: must be a mapping of names to metrics, such as a dict")
@@ -32,7 +32,7 @@ def kinds_of(found: Any, rows: int | str) -> dict[str, str]:
 
 def _name(name: Any) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a text")
+        raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
     return name
 
 
@@ -88,7 +88,7 @@ class Totals:
         self._counts: dict[str, list[int | float]] = {}
 
     def add(self, values: Mapping[str, Any], kinds: Mapping[str, str], rows: int | str) -> None:
-        """Takes the metrics of a batch; waits for them. Objects are merged elsewhere, and only waited for."""
+        """Add the metrics of a batch, waiting for them. Objects are merged elsewhere and only waited for."""
         with internal_transfers():
             for name, value in values.items():
                 if kinds[name] == OBJECT:
@@ -106,13 +106,13 @@ class Totals:
                 self._counts.setdefault(name, []).append(count)
 
     def means(self) -> dict[str, float]:
-        """Name → sum over count; NaN where the count is 0."""
+        """Return name → sum / count; NaN if the count is 0."""
         return {name: _ratio(_total(sums), _total(self._counts[name])) for name, sums in self._sums.items()}
 
 
 def _host(value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        value = value.addressable_data(0)  # replicated: each process has the whole of it
+        value = value.addressable_data(0)  # replicated: each process has all of it
     return np.asarray(value)
 
 
@@ -130,12 +130,12 @@ def _sum(vector: np.ndarray[Any, Any]) -> int | float:
 
 
 def _total(numbers: list[Any]) -> int | float:
-    """The sum, exact: of integers an integer, of floats correctly rounded, whatever their order."""
+    """Return the exact sum: an integer for integers, correctly rounded for floats, independent of their order."""
     if all(isinstance(number, int) for number in numbers):
         return sum(numbers)
     try:
         return math.fsum(numbers)
-    except (OverflowError, ValueError):  # infinities of both signs, or a sum that no float holds
+    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond the range of floats
         return float(np.sum(np.array(numbers, np.float64)))
 
 

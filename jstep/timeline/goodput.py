@@ -1,4 +1,4 @@
-"""Where the time of a run went, over all its starts."""
+"""Breakdown of the wall time of a run, over all its starts."""
 
 import dataclasses
 import math
@@ -15,22 +15,23 @@ _COPIED = tuple(part for part in PARTS if part != STEPPING)
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went, in seconds, from its first start to its last word.
+    """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
 
     Attributes:
-        productive: Steps that the final state has behind it.
-        rewound: Steps that were lost: a later start resumed from before them. Step time alone; what hooks, evaluations
-            and saves did again stays in their parts.
-        starting: From the start of the process (for its first `train`; else from the call) until the first step
-            returned: imports, devices, restore, compilation, first batch. Then the compilations that the loop waited
-            for: of a stage, of another batch size.
-        waiting: The loop waited for batches.
-        saving: Checkpoints, as long as the loop waited for them.
-        evaluating: `EvaluationHook`s, with their callbacks.
-        hooks: All other hooks, with the device time that they waited for, and what `AuditHook` computed twice.
-        down: From the last line of one start to the next start.
-        starts: How often the run was started.
-        steps: How many steps the final state has behind it.
+        productive: Time of the steps that led to the final state.
+        rewound: Time of lost steps, because a later start resumed from before them. This is step time only; repeated
+            hooks, evaluations and saves are counted in their own parts.
+        starting: Time from the start of the process (for its first `train`; otherwise from the call) until the first
+            step returned: imports, devices, restore, compilation, first batch. Also later compilations that the loop
+            waited for, because of a new stage or batch size.
+        waiting: Time that the loop waited for batches.
+        saving: Time that the loop waited for checkpoints.
+        evaluating: Time of `EvaluationHook`s, including their callbacks.
+        hooks: Time of all other hooks, including the device time that they waited for and the repeated updates of
+            `AuditHook`.
+        down: Time from the last line of one start to the next start.
+        starts: Number of starts of the run.
+        steps: Number of steps that led to the final state.
 
     Example:
         >>> import jstep
@@ -54,7 +55,7 @@ class Goodput:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Name → seconds of what sums to `total`."""
+        """Name → seconds of the parts, which sum to `total`."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -63,12 +64,12 @@ class Goodput:
 
     @property
     def total(self) -> float:
-        """All seconds."""
+        """The total number of seconds."""
         return sum(self.parts.values())
 
     @property
     def fraction(self) -> float:
-        """The goodput: productive / total; 0 where no time has passed."""
+        """The goodput, productive / total; 0 if no time has elapsed."""
         return self.productive / self.total if self.total > 0 else 0.0
 
     @property
@@ -101,23 +102,23 @@ def _percent(share: float) -> str:
 def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     """Account for all wall time of a run, over all its starts.
 
-    `train` keeps the times in `timeline.jsonl` beside the checkpoints, or in the logdir if there is no checkpoint_dir;
-    below a URL each start has an object `timeline.….jsonl`. A line is written every second and before each checkpoint:
-    of a start that was killed up to a second counts as `down`, and up to ten seconds below a URL. The run may still
-    be going on.
+    `train` writes the times to `timeline.jsonl` next to the checkpoints, or in the logdir if there is no
+    checkpoint_dir; below a URL each start has an object `timeline.….jsonl`. A line is written every second and before
+    each checkpoint. If a start was killed, up to its last second (ten seconds below a URL) counts as `down`. The run
+    may still be in progress.
 
     Equation: total = productive + rewound + starting + waiting + saving + evaluating + hooks + down.
 
     Args:
-        path: The directory of the checkpoints or the logdir, or their URL.
-        prefix: Of the run's checkpoints: several runs may share a directory.
+        path: The directory of the checkpoints or the logdir, or its URL.
+        prefix: The prefix of the run's checkpoints; several runs may share a directory.
 
     Returns:
         The seconds of each part.
 
     Raises:
         FileNotFoundError: There is no timeline.
-        ValueError: It has no run with this prefix, or was written by a newer jstep.
+        ValueError: The timeline has no run with this prefix, or was written by a newer version of jstep.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -142,7 +143,7 @@ def _accounted(all_starts: Sequence[Sequence[Line]]) -> Goodput:
         began = last["time"] - sum(own.values())
         if ended is not None:
             seconds["down"] += max(0.0, began - ended)
-            # Where the process was there, and idle, before the last start ended, that time is counted once.
+            # If the process was already running before the previous start ended, that time is counted once.
             own["starting"] = max(0.0, own["starting"] - max(0.0, ended - began))
         ended = last["time"] if ended is None else max(ended, last["time"])
         for part in _COPIED:
@@ -163,7 +164,7 @@ def _seconds(fields: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _kept(lines: Sequence[Line], limit: float) -> tuple[float, int]:
-    """The step time of a start, and its number of steps, up to the step that a later start resumed from."""
+    """Return the step time and the number of steps of a start, up to the step that a later start resumed from."""
     known = [(one.fields["step"], _seconds(one.fields)[STEPPING]) for one in lines if one.fields["step"] is not None]
     if not known:
         return 0.0, 0
@@ -172,13 +173,13 @@ def _kept(lines: Sequence[Line], limit: float) -> tuple[float, int]:
         return all_of_it, last - first
     if limit <= first:
         return 0.0, 0
-    # The line of a checkpoint was written when the device had taken its steps; one before may have been earlier.
+    # The line of a checkpoint was written after the device had run its steps; earlier lines may be ahead of the device.
     saved = [_seconds(one.fields)[STEPPING] for one in lines if one.fields.get("checkpoint") == limit]
     if saved:
         return saved[-1], int(limit) - first
     below = (first, 0.0)
     for (_, step), seconds in known:
-        if step >= limit:  # the first line that says so: later ones hold time of the next step
+        if step >= limit:  # the first such line, because later ones include time of the next step
             break
         below = (step, seconds)
     share = (limit - below[0]) / (step - below[0])

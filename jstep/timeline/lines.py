@@ -1,4 +1,4 @@
-"""The lines of a timeline, read: from a file, or from the objects of all starts."""
+"""Reading the lines of a timeline, from a file or from the objects of all starts."""
 
 import dataclasses
 import json
@@ -13,22 +13,22 @@ from jstep.timeline.stopwatch import PARTS
 
 NAME = "timeline.jsonl"
 OBJECTS = "timeline."
-"""What the names of objects begin with; they end like `NAME`."""
+"""The beginning of object names; they end like `NAME`."""
 VERSION = 1
 START, TIMES = "start", "parts"
-"""The kinds of lines that hold times."""
+"""The kinds of lines that contain times."""
 
 _logger = logging.getLogger("jstep")
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line.
+    """A line of a timeline.
 
     Attributes:
-        kind: What it is: "start", "parts", or a kind that others write.
-        start: Which start of the run wrote it.
-        fields: All that it holds.
+        kind: The kind of line: "start", "parts", or another one.
+        start: The start of the run that wrote it.
+        fields: All its fields.
     """
 
     kind: str
@@ -37,16 +37,18 @@ class Line:
 
 
 def read(path: Any, prefix: str = "model") -> list[Line]:
-    """The lines of a run, in the order of its starts; a torn last line is skipped, damaged ones with a warning.
+    """Return the lines of a run in the order of its starts.
+
+    A torn last line is skipped silently; other corrupted lines are skipped with a warning.
 
     Args:
-        path: The directory of the checkpoints or the logdir, a timeline in it, or their URL.
-        prefix: Of the run's checkpoints.
+        path: The directory of the checkpoints or the logdir, a timeline in it, or a URL of one of these.
+        prefix: The prefix of the run's checkpoints.
 
     Raises:
         FileNotFoundError: There is no timeline.
-        ValueError: It has no start with this prefix, or is of a newer version of jstep.
-        OSError: It cannot be read.
+        ValueError: The timeline has no start with this prefix, or was written by a newer version of jstep.
+        OSError: The timeline cannot be read.
     """
     where, prefix = absolute(location(path, "path")), as_text(prefix, "prefix")
     found: list[Line] = []
@@ -60,7 +62,7 @@ def read(path: Any, prefix: str = "model") -> list[Line]:
             if line is None:
                 if raw.strip() and raw.endswith(b"\n"):
                     text = shown(raw.decode(errors="replace").strip(), 60)
-                    _logger.warning("%s: line %d is not one of a timeline, and is skipped: %s", place, number, text)
+                    _logger.warning("%s: line %d is not a line of a timeline and is skipped: %s", place, number, text)
                 continue
             if line.fields["prefix"] != prefix:
                 others.setdefault(line.fields["prefix"])
@@ -116,7 +118,7 @@ def _line(raw: bytes) -> Line | None:
     if not all(isinstance(text, str) for text in (kind, start, prefix)):
         return None
     is_known = kind in (START, TIMES)
-    newer = kind == START and found.get("version") != VERSION  # its version says why it cannot be read
+    newer = kind == START and found.get("version") != VERSION  # reported by _check_version
     return Line(kind, start, found) if newer or not is_known or _has_times(found) else None
 
 
@@ -138,7 +140,7 @@ def _is_step(value: Any) -> bool:
 
 
 def starts(lines: list[Line]) -> Iterator[list[Line]]:
-    """The lines with times of each start, in the order of the starts."""
+    """Yield the lines with times of each start, in the order of the starts."""
     by_start: dict[str, list[Line]] = {}
     for line in lines:
         if line.kind in (START, TIMES):

@@ -1,16 +1,16 @@
-"""How long this process has run when it begins to train."""
+"""The age of this process when training begins."""
 
 import os
 import time
 
 _trained: set[int] = set()
-"""Processes that have trained; a forked one inherits the set, and has not."""
+"""Ids of processes that have trained; a forked process inherits the set without its own id."""
 
 
 def seconds_before_training() -> float:
-    """Seconds from the start of this process, where it is asked for the first time; 0 later.
+    """Return the seconds since the start of this process on the first call, and 0 on later ones.
 
-    It is also 0 on systems that do not tell (all but Linux): there the time begins with the call of `train`.
+    It is also 0 on systems other than Linux, where the start is unknown and the time begins with the call of `train`.
     """
     if os.getpid() in _trained:
         return 0.0

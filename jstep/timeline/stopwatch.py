@@ -1,4 +1,4 @@
-"""A clock whose current part is switched: its parts have no gaps, and sum to the time that passed."""
+"""A stopwatch that divides elapsed time into parts without gaps."""
 
 import contextlib
 import threading
@@ -9,22 +9,23 @@ from collections.abc import Callable, Iterator
 STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
 PARTS = (STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
-"""What the time of one start is divided into."""
+"""The parts that the time of one start is divided into."""
 
 
 class Stopwatch:
-    """Accounts time to parts; one thread switches, any thread reads.
+    """Assigns elapsed time to parts; one thread switches parts, any thread reads them.
 
-    A switch reads the clock once and appends to a queue, without a lock: it costs a fraction of a microsecond, and an
-    exception between any two instructions (a signal's) leaves the times whole. `seconds` empties the queue.
+    A switch reads the clock once and appends to a queue without a lock. It costs a fraction of a microsecond, and an
+    exception between any two instructions, such as from a signal, leaves the times consistent. `seconds` empties the
+    queue.
 
     Args:
-        before: Seconds that had passed already when the stopwatch was made, all of the first part.
-        clock: Seconds.
+        before: Seconds that had elapsed before the stopwatch was created; they belong to the first part.
+        clock: A function that returns the time in seconds.
 
     Attributes:
-        current: The part that time belongs to now.
-        waiting: The part that waiting for a batch belongs to: that of the first step's batch is `starting`.
+        current: The current part.
+        waiting: The part for the time spent waiting for a batch; `starting` until the first step has returned.
 
     Example:
         >>> from jstep.timeline import Stopwatch
@@ -46,13 +47,13 @@ class Stopwatch:
         self.current = self.waiting = STARTING
 
     def switch(self, part: str) -> None:
-        """Time belongs to this part from now on."""
+        """Switch to another part."""
         self._marks.append((part, self._clock()))
         self.current = part
 
     @contextlib.contextmanager
     def part(self, part: str) -> Iterator[None]:
-        """Time inside belongs to this part, or to one that is entered inside."""
+        """Assign the time inside the context to a part; contexts can be nested."""
         before = self.current
         self.switch(part)
         try:
@@ -61,17 +62,17 @@ class Stopwatch:
             self.switch(before)
 
     def was(self, part: str, seconds: float) -> None:
-        """The last so many seconds belonged to this part, as is known only now."""
+        """Reassign the last `seconds` seconds to a part."""
         now = self._clock()
         self._marks.extend(((part, now - seconds), (self.current, now)))
 
     def started(self) -> None:
-        """Ends `starting`: the first step has returned."""
+        """End the part `starting`, when the first step has returned."""
         self.waiting = WAITING
         self.switch(STEPPING)
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of each part up to now."""
+        """Return the seconds of each part so far."""
         with self._lock:
             now = self._clock()
             totals, current, since, take = self._totals, self._folded, self._since, self._marks.popleft
@@ -84,5 +85,5 @@ class Stopwatch:
             return dict(totals)
 
     def stop(self) -> None:
-        """Keeps nothing from now on, where nobody reads."""
+        """Stop recording, when the times are no longer read."""
         self._marks = deque(maxlen=0)

@@ -1,4 +1,4 @@
-"""The file that a run's times are kept in: lines are added, each in one write."""
+"""Writing the timeline of a run, one line per write."""
 
 import json
 import logging
@@ -16,18 +16,18 @@ _logger = logging.getLogger("jstep")
 
 
 class Timeline:
-    """Adds lines to the timeline of a run. Threads may share it; a line that cannot be written never ends the run.
+    """Writer for the timeline of a run. It is thread-safe, and a failed write never ends the run.
 
-    In a directory it is one file, which grows by each start; a last line that was torn when a process was killed is
-    cut off. Below a URL each start has an object, in which the newest times replace the ones before, and which is
-    uploaded every ten seconds and before each checkpoint.
+    In a directory, the timeline is one file that every start appends to; a torn last line of a killed process is
+    removed. Below a URL, each start has an object, in which the newest times replace the previous ones. It is uploaded
+    every ten seconds and before each checkpoint.
 
     Args:
-        where: The directory or URL, as `jstep.stores.location` returns it.
-        prefix: Of the run's checkpoints.
+        where: The directory or URL, as returned by `jstep.stores.location`.
+        prefix: The prefix of the run's checkpoints.
 
     Raises:
-        OSError: It cannot be made or written.
+        OSError: The timeline cannot be created or written.
     """
 
     def __init__(self, where: str, prefix: str) -> None:
@@ -37,12 +37,12 @@ class Timeline:
         self._to: _Sink = _Object(where, self._start) if is_url(where) else _File(where)
 
     def write(self, kind: str, *, to_disk: bool = False, **fields: Any) -> None:
-        """Adds a line.
+        """Write a line.
 
         Args:
-            kind: What it is.
+            kind: The kind of the line.
             to_disk: Whether to upload it at once, below a URL.
-            **fields: What else it holds: values of JSON.
+            **fields: Other fields, with JSON values.
         """
         line = {"kind": kind, "start": self._start, "prefix": self._prefix, **fields}
         text = json.dumps(line, allow_nan=False) + "\n"
@@ -58,7 +58,7 @@ class Timeline:
                 self._failing = False
 
     def close(self) -> None:
-        """Ends it; nothing is written any more."""
+        """Close the timeline."""
         with self._lock:
             try:
                 self._to.close()
@@ -77,7 +77,7 @@ class _Sink(Protocol):
 
 
 class _File:
-    """A file that others may add to at the same time, for another prefix: each line is one write at its end."""
+    """A file that other runs may append to concurrently, under another prefix: each line is one appending write."""
 
     def __init__(self, folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
@@ -90,19 +90,19 @@ class _File:
 
     def add(self, line: bytes, *, replaceable: bool) -> None:
         wrote = self._file.write(line)
-        if wrote is not None and wrote < len(line):  # the disk is full: what follows is to be a line again
+        if wrote is not None and wrote < len(line):  # the disk is full: end the partial line
             self._file.write(b"\n")
             raise OSError(f"{wrote} of {len(line)} bytes were written")
 
     def upload(self, *, now: bool) -> None:
-        """It is the system's already."""
+        """Do nothing, because the operating system already has the data."""
 
     def close(self) -> None:
         self._file.close()
 
 
 def _whole(file: Any) -> int | None:
-    """How many bytes end with a whole line; None if all do."""
+    """Return the number of bytes up to the end of the last complete line; None if that is the end of the file."""
     end = size = file.seek(0, os.SEEK_END)
     while end:
         first = max(0, end - 4096)
@@ -116,10 +116,10 @@ def _whole(file: Any) -> int | None:
 
 
 class _Object:
-    """The object of one start."""
+    """The object of one start, below a URL."""
 
     def __init__(self, url: str, start: str) -> None:
-        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # the order of their names is that of the starts
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
         self._key = f"{OBJECTS}{now}-{start}.jsonl"
         self._objects = Objects(url)
         self.path = self._objects.at(self._key)

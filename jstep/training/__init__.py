@@ -1,4 +1,4 @@
-"""The training step: the only place that compiles a step, donates a state and advances the global step."""
+"""Training steps: compilation, donation of the state, and the increment of the global step."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.training.apply import apply_gradients

@@ -1,4 +1,7 @@
-"""One update of the state: params + updates, new slots, global_step + 1. The only place that counts."""
+"""One optimizer update of the state: params + updates, new slots, global_step + 1.
+
+This is the only place that increments the global step.
+"""
 
 import functools
 from collections.abc import Callable
@@ -37,19 +40,22 @@ def apply_gradients(
     context: Context | None = None,
     increment_global_step: bool = True,
 ) -> TrainState:
-    """The next state: params + updates, new slots, global_step + 1. Pure; it neither compiles nor donates.
+    """Apply gradients: return the state with params + updates, new slots and global_step + 1.
+
+    The function is pure; it neither compiles nor donates.
 
     Args:
         state: The state before the update.
-        grads: A tree like `state.params`; a leaf is an array, an `IndexedSlices`, or None to stay as it is.
-        optimizer: The one the state was created with.
-        context: What an optimizer with `takes_context` may know of the step besides the gradients.
+        grads: A tree like `state.params`. A leaf is an array, an `IndexedSlices`, or None for a parameter that is
+            not updated.
+        optimizer: The optimizer that the state was created with.
+        context: Information about the step besides the gradients, for an optimizer with `takes_context`.
         increment_global_step: Whether to increment `global_step`.
 
     Raises:
         TypeError: A gradient is not floating point, or `context` is not a `Context`.
-        ValueError: All gradients are None, structures or shapes do not fit (names the path), or the slots of
-            the state are not the optimizer's.
+        ValueError: All gradients are None, structures or shapes do not match (the message contains the path), or the
+            slots of the state are not those of the optimizer.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -69,14 +75,14 @@ def apply_gradients(
 
 
 class Applied(NamedTuple):
-    """What an update did.
+    """The result of an update.
 
     Attributes:
         state: The next state.
-        updates: The updates as they were added.
-        slots: The optimizer's slots after it.
-        roles: Their roles.
-        left_out: The slot of each guard → whether that guard, or one around it, left the update out.
+        updates: The updates as added to the parameters.
+        slots: The optimizer's slots after the update.
+        roles: The roles of these slots.
+        left_out: The slot of each guard → whether that guard, or one around it, skipped the update.
     """
 
     state: TrainState
@@ -87,7 +93,7 @@ class Applied(NamedTuple):
 
 
 def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
-    """The next state, and what the update did."""
+    """Return the next state with the details of the update."""
     require_optimizer("optimizer", optimizer)
     require_alive(require_state(state))
     refuse_shapes((state, grads), "state and gradients")
@@ -107,7 +113,7 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
 
 
 def _leaf_by_leaf(run: Callable[..., Applied], state: TrainState, grads: Updates, known: Context) -> Applied:
-    """What `run` returns, with slots on the host brought in and sent back a few at a time."""
+    """Return the result of `run`, transferring host-offloaded slots to the device and back a few at a time."""
     leaves, treedef = trees.flatten(state)
     indices = treedef.unflatten(range(len(leaves)))
 
@@ -122,7 +128,7 @@ def _leaf_by_leaf(run: Callable[..., Applied], state: TrainState, grads: Updates
 
 
 def _groups(state: TrainState, indices: TrainState) -> dict[int, int]:
-    """The places of the slots on the host → that of their parameter, or their own if they have none."""
+    """Map the index of each slot leaf on the host to that of its parameter, or to itself if it has none."""
     found: dict[int, int] = {}
     for name, tree in state.slots.items():
         if trees.is_like(state.params, tree):
@@ -137,7 +143,7 @@ def _groups(state: TrainState, indices: TrainState) -> dict[int, int]:
 
 def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
     step = step_of(state)
-    match_gradients(grads, state.params)  # also where no element of a chain looks at them
+    match_gradients(grads, state.params)  # even if no element of a chain checks them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     roles = roles_of(optimizer, state.params)
     loss_scale_of(roles, held)
@@ -149,7 +155,7 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     left_out = {name: own[name] == LEFT_OUT for name in guards}
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}
     if not increment:
-        # A skipped update moves an age along with the step; where the step stays, so does the age.
+        # Ages advance with the step, so they stay unchanged if the step does.
         own |= {name: held[name] for name in roles.of(*AGES)}
     params = apply_updates(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})
@@ -163,7 +169,7 @@ def _check_slots(held: Slots, own: Slots) -> None:
             f"the optimizer's slots are not those of the state: missing in the state "
             f"{sorted(own.keys() - held.keys())}, unknown to the optimizer {sorted(held.keys() - own.keys())}. "
             "Use the optimizer the state was created with, "
-            "or make new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
+            "or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
         )
     for name in held:
         before, after = (trees.flatten(tree) for tree in (held[name], own[name]))
@@ -171,5 +177,5 @@ def _check_slots(held: Slots, own: Slots) -> None:
         if before[1] != after[1] or kinds[0] != kinds[1]:
             raise ValueError(
                 f"slot {name!r}: the optimizer returned a tree of another structure, shape or dtype than the state "
-                "holds; slots keep theirs from step to step"
+                "holds; slots must keep theirs from step to step"
             )

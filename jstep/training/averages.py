@@ -1,4 +1,4 @@
-"""The moving averages that a loss gets beside the parameters."""
+"""Moving averages of the parameters as an argument of the loss."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from jstep.state import TrainState
 
 
 def checked_averages(use_averages: Any) -> str | None:
-    """The name of the slot of the averages; None if the loss does not get them.
+    """Return the name of the slot of the averages, or None if the loss does not take averages.
 
     Raises:
-        TypeError: It is neither a bool nor a string.
-        ValueError: It is an empty string.
+        TypeError: `use_averages` is neither a bool nor a string.
+        ValueError: `use_averages` is an empty string.
     """
     if isinstance(use_averages, bool):
         return NAME if use_averages else None
@@ -29,16 +29,16 @@ def checked_averages(use_averages: Any) -> str | None:
 
 
 def averages_for(state: TrainState, name: str) -> Params:
-    """The averages of a state, as `averaged_params` returns them; nothing is differentiated with respect to them.
+    """Return `averaged_params` of a state, with gradients stopped.
 
     Raises:
-        ValueError: The state keeps none; says how to get them.
+        ValueError: The state has no averages. The message explains how to keep them.
     """
     try:
         averages = averaged_params(state, name)
     except ValueError as error:
         raise ValueError(
-            "use_averages: the loss is to get the moving averages of the parameters: "
+            "use_averages: the loss takes the moving averages of the parameters: "
             f"{str(error).rstrip('.')}. State and step need the same optimizer."
         ) from None
     return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)

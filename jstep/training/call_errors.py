@@ -1,4 +1,4 @@
-"""Why JAX refused a call of a step, told from the arrays it was given."""
+"""Explanations of JAX errors in calls of a training step, derived from its arguments."""
 
 from typing import Any
 
@@ -15,25 +15,25 @@ _ON_ONE_MESH = (
 
 
 def is_spent(state: Any) -> bool:
-    """Whether a state was donated to an earlier step."""
+    """Return whether a state was donated to an earlier step."""
     step = getattr(state, "global_step", None)
     return isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted()
 
 
 def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, donates: bool) -> None:
-    """Raises a clearer error if the arguments show what is wrong, or adds a note to `error`.
+    """Raise a clearer error if the arguments reveal the cause, or add a note to `error`.
 
     Args:
-        error: What JAX raised.
-        state: The state that the step was given.
+        error: The error that JAX raised.
+        state: The state passed to the step.
         args: The batch.
-        was_spent: Whether the state was spent before the call; one that fails while it runs spends it.
+        was_spent: Whether the state was donated before the call; a call that fails while it runs also donates it.
         donates: Whether the step donates its state.
 
     Raises:
-        FloatingPointError: JAX looked for the operation that made a NaN, in a step that had donated its state.
+        FloatingPointError: JAX debugged a NaN in a step that had donated its state.
         RuntimeError: A leaf was donated to an earlier step.
-        ValueError: Two leaves of the state, or one of them and an argument, are one buffer.
+        ValueError: Two leaves of the state, or a leaf and an argument, share one buffer.
     """
     if was_spent or not is_spent(state):
         require_alive(state, error)
@@ -41,7 +41,7 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
             refuse_shared_buffers(state, args, error)
     elif _is_of_a_nan(error):
         raise FloatingPointError(
-            "the step made a NaN or an infinity, and JAX cannot say where any more: the state that the step was given "
+            "the step made a NaN or an infinity, and JAX can no longer locate it, because the state passed to the step "
             "is donated. Set jax_debug_nans before the first step of the run, which then donates nothing, or call "
             "jstep.find_nonfinite(train_step, state, ...)"
         ) from error
@@ -50,7 +50,7 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
 
 
 def _is_of_a_nan(error: BaseException | None) -> bool:
-    """Whether JAX raised it while it looked for the operation that made a NaN."""
+    """Return whether JAX raised the error while debugging a NaN."""
     while error is not None and "FloatingPoint" not in type(error).__name__:
         error = error.__context__
     return error is not None
@@ -59,19 +59,19 @@ def _is_of_a_nan(error: BaseException | None) -> bool:
 def refuse_shared_buffers(
     state: Any, args: Any, cause: BaseException | None = None, *, by_identity: bool = False
 ) -> None:
-    """Refuses a state that cannot be donated, because one buffer would be donated twice or used elsewhere.
+    """Reject a state that cannot be donated, because one buffer would be donated twice or used elsewhere.
 
-    JAX says so of arrays on one device, without their names; of arrays on a mesh, the process crashes.
+    For arrays on one device, JAX reports this without their names; for arrays on a mesh, the process crashes.
 
     Args:
-        state: The state that is to be donated.
-        args: What the step is given besides.
-        cause: What JAX raised, if it did.
-        by_identity: Whether the state is known to share nothing within itself, so that it is enough to look for its
-            own arrays among `args`.
+        state: The state to be donated.
+        args: The other arguments of the step.
+        cause: The error that JAX raised, if any.
+        by_identity: Whether the leaves of the state are known to share no buffers, so that it suffices to look for
+            its arrays among `args`.
 
     Raises:
-        ValueError: Two leaves are one buffer.
+        ValueError: Two leaves share one buffer.
     """
     if by_identity:
         given = {id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)}
@@ -90,12 +90,12 @@ def refuse_shared_buffers(
         if buffer in seen:
             raise ValueError(
                 f"state: {seen[buffer]!r} and the step's argument {path!r} share one buffer, which a compiled step "
-                "cannot both donate and read; pass a copy (jnp.copy), or make the step with donate=False"
+                "cannot both donate and read; pass a copy (jnp.copy), or create the step with donate=False"
             ) from cause
 
 
 def _buffer(leaf: Any) -> Any:
-    """What tells the memory of an array from that of others; None if it has none on this process."""
+    """Return an identifier of the memory of an array; None if it has none on this process."""
     if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
         return None
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -105,12 +105,12 @@ def _buffer(leaf: Any) -> Any:
     part = leaf.addressable_data(0)
     try:
         return next(iter(part.devices())), part.unsafe_buffer_pointer()
-    except Exception:  # a backend that does not tell
+    except Exception:  # a backend without buffer pointers
         return id(leaf)
 
 
 def _placements(tree: Any) -> set[Any]:
-    """The meshes, or sets of devices, that arrays are committed to."""
+    """Return the meshes, or sets of devices, that arrays are committed to."""
     return {
         leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else frozenset(leaf.sharding.device_set)
         for leaf in jax.tree.leaves(tree)

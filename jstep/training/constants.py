@@ -1,7 +1,7 @@
-"""Metrics that no step computes: hyperparameters that are plain numbers.
+"""Constant metrics: hyperparameters that are plain numbers and need not be computed.
 
-An output of a compiled program costs some 2 µs a call on a CPU, so they are none. They are a static result of the
-trace, part of the structure of what it returns: JAX keeps them with the very program they belong to.
+An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs. They are a static
+result of the trace, in the tree structure of its return value, which JAX keeps with the compiled program.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from jstep.core import trees
 
 @jax.tree_util.register_static
 class Constants:
-    """Numbers known without running the program, by name; a pytree without leaves, equal where they are.
+    """Numbers known without running the program; a pytree without leaves that compares by their values.
 
     Attributes:
-        values: Name → NumPy array, which nobody can write to.
-        skipped: The name of the metric that tells whether the update was left out, or None if there is no guard.
+        values: Name → read-only NumPy array.
+        skipped: The name of the metric that reports whether the update was skipped; None without a guard.
     """
 
     def __init__(self, values: dict[str, np.ndarray[Any, Any]], skipped: str | None = None) -> None:
@@ -26,7 +26,7 @@ class Constants:
         self.skipped = skipped
         known = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in values.items())
         self._key = (skipped, *known)
-        # The same objects at each call: who compares them does so by identity, at every step.
+        # The same objects at each call, because they are compared by identity at every step.
         self._arrays = {name: value[()] for name, value in values.items()}
 
     def __eq__(self, other: object) -> bool:
@@ -36,21 +36,21 @@ class Constants:
         return hash(self._key)
 
     def arrays(self) -> dict[str, Any]:
-        """The numbers as NumPy scalars, or arrays that cannot be written to: callers share, donate or drop nothing."""
+        """Return the numbers as NumPy scalars or read-only arrays."""
         return dict(self._arrays)
 
     def repeated(self, k: int) -> "Constants":
-        """The numbers of K steps, stacked."""
+        """Return the numbers of K steps, stacked."""
         stacked = {name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.values.items()}
         return Constants(stacked, self.skipped)
 
 
 def split_constants(metrics: Any, skipped: str | None = None) -> tuple[Any, Constants]:
-    """What a step computes, and what is a plain number (of Python or NumPy) among its metrics.
+    """Split metrics into those that a step computes and those that are plain Python or NumPy numbers.
 
     Args:
-        metrics: The metrics of a step. Anything but a dict is taken as computed.
-        skipped: The name of the metric that tells whether the update was left out.
+        metrics: The metrics of a step. Anything but a dict counts as computed.
+        skipped: The name of the metric that reports whether the update was skipped.
     """
     if type(metrics) is not dict:
         return metrics, Constants({}, skipped)
@@ -60,7 +60,7 @@ def split_constants(metrics: Any, skipped: str | None = None) -> tuple[Any, Cons
 
 
 def _plain(value: Any) -> np.ndarray[Any, Any] | None:
-    """A plain number in the dtype that JAX would give it; None for anything else."""
+    """Convert a plain number to the dtype that JAX would give it; return None for anything else."""
     if isinstance(value, bool | np.bool_):
         return np.asarray(value)
     if isinstance(value, int):

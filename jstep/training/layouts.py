@@ -1,4 +1,4 @@
-"""How what is computed of each parameter is sharded."""
+"""Shardings for values that are computed per parameter, such as gradients and updates."""
 
 import jax
 from jax.sharding import AxisType, NamedSharding
@@ -10,10 +10,10 @@ from jstep.state import TrainState
 
 
 def layouts_of(state: TrainState) -> Layouts:
-    """The path of each parameter on a mesh → its sharding, or that of its slot that is split into more parts.
+    """Map the path of each parameter on a mesh to its sharding, or to that of its most finely sharded slot.
 
-    Under ZeRO-1 a parameter is replicated and its slots are split, and so is what is computed of them. Within
-    `jax.shard_map` nothing is known: a device sees its own part alone.
+    Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
+    `jax.shard_map` the result is empty, because a device sees only its own shard.
     """
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return {}

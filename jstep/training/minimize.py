@@ -1,4 +1,4 @@
-"""From a loss and an optimizer to a training step."""
+"""Training steps from a loss function and an optimizer."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +28,14 @@ from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_s
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite
 from jstep.state import MODEL_STATE, TrainState, require_state, step_of
 from jstep.training.apply import Applied, applied
-from jstep.training.asked_metrics import asked_metrics
 from jstep.training.averages import averages_for, checked_averages
 from jstep.training.constants import Constants, split_constants
+from jstep.training.requested_metrics import requested_metrics
 from jstep.training.several_losses import Losses, SeveralLosses, name_of, replaced, several_losses, shown_losses
 from jstep.training.step import PureStep, TrainStep
 
 OF_CONTEXT = 0x6A73
-"""What the key of a `Context` is folded with, so that it is another one than the loss gets."""
+"""Folded into the key of a `Context`, so that it differs from the key of the loss."""
 
 
 def minimize(
@@ -60,59 +60,63 @@ def minimize(
     jit: bool = True,
     donate: bool = True,
 ) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
-    """The training step of a loss: `train_step(state, *args) -> (state, metrics)`, compiled, the state donated.
+    """Return a compiled training step `train_step(state, *args) -> (state, metrics)` that donates the state.
 
     Args:
-        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux `-> (loss, aux)`; with
-            has_model_state `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both
-            `-> (loss, (model_state, aux))`; with rng it also takes `rng=key`, with use_averages `averages=params`. Or
-            several losses, `{"critic": (critic_loss, "critic/*"), "actor": (actor_loss, "actor/*")}`: each is
-            differentiated with respect to its own var_list, all at the same parameters; one update takes all the
-            gradients. What no loss trains stays as it is.
-        optimizer: The one the state was created with.
-        var_list: What to train, as in `compute_gradients`; the rest stays as it is.
-        has_aux: Whether loss_fn returns auxiliary values, which join the metrics.
-        num_microbatches: In how many parts the batch is gone through, as in `compute_gradients`: one update.
-        max_rows_per_device: The most rows of a microbatch that each device gets. The number of microbatches follows
-            from the batch and the devices that its rows are sharded over: the least that divides the batch and is at
-            least num_microbatches. So the same batch makes the same update on 8 devices, 4 or 1, up to rounding (with
-            rng, the keys follow the microbatches). Rows whose sharding is not known count as being on one device: those
-            of a step with jit=False on Auto axes, inside a `jax.jit` of your own.
+        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux, it returns `(loss, aux)`;
+            with has_model_state, it is `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both, it
+            returns `(loss, (model_state, aux))`. With rng, it also takes `rng=key`; with use_averages,
+            `averages=params`. Alternatively several losses,
+            `{"critic": (critic_loss, "critic/*"), "actor": (actor_loss, "actor/*")}`: each is differentiated with
+            respect to its own var_list, all at the same parameters, and all gradients are applied in one update.
+            Parameters that no loss trains are unchanged.
+        optimizer: The optimizer that the state was created with.
+        var_list: The parameters to train, as in `compute_gradients`; the others are unchanged.
+        has_aux: Whether loss_fn returns auxiliary values, which are added to the metrics.
+        num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`; there is one
+            update per batch.
+        max_rows_per_device: The maximum number of rows of a microbatch on each device. The number of microbatches is
+            then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends
+            on the number of devices that the rows are sharded over. The same batch gives the same update on 8, 4 or 1
+            devices, up to rounding (with rng, the keys depend on the microbatches). Rows of unknown sharding, as in a
+            step with jit=False on Auto axes inside another `jax.jit`, count as being on one device.
         weight_fn: The weight of a microbatch, as in `compute_gradients`.
-        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH.
-        aggregation_method: How the gradients of microbatches are added up.
+        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH, as in `compute_gradients`.
+        aggregation_method: How to sum the gradients of microbatches, as in `compute_gradients`.
         has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`.
-        use_averages: Whether loss_fn gets the moving averages of the parameters, `averaged_params(state)`, which are
-            not differentiated (mean teachers, target networks); or the name of their slot, for `averaged_params`.
-        rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, a function of the step alone, so that a run
-            that was interrupted draws the same numbers. Of several losses, loss i gets `fold_in(that, i)`; likewise a
-            microbatch i of what its loss gets.
-        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it: loss, aux
-            and model_state are those at the parameters themselves. Of several losses, each moves its own parameters.
-        adaptive: Whether that radius follows the size of each element.
-        unroll: How the loop over microbatches is unrolled, as in `scan_steps`; None chooses.
-        metrics: Which of `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates as added),
-            `"param_norm"` (of the new parameters) and `"noise_scale"` (from microbatches; see `with_noise_scale`, which
-            has to be around the optimizer) to compute.
+        use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn;
+            they are not differentiated (mean teachers, target networks). A string is the name of their slot, as in
+            `averaged_params`.
+        rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, a function of the step alone, so a resumed run
+            draws the same numbers. With several losses, loss i gets `fold_in(key, i)` of that key. Microbatch i gets
+            `fold_in(key, i)` of the key of its loss.
+        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it. The
+            loss, aux and model_state are those at the unperturbed parameters. With several losses, each perturbs its
+            own parameters.
+        adaptive: Whether to scale the radius by the magnitude of each element (ASAM).
+        unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose automatically.
+        metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates
+            as added), `"param_norm"` (of the new parameters), and `"noise_scale"` (from microbatches; requires
+            `with_noise_scale` around the optimizer).
         increment_global_step: Whether to increment `global_step`.
-        jit: Whether to compile. False gives the pure function.
-        donate: Whether the compiled step takes over the memory of the state passed in.
+        jit: Whether to compile the step; if False, the pure function is returned.
+        donate: Whether the compiled step donates the state passed in.
 
     Returns:
-        A `TrainStep`, or the pure function where jit=False. Its metrics hold `loss`, each hyperparameter in force at
-        the update (also those that the state holds), the norms asked for, and the entries of aux where it is a
-        mapping, else `aux`; of several losses `critic/loss` and `critic/<aux>` for each, and `loss`, their sum. They
-        are scalars on the device, which nothing waits for (hyperparameters that are plain numbers are
-        NumPy scalars). Where the loss makes summaries that it does not return, they are `summaries`. If the optimizer
-        has guards (`skip_nonfinite`, `dynamic_loss_scale`), `skipped` is 1.0 if one of them left the update out and
-        nothing that is not finite was applied anywhere, else 0.0; guards below labels and scopes also report it each
+        A `TrainStep`, or the pure function if jit=False. Its metrics contain `loss`, each hyperparameter used in the
+        update (including those stored in the state), the requested norms, and the entries of aux if that is a
+        mapping, else `aux`. With several losses they contain `critic/loss` and `critic/<aux>` for each, and their sum
+        as `loss`. Metrics are scalars on the device, returned without waiting for them; hyperparameters that are
+        plain numbers are NumPy scalars. Summaries that the loss creates but does not return are in `summaries`. If
+        the optimizer has guards (`skip_nonfinite`, `dynamic_loss_scale`), `skipped` is 1.0 if one of them skipped the
+        update and no non-finite value was applied anywhere, else 0.0. Guards below labels and scopes also report it
         under their own prefix.
 
     Raises:
-        TypeError: An argument, the loss or a gradient is of the wrong type, or a key of aux is not a string.
-        ValueError: An argument is out of range, or something does not fit: var_list, the batch and
-            num_microbatches or max_rows_per_device, the state and the optimizer, names of metrics that collide, two
-            losses that train one parameter; or the optimizer keeps no averages.
+        TypeError: An argument, the loss or a gradient has the wrong type, or a key of aux is not a string.
+        ValueError: An argument is out of range; var_list matches nothing; num_microbatches or max_rows_per_device
+            does not fit the batch; the state does not fit the optimizer; names of metrics collide; two losses train
+            one parameter; or the optimizer keeps no averages.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -123,7 +127,7 @@ def minimize(
         >>> print(state.params["w"], state.global_step, metrics["loss"], metrics["learning_rate"])
         0.19999999 1 4.0 0.1
 
-        Two losses that pull in opposite directions, each by its own parameter:
+        Two losses with opposite gradients, each with its own parameter:
 
         >>> losses = {"up": (lambda params: -params["w"], "w"), "down": (lambda params: params["v"] + params["w"], "v")}
         >>> optimizer = jstep.gradient_descent(0.5)
@@ -135,7 +139,7 @@ def minimize(
     Source: `tf.train.Optimizer.minimize`.
     """
     require_optimizer("optimizer", optimizer)
-    norms, measures_noise = asked_metrics(metrics, num_microbatches)
+    norms, measures_noise = requested_metrics(metrics, num_microbatches)
     rng = without_mesh(_checked_key(rng))
     radius = checked_radius(sharpness)
     scheduled = callable(radius)
@@ -174,14 +178,16 @@ def minimize(
     ) -> tuple[TrainState, dict[str, Any], Constants]:
         step = step_of(require_state(state))
         if has_model_state and MODEL_STATE not in state.slots:
-            raise ValueError("has_model_state=True, but the state has none: TrainState.create(..., model_state=…)")
+            raise ValueError(
+                "has_model_state=True, but the state has none: create it with TrainState.create(..., model_state=…)"
+            )
         key = None if rng is None else jax.random.fold_in(rng, step)
         roles = roles_of(optimizer, state.params)
         scale = loss_scale_of(roles, state.slots)
         if measures_noise:
             require_noise_slots(roles)
         kwargs = None if averages is None else {"averages": averages_for(state, averages)}
-        # Several losses have no owner for a model_state: it stays as it is.
+        # With several losses no single one owns the model_state, so it stays unchanged.
         model_state = None if isinstance(differentiate, SeveralLosses) else state.slots.get(MODEL_STATE)
         inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale)
         at_radius = differentiate
@@ -222,7 +228,7 @@ def minimize(
 def _value_and_grad(
     differentiate: Differentiation | SeveralLosses, inputs: Inputs
 ) -> Callable[[Params], tuple[Array, Updates]]:
-    """Loss and gradients on this step's batch at other parameters, both unscaled."""
+    """Return a function from parameters to the loss and gradients on this step's batch, both unscaled."""
 
     def value_and_grad(params: Params) -> tuple[Array, Updates]:
         part = differentiate(inputs._replace(params=params))
@@ -232,7 +238,7 @@ def _value_and_grad(
 
 
 def _skipped(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
-    """Whether each guard left the update out, and `skipped` for all of them; nothing without guards."""
+    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
     scale = loss_scale_of(done.roles, before.slots)
     found = skips(done.left_out, None if scale is None else ~all_finite(grads, before.params), done.roles)
     if not found:
@@ -244,7 +250,7 @@ def _skipped(done: Applied, before: TrainState, grads: Updates, optimizer: Optim
 
 
 def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:
-    """The loss, with an error for entries of aux that cannot be metrics; JAX's own would be about sorting keys."""
+    """Wrap the loss to check that the keys of aux are strings; the error of JAX would be about sorting keys."""
 
     @functools.wraps(loss_fn)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several steps in one call."""
+"""Several training steps in one call, compiled as a loop."""
 
 import contextlib
 from collections.abc import Callable
@@ -19,22 +19,22 @@ from jstep.training.step import PureStep, TrainStep, pure
 
 
 def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll: Unroll = None) -> Callable[..., Any]:
-    """K steps in one call: `f(state, *stacked) -> (state, stacked metrics)`.
+    """Return a function that runs K steps in one call: `f(state, *stacked) -> (state, stacked metrics)`.
 
     Args:
-        train_step: What `minimize` returned, or any function `(state, *args) -> (state, metrics)`.
-        length: K, where train_step takes no args to tell it.
-        unroll: How many steps make one iteration of the compiled loop, as in `jax.lax.scan`; True for no loop at all.
-            None chooses: 1, but all K where XLA runs something by a slow path inside a loop, as it does convolutions
-            on a CPU (10 to 30 times slower; unrolled, they take as long to compile as K steps).
+        train_step: A step of `minimize`, or any function `(state, *args) -> (state, metrics)`.
+        length: K, required if train_step takes no args.
+        unroll: Number of steps per iteration of the compiled loop, as in `jax.lax.scan`; True to unroll it entirely.
+            None chooses automatically: 1, or all K if XLA runs an operation on a slow path inside a loop, as with
+            convolutions on a CPU (10 to 30 times slower; unrolled, they take as long to compile as K steps).
 
     Returns:
-        A function whose args are stacked on a leading axis of size K, and whose metrics come back so. Of a compiled
-        step it is a compiled one that donates likewise; of a plain function, a plain one.
+        A function whose args and metrics are stacked on a leading axis of size K. If train_step is compiled, so is
+        the function, and it donates the state in the same way; otherwise it is a plain function.
 
     Raises:
-        TypeError: `train_step` is no function, or `length` or `unroll` no integer.
-        ValueError: The leading axes of the args differ, or there is none, or it is empty.
+        TypeError: `train_step` is not a function, or `length` or `unroll` is not an integer.
+        ValueError: The leading axes of the args differ, are missing, or are empty.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -68,14 +68,13 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
 
 
 def scanned_step(train_step: Callable[..., Any], unroll: Unroll = None) -> TrainStep:
-    """The compiled version of a step that makes several in one call: of one and the same step the same one, so that it
-    is compiled once.
+    """Return the compiled `scan_steps` of a step, cached so that it is compiled only once per step.
 
     Args:
-        train_step: The step. A function that decorates one is another step.
+        train_step: The step. A function that decorates a step counts as another step.
         unroll: As in `scan_steps`.
-    """  # noqa: D205
-    # Kept by the step itself, so that both are forgotten together. What decorates it has a copy of its attributes.
+    """
+    # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
     kept: dict[Any, TrainStep]
     of, kept = getattr(train_step, "_jstep_scanned", (None, {}))
     if of is not train_step:
@@ -84,7 +83,7 @@ def scanned_step(train_step: Callable[..., Any], unroll: Unroll = None) -> Train
             train_step._jstep_scanned = (train_step, kept)  # type: ignore[attr-defined]
     key = (type(unroll), unroll)
     if key not in kept:
-        # Not donated unless the step does: of a plain function nobody expects that it takes over the state's memory.
+        # Donates only if the step does: a plain function is not expected to donate the state.
         donate = isinstance(train_step, TrainStep) and train_step.donate
         kept[key] = TrainStep(pure(scan_steps(train_step, unroll=unroll)), donate=donate)
     return kept[key]
@@ -97,7 +96,7 @@ def _without_step_axis(sharding: Any) -> Any:
 
 
 def last_of(stacked: Any) -> Any:
-    """The values of the last of K steps, in one dispatch on this process alone: others may not ask for them."""
+    """Return the values of the last of K steps, in one dispatch on this process alone, as others may not call this."""
 
     def here(leaf: Any) -> Any:
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and leaf.is_fully_replicated
@@ -122,7 +121,7 @@ def _leading_size(stacked: Any, length: int | None) -> int:
     if length is not None:
         sizes["length"] = length
     if not sizes:
-        raise ValueError("scan_steps: the step takes no args, so say how many: scan_steps(train_step, length=K)")
+        raise ValueError("scan_steps: the step takes no args, so give the number: scan_steps(train_step, length=K)")
     (first, k), *rest = sizes.items()
     for path, size in rest:
         if size != k:
@@ -130,5 +129,5 @@ def _leading_size(stacked: Any, length: int | None) -> int:
                 f"scan_steps: the leading axes differ: argument {first} has {k}, argument {path} has {size}"
             )
     if k == 0:
-        raise ValueError(f"scan_steps: the leading axis of argument {first} is empty; there is no step to make")
+        raise ValueError(f"scan_steps: the leading axis of argument {first} is empty; there is no step to run")
     return k

@@ -1,4 +1,4 @@
-"""Several losses in one training step, each with parameters of its own."""
+"""Several losses in one training step, each with its own parameters."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jstep.differentiate.microbatches import Part
 from jstep.differentiate.noise import together_squared
 
 Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
-"""Name → the loss and what it trains."""
+"""Name → the loss and its var_list."""
 _FORM = "(loss, var_list), such as (critic_loss, 'critic/*')"
 
 
@@ -28,8 +28,8 @@ class SeveralLosses:
     """Losses that are differentiated at the same parameters, each with respect to its own.
 
     Attributes:
-        each: The name of each loss → how it is differentiated.
-        gate_gradients: Of the gradients of all.
+        each: Name of a loss → its differentiation.
+        gate_gradients: The gate of all gradients together.
     """
 
     each: Mapping[str, Differentiation]
@@ -37,11 +37,11 @@ class SeveralLosses:
 
     @property
     def looks_at_rows(self) -> bool:
-        """Whether one of them follows how the rows of the batch are sharded."""
+        """Whether one of the losses depends on how the rows of the batch are sharded."""
         return any(one.looks_at_rows for one in self.each.values())
 
     def __call__(self, given: Inputs) -> Part:
-        """The sum of the losses, all gradients in one tree, and as aux the loss and aux of each by its name."""
+        """Return the sum of the losses, all gradients in one tree, and, as aux, the loss and aux of each by name."""
         chosen = _without_overlap(given.params, {name: one.var_list for name, one in self.each.items()})
         leaves, treedef = trees.flatten(given.params)
         gradients: list[Any] = [None] * len(leaves)
@@ -51,7 +51,7 @@ class SeveralLosses:
             try:
                 parts[name] = differentiate(given._replace(key=key))
             except Exception as error:
-                error.add_note(f"It was raised while the loss {name!r} was differentiated.")
+                error.add_note(f"This error was raised while the loss {name!r} was differentiated.")
                 raise
             found = treedef.flatten_up_to(parts[name].gradients)
             gradients = trees.with_leaves(gradients, chosen[name], [found[place] for place in chosen[name]])
@@ -66,16 +66,16 @@ class SeveralLosses:
 
 
 def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiation], **without: bool) -> SeveralLosses:
-    """Several losses, from what `minimize` was given.
+    """Create `SeveralLosses` from the arguments of `minimize`.
 
     Args:
         losses: Name → (loss, var_list).
-        make: From a loss and its var_list to how it is differentiated.
-        **without: Arguments that make no sense beside several losses → whether they were given.
+        make: Returns the differentiation of a loss with its var_list.
+        **without: Arguments that cannot be combined with several losses → whether they were given.
 
     Raises:
-        TypeError: An entry is not of that form (names it).
-        ValueError: There is none, or one of those arguments was given.
+        TypeError: An entry is not of the form (loss, var_list). The message contains its name.
+        ValueError: There are no losses, or one of the arguments in `without` was given.
     """
     for argument, is_given in without.items():
         if is_given:
@@ -97,14 +97,14 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
 
 
 def replaced(differentiate: Differentiation | SeveralLosses, **changes: Any) -> Differentiation | SeveralLosses:
-    """As `dataclasses.replace`, of one loss or of each of several."""
+    """Apply `dataclasses.replace` to one loss, or to each of several."""
     if isinstance(differentiate, SeveralLosses):
         return dataclasses.replace(differentiate, each=_changed(differentiate.each, **changes))
     return dataclasses.replace(differentiate, **changes)
 
 
 def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
-    """What metrics show of the losses, their aux and their summaries, by what it is."""
+    """Return the metrics of the losses, their aux and their summaries, by a description of their origin."""
     if not is_several:
         aux, made = join_returned(_by_name(part.aux), part.summaries)
         found = {"the loss": {"loss": part.loss}, "aux": aux if has_aux else {}}
@@ -113,11 +113,11 @@ def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Ma
         for name, (loss, aux) in part.aux.items():
             found[f"the loss {name!r}"] = {f"{name}/loss": loss}
             found[f"aux of {name!r}"] = {f"{name}/{key}": x for key, x in _by_name(aux).items()} if has_aux else {}
-    return found | {"what the loss made": {} if made is None else {"summaries": made}}
+    return found | {"the summaries of the loss": {} if made is None else {"summaries": made}}
 
 
 def name_of(loss_fn: Any) -> str:
-    """What a step is called: as its loss, or its losses; `train_step` if that has no name."""
+    """Return the name of a step: that of its loss or losses; `train_step` if the loss has no name."""
     if isinstance(loss_fn, Mapping):
         return "+".join(loss_fn)
     name = getattr(loss_fn, "__name__", "")
@@ -133,10 +133,10 @@ def _changed(each: Mapping[str, Differentiation], **changes: Any) -> dict[str, D
 
 
 def _without_overlap(params: Params, var_lists: Mapping[str, VarList]) -> dict[str, list[int]]:
-    """The places of what each loss trains.
+    """Return the indices of the leaves that each loss trains.
 
     Raises:
-        ValueError: Two of them train the same leaf; names the paths.
+        ValueError: Two losses train the same leaf. The message contains the paths.
     """
     chosen: dict[str, list[int]] = {}
     for name, var_list in var_lists.items():

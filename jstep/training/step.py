@@ -1,4 +1,4 @@
-"""The compiled step: what compiles and donates."""
+"""The compiled training step, which donates its state."""
 
 import contextlib
 import weakref
@@ -21,8 +21,8 @@ from jstep.training.constants import Constants, split_constants
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]
-"""`parts(state, args, batch_specs) -> (state, computed, constants)`: a step with the shardings of args (None: unknown)
-that keeps apart what it computes and what is known without it."""
+"""`parts(state, args, batch_specs) -> (state, computed, constants)`: a step that separates the metrics it computes from
+those that are constant. `batch_specs` are the shardings of args; None if unknown."""
 
 
 class PureStep:
@@ -37,14 +37,14 @@ class PureStep:
         looks_at_rows: bool = False,
         leading_axes: int = 0,
     ) -> None:
-        """A step of its parts.
+        """Create a step from its parts.
 
         Args:
-            parts: The parts.
-            name: What it is called.
-            title: What tells it from the other steps of a run; its name if None.
-            looks_at_rows: Whether it needs to know how the rows of the batch are sharded.
-            leading_axes: The number of axes of the batch before that of its rows.
+            parts: The step with computed and constant metrics separated.
+            name: The name of the function.
+            title: A name that identifies the step among those of a run; `name` if None.
+            looks_at_rows: Whether the step depends on how the rows of the batch are sharded.
+            leading_axes: The number of batch axes before that of the rows.
         """
         self.parts = parts
         self.looks_at_rows = looks_at_rows
@@ -53,13 +53,13 @@ class PureStep:
         self.title = title or name
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
-        """One step."""
+        """Run one step."""
         refuse_shapes((state, args), "state and batch")
         with using_mesh(mesh_of((state, args))):
             return whole(self.parts, state, args, self.batch_specs(args))
 
     def batch_specs(self, args: tuple[Any, ...]) -> Any:
-        """The shardings of a batch, where they count and are known; None of a batch that is on no mesh, or traced."""
+        """Return the shardings of a batch; None if the step ignores them or the batch is on no mesh."""
         if not self.looks_at_rows or mesh_of(args) is None:
             return None
         return jax.tree.map(lambda leaf: None if is_traced(leaf) else getattr(leaf, "sharding", None), args)
@@ -69,12 +69,12 @@ class PureStep:
 
 
 def leading_axes(step: Any) -> int:
-    """The number of axes of a step's batch before that of its rows: one more for each `scan_steps`."""
+    """Return the number of batch axes before that of the rows: one for each `scan_steps`."""
     return pure(step).leading_axes if isinstance(step, PureStep | TrainStep) else 0
 
 
 def pure(step: Callable[..., Any]) -> PureStep:
-    """Any function `(state, *args) -> (state, metrics)` with its parts."""
+    """Return any function `(state, *args) -> (state, metrics)` as a `PureStep`."""
     if isinstance(step, PureStep):
         return step
     if isinstance(step, TrainStep):
@@ -91,7 +91,7 @@ def pure(step: Callable[..., Any]) -> PureStep:
             return tuple(result)
 
         new, metrics = attempts(one, state, args, place=sharded_like((state,)))
-        # A function that is not of jstep's says by the name that jstep's metric has that its update was skipped.
+        # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return (new, *split_constants(metrics, SKIPPED if is_guarded else None))
 
@@ -99,7 +99,7 @@ def pure(step: Callable[..., Any]) -> PureStep:
 
 
 def whole(parts: Parts, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any]:
-    """A step of its parts: the new state and all metrics."""
+    """Run a step given by its parts and return the new state and all metrics."""
     state, computed, constants = parts(state, args, batch_specs)
     return state, {**computed, **constants.arrays()} if constants.values else computed
 
@@ -107,23 +107,23 @@ def whole(parts: Parts, state: Any, args: tuple[Any, ...], batch_specs: Any) -> 
 class TrainStep:
     """A compiled training step: `state, metrics = train_step(state, *args)`.
 
-    The state passed in is donated (unless `donate=False`): its memory becomes the new state's, so keep the
-    one returned. Every leaf of the state keeps its sharding, and the step is traced with the mesh of the state set.
-    What `jax.jit` offers is there as well:
+    The state passed in is donated (unless `donate=False`): its memory is reused for the new state, so use only the
+    returned one. Every leaf of the state keeps its sharding, and the step is traced under the mesh of the state.
+    The methods of `jax.jit` functions are available:
     `lower(state, *args)`, `trace(state, *args)`, `eval_shape(state, *args)`, `clear_cache()`.
 
     Args:
-        step: The function to compile, `(state, *args) -> (state, metrics)`. A metric that is a plain number, of
-            Python or NumPy, is a constant of the program, which is never computed.
-        donate: Whether the compiled step takes over the memory of the state passed in.
+        step: The function to compile, `(state, *args) -> (state, metrics)`. A metric that is a plain Python or NumPy
+            number is a constant of the program and is not computed on the device.
+        donate: Whether the compiled step donates the state passed in.
 
     Attributes:
         __wrapped__: The pure function that is compiled.
         donate: Whether the state is donated.
-        title: What tells it from the other steps of a run: the name of its loss, if `minimize` made it.
+        title: A name that identifies the step among those of a run: for a step of `minimize`, the name of its loss.
 
     Raises:
-        TypeError: `step` is no function, or `donate` no bool.
+        TypeError: `step` is not a function, or `donate` is not a bool.
     """
 
     def __init__(self, step: Step, *, donate: bool = True) -> None:
@@ -135,7 +135,7 @@ class TrainStep:
         self.title = self._pure.title
         self._programs: dict[Any, Any] = {}
         self._constants = Constants({})
-        # The state last returned, the program that made it, its mesh: one attribute, so that threads see all or none.
+        # The last returned state, its program and its mesh, in one attribute so that threads see a consistent triple.
         self._latest: tuple[Callable[[], Any], Any, Any] = (lambda: None, None, None)
 
     def _jit(self, kind: str, batch_specs: Any, shardings: Any, *, donate: bool) -> Any:
@@ -146,17 +146,17 @@ class TrainStep:
                 return parts(state, args, batch_specs) if kind == "call" else whole(parts, state, args, batch_specs)
 
         function.__name__ = function.__qualname__ = self.__name__
-        # Left to XLA, an output may lie otherwise than its input: donation would be lost, and the step compiled again
-        # for its own result.
+        # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
+        # recompiles the step for its own result.
         others = (None, None) if kind == "call" else (None,)
         where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, *others)}
         return jax.jit(function, donate_argnums=(0,) if donate else (), **where)
 
     def _for(self, state: Any, args: Any, kind: str = "call") -> Any:
-        """The program for where state and rows lie: its call gives the parts, or `kind="whole"` state and metrics."""
+        """Return the program for the shardings of state and batch; `kind="whole"` returns all metrics together."""
         shardings, batch_specs = _mesh_shardings(state), self._pure.batch_specs(args)
         if shardings is not None:
-            require_alive(state)  # of a state on a mesh JAX would not say it, but crash
+            require_alive(state)  # for a donated state on a mesh JAX would crash instead of raising an error
         donate = self.donate and not _debugs()
         key = (
             kind,
@@ -168,9 +168,9 @@ class TrainStep:
         return self._programs[key]
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
-        """One call of the compiled step."""
+        """Call the compiled step."""
         last, program, mesh = self._latest
-        # A state that this step returned is sharded as before; only others have to be looked at.
+        # The state that this step last returned has the same sharding as before; only others are inspected.
         is_latest = last() is state and program is not None
         if not is_latest:
             refuse_shapes((state, args), "state and batch")
@@ -197,7 +197,7 @@ class TrainStep:
         try:
             if isinstance(transfers, contextlib.nullcontext):
                 return program(state, *args)
-            # A transfer guard of the caller's is not for batches in NumPy arrays. The loss, traced out here, sees it.
+            # The caller's transfer guard applies to the loss, which is traced here, but not to batches of NumPy arrays.
             program.trace(state, *args)
             with transfers:
                 return program(state, *args)
@@ -216,7 +216,7 @@ class TrainStep:
             return self._whole(state, args).trace(state, *args)
 
     def traced_call(self, state: TrainState, *args: Any) -> Any:
-        """Return the trace of what a call runs; compiled for shapes, it is not compiled again by the call."""
+        """Return the trace of the program that a call runs; once it is compiled, the call does not recompile."""
         with using_mesh(mesh_of((state, args))):
             return self._for(state, args).trace(state, *args)
 
@@ -224,7 +224,7 @@ class TrainStep:
         return self._for(state, args, "whole")
 
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
-        """The shapes of the new state and of all metrics; the state is sharded as the one given."""
+        """Return the shapes of the new state and of all metrics; the new state has the sharding of the given one."""
         with using_mesh(mesh_of((state, args))):
             batch_specs = self._pure.batch_specs(args)
             new, metrics = jax.eval_shape(
@@ -236,18 +236,18 @@ class TrainStep:
         return new, metrics
 
     def clear_cache(self) -> None:
-        """Forgets what was compiled."""
+        """Clear the compilation cache."""
         for program in self._programs.values():
             program.clear_cache()
 
     @property
     def skip_metric(self) -> str | None:
-        """The name of the metric that says whether the whole update was skipped; None if nothing guards the update."""
+        """The name of the metric that reports whether the whole update was skipped; None without a guard."""
         return self._constants.skipped
 
     @property
     def constant_metrics(self) -> frozenset[str]:
-        """The names of the metrics of the latest call that no step computes: hyperparameters that are plain numbers."""
+        """The names of the constant metrics of the latest call, such as hyperparameters that are plain numbers."""
         return frozenset(self._constants.values)
 
     def _cache_size(self) -> int:
@@ -258,13 +258,13 @@ class TrainStep:
 
 
 def _debugs() -> bool:
-    """Whether JAX computes a step that made a NaN once more, operation by operation: of what was not donated."""
-    flags: Any = jax.config  # made at run time, so that no checker knows them
+    """Whether JAX reruns a step that produced a NaN operation by operation, which requires its inputs undonated."""
+    flags: Any = jax.config  # the attributes are created at run time and unknown to type checkers
     return bool(flags.jax_debug_nans or flags.jax_debug_infs)
 
 
 def _mesh_shardings(state: Any) -> Any:
-    """A sharding for each leaf of a state that is on a mesh; None of a state on one device, or a traced one."""
+    """Return a sharding for each leaf of a state on a mesh; None for a state on one device or a traced one."""
     mesh = mesh_of(state)
     if mesh is None:
         return None

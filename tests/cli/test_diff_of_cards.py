@@ -39,7 +39,7 @@ def test_the_last_starts_are_compared_first(run, capsys):
     assert main(["diff", a, b]) == 1
     first, second, third, *_ = capsys.readouterr().out.splitlines()
     assert (first, second) == ("the cards of the last starts differ:", "  batches: seed: 0 in A, 1 in B")
-    assert third.startswith("the runs part at step 3")
+    assert third.startswith("the runs diverge at step 3")
     assert main(["diff", a, b, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["cards"] == ["batches: seed: 0 in A, 1 in B"]
 

@@ -89,11 +89,11 @@ def test_damage_is_trouble(save, capsys):
     directory, path = save("run", state(1), state(2, w=jnp.arange(5000.0)))
     flip(path, 1000)
     assert main(["inspect", path, "--verify"]) == 2
-    assert "model-2 is damaged" in capsys.readouterr().err
+    assert "model-2 is corrupted" in capsys.readouterr().err
     assert main(["inspect", directory, "--verify"]) == 2
     done = capsys.readouterr()
-    assert "DAMAGED" in done.out
-    assert "model-2 is damaged" in done.err
+    assert "CORRUPTED" in done.out
+    assert "model-2 is corrupted" in done.err
     assert main(["diff", path, path]) == 2
     with open(os.path.join(path, "manifest.json"), "r+b") as file:
         file.truncate(50)
@@ -130,7 +130,7 @@ def test_diff_of_checkpoints(save, capsys):
     _, a = save("a", state(3, w=jnp.asarray(w), c=jnp.ones(2), old=jnp.ones(1)))
     _, b = save("b", state(3, w=jnp.asarray(other), c=jnp.ones(3), new=jnp.ones(1)))
     assert main(["diff", a, a]) == 0
-    assert "the same: 10 leaves, every bit" in capsys.readouterr().out
+    assert "identical (10 leaves, bitwise)" in capsys.readouterr().out
     assert main(["diff", a, b]) == 1
     out = capsys.readouterr().out
     assert "1 of 6 differ by up to 9.53674e-07 (2 ULPs)" in out
@@ -151,7 +151,7 @@ def test_diff_of_directories(save, capsys):
     assert "the same at all 4 steps in common, 1 to 5" in capsys.readouterr().out
     assert main(["diff", a, b]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("the runs part at step 4 (the same at the step in common before it, 3 in common)")
+    assert out.startswith("the runs diverge at step 4 (the same at the step in common before it, 3 in common)")
     assert "params/w" in out
     assert "params/b" not in out
     assert main(["diff", a, b, "--json"]) == 1
@@ -177,7 +177,7 @@ def test_diff_of_logs(tmp_path, capsys):
     assert main(["diff", str(a), str(a)]) == 0
     assert main(["diff", str(a), str(b.parent)]) == 1
     out = capsys.readouterr().out
-    assert "the runs part at step 12 (the same at the step in common before it, 3 in common)" in out
+    assert "the runs diverge at step 12 (the same at the step in common before it, 3 in common)" in out
     assert "\n  w\n" in out
     assert main(["diff", str(a), str(b), "--json"]) == 1
     assert strict(capsys.readouterr().out)["step"] == 12
@@ -288,7 +288,7 @@ def test_what_was_left_out(tmp_path, capsys):
 
     for a, b in ((adapters, whole), (whole, adapters), (adapters, adapters)):
         assert main(["diff", a, b]) == 0
-        assert "the same: 6 leaves" in capsys.readouterr().out
+        assert "identical (6 leaves, bitwise)" in capsys.readouterr().out
     for a, b in ((adapters, other), (other, whole)):
         assert main(["diff", a, b]) == 1
         out = capsys.readouterr().out

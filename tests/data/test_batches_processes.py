@@ -108,8 +108,8 @@ class TestMisuse:
             (jnp.float32(3), "is a scalar"),
             (3.0, "float at 'x' has no __getitem__"),
             ((i for i in range(3)), "generator at 'x' has no __getitem__"),
-            ("text", "is a text"),
-            (b"bytes", "is a text"),
+            ("text", "is a string"),
+            (b"bytes", "is a string"),
             (collections.deque, "has no len"),
         ],
     )

@@ -87,7 +87,7 @@ def test_sources_that_differ(other, says):
         ([X, X], TypeError, "expected a mapping from name to source, got a list"),
         ({1: X}, TypeError, "sources: a name=1"),
         ({"": X}, ValueError, "sources: a name=''"),
-        ({"a": X, "b": "text"}, TypeError, "sources: the str at 'b' is a text"),
+        ({"a": X, "b": "text"}, TypeError, "sources: the str at 'b' is a string"),
         ({"a": X, "b": {"x": 3.0}}, TypeError, "sources: the float at 'b/x' has no __getitem__"),
     ],
 )

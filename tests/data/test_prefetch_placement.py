@@ -138,7 +138,7 @@ class TestMisuse:
     def test_sharding_that_is_none(self):
         mesh = jax.make_mesh((1,), ("data",))
         for wrong in (mesh, "data", {"x": 3}):
-            with pytest.raises(TypeError, match=r"no jax.sharding.Sharding; make one"):
+            with pytest.raises(TypeError, match=r"not a jax.sharding.Sharding; make one"):
                 prefetch_to_device([np.ones(2)], sharding=wrong)
 
     def test_sharding_of_another_structure(self):

@@ -216,7 +216,7 @@ def test_batches_are_gone_through_once_a_call(batches):
 def test_a_generator_is_used_up():
     evaluate = jstep.evaluator(metrics, (x for x in in_batches(5)))
     assert evaluate(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
-    with pytest.raises(ValueError, match="an iterator, which the first evaluation has gone through"):
+    with pytest.raises(ValueError, match="an iterator, which the first evaluation has exhausted"):
         evaluate(make_state())
 
 

@@ -210,7 +210,7 @@ def test_checkpoints_without_the_metric_are_left_alone(tmp_path, caplog):
     other(9, state_at(9), {"f1": 0.1})
     other.close()
     assert set(steps(tmp_path)) == {1, 9}
-    assert "KeepBest passes over best-1" in caplog.text
+    assert "KeepBest skips best-1" in caplog.text
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):

@@ -13,6 +13,6 @@ def test_time_travel_finds_the_line_and_the_step(tmp_path):
     assert f"the first non-finite number is made by div at time_travel.py:{line} (scale)" in out
     assert "blank images in its rows [5]" in out
     assert "find_nonfinite of that step with that batch: None" in out
-    assert "the runs part at step 64" in out
-    assert "the runs part at step 80" in out
+    assert "the runs diverge at step 64" in out
+    assert "the runs diverge at step 80" in out
     assert "The update 60 → 61 is the first that differs" in out

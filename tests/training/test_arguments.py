@@ -73,7 +73,7 @@ def test_what_is_no_function(bad: Any) -> None:
 def test_scans_of_nothing() -> None:
     step = jstep.minimize(lambda p, x: p["w"] * x, OPTIMIZER)
     state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
-    with pytest.raises(ValueError, match="argument 0 is empty; there is no step to make"):
+    with pytest.raises(ValueError, match="argument 0 is empty; there is no step to run"):
         jstep.scan_steps(step)(state, jnp.ones(0))
     for length, kind in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(kind, match="length="):
