@@ -24,7 +24,7 @@ def step_of(state: Any, given: Any = None) -> int:
     step = state.get("global_step") if isinstance(state, Mapping) else getattr(state, "global_step", None)
     if step is None:
         raise ValueError(
-            "state: must have a global step, which names the checkpoint; "
+            "state: it has no global step, which names the checkpoint; "
             "add one with state.replace(global_step=jstep.create_global_step())"
         )
     if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
