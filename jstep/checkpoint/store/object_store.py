@@ -142,9 +142,7 @@ class ObjectStore(ObjectReader):
         if folder:
             with contextlib.suppress(OSError), self._objects.within(HURRIED):
                 left = self._objects.list(f"{folder}/", f"{folder}0")
-                self._delete(
-                    [key for key in left if not key.endswith(f"/{OUTCOME}")]
-                )  # other processes may still wait for it
+                self._delete([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still read it
 
     def evict(self, path: str) -> None:
         """See `Store.evict`. Deletes the manifest first, if it is unchanged, then our data."""
