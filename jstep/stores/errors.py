@@ -103,7 +103,7 @@ def no_answer(url: str, verb: str, seconds: float, known: str | None = None) -> 
         return ConnectionError(f"{url}: cannot {verb}: {known}")
     scheme, bucket, _ = urls.bucket(url)
     return ConnectionError(
-        f"{url}: cannot {verb}: the store of {scheme}://{bucket} did not respond in {seconds:.0f} s. Check the "
+        f"{url}: cannot {verb}: the store of {scheme}://{bucket} gave no response in {seconds:.0f} s. Check the "
         f"network and the address: {_ENDPOINT[scheme]}"
     )
 
