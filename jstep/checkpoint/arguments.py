@@ -19,7 +19,7 @@ def directory(directory: Any) -> str:
     """Return an absolute path, or the URL of an object store."""
     path = absolute(location(directory, "directory"))
     if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
-        raise NotADirectoryError(f"directory={path!r}: there is a file of that name")
+        raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
     return path
 
 
@@ -32,7 +32,7 @@ def prefix(prefix: Any, name: str = "prefix") -> str:
     try:
         length = len(text.encode())
     except UnicodeEncodeError:
-        raise ValueError(f"{name}={text!r}: must be text that UTF-8 can hold") from None
+        raise ValueError(f"{name}={text!r}: must be encodable as UTF-8") from None
     if length > _LONGEST:
         raise ValueError(
             f"{name}={shown(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"

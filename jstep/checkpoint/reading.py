@@ -14,7 +14,7 @@ from jstep.checkpoint.format import ages, left_out, place_leaf
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.format.match import Match, Names, check_averages, listing, match
 from jstep.checkpoint.format.match_params import PARAMS, match_params
-from jstep.checkpoint.store.protocol import DamagedError, Store
+from jstep.checkpoint.store.protocol import CorruptedError, Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 
@@ -34,7 +34,7 @@ class Reader:
 
     def extra(self, step: int | None) -> Any:
         """See `Saver.extra`."""
-        return self._again(step, lambda path, manifest: copy.deepcopy(manifest.extra))
+        return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
 
     def restore(self, target: Any, step: int | None, partial: bool, averages: str | None, names: Names | None) -> Any:
         """See `Saver.restore`."""
@@ -43,15 +43,15 @@ class Reader:
             if averages is not None:
                 check_averages(averages, manifest.leaves, path)
             if target is None:
-                return self._looked_at(path, manifest, averages)
+                return self._read_nested(path, manifest, averages)
             found = match(target, manifest.leaves, averages, partial, names, path, manifest.left_out)
             with internal_transfers():
-                values = self._filled(path, manifest, found)
-            self._mention(path, manifest.step, target, found, values)
-            self._compare(path, found, values)
+                values = self._read_leaves(path, manifest, found)
+            self._log_differences(path, manifest.step, target, found, values)
+            self._warn_of_changed(path, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
 
-        return self._again(step, read)
+        return self._retry(step, read)
 
     def restore_params(self, params: Any, step: int | None, names: Names | None, averages: str | None) -> Any:
         """See `Saver.restore_params`."""
@@ -62,13 +62,13 @@ class Reader:
                 check_averages(averages, manifest.leaves, path)
             found = match_params(target, manifest, averages, names, path)
             with internal_transfers():
-                values = self._filled(path, manifest, found)
-            self._compare(path, found, values)
+                values = self._read_leaves(path, manifest, found)
+            self._warn_of_changed(path, found, values)
             return jax.tree.unflatten(trees.structure(target), values)[PARAMS]
 
-        return self._again(step, read)
+        return self._retry(step, read)
 
-    def _again(self, step: int | None, read: Any) -> Any:
+    def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
         for _ in range(_TRIES):
             try:
@@ -119,11 +119,11 @@ class Reader:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
-    def _looked_at(self, path: str, manifest: Manifest, averages: str | None) -> dict[str, Any]:
+    def _read_nested(self, path: str, manifest: Manifest, averages: str | None) -> dict[str, Any]:
         arrays = self._read(path, manifest, {leaf.array: None for leaf in manifest.leaves if leaf.array is not None})
         return place_leaf.nested_values(manifest.leaves, arrays, averages)
 
-    def _filled(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
+    def _read_leaves(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
         left = {
             i: place_leaf.keep_target_leaf(want, manifest.step)
             for i, want in enumerate(found.wanted)
@@ -147,7 +147,7 @@ class Reader:
 
         return [value(i) for i in range(len(found.wanted))]
 
-    def _compare(self, path: str, found: Match, values: Sequence[Any]) -> None:
+    def _warn_of_changed(self, path: str, found: Match, values: Sequence[Any]) -> None:
         """Warn of leaves that were left out of the checkpoint and have other values in the target."""
         with internal_transfers():
             pairs = zip(found.wanted, values, strict=True)
@@ -161,7 +161,7 @@ class Reader:
                 listing("differing", [repr(leaf.path) for leaf in changed]),
             )
 
-    def _mention(self, path: str, step: int, target: Any, found: Match, values: Sequence[Any]) -> None:
+    def _log_differences(self, path: str, step: int, target: Any, found: Match, values: Sequence[Any]) -> None:
         """Log what a partial restore has left out: only this log shows a misspelt path."""
         if guards := [repr(want.path) for want in found.wanted if want.is_guard]:
             _logger.info(
@@ -195,7 +195,7 @@ class Reader:
             verdict = pool.submit(self._problems, path, manifest, share) if verify else None
             try:
                 arrays = self._store.restore(path, manifest, shardings)
-            except DamagedError as error:
+            except CorruptedError as error:
                 problems = error.problems
             except Exception as error:
                 failure = error
@@ -226,9 +226,9 @@ class Reader:
     def _corrupted(self, path: str, problems: Sequence[str]) -> CheckpointError:
         """Return the error for a corrupted checkpoint: the problems, the newest intact one, and what to delete."""
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        return CheckpointError(f"{path} is corrupted: {'; '.join(problems[:3])}{more}. {self._way_out(path)}.")
+        return CheckpointError(f"{path} is corrupted: {'; '.join(problems[:3])}{more}. {self._advice(path)}.")
 
-    def _way_out(self, path: str) -> str:
+    def _advice(self, path: str) -> str:
         later: list[str] = []
         for step, other in self._store.newest_first(self._prefix):
             if other != path and is_intact(self._store, other, step):

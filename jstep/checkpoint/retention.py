@@ -86,7 +86,7 @@ class RetentionManager:
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
         self._retained: RetainedSteps | None = None
-        self._mentioned = False
+        self._warned = False
         self._times: dict[int, float] = {}
         self._whole: set[int] = set()
 
@@ -96,7 +96,7 @@ class RetentionManager:
 
     def decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
         """Return the paths of the checkpoints to delete once this one exists, and the new retention state."""
-        retained = self._retained or self._remembered()
+        retained = self._retained or self._load_retained()
         if self._max_to_keep is None:
             return [], retained
         found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._whole))
@@ -105,7 +105,7 @@ class RetentionManager:
         times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
         times[manifest.step] = manifest.saved_at
         victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours)
-        self._mention_later(manifest.step, max(times))
+        self._warn_of_later(manifest.step, max(times))
         return [found[step] for step in victims], retained
 
     def done(self, manifest: Manifest, retained: RetainedSteps, victims: list[str]) -> None:
@@ -135,12 +135,12 @@ class RetentionManager:
     def evictable(self) -> list[str]:
         """Return the paths of the checkpoints that are not kept permanently, lowest step first."""
         found = dict(self._store.newest_first(self._prefix))
-        for_good = (self._retained or self._remembered()).steps
+        for_good = (self._retained or self._load_retained()).steps
         return [found[step] for step in sorted(found) if step not in for_good]
 
-    def _mention_later(self, step: int, highest: int) -> None:
-        if step < highest and not self._mentioned:
-            self._mentioned = True
+    def _warn_of_later(self, step: int, highest: int) -> None:
+        if step < highest and not self._warned:
+            self._warned = True
             _logger.warning(
                 "step %d was saved, and there is %s: restoring resumes from the latter unless it is deleted",
                 step,
@@ -157,7 +157,7 @@ class RetentionManager:
                 self._times[step] = retained.since  # too young to keep permanently
         return self._times[step]
 
-    def _remembered(self) -> RetainedSteps:
+    def _load_retained(self) -> RetainedSteps:
         for _, path in self._store.newest_first(self._prefix):
             with contextlib.suppress(CheckpointError, OSError):
                 retention = self._store.manifest(path).retention

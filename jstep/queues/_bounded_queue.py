@@ -67,7 +67,7 @@ class BoundedQueue:
         self._pending = 0  # enqueues that wait for room
         self._room = self._capacity  # waiting enqueues keep waiting from this size on
         self._closed: bool = False
-        self._cancelled: bool = False  # enqueues that wait for room must give up
+        self._cancelled: bool = False  # whether enqueues that wait for room must give up
         self._failure: BaseException | None = None
         # The fast paths compare only with these two.
         self._limit = self._room  # new enqueues wait from this size on; 0 if closed

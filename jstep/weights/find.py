@@ -82,7 +82,7 @@ def _chosen(folder: str) -> str:
         raise FileNotFoundError(f"path={folder!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX})")
     if len(found) > 1:
         listed = ", ".join(map(repr, found[:10]))
-        raise ValueError(f"path={folder!r}: the folder has several sets of weights ({listed}); give the path of one")
+        raise ValueError(f"path={folder!r}: the folder has several sets of weights ({listed}); pass the path of one")
     return found[0]
 
 

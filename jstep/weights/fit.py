@@ -120,23 +120,23 @@ def fit(target: Any, tensors: Mapping[str, Tensor], names: Any, float_dtype: Any
     return found
 
 
-def with_transforms_tried(found: Fit) -> Fit:
+def with_transform_problems(found: Fit) -> Fit:
     """Add the mismatches of leaves with transforms, so that one error lists all problems.
 
     Nothing is read: each transform is called with ones, and skipped if it fails with these.
     """
-    problems = [_tried(wanted) for wanted in found.wanted]
+    problems = [_transform_problem(wanted) for wanted in found.wanted]
     return dataclasses.replace(found, mismatched=[*found.mismatched, *filter(None, problems)])
 
 
-def _tried(wanted: Wanted) -> str:
+def _transform_problem(wanted: Wanted) -> str:
     if wanted.tensor is None or wanted.rule.transform is None:
         return ""
-    found = made_of_ones(wanted.rule.transform, wanted.tensor.shape, dtype_of(wanted.tensor.code), wanted.path)
+    found = transform_of_ones(wanted.rule.transform, wanted.tensor.shape, dtype_of(wanted.tensor.code), wanted.path)
     return "" if found is None else wanted.difference(found.shape, found.dtype)
 
 
-def made_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: str) -> Any:
+def transform_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: str) -> Any:
     """Return the result of a transform for an array of ones, which takes no memory; None if the transform fails."""
     ones = np.broadcast_to(np.ones((), dtype), tuple(shape))
     try:

@@ -88,7 +88,7 @@ def parsed(text: bytes, path: str) -> dict[str, Any]:
         found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
         json.dumps(found, ensure_ascii=False).encode()
     except _DuplicateError as error:
-        raise ValueError(f"{path}: corrupted: {error} occurs twice, and readers may take either") from None
+        raise ValueError(f"{path}: corrupted: {error} occurs twice, and readers may use either value") from None
     except UnicodeError:
         raise ValueError(f"{path}: corrupted: is not UTF-8") from None
     except (ValueError, RecursionError) as error:

@@ -17,7 +17,7 @@ from jstep.core.checks import as_bool, kind, shown
 from jstep.core.compile_only import refuse_compile_only
 from jstep.core.contexts import internal_transfers
 from jstep.weights.find import find_weights
-from jstep.weights.fit import Fit, Wanted, fit, with_transforms_tried
+from jstep.weights.fit import Fit, Wanted, fit, with_transform_problems
 from jstep.weights.names import Names, transformed
 from jstep.weights.package import confirm
 from jstep.weights.place import from_host, placed
@@ -81,7 +81,7 @@ def load_weights(
     confirm(header.file for header in weights.files)
     found = fit(target, weights.tensors, names, float_dtype)
     if found.problems() and not partial:
-        raise _misfit(with_transforms_tried(found), weights.path)
+        raise _misfit(with_transform_problems(found), weights.path)
     for wanted in found.wanted:
         if wanted.tensor is None:
             _check_kept(wanted)
@@ -97,7 +97,7 @@ def load_weights(
                 array = _transformed(wanted, files[wanted.tensor.file])
                 problem = wanted.difference(array.shape, array.dtype)
                 if problem and not partial:
-                    rest = with_transforms_tried(dataclasses.replace(found, wanted=found.wanted[i + 1 :]))
+                    rest = with_transform_problems(dataclasses.replace(found, wanted=found.wanted[i + 1 :]))
                     raise _misfit(dataclasses.replace(rest, mismatched=[problem, *rest.mismatched]), weights.path)
                 if problem:
                     found.mismatched.append(problem)

@@ -56,7 +56,7 @@ def _sharded(wanted: Wanted, sharding: Any, parts: dict[Any, np.ndarray[Any, Any
 
     with internal_transfers():
         made = jax.make_array_from_callback(wanted.shape, sharding, part, dtype=wanted.dtype)
-        # A copy of an array on Explicit axes has another form of its sharding.
+        # The sharding of a copy on Explicit axes spells out all axes; restore the requested form.
         return jax.device_put(made.copy(), sharding) if _is_lent(made, parts) else made
 
 

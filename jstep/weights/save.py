@@ -17,7 +17,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.distributed.agreement import max_over_processes
 from jstep.weights.dtypes import bits_of, code_of
 from jstep.weights.find import INDEX, local
-from jstep.weights.fit import made_of_ones
+from jstep.weights.fit import transform_of_ones
 from jstep.weights.header import METADATA
 from jstep.weights.names import Names, Rule, rules, transformed
 from jstep.weights.package import package
@@ -160,7 +160,7 @@ def _item(path: str, leaf: Any, rule: Rule) -> _Item:
     shape, dtype = _kind(leaf)
     ready = None
     if rule.transform is not None and not _is_key(dtype):
-        found = made_of_ones(rule.transform, shape, dtype, path)
+        found = transform_of_ones(rule.transform, shape, dtype, path)
         if found is None:  # the transform depends on values
             found = ready = _call(rule, _host(leaf), path)
         shape, dtype = tuple(found.shape), found.dtype
@@ -253,7 +253,7 @@ def _bad_name(name: str) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        return f"has the name {name!r}, which UTF-8 cannot hold"
+        return f"has the name {name!r}, which cannot be encoded as UTF-8"
     return ""
 
 
@@ -261,7 +261,7 @@ def _file(path: Any) -> str:
     found = local(path)
     if os.path.isdir(found) or not os.path.basename(found):
         raise IsADirectoryError(
-            f"path={found!r}: must be a file, got a folder; give {os.path.join(found, 'model.safetensors')!r}"
+            f"path={found!r}: must be a file, got a folder; pass {os.path.join(found, 'model.safetensors')!r}"
         )
     if found.endswith(INDEX):
         raise ValueError(
@@ -283,5 +283,5 @@ def _metadata(metadata: Any) -> dict[str, str]:
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise ValueError(f"metadata: {text!r} must be a string that UTF-8 can hold") from None
+                raise ValueError(f"metadata: {text!r} must be encodable as UTF-8") from None
     return dict(metadata)

@@ -142,7 +142,10 @@ def test_where_a_store_is_down_the_next_waits_less(store, quick):
     bucket = store.run.removesuffix("/run")
     assert outages.seconds(bucket) == outages.WHILE_DOWN
     store.fail = [("", "", -1, 1)]
-    with there.within(0.1), pytest.raises(ConnectionError, match=r"cannot write: the store did not accept it \(HTTP 503"):
+    with (
+        there.within(0.1),
+        pytest.raises(ConnectionError, match=r"cannot write: the store did not accept it \(HTTP 503"),
+    ):
         there.write("b", b"")
     store.fail = []
     assert there.read("a").data is None

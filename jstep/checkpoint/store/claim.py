@@ -149,7 +149,7 @@ def _unlock(path: str, handle: int, pid: int) -> None:
         os.close(handle)
 
 
-def _leave_to_the_parent() -> None:
+def _release_in_fork() -> None:
     """Close a fork's copies of the locked files, so that the claims end with the parent."""
     for claim in list(_HELD):
         handle, claim._handle = claim._handle, None
@@ -159,4 +159,4 @@ def _leave_to_the_parent() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
+    os.register_at_fork(after_in_child=_release_in_fork)

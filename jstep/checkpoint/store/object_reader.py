@@ -13,7 +13,7 @@ from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.store import object_names as names
 from jstep.checkpoint.store import packs, unpack
 from jstep.checkpoint.store.object_names import Checkpoints
-from jstep.checkpoint.store.protocol import DamagedError
+from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.stores import Directory
 
 HURRIED = 5.0
@@ -89,7 +89,7 @@ class ObjectReader:
             unpack.read(
                 self._objects, folder, blocks, lambda block, body: packs.decoded(block, body, dtypes[block.dtype])
             )
-        except DamagedError as error:
+        except CorruptedError as error:
             return error.problems
         except (TypeError, ValueError) as error:
             return [f"{path}: {error}"]
@@ -102,7 +102,7 @@ class ObjectReader:
         folder = f"{self._name(path)}/{manifest.data}"
         try:
             return unpack.arrays(self._objects, folder, manifest, self._blocks(path, manifest), shardings)
-        except DamagedError:
+        except CorruptedError:
             with contextlib.suppress(CheckpointError, OSError):
                 if self.manifest(path).data != manifest.data:
                     raise CheckpointError(f"{path} was replaced while it was read; restore it again") from None
@@ -129,5 +129,5 @@ class ObjectReader:
                 except ValueError as error:
                     problems.append(f"{pending.url}: {error}")
         if problems:
-            raise DamagedError(problems)
+            raise CorruptedError(problems)
         return blocks

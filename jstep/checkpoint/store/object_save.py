@@ -26,7 +26,7 @@ from jstep.stores import Directory
 
 OUTCOME = "outcome.json"
 """The object in which the first process reports the outcome of a save to the others."""
-_LEARN = 1800.0
+_OUTCOME_TIMEOUT = 1800.0
 """Seconds that the others wait for the outcome while the first process is alive: it may have much more to write."""
 _SILENT = 60.0
 """Seconds without a heartbeat of the first process after which the others give up."""
@@ -92,12 +92,12 @@ class ObjectSave:
                 if index == 0:
                     commit(self._parts(part, count, time.monotonic() - began), seen)
             except BaseException as error:
-                self._tell(f"{type(error).__name__}: {error}"[:300], count)
+                self._report(f"{type(error).__name__}: {error}"[:300], count)
                 raise
             if index == 0:
-                self._tell("", count)
+                self._report("", count)
             else:
-                self._learn(time.monotonic() - began)
+                self._await_outcome(time.monotonic() - began)
         except BaseException as error:
             self._error = error
         else:
@@ -137,7 +137,7 @@ class ObjectSave:
             pause = min(1.0, 1.5 * pause)
         return data
 
-    def _tell(self, failed: str, count: int) -> None:
+    def _report(self, failed: str, count: int) -> None:
         """Report the outcome on this process to the processes that wait for it."""
         index = self._process[0]
         if count > 1 and (failed or index == 0):
@@ -149,21 +149,21 @@ class ObjectSave:
                     "the outcome of %s could not be reported to the other processes: %s", self.folder, error
                 )
 
-    def _learn(self, took: float) -> None:
-        signs = _Signs(self._objects, self.folder.partition("/")[0].rpartition("-")[0], _OTHERS + 10 * took)
+    def _await_outcome(self, took: float) -> None:
+        heartbeats = _Heartbeats(self._objects, self.folder.partition("/")[0].rpartition("-")[0], _OTHERS + 10 * took)
         missing = "the first process has not reported the outcome"
-        data = self._polled(f"{self.folder}/{OUTCOME}", signs.are_missing, missing)
+        data = self._polled(f"{self.folder}/{OUTCOME}", heartbeats.are_missing, missing)
         if failed := json.loads(data)["failed"]:
             raise CheckpointError(f"on the first process: {failed}")
 
 
-class _Signs:
+class _Heartbeats:
     """Heartbeats of the first process: it renews its claim, if it has the right to replace objects."""
 
     def __init__(self, objects: Directory, prefix: str, patience: float) -> None:
         self._objects, self._key = objects, key_of(prefix)
         began = time.monotonic()
-        self._until, self._latest, self._next = began + patience, began + _LEARN, began + BEAT
+        self._until, self._latest, self._next = began + patience, began + _OUTCOME_TIMEOUT, began + BEAT
         self._stamp, self._changed, self._renews = b"", began, False
 
     def are_missing(self) -> bool:

@@ -84,7 +84,7 @@ class ObjectStore(ObjectReader):
             with self._never_failing():
                 commit.committed()
                 if not self._forbidden:
-                    self._tidy(Checkpoints(keys, self._prefix), name, attempt, commit.saved_at)
+                    self._clean_up(Checkpoints(keys, self._prefix), name, attempt, commit.saved_at)
         finally:
             self._keys = None
 
@@ -95,7 +95,7 @@ class ObjectStore(ObjectReader):
         stamp = self._objects.write_if(key, data, before)
         if stamp is None:
             raise CheckpointError(
-                f"{self._objects.at(key)} was written by another writer meanwhile, and was not changed; give "
+                f"{self._objects.at(key)} was written by another writer meanwhile, and is left unchanged; give "
                 "each run its own directory or prefix"
             )
         try:  # a process suspended between the two may have lost its claim and its data: undo the commit
@@ -107,7 +107,7 @@ class ObjectStore(ObjectReader):
             self._objects.delete(key, stamp)
             raise
 
-    def _tidy(self, listed: Checkpoints, new: str, attempt: str, now: float) -> None:
+    def _clean_up(self, listed: Checkpoints, new: str, attempt: str, now: float) -> None:
         """Remove what the new manifest has replaced, and what interrupted saves left behind."""
         for name, attempts in listed.attempts.items():
             if name == new and name not in listed.committed:
@@ -115,13 +115,13 @@ class ObjectStore(ObjectReader):
             elif name == new:  # a reader may still read what was replaced
                 victims = [old for old in attempts if old != attempt and names.is_old(old, now)]
             elif name in listed.committed:
-                victims = self._old_ones(name, list(attempts), now)
+                victims = self._stale_attempts(name, list(attempts), now)
             else:  # a list is not reliable: only a read shows that there is no manifest
                 gone = self._objects.read(f"{name}/{_manifest.NAME}").data is None
                 victims = list(attempts) if gone else []
             self._delete([key for victim in victims for key in attempts[victim]])
 
-    def _old_ones(self, name: str, attempts: Sequence[str], now: float) -> list[str]:
+    def _stale_attempts(self, name: str, attempts: Sequence[str], now: float) -> list[str]:
         """Return attempts that are older than an hour and do not belong to an existing checkpoint."""
         old = [attempt for attempt in attempts if names.is_old(attempt, now)]
         if len(attempts) < 2 or not old:

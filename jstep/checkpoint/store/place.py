@@ -96,12 +96,12 @@ def sweep(directory: str, prefix: str, in_use: Callable[[str], bool]) -> None:
         if match := pattern.fullmatch(entry):
             path, final = os.path.join(directory, entry), os.path.join(directory, match[1])
             if match[2] == REPLACED and is_whole(path) and not is_whole(final):
-                _put_back(path, final)
+                _restore_replaced(path, final)
             elif not in_use(path):
                 remove(path)
 
 
-def _put_back(replaced: str, final: str) -> None:
+def _restore_replaced(replaced: str, final: str) -> None:
     if os.path.lexists(final):
         if is_remains(final):
             evict(final)

@@ -13,7 +13,7 @@ Files = Mapping[str, Mapping[str, Any]]
 """Path below a checkpoint → record of that file or object: its `bytes`, and checksums or a stamp."""
 
 
-class DamagedError(CheckpointError):
+class CorruptedError(CheckpointError):
     """A checkpoint is corrupted.
 
     Attributes:
@@ -101,7 +101,7 @@ class Store(Protocol):
             shardings: Name → sharding of the array; None for a NumPy array.
 
         Raises:
-            DamagedError: The checkpoint is corrupted.
+            CorruptedError: The checkpoint is corrupted.
         """
 
     # Writing.

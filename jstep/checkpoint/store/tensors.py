@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from jstep.checkpoint.format import leaves
 from jstep.checkpoint.format.manifest import Leaf, Manifest
-from jstep.checkpoint.store.protocol import DamagedError
+from jstep.checkpoint.store.protocol import CorruptedError
 
 _IN_FLIGHT = 2**30  # bytes to read ahead of the array that is being placed
 
@@ -28,7 +28,7 @@ def read(path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[st
     """Read arrays of a checkpoint in a directory, by name, with the given shardings (None for NumPy arrays).
 
     Raises:
-        DamagedError: The shape or dtype of a stored array differs from the manifest. No byte of it was decoded.
+        CorruptedError: The shape or dtype of a stored array differs from the manifest. No byte of it was decoded.
     """
     context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}})
     opening = {name: ts.open(_spec(path, name), open=True, read=True, context=context) for name in shardings}
@@ -39,7 +39,7 @@ def read(path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[st
         if leaf.array in opened and (problem := _difference(leaf, opened[leaf.array]))
     ]
     if problems:
-        raise DamagedError(problems)
+        raise CorruptedError(problems)
     return dict(_read_ahead(opened, shardings))
 
 

@@ -14,7 +14,7 @@ from jstep.checkpoint.format.manifest import Manifest
 from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.blocks import Box, overlap
 from jstep.checkpoint.store.packs import Stored
-from jstep.checkpoint.store.protocol import DamagedError
+from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.core.contexts import internal_transfers
 from jstep.stores import Objects, Pending, TruncatedError
 
@@ -35,7 +35,7 @@ def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) ->
     """Return the shape and dtype of arrays, after comparing them with the blocks before any block is read.
 
     Raises:
-        DamagedError: They do not match, or blocks are missing.
+        CorruptedError: They do not match, or blocks are missing.
     """
     wanted = set(names)
     kinds = {leaf.array: _leaves.stored_kind(leaf) for leaf in manifest.leaves if leaf.array in wanted}
@@ -58,7 +58,7 @@ def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) ->
         if there[name] != math.prod(kinds[name][0]) and not problems:
             problems.append(f"{name!r}: {there[name]} of {math.prod(kinds[name][0])} elements are stored")
     if problems:
-        raise DamagedError(problems)
+        raise CorruptedError(problems)
     return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
 
 
@@ -68,7 +68,7 @@ def arrays(
     """Return arrays by name, with their shardings (None for NumPy arrays). They share no memory with anything.
 
     Raises:
-        DamagedError: An object is missing or corrupted.
+        CorruptedError: An object is missing or corrupted.
         OSError: The store cannot be read.
     """
     kinds = check(manifest, blocks, list(shardings))
@@ -107,7 +107,7 @@ def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> N
     """Read blocks, and call `use(block, bytes)` with each.
 
     Raises:
-        DamagedError: An object is missing, or `use` raised ValueError.
+        CorruptedError: An object is missing, or `use` raised ValueError.
         OSError: The store cannot be read.
     """
     problems: dict[str, None] = {}
@@ -139,7 +139,7 @@ def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> N
             pending.give_up()
         raise
     if problems:
-        raise DamagedError(list(problems))
+        raise CorruptedError(list(problems))
 
 
 def _parts(shape: tuple[int, ...], dtype: Any, sharding: Any) -> dict[_Key, _Part]:
