@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there at all. The only package that imports orbax, and only when a Saver saves."""
+"""Atomic checkpoints of training states. The only package that imports Orbax, and only when a Saver saves."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a Saver is given: checked, with errors that name the argument."""
+"""Validation of the arguments of `Saver`."""
 
 import json
 import operator
@@ -11,28 +11,28 @@ import numpy as np
 from jstep.core.checks import as_function, as_int, as_number, as_text, kind, shown
 from jstep.stores import absolute, is_url, location
 
-_LONGEST = 180  # of the 255 bytes that names have, some go to the step and to what is put behind it for a while
-_DEEPEST = 100  # levels of nesting; Python reads JSON by recursion, and may be deep in its stack already
+_LONGEST = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
+_DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
 
 
 def directory(directory: Any) -> str:
-    """An absolute path, or the URL of an object store."""
+    """Return an absolute path, or the URL of an object store."""
     path = absolute(location(directory, "directory"))
     if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
-        raise NotADirectoryError(f"directory={path!r}: there is a file of that name")
+        raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
     return path
 
 
 def prefix(prefix: Any, name: str = "prefix") -> str:
-    """The beginning of a file name."""
+    """Return a valid prefix of checkpoint names."""
     hint = "the beginning of a file name, such as 'model'"
     text = as_text(prefix, name, hint)
     if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):
-        raise ValueError(f"{name}={text!r}: must be {hint}; directories go into `directory`")
+        raise ValueError(f"{name}={text!r}: must be {hint}; pass directories as `directory`")
     try:
         length = len(text.encode())
     except UnicodeEncodeError:
-        raise ValueError(f"{name}={text!r}: must be text that UTF-8 can hold") from None
+        raise ValueError(f"{name}={text!r}: must be encodable as UTF-8") from None
     if length > _LONGEST:
         raise ValueError(
             f"{name}={shown(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
@@ -41,43 +41,43 @@ def prefix(prefix: Any, name: str = "prefix") -> str:
 
 
 def step(step: Any, name: str = "step") -> int:
-    """An int ≥ 0, of anything that holds one and is a scalar."""
+    """Return a step as an int ≥ 0; accepts scalars of any integer type."""
     try:
         array = np.asarray(step)
         if array.ndim or array.dtype == bool:
             raise TypeError
         number = operator.index(step if isinstance(step, int) else array.item())
     except (TypeError, ValueError):
-        raise TypeError(f"{name}={shown(step)}: must be an integer, and a scalar; got {kind(step)}") from None
+        raise TypeError(f"{name}={shown(step)}: must be an integer scalar, got {kind(step)}") from None
     if number < 0:
         raise ValueError(f"{name}={number}: must be ≥ 0")
     return number
 
 
 def max_to_keep(max_to_keep: Any) -> int | None:
-    """An int > 0, or None for all."""
+    """Return an int > 0, or None to keep all checkpoints."""
     if max_to_keep is None:
         return None
     return as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
 
 
 def hours(hours: Any) -> float | None:
-    """A finite float > 0, or None."""
+    """Return a finite float > 0, or None."""
     if hours is None:
         return None
-    return as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning="None keeps none for good")
+    return as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning="None keeps none permanently")
 
 
 def clock(clock: Any) -> Callable[[], float] | None:
-    """A function, or None."""
+    """Return a function, or None."""
     return as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
 
 
 def json_copy(value: Any, name: str) -> Any:
-    """The value as it will come back from JSON: tuples become lists.
+    """Return the value as JSON decodes it: tuples become lists.
 
     Raises:
-        TypeError: It is no JSON value (names where), or holds itself.
+        TypeError: The value is not a JSON value (the message says where), or contains itself.
     """
     _check_json(value, name, ())
     return json.loads(json.dumps(value))
@@ -85,13 +85,13 @@ def json_copy(value: Any, name: str) -> Any:
 
 def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
     if id(value) in above:
-        raise TypeError(f"{name}: holds itself, which JSON cannot say; leave that part out")
+        raise TypeError(f"{name}: contains itself, which JSON cannot represent; leave that part out")
     if len(above) > _DEEPEST:
         raise TypeError(f"{name[:100]}…: is nested deeper than {_DEEPEST} levels; flatten it")
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{name}: the key {shown(key)} is {type(key).__name__}; keys of JSON are strings")
+                raise TypeError(f"{name}: the key {shown(key)} is {type(key).__name__}; JSON keys must be strings")
             _check_json(item, f"{name}[{key!r}]", (*above, id(value)))
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
@@ -99,6 +99,6 @@ def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
     elif not isinstance(value, str | int | float | None):
         hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
         raise TypeError(
-            f"{name}: {type(value).__name__} is no JSON value{hint}. extra takes dicts with string keys, lists, "
-            "strings, numbers, booleans and None; arrays belong into the state"
+            f"{name}: {type(value).__name__} is not a JSON value{hint}. extra takes dicts with string keys, lists, "
+            "strings, numbers, booleans and None; put arrays into the state"
         )

@@ -1,4 +1,4 @@
-"""The names of checkpoints, and the newest of a directory."""
+"""Names of checkpoints, and the newest checkpoint of a directory."""
 
 import os
 
@@ -8,10 +8,10 @@ from jstep.checkpoint.store.open import open_store
 
 
 def checkpoint_name(prefix: str, step: int) -> str:
-    """The name of the checkpoint of a step: `prefix-step`.
+    """Return the name of the checkpoint of a step: `prefix-step`.
 
     Raises:
-        TypeError: `prefix` is no string, or `step` no integer.
+        TypeError: `prefix` is not a string, or `step` is not an integer.
         ValueError: `step` is negative, or `prefix` cannot be the beginning of a file name.
 
     Example:
@@ -23,11 +23,11 @@ def checkpoint_name(prefix: str, step: int) -> str:
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = None) -> str | None:
-    """The path of the newest whole checkpoint, that of the highest step; None where there is none.
+    """Return the path of the newest complete checkpoint (highest step), or None if the directory has none.
 
     Args:
-        directory: Where the checkpoints are, a path or a URL; it may be missing.
-        prefix: Of their names; any where None.
+        directory: The directory of the checkpoints, a path or a URL; it may be missing.
+        prefix: The prefix of the checkpoint names; None for any prefix.
 
     Example:
         >>> import jstep

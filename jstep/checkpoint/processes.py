@@ -1,15 +1,15 @@
-"""What processes have to agree on, by JAX's own means; nothing to do where there is one."""
+"""Agreement between processes through JAX collectives; a single process communicates nothing."""
 
 from typing import Any
 
 import jax
 import numpy as np
 
-_SMALLEST = 1024  # bytes that are exchanged at least
+_SMALLEST = 1024  # minimum number of bytes to exchange
 
 
 def broadcast_first(number: int) -> int:
-    """The number that the first process has."""
+    """Return the number of the first process."""
     if jax.process_count() == 1:
         return number
     from jax.experimental import multihost_utils
@@ -19,7 +19,7 @@ def broadcast_first(number: int) -> int:
 
 
 def any_process(true: bool) -> bool:
-    """Whether it is true on any process."""
+    """Return whether the value is true on any process."""
     if jax.process_count() == 1:
         return true
     from jax.experimental import multihost_utils
@@ -28,14 +28,14 @@ def any_process(true: bool) -> bool:
 
 
 def gather_texts(text: str) -> list[str]:
-    """The text of each process, in their order."""
+    """Return the string of each process, in process order."""
     if jax.process_count() == 1:
         return [text]
     from jax.experimental import multihost_utils
 
     data = np.frombuffer(text.encode(), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.array([data.size], np.int32)))
-    # Few sizes, so that texts that grow by a digit do not compile a program each.
+    # Few sizes, so that a string that grows by one digit does not compile another program.
     room = max(_SMALLEST, 1 << (int(lengths.max()) - 1).bit_length())
     padded = np.zeros(room, np.uint8)
     padded[: data.size] = data

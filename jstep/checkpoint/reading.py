@@ -1,4 +1,4 @@
-"""Reading checkpoints: which one, whether it is whole, and into what."""
+"""Finding, verifying and restoring checkpoints."""
 
 import concurrent.futures
 import copy
@@ -14,16 +14,16 @@ from jstep.checkpoint.format import ages, left_out, place_leaf
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.format.match import Match, Names, check_averages, listing, match
 from jstep.checkpoint.format.match_params import PARAMS, match_params
-from jstep.checkpoint.store.protocol import DamagedError, Store
+from jstep.checkpoint.store.protocol import CorruptedError, Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 
-_TRIES = 10  # a writer beside us evicts a checkpoint at each of its saves, and a read takes no longer than a few
+_TRIES = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 _logger = logging.getLogger("jstep")
 
 
 class _GoneError(Exception):
-    """A checkpoint that was there is not there any more, or is another one."""
+    """A checkpoint was deleted or replaced while it was read."""
 
 
 class Reader:
@@ -33,28 +33,28 @@ class Reader:
         self._store, self._prefix, self._verify = store, prefix, verify
 
     def extra(self, step: int | None) -> Any:
-        """As `Saver.extra`."""
-        return self._again(step, lambda path, manifest: copy.deepcopy(manifest.extra))
+        """See `Saver.extra`."""
+        return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
 
     def restore(self, target: Any, step: int | None, partial: bool, averages: str | None, names: Names | None) -> Any:
-        """As `Saver.restore`."""
+        """See `Saver.restore`."""
 
         def read(path: str, manifest: Manifest) -> Any:
             if averages is not None:
                 check_averages(averages, manifest.leaves, path)
             if target is None:
-                return self._looked_at(path, manifest, averages)
+                return self._read_nested(path, manifest, averages)
             found = match(target, manifest.leaves, averages, partial, names, path, manifest.left_out)
             with internal_transfers():
-                values = self._filled(path, manifest, found)
-            self._mention(path, manifest.step, target, found, values)
-            self._compare(path, found, values)
+                values = self._read_leaves(path, manifest, found)
+            self._log_differences(path, manifest.step, target, found, values)
+            self._warn_of_changed(path, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
 
-        return self._again(step, read)
+        return self._retry(step, read)
 
     def restore_params(self, params: Any, step: int | None, names: Names | None, averages: str | None) -> Any:
-        """As `Saver.restore_params`."""
+        """See `Saver.restore_params`."""
         target = {PARAMS: params}
 
         def read(path: str, manifest: Manifest) -> Any:
@@ -62,14 +62,14 @@ class Reader:
                 check_averages(averages, manifest.leaves, path)
             found = match_params(target, manifest, averages, names, path)
             with internal_transfers():
-                values = self._filled(path, manifest, found)
-            self._compare(path, found, values)
+                values = self._read_leaves(path, manifest, found)
+            self._warn_of_changed(path, found, values)
             return jax.tree.unflatten(trees.structure(target), values)[PARAMS]
 
-        return self._again(step, read)
+        return self._retry(step, read)
 
-    def _again(self, step: int | None, read: Any) -> Any:
-        """Reads one checkpoint; where it was evicted meanwhile, looks again which one to read."""
+    def _retry(self, step: int | None, read: Any) -> Any:
+        """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
         for _ in range(_TRIES):
             try:
                 return read(*self._find(step))
@@ -78,14 +78,14 @@ class Reader:
         raise CheckpointError(f"{path} was deleted while it was read, and so were {_TRIES - 1} others before it")
 
     def _find(self, step: int | None) -> tuple[str, Manifest]:
-        """The path and manifest of a checkpoint, the same on every process."""
+        """Return the path and manifest of a checkpoint, the same on every process."""
         step = self._newest() if step is None else step
         path = self._store.at(self._prefix, step)
         if processes.any_process(path is None):
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
             raise FileNotFoundError(
-                f"step={step}: there is no whole checkpoint {self._prefix}-{step} in {self._store.directory}; "
-                f"there are those of steps {steps}"
+                f"step={step}: there is no complete checkpoint {self._prefix}-{step} in {self._store.directory}, "
+                f"which has steps {steps}"
             )
         assert path is not None
         manifest, problem = None, ""
@@ -99,31 +99,31 @@ class Reader:
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
             problem = (
-                f"its name says step {step}, and it holds step {manifest.step}: a copy, or renamed; "
-                f"give it its name {self._prefix}-{manifest.step}, or delete it"
+                f"its name says step {step}, and it holds step {manifest.step}: it was copied or renamed; "
+                f"rename it to {self._prefix}-{manifest.step}, or delete it"
             )
         if processes.any_process(bool(problem)):
-            raise self._damaged(path, [problem or "another process says why"])
+            raise self._corrupted(path, [problem or "see the error of another process"])
         assert manifest is not None
         return path, manifest
 
     def _newest(self) -> int:
-        """The highest step, of which there has to be a whole checkpoint: older ones are not taken in silence."""
+        """Return the highest step. Its checkpoint must be complete: older ones are never restored silently."""
         newest = next(self._store.newest_first(self._prefix), None)
         broken = self._store.broken(self._prefix, -1 if newest is None else newest[0])
         step = processes.broadcast_first(-2 if broken else -1 if newest is None else newest[0])
         if step == -2:
-            path, _, problem = (broken or [f"{self._prefix}-*: another process says why"])[0].partition(": ")
-            raise self._damaged(path, [problem])
+            path, _, problem = (broken or [f"{self._prefix}-*: see the error of another process"])[0].partition(": ")
+            raise self._corrupted(path, [problem])
         if step == -1:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
-    def _looked_at(self, path: str, manifest: Manifest, averages: str | None) -> dict[str, Any]:
+    def _read_nested(self, path: str, manifest: Manifest, averages: str | None) -> dict[str, Any]:
         arrays = self._read(path, manifest, {leaf.array: None for leaf in manifest.leaves if leaf.array is not None})
         return place_leaf.nested_values(manifest.leaves, arrays, averages)
 
-    def _filled(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
+    def _read_leaves(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
         left = {
             i: place_leaf.keep_target_leaf(want, manifest.step)
             for i, want in enumerate(found.wanted)
@@ -147,26 +147,26 @@ class Reader:
 
         return [value(i) for i in range(len(found.wanted))]
 
-    def _compare(self, path: str, found: Match, values: Sequence[Any]) -> None:
-        """Warns of leaves that were left out of the checkpoint and have other values in the target."""
+    def _warn_of_changed(self, path: str, found: Match, values: Sequence[Any]) -> None:
+        """Warn of leaves that were left out of the checkpoint and have other values in the target."""
         with internal_transfers():
             pairs = zip(found.wanted, values, strict=True)
             changed = left_out.changed((one.left_out, value) for one, value in pairs if one.left_out is not None)
         if changed:
             _logger.warning(
-                "%s: target has other values than the run had when it was saved, for what Saver(leave_out=…) left "
-                "out%s. Those of target are taken: if this is not on purpose, give the parameters that the run began "
-                "with",
+                "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "
+                "was saved%s. The values of target are used: unless this is intended, pass the parameters that the run "
+                "started with",
                 path,
                 listing("differing", [repr(leaf.path) for leaf in changed]),
             )
 
-    def _mention(self, path: str, step: int, target: Any, found: Match, values: Sequence[Any]) -> None:
-        """Says what a restore in part has left out: a misspelt path is seen here or nowhere."""
+    def _log_differences(self, path: str, step: int, target: Any, found: Match, values: Sequence[Any]) -> None:
+        """Log what a partial restore has left out: only this log shows a misspelt path."""
         if guards := [repr(want.path) for want in found.wanted if want.is_guard]:
             _logger.info(
-                "%s was saved without a guard (skip_nonfinite, dynamic_loss_scale) that the target has: guarded from "
-                "step %d on, with fresh %s",
+                "%s was saved without a guard (skip_nonfinite, dynamic_loss_scale) that the target has: the guard "
+                "starts at step %d, with fresh %s",
                 path,
                 step,
                 ", ".join(guards),
@@ -178,14 +178,14 @@ class Reader:
         _logger.warning(
             "%s was restored in part%s%s",
             path,
-            listing("left as they were in target", [repr(found.wanted[i].path) for i in left]),
-            listing("not used of the checkpoint", [repr(one) for one in found.extra]),
+            listing("left unchanged in target", [repr(found.wanted[i].path) for i in left]),
+            listing("not used from the checkpoint", [repr(one) for one in found.extra]),
         )
         if stale := ages.warning(target, values, left):
             _logger.warning(stale)
 
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """The stored arrays of these names, verified while they are read: nothing is returned that differs."""
+        """Read the stored arrays of these names and verify them meanwhile: corrupted arrays are never returned."""
         share = jax.process_index(), jax.process_count()
         failure: Exception | None = None
         arrays: dict[str, Any] = {}
@@ -195,7 +195,7 @@ class Reader:
             verdict = pool.submit(self._problems, path, manifest, share) if verify else None
             try:
                 arrays = self._store.restore(path, manifest, shardings)
-            except DamagedError as error:
+            except CorruptedError as error:
                 problems = error.problems
             except Exception as error:
                 failure = error
@@ -206,7 +206,7 @@ class Reader:
                 raise _GoneError(path)
             if failure is not None and not problems:
                 raise CheckpointError(f"{path} could not be read: {short(failure)}") from failure
-            raise self._damaged(path, problems or ["another process names the file"])
+            raise self._corrupted(path, problems or ["another process names the file"])
         return arrays
 
     def _problems(self, path: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
@@ -223,20 +223,20 @@ class Reader:
         except (CheckpointError, OSError):
             return False
 
-    def _damaged(self, path: str, problems: Sequence[str]) -> CheckpointError:
-        """The error for a damaged checkpoint: what is wrong, which one is whole, and what to delete to go on."""
+    def _corrupted(self, path: str, problems: Sequence[str]) -> CheckpointError:
+        """Return the error for a corrupted checkpoint: the problems, the newest intact one, and what to delete."""
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        return CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}{more}. {self._way_out(path)}.")
+        return CheckpointError(f"{path} is corrupted: {'; '.join(problems[:3])}{more}. {self._advice(path)}.")
 
-    def _way_out(self, path: str) -> str:
+    def _advice(self, path: str) -> str:
         later: list[str] = []
         for step, other in self._store.newest_first(self._prefix):
             if other != path and is_intact(self._store, other, step):
-                whole = f"The newest step that is whole is {step} ({other}): Saver.restore(target, step={step}) "
-                return whole + "restores it" + _delete(later + self._broken(step), "go on from it")
+                intact = f"The newest intact checkpoint is step {step} ({other}): Saver.restore(target, step={step}) "
+                return intact + "restores it" + _delete(later + self._broken(step), "resume from it")
             later.append(other)
-        none = f"No other checkpoint {self._prefix}-* in {self._store.directory} is whole"
-        return none + _delete(later + self._broken(-1), "start anew")
+        none = f"No other checkpoint {self._prefix}-* in {self._store.directory} is intact"
+        return none + _delete(later + self._broken(-1), "start from scratch")
 
     def _broken(self, above: int) -> list[str]:
         return [line.partition(": ")[0] for line in self._store.broken(self._prefix, above)]
@@ -247,16 +247,16 @@ def _delete(paths: Sequence[str], purpose: str) -> str:
 
 
 def newest_in_words(store: Store, prefix: str) -> str:
-    """Which checkpoint is the newest, for the end of an error."""
+    """Describe the newest checkpoint, for the end of an error message."""
     try:
         newest = next(store.newest_first(prefix), None)
     except OSError as error:
-        return f"which ones there are cannot be listed now ({error})."
+        return f"they cannot be listed now ({error})."
     return f"the newest is {newest[1]}." if newest else "there are none yet."
 
 
 def is_intact(store: Store, path: str, step: int | None = None) -> bool:
-    """Whether every byte of a checkpoint is as it was written, and its step that of its name where one is given."""
+    """Return whether every byte of a checkpoint is as it was written, and its step is `step` if that is given."""
     try:
         manifest = store.manifest(path)
         return (step is None or manifest.step == step) and not store.damage(path, manifest)
@@ -265,7 +265,7 @@ def is_intact(store: Store, path: str, step: int | None = None) -> bool:
 
 
 def short(error: Exception) -> str:
-    """An error in a line that can be read."""
+    """Format an error as one readable line."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")

@@ -1,4 +1,4 @@
-"""The half of a Saver that restores."""
+"""The restoring half of `Saver`."""
 
 import threading
 from typing import Any
@@ -13,13 +13,13 @@ from jstep.state import TrainState
 
 
 class Restorer:
-    """Restores checkpoints, once what is being saved is on disk."""
+    """Restores checkpoints after waiting for a save in progress."""
 
     _reader: Reader
     _lock: threading.RLock
 
     def wait(self) -> None:
-        """As `Saver.wait`."""
+        """See `Saver.wait`."""
         raise NotImplementedError
 
     def restore(
@@ -30,40 +30,41 @@ class Restorer:
         use_averages: bool | str = False,
         names: Names | None = None,
     ) -> Any:
-        """Restores a checkpoint.
+        """Restore a checkpoint.
+
+        Leaves that `leave_out` left out of the checkpoint keep the values of target; if these differ from the values
+        at the time of the save, a warning is logged.
 
         Args:
-            target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`) that says structure, shapes,
-                dtypes and shardings; leaves are found by path. A leaf that names no sharding comes back where
-                JAX puts new arrays, and a NumPy array as one. None for a nested dict of NumPy arrays, for
-                looking (PRNG keys as their data).
-            step: Which; the newest where None.
-            partial: Whether to restore what fits: the rest of the target, which then has to have values, stays. What
-                was left and what was not used is logged as a warning.
-            use_averages: Whether params are to be their moving averages, for evaluation, in the dtype of params. A
-                string names their slot.
-            names: What has another path in the checkpoint: a mapping from paths of target
-                (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function from the
-                one to the other; what is not mentioned, or for which it returns None, has the same path.
-
-        What `leave_out` left out of the checkpoint stays as it is in target; if its values are others than when it was
-        saved, a warning says so.
+            target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`) that gives structure, shapes,
+                dtypes and shardings; leaves are matched by path. A leaf without a sharding is placed where JAX
+                places new arrays, and a NumPy array is restored as one. If None, the checkpoint is returned as a
+                nested dict of NumPy arrays, for inspection (PRNG keys as their data).
+            step: The step to restore; None for the newest.
+            partial: Whether to restore only what fits. The other leaves of target, which must then have values, are
+                kept. Leaves that were kept and arrays that were not used are logged as a warning.
+            use_averages: Whether to restore the moving averages of params in place of params, for evaluation, in the
+                dtype of params. A string names their slot.
+            names: Leaves that have another path in the checkpoint: a mapping from paths of target
+                (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function from one
+                to the other. Leaves that are not mentioned, or for which it returns None, have the same path.
 
         Returns:
             A tree like target. Its arrays share no memory with anything and may be donated.
 
         Raises:
-            CheckpointError: The checkpoint is damaged: names the file, the newest step that is whole, and what to
-                delete to go on from that. Or its name and content differ in step, or a save failed in the background.
+            CheckpointError: The checkpoint is corrupted: names the file, the newest intact checkpoint, and what to
+                delete to resume from it. Or the step in its name differs from the step in its content, or a save
+                failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
             TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
-            ValueError: target does not fit. Lists the paths missing, extra and differing. Or names has a path that is
-                not there; or target has only shapes for what `leave_out` left out of the checkpoint.
+            ValueError: target does not fit: lists the paths missing, extra and differing. Or names has a path that
+                does not exist; or target has only shapes for leaves that `leave_out` left out of the checkpoint.
         """
         averages = _averages(use_averages)
         partial, step = as_bool(partial, "partial"), _step_or_none(step)
         if names is not None and target is None:
-            raise ValueError("names: must come with a target, whose paths it names")
+            raise ValueError("names: must come with a target, whose paths it maps")
         with self._lock:
             self.wait()
             refuse_compile_only(target, "target")
@@ -76,25 +77,25 @@ class Restorer:
         names: Names | None = None,
         use_averages: bool | str = False,
     ) -> Any:
-        """Restores the parameters alone, without slots and step: for inference, or to start a fine-tune at step 0.
+        """Restore the parameters alone, without slots and step: for inference, or to start fine-tuning at step 0.
 
         Args:
-            target_params: A tree of arrays or of `jax.ShapeDtypeStruct` with the structure of the parameters, its lists
-                and tuples too, as `target` of `restore`.
-            step: Which; the newest where None.
-            names: What has another path in the checkpoint, as in `restore`; `params/` may be left out. A function
-                that does not rename a path that the checkpoint lacks is asked for it without `params/`, too.
-            use_averages: Whether to restore their moving averages in place of the parameters, in the dtype of the
+            target_params: A tree of arrays or of `jax.ShapeDtypeStruct` with the structure of the parameters
+                (including lists and tuples), as `target` of `restore`.
+            step: The step to restore; None for the newest.
+            names: Leaves that have another path in the checkpoint, as in `restore`; `params/` may be omitted. A
+                function that does not rename a path that the checkpoint lacks is also called without `params/`.
+            use_averages: Whether to restore the moving averages in place of the parameters, in the dtype of the
                 parameters. A string names their slot.
 
         Returns:
             A tree like target_params. Its arrays share no memory with anything and may be donated.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or a save failed in the background.
+            CheckpointError: The checkpoint is corrupted, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
             TypeError: A leaf of target_params has no shape and dtype, or an argument is of the wrong type.
-            ValueError: target_params does not fit. Lists the paths missing, extra and differing.
+            ValueError: target_params does not fit: lists the paths missing, extra and differing.
 
         Example:
             >>> import tempfile, jstep
@@ -107,8 +108,8 @@ class Restorer:
         """
         if target_params is None or isinstance(target_params, TrainState):
             raise TypeError(
-                f"target_params: must be a tree of parameters, got {kind(target_params)}; give state.params, or shapes "
-                "from jax.eval_shape. restore(None) shows a checkpoint without a target"
+                f"target_params: must be a tree of parameters, got {kind(target_params)}; pass state.params, or shapes "
+                "from jax.eval_shape. restore(None) returns a checkpoint without a target"
             )
         step, averages = _step_or_none(step), _averages(use_averages)
         with self._lock:
@@ -117,10 +118,10 @@ class Restorer:
             return self._reader.restore_params(target_params, step, names, averages)
 
     def extra(self, step: int | None = None) -> Any:
-        """The values that were saved with a checkpoint, the newest where step is None; None where save was given none.
+        """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.
 
         Raises:
-            CheckpointError: The manifest is damaged, or a save failed in the background.
+            CheckpointError: The manifest is corrupted, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
         """
         with self._lock:
@@ -133,7 +134,7 @@ def _step_or_none(step: Any) -> int | None:
 
 
 def _averages(use_averages: Any) -> str | None:
-    """The slot of averages to restore, or None."""
+    """Return the slot of averages to restore, or None."""
     if not isinstance(use_averages, bool | str):
         raise TypeError(f"use_averages={use_averages!r}: must be True, False or the name of the slot of averages")
     return AVERAGES if use_averages is True else use_averages or None

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last few, and one for every so many hours for good."""
+"""Retention of checkpoints: the last few, and one every N hours permanently."""
 
 import contextlib
 import dataclasses
@@ -19,24 +19,24 @@ _logger = logging.getLogger("jstep")
 
 @dataclasses.dataclass(frozen=True)
 class RetainedSteps:
-    """What is remembered from save to save, and written into every manifest.
+    """The retention state, which is written into every manifest.
 
     Attributes:
-        steps: Checkpoints kept for good.
+        steps: Steps of the checkpoints that are kept permanently.
         since: The time up to which hours are accounted for, in seconds: the first save more than
-            `every_n_hours` after it is the next to be kept for good.
+            `every_n_hours` after it is the next one kept permanently.
     """
 
     steps: frozenset[int]
     since: float
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the JSON form for the manifest."""
         return {"kept": sorted(self.steps), "since": self.since}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RetainedSteps":
-        """What `to_json` wrote."""
+        """Return what `to_json` wrote."""
         return cls(frozenset(data["kept"]), data["since"])
 
 
@@ -47,17 +47,17 @@ def evictions(
     max_to_keep: int | None,
     every_n_hours: float | None,
 ) -> tuple[list[int], RetainedSteps]:
-    """Which checkpoints to delete now that `new` is there, and what to remember.
+    """Return the checkpoints to delete after `new` was saved, and the new retention state.
 
-    As in TF: a checkpoint that falls out of the last `max_to_keep` is kept for good where more than `every_n_hours`
-    have passed since the one kept before. A long pause counts once, it does not make up for what was not saved.
+    As in TF: a checkpoint that falls out of the last `max_to_keep` is kept permanently if more than `every_n_hours`
+    have passed since the previous permanent one. A long pause counts once: it does not make up for missing saves.
 
     Args:
-        saved_at: Step → time of saving in seconds, of all checkpoints there are, the new one included.
+        saved_at: Step → time of saving in seconds, of all existing checkpoints including the new one.
         new: The step just saved. Neither it nor the highest step is evicted.
-        retained: What was remembered before.
-        max_to_keep: How many of the others stay; None for all.
-        every_n_hours: None where none is kept for good.
+        retained: The retention state before this save.
+        max_to_keep: The number of other checkpoints to keep; None for all.
+        every_n_hours: Hours between permanent checkpoints; None to keep none permanently.
     """
     for_good, since = (retained.steps & saved_at.keys()) - {new}, retained.since
     evictable = sorted(step for step in saved_at if step not in for_good)
@@ -74,9 +74,9 @@ def evictions(
 
 
 class RetentionManager:
-    """Seals what was saved, and deletes the checkpoints whose time has passed.
+    """Completes the manifests of saves, and deletes old checkpoints.
 
-    What has to be remembered lies in the manifest of the newest checkpoint, whoever wrote it.
+    The retention state is stored in the manifest of the newest checkpoint, whichever Saver wrote it.
     """
 
     def __init__(
@@ -86,30 +86,30 @@ class RetentionManager:
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
         self._retained: RetainedSteps | None = None
-        self._mentioned = False
+        self._warned = False
         self._times: dict[int, float] = {}
         self._whole: set[int] = set()
 
     def commit_of(self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]) -> "PendingCommit":
-        """What ends the save of a manifest that lacks files, retention, and what was left out."""
+        """Return the commit of a save whose manifest still lacks files, retention and left-out leaves."""
         return PendingCommit(self, manifest, left_out)
 
     def decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
-        """The paths of the checkpoints to delete once this one is there, and what to remember."""
-        retained = self._retained or self._remembered()
+        """Return the paths of the checkpoints to delete once this one exists, and the new retention state."""
+        retained = self._retained or self._load_retained()
         if self._max_to_keep is None:
             return [], retained
         found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._whole))
-        self._whole = set(found)  # not looked into at the next save
+        self._whole = set(found)  # not checked again at the next save
         found.pop(manifest.step, None)
         times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
         times[manifest.step] = manifest.saved_at
         victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours)
-        self._mention_later(manifest.step, max(times))
+        self._warn_of_later(manifest.step, max(times))
         return [found[step] for step in victims], retained
 
     def done(self, manifest: Manifest, retained: RetainedSteps, victims: list[str]) -> None:
-        """The checkpoint is there."""
+        """Record a committed checkpoint, and delete those that it supersedes."""
         self._retained = retained
         self._times[manifest.step] = manifest.saved_at
         self._whole.add(manifest.step)
@@ -117,10 +117,10 @@ class RetentionManager:
             self._store.evict(path)
 
     def delete(self, step: int) -> None:
-        """Deletes one checkpoint by its step, on the first process; the others return when it is gone.
+        """Delete one checkpoint by its step, on the first process; the others return when it is deleted.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: There is no checkpoint of this step.
         """
         path = self._store.at(self._prefix, step)
         if processes.any_process(path is None):
@@ -133,16 +133,16 @@ class RetentionManager:
         processes.any_process(False)
 
     def evictable(self) -> list[str]:
-        """The paths of the checkpoints that are not kept for good, lowest step first."""
+        """Return the paths of the checkpoints that are not kept permanently, lowest step first."""
         found = dict(self._store.newest_first(self._prefix))
-        for_good = (self._retained or self._remembered()).steps
+        for_good = (self._retained or self._load_retained()).steps
         return [found[step] for step in sorted(found) if step not in for_good]
 
-    def _mention_later(self, step: int, highest: int) -> None:
-        if step < highest and not self._mentioned:
-            self._mentioned = True
+    def _warn_of_later(self, step: int, highest: int) -> None:
+        if step < highest and not self._warned:
+            self._warned = True
             _logger.warning(
-                "step %d was saved, and there is %s: restoring goes on from there unless it is deleted",
+                "step %d was saved, and there is %s: restoring resumes from the latter unless it is deleted",
                 step,
                 name(self._prefix, highest),
             )
@@ -154,10 +154,10 @@ class RetentionManager:
             try:
                 self._times[step] = self._store.manifest(path).saved_at
             except (CheckpointError, OSError):
-                self._times[step] = retained.since  # nothing to keep for good
+                self._times[step] = retained.since  # too young to keep permanently
         return self._times[step]
 
-    def _remembered(self) -> RetainedSteps:
+    def _load_retained(self) -> RetainedSteps:
         for _, path in self._store.newest_first(self._prefix):
             with contextlib.suppress(CheckpointError, OSError):
                 retention = self._store.manifest(path).retention
@@ -170,7 +170,7 @@ class RetentionManager:
 
 
 class PendingCommit:
-    """The end of one save: a `Commit`."""
+    """The `Commit` of one save."""
 
     def __init__(
         self, retention: RetentionManager, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]
@@ -181,13 +181,13 @@ class PendingCommit:
         self._retained: RetainedSteps | None = None
 
     def seal(self, files: Files) -> Manifest:
-        """As `Commit.seal`."""
+        """See `Commit.seal`."""
         self._victims, self._retained = self._retention.decide(self._manifest)
         return dataclasses.replace(
             self._manifest, retention=self._retained.to_json(), files=files, left_out=self._left_out()
         )
 
     def committed(self) -> None:
-        """As `Commit.committed`."""
+        """See `Commit.committed`."""
         assert self._retained is not None
         self._retention.done(self._manifest, self._retained, self._victims)

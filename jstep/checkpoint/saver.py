@@ -1,4 +1,4 @@
-"""Checkpoints: the state at a step, whole on disk or not at all."""
+"""`Saver`: atomic checkpoints of a training state."""
 
 import os
 import threading
@@ -21,47 +21,49 @@ from jstep.core.var_list import VarList, check_form
 
 
 class Saver(Restorer):
-    """Saves and restores a state: `directory/model-1000` holds exactly 1000 updates.
+    """Saves and restores training states: `directory/model-1000` holds exactly 1000 updates.
 
-    `save` may be followed at once by a step that donates the state: what is on disk is the state as it was
-    passed. The arrays are written in the background. Until they are, their memory is not reused, so that steps
-    meanwhile need room for one more state. A checkpoint gets its name when all of it is on disk, with checksums
+    The arrays are written in the background, and a step may donate the state right after `save`: the checkpoint holds
+    the state as it was passed. Until the arrays are written, their memory is not reused, so that steps meanwhile need
+    memory for one more state. A checkpoint is atomic: it gets its name when all of it is on disk, with checksums
     of every file, which `restore` verifies.
 
-    The newest checkpoint is that of the highest step: to go back to an earlier one for good, delete those after it.
-    Saving a step again replaces its checkpoint, and the old one is there until the new one is. What went wrong in the
-    background is raised by the next call, whatever it is; each of them first waits for a save under way. A save under
-    way is lost with a process that is killed (SIGKILL, no power): up to two intervals of work may be.
+    The newest checkpoint is the one of the highest step: to return to an earlier one permanently, delete all later
+    ones. Saving a step again replaces its checkpoint; the old one exists until the new one does. Every call first waits
+    for a save in progress, and raises its error if it failed. If the process is killed (SIGKILL, power failure), a save
+    in progress is lost, so that up to two intervals of work may be lost.
 
     One Saver at a time writes a prefix in a directory, from its first save (or `claim`) until `close`, the end of its
-    process, or the end of the last reference to it; another one, in this process or elsewhere, is refused, with the
-    host and process that writes. Any number may restore meanwhile. On several processes all of them call
-    `save` and `restore`, each writes and reads its shards, and the first one keeps the directory.
+    process, or the end of the last reference to it. Another one, in this process or elsewhere, is refused with an
+    error that names the host and process of the writer. Any number of Savers may restore meanwhile. On several
+    processes all of them call `save` and `restore`, each one writes and reads its shards, and the first one manages
+    the directory.
 
-    Each save leaves some 20 kB in the process, lists that tensorstore's own metrics never free.
+    Each save leaks about 20 kB: lists that tensorstore's metrics never free.
 
     Args:
-        directory: Where the checkpoints are: a path on a file system that all processes share, made by the first
-            `save`, or a URL, `gs://bucket/prefix` or `s3://bucket/prefix`.
-        prefix: Of their names.
-        max_to_keep: How many to keep: a save deletes the lowest steps beyond. None or 0 keeps all.
-        keep_checkpoint_every_n_hours: Of those deleted, one for every so many hours stays for good. Remembered after a
-            restart, as is the rest.
+        directory: The directory of the checkpoints: a path on a file system that all processes share, created by the
+            first `save`, or a URL, `gs://bucket/prefix` or `s3://bucket/prefix`.
+        prefix: The prefix of the checkpoint names.
+        max_to_keep: The number of checkpoints to keep: each save deletes the lowest steps beyond it. None or 0 keeps
+            all.
+        keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: of those that `max_to_keep`
+            would delete, one per interval stays. Remembered across restarts.
         async_save: Whether to write in the background.
-        stage: Whether `save` copies the state into memory it keeps for that, one more state, so that the
-            following steps reuse theirs. On the CPU this about halves the wait; elsewhere arrays are copied to the
-            host anyway.
+        stage: Whether `save` copies the state into a reused staging buffer (memory for one more state), so that the
+            following steps can reuse the memory of the state. On the CPU this about halves the wait; on other devices
+            arrays are copied to the host anyway.
         compress: Whether to compress (zstd). Trained floats shrink by a tenth, and writing them takes several times as
-            long; None looks at a sample, and compresses where that halves the bytes.
-        verify: Whether `restore` verifies checksums first, for which it reads every file once more.
-        clock: The time in seconds since 1970.
+            long. If None, a sample is compressed first, and all is compressed if that halves the bytes.
+        verify: Whether `restore` verifies checksums first, which reads every file once more.
+        clock: A function that returns the time in seconds since 1970.
         leave_out: Parameters that are not saved, such as a frozen base under LoRA, and whose slots are not saved
-            either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, as `var_list`. The
-            checkpoint lists them with their fingerprints; `restore` takes them from its target, with any Saver, and
-            warns if they have other values than they had when it was saved.
+            either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`. The
+            checkpoint lists them with their fingerprints; `restore`, with any Saver, takes them from its target and
+            warns if their values differ from those at the time of the save.
 
     Attributes:
-        leave_out: As given.
+        leave_out: The argument as given.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -115,14 +117,14 @@ class Saver(Restorer):
         weakref.finalize(self, leave, self._store).atexit = False
 
     def claim(self) -> None:
-        """Makes sure, ahead of the first save, that this Saver can write and nobody else does.
+        """Claim the prefix before the first save: check that this Saver can write and that no other one does.
 
-        `save` does it by itself; a run of hours asks before its first step. A second call costs next to nothing.
+        `save` does this automatically; long runs call it before their first step. A second call costs almost nothing.
 
         Raises:
             CheckpointError: Another Saver writes this prefix here; names its host and process. Or an earlier save
                 failed in the background.
-            OSError: The directory cannot be made or written.
+            OSError: The directory cannot be created or written.
             ValueError: The Saver is closed.
         """
         with self._lock:
@@ -131,24 +133,24 @@ class Saver(Restorer):
             self._writer.claim()
 
     def save(self, state: Any, extra: Any = None, *, step: int | None = None) -> str:
-        """Saves a state under the name of its global_step.
+        """Save a state under the name of its global_step.
 
         Args:
             state: A `TrainState`, or any pytree of arrays with a `global_step`: a field, or a key of a dict. In a
-                population, where every leaf has a leading axis, the members' steps are one as a rule.
-            extra: Values to keep with it: dicts with string keys, lists, strings, numbers, booleans and None.
-            step: What to call it by where the state does not say: a population of members at different steps.
+                population, where every leaf has a leading axis, all members usually have the same step.
+            extra: Values to save with the state: dicts with string keys, lists, strings, numbers, booleans and None.
+            step: The step that names the checkpoint of a population whose members are at different steps.
 
         Returns:
-            The path of the checkpoint, which is there once `wait` or the next call is through.
+            The path of the checkpoint, which exists once `wait` or the next call returns.
 
         Raises:
             CheckpointError: This save failed, or an earlier one did in the background. Older checkpoints
-                are as they were.
-            OSError: The directory cannot be made or written.
-            TypeError: A leaf of the state is no array, or a value of extra is not JSON (names it).
-            ValueError: The state has no global_step, or another one than `step`; a leaf was donated; leave_out means
-                no parameter of it; or the Saver is closed.
+                are unchanged.
+            OSError: The directory cannot be created or written.
+            TypeError: A leaf of the state is not an array, or a value of extra is not JSON (names it).
+            ValueError: The state has no global_step, or one that differs from `step`; a leaf was donated; leave_out
+                matches no parameter; or the Saver is closed.
         """
         with self._lock:
             self._check_open()
@@ -161,11 +163,11 @@ class Saver(Restorer):
             return path
 
     def delete(self, step: int) -> None:
-        """Deletes the checkpoint of a step, whole: at no moment is half of it there.
+        """Delete the checkpoint of a step, atomically.
 
         Raises:
             CheckpointError: Another Saver writes this prefix, or a save failed in the background.
-            FileNotFoundError: There is none of that step.
+            FileNotFoundError: There is no checkpoint of this step.
             ValueError: The Saver is closed.
         """
         with self._lock:
@@ -173,38 +175,38 @@ class Saver(Restorer):
             self._retention.delete(checked.step(step))
 
     def all_steps(self) -> list[int]:
-        """The steps of all whole checkpoints, in order."""
+        """Return the steps of all complete checkpoints, in ascending order."""
         with self._lock:
             self.wait()
             return sorted(step for step, _ in self._store.newest_first(self.prefix))
 
     def latest_step(self) -> int | None:
-        """The highest step there is a whole checkpoint of, or None."""
+        """Return the highest step with a complete checkpoint, or None."""
         with self._lock:
             self.wait()
             return next((step for step, _ in self._store.newest_first(self.prefix)), None)
 
     @property
     def last_checkpoints(self) -> list[str]:
-        """The paths of the last `max_to_keep` checkpoints, oldest first, without those kept for good."""
+        """The paths of the last `max_to_keep` checkpoints, oldest first, without those kept permanently."""
         with self._lock:
             self.wait()
             return self._retention.evictable()
 
     def wait(self) -> None:
-        """Waits until what was saved is on disk.
+        """Wait until the save in progress is on disk.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
         """
         with self._lock:
             self._writer.wait()
 
     def close(self, wait: bool = True) -> None:
-        """Waits until what was saved is on disk, and ends the Saver; it can still restore. A second call does nothing.
+        """Wait for the save in progress and close the Saver, which can still restore. A second call does nothing.
 
         Args:
-            wait: Whether to wait. Without it a save under way may be lost with the process.
+            wait: Whether to wait. If not, a save in progress may be lost with the process.
 
         Raises:
             CheckpointError: The last save failed.
@@ -229,14 +231,14 @@ class Saver(Restorer):
         except CheckpointError as failure:
             if error is None:
                 raise
-            error.add_note(f"Besides, {failure}")  # the error under way is the one to see
+            error.add_note(f"Additionally, {failure}")  # the error that left the block matters more
 
     def __repr__(self) -> str:
         return f"<jstep.Saver {self._store.path(self.prefix)}-*>"
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError(f"this Saver of {self.directory} is closed; make another one")
+            raise ValueError(f"this Saver of {self.directory} is closed; create another one")
 
     def _now(self) -> float:
         return float((self._clock or time.time)())

@@ -1,4 +1,4 @@
-"""A place for a copy of the arrays being saved, whose memory is used again for the next ones."""
+"""A reusable staging buffer for the arrays being saved."""
 
 import functools
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ import jax
 
 
 class Stage:
-    """Copies arrays into memory of its own, the same from call to call while shapes and shardings stay."""
+    """Copies arrays into buffers that are reused between calls while shapes and shardings stay the same."""
 
     def __init__(self) -> None:
         self._held: dict[str, jax.Array] = {}
 
     def copy(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The same values in the memory of the stage. What an earlier call returned is gone."""
+        """Copy the arrays into the staging buffers. Arrays that an earlier call returned are deleted."""
         held, self._held = self._held, {}
         for name, array in arrays.items():
             if isinstance(array, jax.Array):
@@ -26,5 +26,5 @@ class Stage:
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _copy_into(old: Any, new: jax.Array) -> jax.Array:
-    del old  # its memory becomes that of the result
+    del old  # donated: the result reuses its memory
     return new.copy()

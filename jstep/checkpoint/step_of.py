@@ -10,22 +10,22 @@ from jstep.core import trees
 
 
 def step_of(state: Any, given: Any = None) -> int:
-    """The global step of a state: its field, its key, or the one that all members of a population have.
+    """Return the global step of a state: a field, a key, or the common step of the members of a population.
 
     Args:
         state: A `TrainState`, or any pytree with a `global_step`.
-        given: The step to take for a population whose members differ; None as a rule.
+        given: The step to use for a population whose members differ; usually None.
 
     Raises:
-        TypeError: The step is no integer.
-        ValueError: There is none, it is negative, members of a population differ and none is given, or the one
-            given is not that of the state.
+        TypeError: The step is not an integer.
+        ValueError: The state has no step, the step is negative, members of a population differ and `given` is None,
+            or `given` differs from the step of the state.
     """
     step = state.get("global_step") if isinstance(state, Mapping) else getattr(state, "global_step", None)
     if step is None:
         raise ValueError(
             "state: it has no global step, which names the checkpoint; "
-            "give it one with state.replace(global_step=jstep.create_global_step())"
+            "add one with state.replace(global_step=jstep.create_global_step())"
         )
     if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
         return _of_population(step, given)
@@ -41,7 +41,7 @@ def _of_population(steps: Any, given: Any) -> int:
     found = np.unique(np.asarray(steps))
     if len(found) != 1:
         raise ValueError(
-            f"state: global_step has the shape {np.shape(steps)} and the values {found[:5].tolist()}: members of a "
-            "population that differ have no step in common; name it with save(state, step=…)"
+            f"state: global_step has the shape {np.shape(steps)} and the values {found[:5].tolist()}: the members of "
+            "this population have no step in common; name the checkpoint with save(state, step=…)"
         )
     return checked.step(found[0], "state: global_step")

@@ -1,4 +1,4 @@
-"""Writing checkpoints: one at a time, in the background, and what is said where one fails."""
+"""Writing checkpoints, one at a time in the background, and reporting failures."""
 
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from jstep.core.var_list import VarList
 
 
 class Writer:
-    """Writes the checkpoints of one prefix, and deletes those whose time has passed."""
+    """Writes the checkpoints of one prefix, and deletes old ones."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Writer:
         self._saving: str | None = None
 
     def claim(self) -> None:
-        """As `Store.claim`: on all processes, whatever the first one finds.
+        """Claim the prefix as `Store.claim` does; if the first process fails, all processes raise.
 
-        One that went on alone would wait for the others for ever.
+        A process that continued alone would wait for the others forever.
         """
         error = None
         if jax.process_index() == 0:
@@ -47,14 +47,14 @@ class Writer:
                 error = failure
         if processes.any_process(error is not None):
             raise error or CheckpointError(
-                f"{self._prefix}-* in {self._store.directory} cannot be written; process 0 says why"
+                f"{self._prefix}-* in {self._store.directory} cannot be written; see the error of process 0"
             )
 
     def settle(self) -> None:
-        """As `wait`, and where one process has failed all of them say so: the next save is one that all begin.
+        """Call `wait`, and raise on all processes if one has failed, so that all of them start the next save.
 
         Raises:
-            CheckpointError: It failed, here or elsewhere.
+            CheckpointError: The last save failed, here or on another process.
         """
         failure = None
         try:
@@ -62,13 +62,13 @@ class Writer:
         except CheckpointError as error:
             failure = error
         if processes.any_process(failure is not None):
-            raise failure or CheckpointError("the last checkpoint was not saved; another process says why")
+            raise failure or CheckpointError("the last checkpoint was not saved; see the error of another process")
 
     def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
-        """Starts to write a state, and returns the path it will have.
+        """Start to write a state, and return the path of its checkpoint.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
             OSError: The directory cannot be written.
             TypeError: A leaf of the state cannot be saved (names it).
             ValueError: A leaf was donated (names it), or the state has no step.
@@ -97,10 +97,10 @@ class Writer:
         return path
 
     def wait(self) -> None:
-        """Waits for the write under way.
+        """Wait for the write in progress.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The write failed.
         """
         try:
             self._store.wait()
@@ -109,16 +109,16 @@ class Writer:
         self._saving = None
 
     def _give_up(self, error: Exception) -> NoReturn:
-        """Clears away what a failed save left, and says what happened."""
+        """Remove what a failed save left behind, and raise the error that explains it."""
         path, self._saving = self._saving, None
         if path is not None and jax.process_index() == 0:
             self._store.abandon(path)
         raise CheckpointError(
-            f"{path} was not saved: {short(error)}. Checkpoints saved before are as they were; "
+            f"{path} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
             + newest_in_words(self._store, self._prefix)
         ) from error
 
     def close(self, wait: bool) -> None:
-        """Ends threads, gives the claim up, and lets go of the memory of the stage."""
+        """End the threads, release the claim, and free the staging buffers."""
         self._store.close(wait)
         self._stage = None

@@ -1,4 +1,4 @@
-"""Feeding a loop from threads: queues, the threads that fill them, and what stops all together."""
+"""Input from threads: queues, QueueRunners that fill them, and a Coordinator that stops them together."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.queues.coordinator import Coordinator

@@ -1,4 +1,4 @@
-"""What the queues between threads share: capacity, waiting, closing."""
+"""The base class of queues between threads: capacity, waiting and closing."""
 
 import threading
 from collections import deque
@@ -9,17 +9,17 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.stack import stack_trees
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
-# Threads of a QueueRunner set `feeding` here: what they wait for ends with the main thread, so that
-# they do not keep the process alive.
+# Threads of a QueueRunner set `feeding` here: their waits end with the main thread, so that they do
+# not keep the process alive.
 runner_thread = threading.local()
 
-# Whoever waits looks again this often: at whether the main thread has ended, and for what a signal
-# handler did on this thread between its last look and its wait.
+# Waiting threads poll at this interval: the main thread may have ended, or a signal handler may have
+# changed the queue on this thread between its last check and its wait.
 _POLL_SECS = 0.25
 
 
 class _Sleepers:
-    """Threads asleep under one mutex; `count` are those that nobody has woken yet."""
+    """Threads that wait under one mutex; `count` is the number of those not notified yet."""
 
     def __init__(self, mutex: "threading.RLock") -> None:
         self._condition = threading.Condition(mutex)
@@ -32,10 +32,10 @@ class _Sleepers:
             woken = self._condition.wait(_POLL_SECS)
         finally:
             if not woken:
-                # A timeout or Ctrl-C: a wake-up meant for this thread may have come meanwhile.
+                # A timeout or Ctrl-C: a notification for this thread may have arrived meanwhile.
                 self.wake_all()
         if not woken and getattr(runner_thread, "feeding", False) and not threading.main_thread().is_alive():
-            raise CancelledError("the main thread has ended, and this thread feeds it no more")
+            raise CancelledError("the main thread has ended, so this thread stops feeding it")
 
     def wake_one(self) -> None:
         self.count -= 1
@@ -47,11 +47,11 @@ class _Sleepers:
 
 
 class BoundedQueue:
-    """A bounded queue; subclasses say which element comes next.
+    """A bounded queue; subclasses choose the next element.
 
     The elements are those in `_items`, in order of arrival, and `_held` more that a subclass has
-    taken out of it. All is guarded by one mutex. It is reentrant: a signal handler may close the
-    queue while the main thread is inside.
+    taken out of it. One mutex guards everything. It is reentrant: a signal handler may close the
+    queue while the main thread holds the mutex.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
@@ -61,17 +61,17 @@ class BoundedQueue:
         self._held = 0
         self._mutex = threading.RLock()
         self._for_room = _Sleepers(self._mutex)
-        self._for_elements = _Sleepers(self._mutex)  # or for the end of another's dequeue_many
-        self._for_batch = _Sleepers(self._mutex)  # the one dequeue_many under way
-        self._collecting = 0  # elements that the dequeue_many under way waits for
+        self._for_elements = _Sleepers(self._mutex)  # or for the end of another thread's dequeue_many
+        self._for_batch = _Sleepers(self._mutex)  # the dequeue_many in progress
+        self._collecting = 0  # elements that the dequeue_many in progress waits for
         self._pending = 0  # enqueues that wait for room
-        self._room = self._capacity  # size from which an enqueue that waits has to go on waiting
+        self._room = self._capacity  # waiting enqueues keep waiting from this size on
         self._closed: bool = False
-        self._cancelled: bool = False  # what still waits for room is to give up
+        self._cancelled: bool = False  # whether enqueues that wait for room must give up
         self._failure: BaseException | None = None
-        # The fast paths compare with these two alone.
-        self._limit = self._room  # the same for a new enqueue: 0 where closed
-        self._needed = 1 + min_after_dequeue  # size from which dequeue has not
+        # The fast paths compare only with these two.
+        self._limit = self._room  # new enqueues wait from this size on; 0 if closed
+        self._needed = 1 + min_after_dequeue  # dequeues wait below this size
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -79,23 +79,23 @@ class BoundedQueue:
 
     @property
     def capacity(self) -> int:
-        """The number of elements the queue holds at most."""
+        """The maximum number of elements in the queue."""
         return self._capacity
 
     def size(self) -> int:
-        """The number of elements in the queue now."""
+        """Return the current number of elements in the queue."""
         with self._mutex:
             return len(self._items) + self._held
 
     def is_closed(self) -> bool:
-        """Whether `close` was called; a closed queue may still hold elements."""
+        """Return whether `close` was called; a closed queue may still hold elements."""
         return self._closed
 
     def enqueue(self, element: Any) -> None:
-        """Adds one element; waits while the queue is full.
+        """Add one element; wait while the queue is full.
 
         Args:
-            element: Any pytree. The queue keeps the object itself, no copy.
+            element: Any pytree. The queue stores the object itself, not a copy.
 
         Raises:
             CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during
@@ -109,13 +109,13 @@ class BoundedQueue:
                 self._wake_consumer()
 
     def dequeue(self) -> Any:
-        """Takes one element; waits while there is none.
+        """Remove and return one element; wait while the queue is empty.
 
         Returns:
-            The element, as it was enqueued.
+            The element as it was enqueued.
 
         Raises:
-            OutOfRangeError: The queue is closed and drained.
+            OutOfRangeError: The queue is closed and empty.
         """
         with self._mutex:
             if len(self._items) + self._held < self._needed or self._collecting:
@@ -126,24 +126,24 @@ class BoundedQueue:
             return element
 
     def dequeue_many(self, n: int) -> Any:
-        """Takes n consecutive elements, stacked leaf by leaf; waits until there are n.
+        """Remove n consecutive elements and return them stacked leaf by leaf; wait until there are n.
 
-        Either n elements are taken or none. Dequeues that come later wait until this one is served.
-        Where n is more than the queue can give at once, it holds more than its capacity meanwhile.
+        Either n elements are removed or none. Later dequeues wait until this one returns. If n is
+        more than the queue can provide at once, it meanwhile holds more than its capacity.
 
         Args:
             n: The number of elements, at least 1.
 
         Returns:
-            A tree with the structure of an element, its leaves with a new leading axis of size n:
-            NumPy arrays, or JAX arrays where all leaves stacked are.
+            A tree with the structure of an element, whose leaves have a new leading axis of size n:
+            JAX arrays if all stacked leaves are JAX arrays, otherwise NumPy arrays.
 
         Raises:
-            OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: take
-                them by `dequeue`, or all at once by `dequeue_many(queue.size())`.
+            OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove
+                them with `dequeue`, or all at once with `dequeue_many(queue.size())`.
             ValueError: n is not positive, or the elements differ in structure, shape or dtype; they
                 stay in the queue.
-            TypeError: n is no integer.
+            TypeError: n is not an integer.
         """
         n = as_int(n, "n", 1, "the number of elements to stack")
         with self._mutex:
@@ -162,16 +162,16 @@ class BoundedQueue:
             raise
 
     def close(self, cancel_pending_enqueues: bool = False) -> None:
-        """Ends the input: enqueues fail from now on, dequeues drain what is left and then fail.
+        """Close the queue: further enqueues fail, dequeues drain the remaining elements and then fail.
 
-        Closing once more does no harm.
+        Closing a closed queue has no effect.
 
         Args:
             cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they
-                are still served as room comes.
+                still complete as room becomes available.
 
         Raises:
-            TypeError: `cancel_pending_enqueues` is no bool.
+            TypeError: `cancel_pending_enqueues` is not a bool.
         """
         cancel = as_bool(cancel_pending_enqueues, "cancel_pending_enqueues")
         with self._mutex:
@@ -182,24 +182,24 @@ class BoundedQueue:
             self._for_room.wake_all()
 
     def fail(self, exception: BaseException) -> None:
-        """Tells why input is missing: the cause of an OutOfRangeError to come; the first one counts."""
+        """Record why input is missing, as the cause of a later OutOfRangeError; the first call counts."""
         with self._mutex:
             self._failure = self._failure or exception
 
     def _take(self) -> Any:
-        """The element that comes next, of at least one."""
+        """Remove and return the next element; there is at least one."""
         raise NotImplementedError
 
     def _put_back(self, elements: list[Any]) -> None:
-        """Undoes taking these elements."""
+        """Put back elements that were taken."""
         raise NotImplementedError
 
-    # The slow paths, all under the mutex.
+    # The slow paths; the mutex is held.
 
     def _await_room(self) -> None:
         name = type(self).__name__
         if self._closed:
-            raise CancelledError(f"{name} is closed: it takes no more elements")
+            raise CancelledError(f"{name} is closed: it accepts no more elements")
         self._pending += 1
         try:
             while len(self._items) + self._held >= self._room and not self._cancelled:
@@ -237,11 +237,11 @@ class BoundedQueue:
         self._limit = 0 if self._closed else room
 
     def _has_ended(self) -> bool:
-        """Whether no element can come any more."""
+        """Return whether no further element can arrive."""
         return self._closed and (self._cancelled or not self._pending)
 
     def _check_ended(self) -> None:
-        """Has all that wait for elements look again, once no more can come."""
+        """Wake all threads that wait for elements once no further element can arrive."""
         if self._has_ended():
             self._needed = 1
             self._for_elements.wake_all()

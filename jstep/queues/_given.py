@@ -1,4 +1,4 @@
-"""What a Coordinator is given, checked and brought to one form."""
+"""Validation and normalization of the arguments of a Coordinator."""
 
 import sys
 import threading
@@ -13,10 +13,10 @@ ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | N
 
 
 def as_exception_types(types: Any) -> tuple[type[BaseException], ...]:
-    """The exception types that end a run without an error.
+    """Return the exception types that end a run without an error.
 
     Raises:
-        TypeError: They are none.
+        TypeError: They are not exception types.
     """
     if types is None:
         return (OutOfRangeError,)
@@ -30,7 +30,7 @@ def as_exception_types(types: Any) -> tuple[type[BaseException], ...]:
 
 
 def as_exc_info(ex: Any) -> ExcInfo | None:
-    """An exception, or the `sys.exc_info()` of one, in the latter form; None where it is None.
+    """Return an exception, or the `sys.exc_info()` of one, in the latter form; None for None.
 
     Raises:
         TypeError: It is neither.
@@ -45,16 +45,16 @@ def as_exc_info(ex: Any) -> ExcInfo | None:
     if isinstance(ex, tuple) and len(ex) == 3 and isinstance(ex[1], BaseException):
         return type(ex[1]), ex[1], ex[2]
     raise TypeError(
-        f"ex={shown(ex)}: must be an exception or the sys.exc_info() of one; report the exception that was "
+        f"ex={shown(ex)}: must be an exception or the sys.exc_info() of one; pass the exception that was "
         "caught: `except Exception as ex: coord.request_stop(ex)`"
     )
 
 
 def as_thread(thread: Any, argument: str) -> threading.Thread:
-    """The thread.
+    """Return the thread.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a thread.
     """
     if not isinstance(thread, threading.Thread):
         raise TypeError(f"{argument}={shown(thread)}: must be a threading.Thread, got {kind(thread)}")
@@ -62,10 +62,10 @@ def as_thread(thread: Any, argument: str) -> threading.Thread:
 
 
 def as_threads(threads: Any) -> set[threading.Thread]:
-    """The threads of a list; none where it is None.
+    """Return the set of threads in a list; the empty set for None.
 
     Raises:
-        TypeError: It is no list of threads.
+        TypeError: It is not a list of threads.
     """
     if threads is None:
         return set()
@@ -75,10 +75,10 @@ def as_threads(threads: Any) -> set[threading.Thread]:
 
 
 def check_joinable(threads: Iterable[threading.Thread]) -> None:
-    """That these threads can be waited for, by this one.
+    """Check that the current thread can join these threads.
 
     Raises:
-        RuntimeError: One was never started, or is the one that joins.
+        RuntimeError: A thread was never started, or is the current thread.
     """
     current = threading.current_thread()
     idle = sorted(t.name for t in threads if t.ident is None)
@@ -88,4 +88,4 @@ def check_joinable(threads: Iterable[threading.Thread]) -> None:
             "before coord.join()"
         )
     if current in threads:
-        raise RuntimeError(f"threads: {current.name} is the thread that joins; it cannot wait for itself")
+        raise RuntimeError(f"threads: {current.name} is the thread that joins; it cannot join itself")

@@ -1,4 +1,4 @@
-"""Stopping many threads together: the Coordinator."""
+"""The Coordinator, which stops threads together."""
 
 import contextlib
 import logging
@@ -13,28 +13,28 @@ from jstep.queues.errors import CancelledError
 
 _log = logging.getLogger(__name__)
 
-# Waits are cut in slices, so that Ctrl-C gets through on every platform and a stop requested by a
-# signal handler between a check and its wait is seen one slice later.
+# Waits are split into slices, so that Ctrl-C works on every platform, and a stop that a signal handler
+# requests between a check and the wait is noticed one slice later.
 _SLICE_SECS = 0.05
 
 
 class Coordinator:
-    """Lets threads stop together, and carries the first error among them to the one that joins.
+    """Stops threads together, and raises the first error among them in the thread that joins.
 
-    The first request to stop counts. An exception that comes with it is raised again by `join`,
-    with the traceback it had; what is reported later is logged. An exception of a clean-stop type
-    stops the threads and is raised nowhere.
+    Only the first request to stop counts. `join` raises the exception that was passed with it, with
+    its original traceback; exceptions reported later are logged. An exception of a clean-stop type
+    stops the threads and is not raised.
 
-    After `tf.train.Coordinator`. Where we differ: `join` returns as soon as the last thread has
-    ended (TF polls once a second), refuses threads that were never started, and an exception may be
-    reported outside of its handler.
+    Differences from `tf.train.Coordinator`: `join` returns as soon as the last thread has ended (TF
+    polls once a second), threads that were never started are refused, and an exception may be
+    reported outside its handler.
 
     Args:
         clean_stop_exception_types: Exception types that end a run without an error; by default
             `(OutOfRangeError,)`, the end of a closed queue.
 
     Raises:
-        TypeError: An entry is no exception type.
+        TypeError: An entry is not an exception type.
 
     Example:
         >>> import threading, jstep
@@ -54,7 +54,7 @@ class Coordinator:
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
         self._clean_stop_types = as_exception_types(clean_stop_exception_types)
-        # Reentrant: a signal handler may ask for a stop while the main thread is in here.
+        # Reentrant: a signal handler may request a stop while the main thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
         self._stopped = False
         self._joined = False
@@ -69,17 +69,17 @@ class Coordinator:
         return f"<Coordinator {what}{', joined' if self._joined else ''}, {len(self._threads)} threads>"
 
     def request_stop(self, ex: BaseException | ExcInfo | None = None) -> None:
-        """Asks all threads to stop; `should_stop` is true from now on.
+        """Request all threads to stop; `should_stop` returns True from now on.
 
         Args:
-            ex: Why, where it is an error: an exception, or `sys.exc_info()`. The first request
-                counts: `join` raises its exception, if it had one. Clean-stop types count as None.
+            ex: The error that caused the request, if any: an exception, or `sys.exc_info()`. Only the
+                first request counts: `join` raises its exception. Clean-stop types count as None.
 
         Raises:
-            BaseException: `ex` itself, where the coordinator has been joined already and nobody
-                else would hear of it.
-            TypeError: `ex` is no exception; the stop is requested all the same, and `join` raises
-                this error too.
+            BaseException: `ex` itself, if the coordinator was joined already, since no later `join`
+                would raise it.
+            TypeError: `ex` is not an exception; the stop is requested anyway, and `join` raises this
+                error too.
         """
         wrong: TypeError | None = None
         try:
@@ -106,20 +106,20 @@ class Coordinator:
             raise wrong
 
     def should_stop(self) -> bool:
-        """Whether a stop was requested."""
+        """Return whether a stop was requested."""
         return self._stopped
 
     def wait_for_stop(self, timeout: float | None = None) -> bool:
-        """Waits until a stop is requested.
+        """Wait until a stop is requested.
 
         Args:
-            timeout: Seconds to wait at most; None waits for as long as it takes.
+            timeout: Maximum seconds to wait; None to wait without limit.
 
         Returns:
-            Whether a stop was requested: False where the time ran out.
+            Whether a stop was requested; False after a timeout.
 
         Raises:
-            TypeError: `timeout` is no number.
+            TypeError: `timeout` is not a number.
             ValueError: It is NaN.
         """
         deadline = math.inf
@@ -134,9 +134,9 @@ class Coordinator:
             return self._stopped
 
     def clear_stop(self) -> None:
-        """Forgets the stop, its exception and an earlier `join`: the coordinator is as new.
+        """Clear the stop, its exception and an earlier `join`, so that the coordinator can be reused.
 
-        Threads registered and not yet joined stay registered.
+        Registered threads that were not joined stay registered.
         """
         with self._changed:
             self._stopped = self._joined = False
@@ -144,9 +144,9 @@ class Coordinator:
 
     @contextlib.contextmanager
     def stop_on_exception(self) -> Iterator[None]:
-        """A context that turns any exception inside it into a request to stop.
+        """A context manager that turns any exception inside it into a request to stop.
 
-        The exception ends here: `join` raises it again. Equivalent to::
+        The exception is suppressed, and `join` raises it. Equivalent to::
 
             try:
                 ...
@@ -159,21 +159,21 @@ class Coordinator:
             self.request_stop(ex)
 
     def register_thread(self, thread: threading.Thread) -> None:
-        """Adds a thread to those that `join` waits for.
+        """Add a thread to those that `join` waits for.
 
         Raises:
-            TypeError: `thread` is no `threading.Thread`.
+            TypeError: `thread` is not a `threading.Thread`.
         """
         with self._changed:
             self._threads.add(as_thread(thread, "thread"))
 
     def call_on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Has `callback()` called once, by the request to stop (now, where that has been made).
+        """Call `callback()` once when a stop is requested, or immediately if it was requested already.
 
-        This is how what blocks is woken: a `QueueRunner` closes its queue here.
+        Callbacks wake blocked threads: a `QueueRunner` closes its queue in one.
 
         Returns:
-            A function that takes the callback back.
+            A function that removes the callback.
         """
         as_function(callback, "callback", "() -> None")
         with self._changed:
@@ -195,18 +195,18 @@ class Coordinator:
         stop_grace_period_secs: float = 120,
         ignore_live_threads: bool = False,
     ) -> None:
-        """Waits until all threads have ended, or a stop was requested and the grace period is over.
+        """Wait until all threads have ended, or a stop was requested and the grace period is over.
 
         Args:
-            threads: Threads to wait for, besides the registered ones.
-            stop_grace_period_secs: Seconds that threads have to end once a stop was requested.
-            ignore_live_threads: Whether threads that are still alive then are only logged.
+            threads: Threads to wait for in addition to the registered ones.
+            stop_grace_period_secs: Seconds for threads to end after a stop was requested.
+            ignore_live_threads: Whether threads that are alive after the grace period are only logged.
 
         Raises:
-            BaseException: The exception that came with the request to stop, with its traceback.
-            RuntimeError: Threads outlived the grace period; or a thread was never started, or is
-                the one that joins, which would be waited for in vain.
-            TypeError: `threads` holds something else than threads, or another argument is of a wrong type.
+            BaseException: The exception that was passed with the request to stop, with its traceback.
+            RuntimeError: Threads are alive after the grace period; or a thread was never started, or
+                is the current thread.
+            TypeError: `threads` is not a list of threads, or another argument is of the wrong type.
             ValueError: `stop_grace_period_secs` is negative.
         """
         grace_secs = as_number(
@@ -233,11 +233,11 @@ class Coordinator:
     def _wait_for_end(self, given: set[threading.Thread], grace_secs: float) -> None:
         deadline: float | None = None
         while True:
-            # Anew in each round: a thread may have registered others.
+            # Read again in each iteration: a thread may have registered others.
             with self._changed:
                 threads = given | self._threads
             if self._exc_info:
-                threads -= {threading.current_thread()}  # an error to raise counts more than misuse
+                threads -= {threading.current_thread()}  # raising the error matters more than reporting misuse
             else:
                 check_joinable(threads)
             alive = next((t for t in threads if t.is_alive()), None)
@@ -252,12 +252,12 @@ class Coordinator:
 
     @property
     def joined(self) -> bool:
-        """Whether `join` has come to its end since the last `clear_stop`."""
+        """Whether `join` has returned since the last `clear_stop`."""
         return self._joined
 
     def raise_requested_exception(self) -> None:
-        """Raises the exception that came with the request to stop, if there was one."""
+        """Raise the exception that was passed with the request to stop, if there was one."""
         exc_info = self._exc_info
         if exc_info:
-            # The traceback as it was reported: that of the exception itself grows each time.
+            # The reported traceback: the exception's own traceback grows each time it is raised.
             raise exc_info[1].with_traceback(exc_info[2])

@@ -1,10 +1,10 @@
-"""How a queue says that it has ended."""
+"""Exceptions of closed queues."""
 
 
 class OutOfRangeError(Exception):
-    """A queue is closed and holds fewer elements than were asked for: the input has ended.
+    """A queue is closed and holds fewer elements than requested: the input has ended.
 
-    Where a `QueueRunner` thread failed, its exception is the `__cause__`.
+    If a `QueueRunner` thread failed, its exception is the `__cause__`.
 
     Example:
         >>> import jstep
@@ -27,5 +27,5 @@ class CancelledError(Exception):
         >>> queue.enqueue(1)
         Traceback (most recent call last):
             ...
-        jstep.CancelledError: FIFOQueue is closed: it takes no more elements
+        jstep.CancelledError: FIFOQueue is closed: it accepts no more elements
     """

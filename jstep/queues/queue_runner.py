@@ -1,4 +1,4 @@
-"""Threads that feed a queue: QueueRunner, and collections of them."""
+"""QueueRunner: threads that feed a queue."""
 
 import logging
 import threading
@@ -17,29 +17,29 @@ _log = logging.getLogger(__name__)
 class QueueRunner:
     """Feeds a queue from threads, one for each enqueue op.
 
-    An op is called again and again until it is exhausted, which it tells by raising OutOfRangeError
-    (the queue it reads from has ended) or StopIteration (its iterator has). The queue is closed when
-    all ops have ended, by exhaustion or by an error, so that no consumer waits in vain.
+    An op is called repeatedly until it is exhausted, that is, until it raises OutOfRangeError (the
+    queue it reads from has ended) or StopIteration (its iterator has ended). The queue is closed when
+    all ops have ended, by exhaustion or by an error, so that consumers do not wait forever.
 
-    With a Coordinator an error of an op stops all its threads and is raised by `coord.join`; when
+    With a Coordinator, an error of an op stops all its threads and is raised by `coord.join`; when
     the coordinator stops, for whatever reason, the queue is closed and waiting enqueues are
-    cancelled. Without one errors are logged and kept in `exceptions_raised`. Either way the error is
-    the cause of the OutOfRangeError that the consumer gets at the end.
+    cancelled. Without one, errors are logged and collected in `exceptions_raised`. In both cases the
+    error is the cause of the OutOfRangeError that the consumer gets at the end.
 
-    Each thread runs in a copy of the contexts of who starts it: of the context variables, and of JAX's
+    Each thread runs in a copy of the context of the thread that starts it: context variables and JAX's
     settings (`jax.enable_x64`, `jax.set_mesh`, …).
 
-    Threads do not keep the process alive: where the main thread ends, an op that waits on a queue is
-    cancelled, with `daemon=False` too.
+    Threads do not keep the process alive: when the main thread ends, an op that waits on a queue is
+    cancelled, also with `daemon=False`.
 
-    After `tf.train.QueueRunner`; the ops are callables, not graph nodes.
+    Differs from `tf.train.QueueRunner` in that the ops are callables, not graph nodes.
 
     Args:
         queue: The queue that the ops feed.
         enqueue_ops: Callables without arguments, each of which enqueues something.
 
     Raises:
-        TypeError: `queue` is no queue of jstep, or an op is not callable.
+        TypeError: `queue` is not a queue of jstep, or an op is not callable.
         ValueError: `enqueue_ops` is empty.
 
     Example:
@@ -69,8 +69,8 @@ class QueueRunner:
         for i, op in enumerate(ops):
             if not callable(op):
                 raise TypeError(
-                    f"enqueue_ops[{i}]={op!r}: must be callable; give a function that enqueues, such as "
-                    "`lambda: queue.enqueue(next(iterator))`, and not its result"
+                    f"enqueue_ops[{i}]={op!r}: must be callable; pass a function that enqueues, such as "
+                    "`lambda: queue.enqueue(next(iterator))`, not its result"
                 )
         self._queue = queue
         self._ops = ops
@@ -84,37 +84,37 @@ class QueueRunner:
 
     @property
     def queue(self) -> FIFOQueue | RandomShuffleQueue:
-        """The queue that is fed."""
+        """The queue that the ops feed."""
         return self._queue
 
     @property
     def exceptions_raised(self) -> list[BaseException]:
-        """What ops raised since the last `create_threads`, where no Coordinator was there to take it."""
+        """The exceptions of ops since the last `create_threads`, if no Coordinator took them."""
         with self._lock:
             return list(self._exceptions)
 
     def is_running(self) -> bool:
-        """Whether threads of an earlier `create_threads` have not ended (or not been started) yet."""
+        """Return whether threads of an earlier `create_threads` have not ended (or not been started) yet."""
         return any(t.is_alive() or t.ident is None for t in self._threads)
 
     def create_threads(
         self, coord: Coordinator | None = None, daemon: bool = False, start: bool = False
     ) -> list[threading.Thread]:
-        """Makes one thread for each enqueue op.
+        """Create one thread for each enqueue op.
 
         Args:
             coord: The Coordinator that the threads report to and stop with; they are registered
                 with it.
-            daemon: Whether the threads may be cut off in the middle of an op when the process ends;
-                otherwise it waits for the op under way.
-            start: Whether to start them; else call `start()` on each.
+            daemon: Whether the process may exit in the middle of an op; otherwise it waits for the
+                op in progress.
+            start: Whether to start the threads; if not, call `start()` on each.
 
         Returns:
             The threads, in the order of the ops.
 
         Raises:
             RuntimeError: Threads of an earlier call have not ended yet, or were never started.
-            TypeError: `coord` is no Coordinator, or another argument no bool.
+            TypeError: `coord` is not a Coordinator, or another argument is not a bool.
         """
         if not (coord is None or isinstance(coord, Coordinator)):
             raise TypeError(f"coord={shown(coord)}: must be a Coordinator or None, got {kind(coord)}")
@@ -128,7 +128,7 @@ class QueueRunner:
                     if busy
                     else f"were never started: {', '.join(idle)}; start and join them"
                 )
-                raise RuntimeError(f"create_threads: threads of an earlier call {which} before you make others")
+                raise RuntimeError(f"create_threads: threads of an earlier call {which} before you create others")
             self._exceptions = []
             run = _Run(self, coord)
             threads: list[threading.Thread] = [
@@ -154,7 +154,7 @@ class QueueRunner:
 
 
 class _Run:
-    """One set of threads, from `create_threads` to the end of the last."""
+    """The threads of one call of `create_threads`."""
 
     def __init__(self, runner: QueueRunner, coord: Coordinator | None) -> None:
         self._runner = runner
@@ -162,7 +162,7 @@ class _Run:
         self._coord = coord
         self._lock = threading.Lock()
         self._left = len(runner._ops)
-        # Over a queue that somebody closed before, "cancelled" is news; otherwise it is how a run ends.
+        # If the queue was closed before, CancelledError is an error; otherwise it is the normal end of a run.
         self._closed_before = self._queue.is_closed()
         self._forget: Callable[[], None] = lambda: None
         if coord:
@@ -181,7 +181,7 @@ class _Run:
         except StopIteration:
             pass
         except OutOfRangeError as ex:
-            if ex.__cause__:  # what it reads from failed: those who read from here shall hear of it too
+            if ex.__cause__:  # the op's input failed: pass the cause on to the consumers of this queue
                 self._queue.fail(ex.__cause__)
         except CancelledError as ex:
             if self._closed_before or not self._ended():
@@ -210,5 +210,5 @@ class _Run:
             return
         try:
             self._coord.request_stop(ex)
-        except BaseException:  # joined already: there is nobody left to raise it
+        except BaseException:  # joined already: no later join would raise it
             _log.error("Exception in %s after join", threading.current_thread().name, exc_info=ex)

@@ -1,4 +1,4 @@
-"""Bounded queues between threads, whose elements are pytrees: FIFOQueue and RandomShuffleQueue."""
+"""Bounded queues of pytrees between threads: FIFOQueue and RandomShuffleQueue."""
 
 import random
 from typing import Any
@@ -8,20 +8,20 @@ from jstep.queues._bounded_queue import BoundedQueue
 
 
 class FIFOQueue(BoundedQueue):
-    """A queue that gives its elements in the order in which they came.
+    """A queue that returns its elements in the order of arrival.
 
-    Any number of threads may enqueue and dequeue. An element is any pytree. Waiting on the main
-    thread can be interrupted by Ctrl-C, which loses nothing.
+    Any number of threads may enqueue and dequeue. An element is any pytree. Ctrl-C interrupts a wait
+    on the main thread without losing elements.
 
-    After `tf.FIFOQueue`. Where we differ: dtypes and shapes are not declared; they have to agree
-    within one `dequeue_many`.
+    Differences from `tf.FIFOQueue`: dtypes and shapes are not declared; they must agree within one
+    `dequeue_many`.
 
     Args:
-        capacity: The number of elements it holds at most.
+        capacity: The maximum number of elements.
 
     Raises:
         ValueError: `capacity` is not positive.
-        TypeError: `capacity` is no integer.
+        TypeError: `capacity` is not an integer.
 
     Example:
         >>> import jstep
@@ -48,28 +48,28 @@ class FIFOQueue(BoundedQueue):
 
 
 class RandomShuffleQueue(BoundedQueue):
-    """A queue that gives its elements in random order.
+    """A queue that returns its elements in random order.
 
-    Each dequeue draws one of the first `min_after_dequeue + 1` elements, in order of arrival, that
-    are in the queue. That many are there whenever a dequeue goes ahead, so the order is a function of
-    the seed and the order of arrival alone, however the threads are timed: with a single producer
-    it is the same in every run. After `close` the last ones are drawn among what is left.
+    Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of
+    arrival. A dequeue waits until there are that many, so the order is a function of the seed and
+    the order of arrival alone, independent of thread timing: with a single producer it is the same
+    in every run. After `close`, the last elements are drawn among those that are left.
 
-    With `min_after_dequeue=0` nothing has to be there besides the element drawn. The draw is then
-    among all that happen to be, and its order depends on the timing of the threads too.
+    With `min_after_dequeue=0`, the draw is among all elements that happen to be in the queue, so the
+    order also depends on thread timing.
 
-    After `tf.RandomShuffleQueue`. Where we differ: TF draws among everything in the queue, so that
-    its order is left to chance even with a seed.
+    Differences from `tf.RandomShuffleQueue`: TF draws among all elements in the queue, so its order
+    depends on thread timing even with a seed.
 
     Args:
-        capacity: The number of elements it holds at most.
-        min_after_dequeue: The number of elements that stay in the queue after a dequeue, which waits
-            until they would: the more, the better the shuffle. Ignored once the queue is closed.
-        seed: Determines the order; None draws a fresh one.
+        capacity: The maximum number of elements.
+        min_after_dequeue: The number of elements that must stay in the queue after a dequeue, which
+            waits for them: the more, the better the shuffle. Ignored once the queue is closed.
+        seed: The seed of the order; None for a random seed.
 
     Raises:
-        ValueError: `capacity` is not positive, or `min_after_dequeue` is negative or not below it.
-        TypeError: An argument is no integer.
+        ValueError: `capacity` is not positive, or `min_after_dequeue` is negative or not less than it.
+        TypeError: An argument is not an integer.
 
     Example:
         >>> import jstep

@@ -1,4 +1,4 @@
-"""Named collections of QueueRunners: add one, start all."""
+"""Named collections of QueueRunners."""
 
 import logging
 import threading
@@ -12,23 +12,23 @@ _log = logging.getLogger(__name__)
 
 QUEUE_RUNNERS = "queue_runners"
 
-# The documented collections: name → runners, in the order they were added.
+# Collections: name → runners, in the order in which they were added.
 _collections: dict[str, list[QueueRunner]] = {}
 _collections_lock = threading.Lock()
 
 
 def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
-    """Adds a runner to a named collection, for `start_queue_runners` to start.
+    """Add a runner to a named collection, which `start_queue_runners` starts.
 
-    Collections belong to the process. A runner whose queue has been closed leaves its collection,
-    as it cannot feed any more.
+    Collections are global to the process. A runner whose queue was closed is removed from its
+    collection, since it can no longer feed it.
 
     Args:
         qr: The runner.
         collection: The name of the collection.
 
     Raises:
-        TypeError: `qr` is no QueueRunner, or `collection` no string.
+        TypeError: `qr` is not a QueueRunner, or `collection` is not a string.
 
     Example:
         >>> import jstep
@@ -56,19 +56,19 @@ def start_queue_runners(
     start: bool = True,
     collection: str = QUEUE_RUNNERS,
 ) -> list[threading.Thread]:
-    """Starts the runners of a collection, except those that are running.
+    """Start the runners of a collection, except those that are running.
 
     Args:
         coord: The Coordinator that the threads report to and stop with.
-        daemon: Whether the threads may be cut off when the process ends.
-        start: Whether to start the threads, or only to make them.
+        daemon: Whether the process may exit while the threads run.
+        start: Whether to start the threads, or only to create them.
         collection: The name of the collection.
 
     Returns:
-        All threads made.
+        All created threads.
 
     Raises:
-        TypeError: `coord` is no Coordinator, `collection` no string, or another argument no bool.
+        TypeError: `coord` is not a Coordinator, `collection` is not a string, or another argument is not a bool.
 
     Example:
         >>> import jstep

@@ -1,6 +1,6 @@
-"""Where runs are kept: paths of this machine, and the URLs of object stores. Knows nothing of checkpoints and events.
+"""Access to local paths and URLs of object stores. Independent of checkpoints and event files.
 
-tensorstore is loaded when the first URL is used.
+tensorstore is imported when the first URL is used.
 """
 
 from jstep.stores.directory import Directory

@@ -1,7 +1,7 @@
-"""Where S3 is and who asks: the environment and the profiles that AWS's own tools read, put into a tensorstore spec.
+"""Endpoint and credentials of S3 for a tensorstore spec, from the environment and the profiles of AWS's tools.
 
-tensorstore 0.1.86 reads no profile by itself and does not heed `AWS_ENDPOINT_URL`: it would send unsigned requests,
-and to Amazon. Files are named to tensorstore, never read into a spec: a spec may be printed.
+tensorstore 0.1.86 does not read profiles by itself and ignores `AWS_ENDPOINT_URL`: it would send unsigned requests,
+and to Amazon. The spec contains paths of credential files, never their content, since a spec may be printed.
 """
 
 import configparser
@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 _CREDENTIALS = {"aws_access_key_id", "role_arn", "credential_process"}
-"""The settings of a profile that tensorstore makes credentials of."""
+"""The settings of a profile from which tensorstore obtains credentials."""
 
 
 def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The fields of an `s3` spec that say where the store is and where the credentials are.
+    """Return the fields of an `s3` spec that give endpoint, region and credentials.
 
     Keys in the environment come first, then the profile (`AWS_PROFILE`, `AWS_DEFAULT_PROFILE` or "default"), then
-    what the machine has: a container's or an instance's role. An endpoint is `AWS_ENDPOINT_URL_S3`,
-    `AWS_ENDPOINT_URL` or the profile's `endpoint_url`; a region `AWS_REGION`, `AWS_DEFAULT_REGION` or the profile's.
+    the role of the container or instance. The endpoint is `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL` or the profile's
+    `endpoint_url`; the region is `AWS_REGION`, `AWS_DEFAULT_REGION` or the profile's.
 
     Raises:
         PermissionError: AWS_PROFILE names a profile that neither file has.
@@ -37,8 +37,8 @@ def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         fields["aws_credentials"] = {"type": "profile", "profile": name, **paths}
     elif env.get("AWS_PROFILE") and not settings:
         raise PermissionError(
-            f"AWS_PROFILE={name!r}: must be a profile in {files[0]} or {files[1]}, and neither has it; "
-            "AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE name other files"
+            f"AWS_PROFILE={name!r}: must be a profile in {files[0]} or {files[1]}, but neither has it; "
+            "set AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE to use other files"
         )
     region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or settings.get("region")
     endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
@@ -46,7 +46,7 @@ def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         endpoint = settings.get("endpoint_url")
     if endpoint:
         fields["endpoint"] = endpoint.rstrip("/")
-    if region or endpoint:  # with an endpoint tensorstore asks for a region, and only there for its name
+    if region or endpoint:  # tensorstore requires a region with an endpoint, but uses only its name
         fields["aws_region"] = region or "us-east-1"
     return fields
 
@@ -56,7 +56,7 @@ def _file(env: Mapping[str, str], variable: str, name: str) -> str:
 
 
 def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
-    """The settings of a profile, those of the credentials file first."""
+    """Return the settings of a profile; those of the credentials file take precedence."""
     settings: dict[str, str] = {}
     for path, sections in ((files[0], (name,)), (files[1], (f"profile {name}", name))):
         parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
@@ -71,7 +71,7 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
 
 
 def secrets(environ: Mapping[str, str] | None = None) -> list[str]:
-    """What must never be in a message: the values of the variables that hold credentials."""
+    """Return the values of environment variables with credentials, which must never appear in a message."""
     env = os.environ if environ is None else environ
     words = ("SECRET", "TOKEN", "PASSWORD", "ACCESS_KEY", "CREDENTIAL")
     return [value for key, value in env.items() if len(value) >= 4 and any(word in key.upper() for word in words)]

@@ -1,8 +1,8 @@
-"""A directory of objects whose lists can be believed, for it has a mark that sorts after everything else in it.
+"""A directory of objects with reliable lists, thanks to a mark: an object that sorts after all others.
 
-tensorstore's gs:// driver makes an empty list of an answer 401, 403 or 404, and a short one where that is the answer
-for a later page. A run whose token has expired would find no checkpoint, start from step 0, and then tidy up. With
-the mark a list that does not end in it is no list.
+tensorstore's gs:// driver returns an empty list for HTTP status 401, 403 or 404, and a truncated one if a later page
+fails so. A run whose token has expired would find no checkpoint, start from step 0, and then delete old data. A
+list that does not end in the mark is therefore rejected.
 """
 
 import logging
@@ -12,16 +12,16 @@ from jstep.stores.objects import ABSENT, Objects
 MARK = "~jstep"
 """Sorts after all letters, digits and punctuation of ASCII."""
 LAST = "\U0010fffd~jstep"
-"""The mark for what sorts after `MARK`: prefixes that begin with other letters."""
+"""The mark for keys that sort after `MARK`: prefixes that begin with non-ASCII letters."""
 
 _logger = logging.getLogger("jstep")
 
 
 class Directory(Objects):
-    """Objects below a URL, with the mark."""
+    """The objects below a URL, with the mark."""
 
     def mark(self, last: str = "") -> None:
-        """Puts the mark, where it is not there yet, for keys up to `last`.
+        """Write the mark for keys up to `last`, if it does not exist yet.
 
         Raises:
             FileNotFoundError: There is no such bucket.
@@ -32,13 +32,13 @@ class Directory(Objects):
                 self.write_if(mark, b"", ABSENT)
 
     def listing(self, start: str = "") -> list[str]:
-        """All keys from one on, in order, the marks left out.
+        """Return all keys from `start` on, in order, without the marks.
 
-        A directory without a mark is one that nothing was written to by a Saver yet, or a copy: its list is believed
-        where a second one says the same.
+        A directory without a mark is a copy, or one to which no Saver has written yet: its list is accepted if a
+        second request returns the same.
 
         Raises:
-            PermissionError: The list is empty or cut short, and the directory has its mark.
+            PermissionError: The list is empty or truncated, although the directory has its mark.
             OSError: The store cannot be read.
         """
         keys = self.list(start)
@@ -48,12 +48,12 @@ class Directory(Objects):
             if not self._ends(again, start):
                 if marked or again != keys:
                     raise PermissionError(
-                        f"{self.url}: cannot list, or not to the end. The credentials may have expired, or lack the "
-                        f"right storage.objects.list or s3:ListBucket; if they have it, {self.at(MARK)} is damaged: "
-                        "delete it, and a Saver's next save writes it anew"
+                        f"{self.url}: cannot list, or the list is truncated. The credentials may have expired, or lack "
+                        f"the right storage.objects.list or s3:ListBucket; if they have it, {self.at(MARK)} is "
+                        "corrupted: delete it, and the next save writes it again"
                     )
                 if keys:
-                    _logger.info("%s has no %s: it was copied without, and its list is believed", self.url, MARK)
+                    _logger.info("%s has no %s: it was copied without it, and its list is accepted", self.url, MARK)
             keys = again
         return [key for key in keys if key not in (MARK, LAST)]
 

@@ -1,4 +1,4 @@
-"""Reading files, be they of this machine or objects: what logs and the command line need."""
+"""Reading of local files and objects, for logs and the command line."""
 
 import io
 import os
@@ -10,10 +10,10 @@ from jstep.stores.urls import is_url, join, split
 
 
 def opened(path: str) -> BinaryIO:
-    """A file to read; an object is read whole, now.
+    """Open a file for reading; an object is read immediately as a whole.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no such file or object.
         OSError: It cannot be read.
     """
     if not is_url(path):
@@ -26,7 +26,7 @@ def opened(path: str) -> BinaryIO:
 
 
 def is_directory(path: str) -> bool:
-    """Whether it is a directory, or anything lies below the URL.
+    """Return whether it is a directory, or a URL with objects below it.
 
     Raises:
         OSError: The store cannot be listed.
@@ -35,7 +35,7 @@ def is_directory(path: str) -> bool:
 
 
 def names_in(path: str) -> list[str]:
-    """The names of the files in a directory itself, sorted.
+    """Return the sorted names of the files directly in a directory.
 
     Raises:
         OSError: It cannot be listed.
@@ -45,7 +45,7 @@ def names_in(path: str) -> list[str]:
 
 
 def walked(path: str) -> list[tuple[str, list[str]]]:
-    """Every directory at and below one, with the names of its files: what `os.walk` finds, sorted.
+    """Return every directory at and below a path, with the names of its files, like a sorted `os.walk`.
 
     Raises:
         OSError: It cannot be listed.

@@ -1,4 +1,4 @@
-"""Bytes that grow, in stores where nothing can be appended to: kept in memory, and uploaded whole now and then."""
+"""Growing files in object stores, which cannot append: data is buffered in memory and uploaded periodically."""
 
 import logging
 import math
@@ -10,26 +10,26 @@ from jstep.stores.errors import StoreError
 from jstep.stores.objects import Objects
 
 SEGMENT = 2**20
-"""Bytes at which an object is left as it is, and the next one begun: what an upload costs stays bounded."""
+"""Bytes after which the next object begins, so that the cost of an upload stays bounded."""
 MOST = 2**28
-"""Bytes that wait in memory, at most, while uploads fail."""
+"""Maximum number of bytes to buffer while uploads fail."""
 PERIOD = 10.0
-"""Seconds between two uploads, at least. Stores allow one write a second to an object, and charge for each."""
+"""Minimum seconds between two uploads. Stores allow one write per second to an object, and charge for each."""
 
 _logger = logging.getLogger("jstep")
 
 
 class Growing:
-    """What is written, as one object or a row of them. A failed upload loses nothing: the next one has it all.
+    """A growing sequence of bytes, stored as one object or several. A failed upload loses nothing.
 
     One thread may write while another one uploads.
 
     Args:
-        objects: Where.
-        next_key: Gives the key of the first object, and of each one after it.
-        header: What each object begins with; the first is written at once, so that what cannot be is said at once.
+        objects: The directory of objects.
+        next_key: Returns the key of the first object, and of each one after it.
+        header: The first bytes of each object. The first header is written immediately, so that errors show early.
         secs: Seconds between two uploads.
-        segmented: Whether the next object begins past `SEGMENT` bytes; one object however large where not.
+        segmented: Whether a new object begins after `SEGMENT` bytes; if not, one object holds everything.
 
     Raises:
         OSError: The first upload, made here, failed.
@@ -56,14 +56,14 @@ class Growing:
         self._put()
 
     def write(self, data: bytes, instead_of: int = 0) -> None:
-        """Adds bytes that stay together; does not upload.
+        """Append bytes, which stay in one object; does not upload.
 
         Args:
             data: The bytes.
-            instead_of: How many of the last bytes they replace, of those that `write` added to this object.
+            instead_of: The number of last bytes to replace, which `write` must have added to this object.
 
         Raises:
-            StoreError: Uploads have failed for so long that memory would not hold it.
+            StoreError: Uploads have failed for so long that the buffer is full.
         """
         with self._lock:
             if instead_of:
@@ -72,7 +72,7 @@ class Growing:
 
     def _add(self, data: bytes) -> None:
         if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MOST:
-            raise StoreError(f"{self.path}: {MOST} bytes wait in memory, since uploads fail")
+            raise StoreError(f"{self.path}: {MOST} bytes are buffered in memory, since uploads fail")
         self._data += data
         self._changed = True
         if self._segment is not None and len(self._data) >= self._segment:
@@ -80,18 +80,18 @@ class Growing:
             self._key, self._data, self._changed = self._next_key(), bytearray(self._header), False
 
     def due(self) -> float:
-        """When the next upload is, by the monotonic clock: never where there is nothing to upload."""
+        """Return the time of the next upload by the monotonic clock; infinity if there is nothing to upload."""
         return self._last + self._period if self._changed or self._full else math.inf
 
     def upload(self) -> bool:
-        """Uploads what is new. Where that fails, it says so once and keeps all of it; whether it went well."""
+        """Upload new data and return whether that succeeded; a failure is logged once, and the data is kept."""
         try:
-            # What keeps failing holds up those who wait for it no longer than this.
+            # Repeated failures must not delay the callers.
             with self._objects.within(5 if self._failing else math.inf):
                 self._put()
         except OSError as error:
             if not self._failing:
-                _logger.warning("%s; what was written is kept, and tried again", error)
+                _logger.warning("%s; the data is kept, and the upload is retried", error)
             self._failing = True
             return False
         if self._failing:
@@ -100,10 +100,10 @@ class Growing:
         return True
 
     def close(self) -> None:
-        """Uploads what is new.
+        """Upload new data.
 
         Raises:
-            OSError: That failed.
+            OSError: The upload failed.
         """
         with self._objects.within(8 if self._failing else math.inf):
             self._put()

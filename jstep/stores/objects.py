@@ -1,7 +1,7 @@
-"""The objects below a URL: read, write, write on a condition, delete, list. Over tensorstore's key-value stores.
+"""The objects below a URL: read, write, conditional write, delete, list. Uses tensorstore's key-value stores.
 
-Every verb gives up within half a minute (more for large objects, by their size), with an OSError that says what and
-where. A list is what the store says, which for gs:// may be a lie: `Directory` knows when to believe one.
+Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
+operation and URL. A list is what the store returns, which may be wrong for gs://: `Directory` detects that.
 """
 
 import contextlib
@@ -14,22 +14,22 @@ from typing import Any
 from jstep.stores import aws, errors, outages, urls
 
 ABSENT = b"\x02"
-"""The stamp of what is not there."""
+"""The stamp of a missing object."""
 RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
-"""22 seconds in all. tensorstore's own 32 retries take a quarter of an hour to say that a host has no such name."""
+"""22 seconds in all. tensorstore's default of 32 retries takes a quarter of an hour to report an unknown host."""
 RATE = 1e6
-"""Bytes a second: large objects have more time than `outages.SECONDS`."""
+"""Bytes per second: large objects have more time than `outages.SECONDS`."""
 _ERRORS = (ValueError, RuntimeError, OverflowError, NotImplementedError)
-"""What tensorstore raises."""
+"""The exceptions of tensorstore."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a read has found: no data where there is no such object.
+    """The result of a read.
 
     Attributes:
-        data: The bytes that were asked for.
-        stamp: Of the version read: what a condition of a write or a delete compares.
+        data: The requested bytes; None if there is no such object.
+        stamp: The stamp of the version, which conditional writes and deletes compare.
     """
 
     data: bytes | None
@@ -37,7 +37,7 @@ class Found:
 
 
 class Pending:
-    """A verb under way: `result` waits for it."""
+    """An operation in progress: `result` waits for it."""
 
     def __init__(self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0) -> None:
         self._objects, self._future, self._verb, self.url = objects, future, verb, objects.at(key)
@@ -45,13 +45,13 @@ class Pending:
         self._until = time.monotonic() + outages.seconds(self._bucket) + nbytes / RATE
 
     def result(self) -> Any:
-        """What tensorstore returned.
+        """Wait for the operation, and return the result of tensorstore.
 
         Raises:
-            OSError: It went wrong, or took too long.
+            OSError: The operation failed, or took too long.
         """
         left = min(self._until, self._objects.deadline()) - time.monotonic()
-        # Raised outside of `except`: tensorstore's own error, which may hold anything, is not even its context.
+        # Raised outside of `except`, so that tensorstore's error, which may hold secrets, is not even its context.
         try:
             found = self._future.result(timeout=max(0.01, left))
         except TimeoutError:
@@ -68,23 +68,25 @@ class Pending:
         raise problem
 
     def stamp(self) -> bytes:
-        """The stamp of what was written.
+        """Return the stamp of the written object.
 
         Raises:
             OSError: It was not written.
         """
         generation = bytes(self.result().generation)
         if not generation:
-            raise errors.StoreError(f"{self.url}: cannot write: the store speaks of a condition, and there was none")
+            raise errors.StoreError(
+                f"{self.url}: cannot write: the store reports an unmet condition, but none was given"
+            )
         return generation
 
     def give_up(self) -> None:
-        """Waits no longer for it, and is not told what becomes of it."""
+        """Cancel the operation; its outcome is unknown."""
         self._future.cancel()
 
 
 class Objects:
-    """The objects below a URL, opened when the first is asked for. Threads may share it.
+    """The objects below a URL, opened at the first request. Thread-safe.
 
     Args:
         url: As `location` returns it.
@@ -97,47 +99,47 @@ class Objects:
         self._deadline = threading.local()
 
     def at(self, key: str) -> str:
-        """The URL of an object."""
+        """Return the URL of an object."""
         return f"{self.url}/{key}" if key else self.url
 
-    # Verbs.
+    # Operations.
 
     def read(self, key: str) -> Found:
-        """An object, whole."""
+        """Read a whole object."""
         return self.found(self.start_read(key))
 
     def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Pending:
-        """Begins to read an object, or some bytes of it; `found` says what came of it."""
+        """Start to read an object, or a range of its bytes; `found` returns the result."""
         whole = start == 0 and stop is None
         options: dict[str, Any] = {} if whole else {"byte_range": slice(start, stop)}
         nbytes = 0 if stop is None else stop - start
         return self._begin("read", key, lambda kv: kv.read(key, **options), nbytes)
 
     def found(self, pending: Pending) -> Found:
-        """What a read has found."""
+        """Return the result of a read."""
         got = pending.result()
         if got.state == "value":
             return Found(bytes(got.value), bytes(got.stamp.generation))
         if got.state != "missing":
-            raise errors.StoreError(f"{pending.url}: cannot read: an answer that fits no question")
+            raise errors.StoreError(f"{pending.url}: cannot read: unexpected response of the store")
         return Found(None, ABSENT)
 
     def write(self, key: str, data: bytes) -> bytes:
-        """Writes an object, whatever was there; its stamp."""
+        """Write an object unconditionally, and return its stamp."""
         return self.start_write(key, data).stamp()
 
     def start_write(self, key: str, data: Any) -> Pending:
-        """Begins to write an object."""
+        """Start to write an object."""
         return self._begin("write", key, lambda kv: kv.write(key, data), len(data))
 
     def write_if(self, key: str, data: bytes, stamp: bytes) -> bytes | None:
-        """Writes an object where the version there has that stamp (`ABSENT`: where there is none).
+        """Write an object if the existing version has this stamp (`ABSENT`: if there is no object).
 
-        The data has to be unlike that of every other writer: an answer that was lost on the way looks like a
-        condition that was not met, and only the bytes tell whose write it was.
+        The data must differ from that of every other writer: a lost response looks like an unmet condition, and only
+        the bytes show whose write it was.
 
         Returns:
-            The new stamp; None where the condition was not met.
+            The new stamp; None if the condition was not met.
         """
         for _ in range(2):
             wrote = self._begin("write", key, lambda kv: kv.write(key, data, if_equal=stamp), len(data)).result()
@@ -148,20 +150,20 @@ class Objects:
                 return there.stamp
             if there.data is not None or stamp != ABSENT:
                 return None
-        # Not there, and yet not absent: so says S3 where there is no bucket.
+        # Missing, and yet not `ABSENT`: S3 reports this if there is no bucket.
         raise errors.no_bucket(self.at(key), "write")
 
     def delete(self, key: str, stamp: bytes | None = None) -> bool:
-        """Deletes an object, where there is one, and where it has that stamp; whether it is gone."""
+        """Delete an object, if it exists and has this stamp; return whether it is deleted."""
         return bool(self.start_delete(key, stamp).result().generation)
 
     def start_delete(self, key: str, stamp: bytes | None = None) -> Pending:
-        """Begins to delete an object."""
+        """Start to delete an object."""
         options = {} if stamp is None else {"if_equal": stamp}
         return self._begin("delete", key, lambda kv: kv.write(key, None, **options))
 
     def list(self, start: str = "", stop: str | None = None) -> list[str]:
-        """The keys from one on, up to another, sorted: as the store says, see `Directory.listing`."""
+        """Return the sorted keys in [start, stop) as the store reports them; see `Directory.listing`."""
         import tensorstore as ts
 
         keys = ts.KvStore.KeyRange(start.encode(), b"" if stop is None else stop.encode())
@@ -172,7 +174,7 @@ class Objects:
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Gives all that this thread asks for inside no more than some seconds together."""
+        """Limit the total time of this thread's operations inside the context."""
         before = self.deadline()
         self._deadline.at = min(before, time.monotonic() + seconds)
         try:
@@ -181,7 +183,7 @@ class Objects:
             self._deadline.at = before
 
     def deadline(self) -> float:
-        """When this thread's verbs have to have ended, by the monotonic clock."""
+        """Return the time by which this thread's operations must end, by the monotonic clock."""
         return float(getattr(self._deadline, "at", float("inf")))
 
     def _begin(self, verb: str, key: str, ask: Any, nbytes: int = 0) -> Pending:
@@ -195,7 +197,7 @@ class Objects:
     def _store(self) -> Any:
         with self._lock:
             if self._opened is None:
-                import tensorstore as ts  # not at the top: `import jstep` is quick
+                import tensorstore as ts  # not at the top: importing tensorstore is slow
 
                 future = ts.KvStore.open(spec(self.url))
                 self._opened = Pending(self, future, "open", "").result()
@@ -203,7 +205,7 @@ class Objects:
 
 
 def spec(url: str) -> dict[str, Any]:
-    """The tensorstore JSON for the objects below a URL. It names files of credentials and holds none."""
+    """Return the tensorstore JSON for the objects below a URL. It names credential files, and contains no secrets."""
     scheme, bucket, key = urls.bucket(url)
     path = f"{key}/" if key else ""
     if scheme == "gs":

@@ -1,36 +1,36 @@
-"""What is known of stores that are down: whoever asks next waits less, so that a run can leave in time.
+"""Memory of recent outages: after one timeout, later requests wait less, so that a failing run can exit in time.
 
-A save that fails is followed by a last try to save, by event files and logs that are closed, by a claim that is given
-up. Each would wait as long as the first, though all have the same to hear.
+A failed save is followed by a last attempt to save, by closing event files and logs, and by releasing the claim. Each
+of these would wait as long as the first, only to fail in the same way.
 """
 
 import time
 
 SECONDS = 26.0
-"""What a verb may take: a store that does not answer at all is given up."""
+"""Timeout of an operation on a store that does not respond."""
 WHILE_DOWN = 14.0
-"""What it may take where the store was given up less than `REMEMBERED` seconds ago."""
+"""Timeout of an operation if the store failed less than `REMEMBERED` seconds ago."""
 REMEMBERED = 60.0
 
 _down: dict[str, tuple[float, str]] = {}
 
 
 def seconds(bucket: str) -> float:
-    """What a verb on a bucket may take."""
+    """Return the timeout of an operation on a bucket."""
     return SECONDS if reason(bucket) is None else WHILE_DOWN
 
 
 def reason(bucket: str) -> str | None:
-    """Why a bucket was given up a short while ago, if it was."""
+    """Return why a bucket failed recently; None if it did not."""
     since, why = _down.get(bucket, (float("-inf"), ""))
     return why if time.monotonic() - since < REMEMBERED else None
 
 
 def begins(bucket: str, why: str) -> None:
-    """A bucket is given up."""
+    """Record the outage of a bucket."""
     _down[bucket] = time.monotonic(), why
 
 
 def ends(bucket: str) -> None:
-    """It has answered."""
+    """Record that a bucket has responded."""
     _down.pop(bucket, None)

@@ -1,7 +1,6 @@
-"""Where something lies: a path of this machine, or the URL of an object store. The one parser of both.
+"""Parser of local paths and URLs of object stores.
 
-A URL stays a string with its two slashes: `os.path` and `pathlib` make `gs:/bucket` of `gs://bucket`, a folder of
-that name.
+A URL stays a string with its two slashes: `os.path` and `pathlib` turn `gs://bucket` into `gs:/bucket`, a local folder.
 """
 
 import os
@@ -15,21 +14,21 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
 
 
 def is_url(where: Any) -> bool:
-    """Whether it is the URL of an object store, as `location` returns it."""
+    """Return whether it is the URL of an object store, as returned by `location`."""
     return isinstance(where, str) and where.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
 def location(where: Any, name: str) -> str:
-    """A path as it is given, `~` replaced by the user's home, or a checked URL without a slash at its end.
+    """Return a path with `~` expanded, or a validated URL without a trailing slash.
 
     Args:
         where: A string, or anything with `__fspath__`, such as `pathlib.Path` and `etils.epath.Path`. `file://` is
-            taken off an absolute path.
-        name: Of the argument, for errors.
+            removed from an absolute path.
+        name: The name of the argument, for errors.
 
     Raises:
-        TypeError: It is neither.
-        ValueError: It is empty, a URL of another scheme, has no bucket, or a path that began as a URL.
+        TypeError: It is not a path or a URL.
+        ValueError: It is empty, a URL with another scheme or without a bucket, or a URL that pathlib has mangled.
 
     Example:
         >>> from jstep.stores import location
@@ -45,8 +44,8 @@ def location(where: Any, name: str) -> str:
     if match is None:
         if re.match(rf"(?:{'|'.join(SCHEMES)}):(?:/|$)", path, re.IGNORECASE):
             raise ValueError(
-                f"{name}={path!r}: must have two slashes behind the scheme, which pathlib takes for one; "
-                f"give the URL as a string, such as '{path[:2].lower()}://bucket/run'"
+                f"{name}={path!r}: must have two slashes after the scheme, which pathlib reduces to one; "
+                f"pass the URL as a string, such as '{path[:2].lower()}://bucket/run'"
             )
         return os.path.expanduser(path)
     scheme, rest = match[1].lower(), path[match.end() :]
@@ -57,7 +56,7 @@ def location(where: Any, name: str) -> str:
     if scheme not in SCHEMES:
         raise ValueError(
             f"{name}={_shown(scheme, rest)!r}: must be a path, gs://bucket/… or s3://bucket/…, got the scheme "
-            f"{scheme!r}; mount other stores as a file system and give the path"
+            f"{scheme!r}; mount other stores as a file system and pass the path"
         )
     return _url(scheme, rest, name)
 
@@ -66,17 +65,17 @@ def _url(scheme: str, rest: str, name: str) -> str:
     bucket, *parts = rest.split("/")
     if "@" in bucket:
         raise ValueError(
-            f"{name}={scheme}://…: must be a bucket, got something with credentials in it; they come from where the "
-            "cloud's own tools have them, never from a URL"
+            f"{name}={scheme}://…: must be a bucket, got a URL with credentials; they are read from where the "
+            "cloud's own tools keep them, never from a URL"
         )
     if not bucket:
         raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, as in {scheme}://bucket/run")
     if not _BUCKET.fullmatch(bucket):
-        raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, which {bucket!r} cannot be")
+        raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, but {bucket!r} is not a valid name")
     parts = [part for part in parts if part]
     if {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
         raise ValueError(
-            f"{name}={scheme + '://' + rest!r}: must be without '.', '..' and line ends: keys are not paths"
+            f"{name}={scheme + '://' + rest!r}: must not contain '.', '..' or line breaks: keys are not paths"
         )
     return "/".join([f"{scheme}://{bucket}", *parts])
 
@@ -86,19 +85,19 @@ def _shown(scheme: str, rest: str) -> str:
 
 
 def bucket(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and the key below it, of a URL that `location` has checked."""
+    """Return scheme, bucket and key of a URL that `location` has validated."""
     scheme, _, rest = url.partition("://")
     name, _, key = rest.partition("/")
     return scheme, name, key
 
 
 def join(where: str, *parts: str) -> str:
-    """A place below another one."""
+    """Join a path or URL with further parts."""
     return "/".join([where.rstrip("/"), *parts]) if is_url(where) else os.path.join(where, *parts)
 
 
 def split(where: str) -> tuple[str, str]:
-    """The place above, and the last name. A bucket alone has none."""
+    """Split off the last name of a path or URL; it is empty for a bucket."""
     if not is_url(where):
         return os.path.split(where)
     scheme, name, key = bucket(where)
@@ -107,5 +106,5 @@ def split(where: str) -> tuple[str, str]:
 
 
 def absolute(where: str) -> str:
-    """The same place, whatever the working directory becomes."""
+    """Return the absolute form of a path; a URL is unchanged."""
     return where if is_url(where) else os.path.abspath(where)

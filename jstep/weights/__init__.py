@@ -1,4 +1,4 @@
-"""Weights of other toolkits, in and out: files in the safetensors format, as Hugging Face names them."""
+"""Loading and saving of weights in the safetensors format, as used by Hugging Face."""
 
 from typing import TYPE_CHECKING
 

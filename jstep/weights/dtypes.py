@@ -1,4 +1,4 @@
-"""The dtypes of safetensors, and those of NumPy with the same bits."""
+"""The dtypes of safetensors, and the equivalent NumPy dtypes."""
 
 import functools
 from typing import Any
@@ -26,28 +26,28 @@ _NAMES = {
     "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
     "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
 }
-"""Code → name of the dtype, bits of an element. Headers are read without JAX, which some dtypes come with."""
+"""Code → name of the dtype, bits per element. Headers are read without importing JAX, which provides some dtypes."""
 _PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits of an element where several share a byte: their sizes can be checked, and JAX cannot hold them as they are."""
+"""Bits per element of packed dtypes, several elements per byte: sizes can be checked, but JAX cannot hold them."""
 
 
 def bits_of(code: str) -> int | None:
-    """The bits of an element; None of a dtype that safetensors does not have."""
+    """Return the bits per element; None for a dtype that safetensors does not have."""
     return _NAMES[code][1] if code in _NAMES else _PACKED.get(code)
 
 
 def name_of(code: str) -> str | None:
-    """The name of the dtype; None where elements are smaller than a byte."""
+    """Return the name of the dtype; None if elements are smaller than a byte."""
     return _NAMES[code][0] if code in _NAMES else None
 
 
 def dtype_of(code: str) -> np.dtype[Any] | None:
-    """The dtype of NumPy; None where elements are smaller than a byte."""
+    """Return the NumPy dtype; None if elements are smaller than a byte."""
     return _dtypes().get(code)
 
 
 def code_of(dtype: Any) -> str | None:
-    """What safetensors calls a dtype; None where it has none like it (PRNG keys, int4, complex128)."""
+    """Return the safetensors code of a dtype; None if there is no equivalent (PRNG keys, int4, complex128)."""
     try:
         return _codes().get(np.dtype(dtype).newbyteorder("="))
     except TypeError:
@@ -55,7 +55,7 @@ def code_of(dtype: Any) -> str | None:
 
 
 def known() -> str:
-    """All codes of dtypes, for errors."""
+    """Return all dtype codes, for errors."""
     return ", ".join([*_NAMES, *_PACKED])
 
 

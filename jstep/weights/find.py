@@ -1,4 +1,4 @@
-"""Which files hold the weights: a file, a folder, or an index with its shards."""
+"""Finding of the files that hold the weights: a file, a folder, or an index with its shards."""
 
 import ntpath
 import os
@@ -12,17 +12,17 @@ from jstep.weights.header import LARGEST, Header, Tensor, parsed, read_header
 SUFFIX = ".safetensors"
 INDEX = ".index.json"
 _DEFAULTS = (f"model{SUFFIX}", f"model{SUFFIX}{INDEX}")
-"""What `transformers` writes, and looks for in a folder."""
+"""The names that `transformers` writes, and looks for in a folder."""
 
 
 class Weights(NamedTuple):
-    """Everything that the headers say.
+    """The combined content of all headers.
 
     Attributes:
         path: The file, or the index.
         files: The headers of all files.
         tensors: All tensors, by name.
-        metadata: Strings beside them, of all files.
+        metadata: The metadata strings of all files.
     """
 
     path: str
@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 
 def local(path: Any, name: str = "path") -> str:
-    """A path of this machine.
+    """Return a local path.
 
     Raises:
         TypeError: It is not a path.
@@ -47,13 +47,13 @@ def local(path: Any, name: str = "path") -> str:
 
 
 def find_weights(path: Any) -> Weights:
-    """Finds the files, and reads and checks all headers; no tensor is read.
+    """Find the files, and read and check all headers; no tensor is read.
 
     Args:
         path: A safetensors file, an index, or a folder.
 
     Raises:
-        FileNotFoundError: There is nothing there, the folder has no weights, or an index names a missing file.
+        FileNotFoundError: The path does not exist, the folder has no weights, or an index names a missing file.
         ValueError: A file is corrupted, the index contradicts the files, or a folder has several sets of weights.
     """
     path = local(path)
@@ -63,15 +63,15 @@ def find_weights(path: Any) -> Weights:
         path += INDEX
     elif not os.path.exists(path):
         raise FileNotFoundError(
-            f"path={path!r}: there is no such file or folder; huggingface_hub.snapshot_download fetches a repository "
-            "of the Hub, and returns the path of its folder"
+            f"path={path!r}: there is no such file or folder; huggingface_hub.snapshot_download downloads a "
+            "repository of the Hub, and returns the path of its folder"
         )
     return _sharded(path) if _is_index(path) else _single(path)
 
 
 def _chosen(folder: str) -> str:
-    """The file or index in a folder."""
-    # As for a glob, a hidden file (macOS leaves "._model.safetensors" beside what it copies) is not meant.
+    """Return the name of the file or index in a folder."""
+    # Hidden files are ignored, as by globs: macOS leaves "._model.safetensors" beside copied files.
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     found = [name for name in names if name in _DEFAULTS]
     if not found:
@@ -82,12 +82,12 @@ def _chosen(folder: str) -> str:
         raise FileNotFoundError(f"path={folder!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX})")
     if len(found) > 1:
         listed = ", ".join(map(repr, found[:10]))
-        raise ValueError(f"path={folder!r}: the folder has several sets of weights ({listed}); give the path of one")
+        raise ValueError(f"path={folder!r}: the folder has several sets of weights ({listed}); pass the path of one")
     return found[0]
 
 
 def _is_index(path: str) -> bool:
-    """Whether a file is JSON: the first bytes of a safetensors file, a size, would be too large by far."""
+    """Return whether a file is JSON: as the size of a safetensors header, its first bytes would be far too large."""
     with open(path, "rb") as file:
         first = file.read(8)
     if int.from_bytes(first, "little") <= LARGEST and len(first) == 8:
@@ -121,7 +121,7 @@ def _sharded(path: str) -> Weights:
 
 
 def _files_of(path: str) -> dict[str, str]:
-    """The names of the files that an index gives, by tensor."""
+    """Return the file names in an index, by tensor."""
     with open(path, "rb") as file:
         text = file.read(LARGEST + 1)
     if len(text) > LARGEST:
@@ -135,7 +135,7 @@ def _files_of(path: str) -> dict[str, str]:
 
 
 def _check_inside(file: str, path: str) -> None:
-    # The name counts, not what it leads to: snapshots of the Hub are links to files elsewhere.
+    # Check the name, not the link target: snapshots of the Hub are links to files elsewhere.
     parts = file.replace("\\", "/").split("/")
     if "" in parts or ".." in parts or "\0" in file or ntpath.splitdrive(file)[0]:
         raise ValueError(f"{path}: the index names the file {shown(file)}: must be a name inside the index's folder")
@@ -144,5 +144,5 @@ def _check_inside(file: str, path: str) -> None:
 def _shard(index: str, name: str) -> Header:
     path = os.path.join(os.path.dirname(index), name)
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{index}: the index names {name!r}, and there is no such file")
+        raise FileNotFoundError(f"{index}: the index names {name!r}, but there is no such file")
     return read_header(path)

@@ -1,4 +1,4 @@
-"""Which tensor goes to which leaf of a target, and everything that does not fit."""
+"""Matching of tensors to the leaves of a target, with a list of everything that does not fit."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jstep.weights.dtypes import dtype_of
 from jstep.weights.header import Tensor
 from jstep.weights.names import Rule, rules, transformed
 
-_SHOWN = 200  # entries of a list in a message: enough to write down the names of a model's layers
+_SHOWN = 200  # entries of a list in a message: enough to show the names of a model's layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Wanted:
     Attributes:
         path: Its path.
         leaf: The leaf.
-        rule: Its tensor.
-        tensor: What the file has of that name; None where there is none, or it does not fit.
-        dtype: What the leaf will have.
+        rule: The name of its tensor, and the transform.
+        tensor: The tensor of that name; None if the file has none, or it does not fit.
+        dtype: The dtype of the loaded leaf.
         casts: Whether floating tensors of other dtypes fit.
     """
 
@@ -48,13 +48,13 @@ class Wanted:
         return isinstance(self.leaf, np.ndarray | np.generic)
 
     def difference(self, shape: Sequence[int], dtype: Any) -> str:
-        """What is wrong with an array for this leaf, in words; the empty string if nothing is."""
+        """Describe why an array does not fit this leaf; the empty string if it fits."""
         cast = self.casts and trees.is_floating(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
             return f"{self._named} is {as_text(shape, dtype)}, and {as_text(self.shape, own)} in target"
         if not self.on_host and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
-            return f"{self._named} is {as_text(shape, dtype)}, which JAX holds under jax_enable_x64 alone"
+            return f"{self._named} is {as_text(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
 
     @property
@@ -64,13 +64,13 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What a target finds in files.
+    """The result of matching a target to files.
 
     Attributes:
         wanted: The target's leaves, in its order.
-        missing: Leaves whose tensor is not there, in words.
-        unused: Tensors that no leaf has.
-        mismatched: What differs in shape or dtype, in words.
+        missing: Descriptions of leaves whose tensor does not exist.
+        unused: Tensors that no leaf uses.
+        mismatched: Descriptions of leaves that differ in shape or dtype.
     """
 
     wanted: list[Wanted]
@@ -79,7 +79,7 @@ class Fit:
     mismatched: list[str]
 
     def problems(self) -> str:
-        """All that does not fit, in words; the empty string if everything does."""
+        """Describe everything that does not fit; the empty string if everything fits."""
         return (
             listing("missing", self.missing, _SHOWN)
             + listing("unused", self.unused, _SHOWN)
@@ -88,13 +88,13 @@ class Fit:
 
 
 def fit(target: Any, tensors: Mapping[str, Tensor], names: Any, float_dtype: Any) -> Fit:
-    """Finds the tensor of each leaf of a target.
+    """Find the tensor of each leaf of a target.
 
     Args:
         target: A tree of arrays, numbers or `jax.ShapeDtypeStruct`.
-        tensors: By name.
-        names: What the user gave.
-        float_dtype: What floating leaves are to have; None for their own.
+        tensors: The tensors by name.
+        names: The user's argument.
+        float_dtype: The dtype of floating leaves; None to keep their own.
 
     Raises:
         TypeError: A leaf of the target has no shape and dtype, or `names` is wrong.
@@ -120,24 +120,24 @@ def fit(target: Any, tensors: Mapping[str, Tensor], names: Any, float_dtype: Any
     return found
 
 
-def with_transforms_tried(found: Fit) -> Fit:
-    """The same, with what transforms make of shapes: for an error about other leaves that is to be the only one.
+def with_transform_problems(found: Fit) -> Fit:
+    """Add the mismatches of leaves with transforms, so that one error lists all problems.
 
-    Nothing is read: each transform is called with ones. One that fails with these is left out.
+    Nothing is read: each transform is called with ones, and skipped if it fails with these.
     """
-    problems = [_tried(wanted) for wanted in found.wanted]
+    problems = [_transform_problem(wanted) for wanted in found.wanted]
     return dataclasses.replace(found, mismatched=[*found.mismatched, *filter(None, problems)])
 
 
-def _tried(wanted: Wanted) -> str:
+def _transform_problem(wanted: Wanted) -> str:
     if wanted.tensor is None or wanted.rule.transform is None:
         return ""
-    found = made_of_ones(wanted.rule.transform, wanted.tensor.shape, dtype_of(wanted.tensor.code), wanted.path)
+    found = transform_of_ones(wanted.rule.transform, wanted.tensor.shape, dtype_of(wanted.tensor.code), wanted.path)
     return "" if found is None else wanted.difference(found.shape, found.dtype)
 
 
-def made_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: str) -> Any:
-    """What a transform makes of an array of ones, which takes no memory; None where it fails with that."""
+def transform_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: str) -> Any:
+    """Return the result of a transform for an array of ones, which takes no memory; None if the transform fails."""
     ones = np.broadcast_to(np.ones((), dtype), tuple(shape))
     try:
         with np.errstate(all="ignore"):
@@ -151,7 +151,7 @@ def _problem(wanted: Wanted, tensor: Tensor) -> str:
     if dtype is None:
         return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}, which JAX cannot hold"
     if jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
-        return f"{wanted.path!r} is {wanted.dtype} in target, which safetensors does not have; name it None"
+        return f"{wanted.path!r} is {wanted.dtype} in target, which safetensors does not have; map it to None in names"
     return "" if wanted.rule.transform else wanted.difference(tensor.shape, dtype)
 
 
@@ -169,7 +169,7 @@ def _dtype(leaf: Any, path: str) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
         return leaf.dtype
     raise TypeError(
-        f"target: {trees.quoted(path)} is {type(leaf).__name__}; give an array or a jax.ShapeDtypeStruct for each "
-        "leaf, such as jax.eval_shape(init, key), and keep other things out of it, for instance by "
+        f"target: {trees.quoted(path)} is {type(leaf).__name__}; pass an array or a jax.ShapeDtypeStruct for each "
+        "leaf, such as jax.eval_shape(init, key), and remove other leaves, for instance by "
         "equinox.partition(model, equinox.is_array) or flax.nnx.split(model)"
     )

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, which may come from anybody: nothing in it is believed before it is checked.
+"""Reading and validation of the header of a safetensors file, which is untrusted input.
 
 A file is 8 bytes with the size of the header, the header in JSON, and the bytes of the tensors without gaps.
 """
@@ -15,20 +15,20 @@ from jstep.weights.dtypes import bits_of, known
 
 METADATA = "__metadata__"
 LARGEST = 100_000_000
-"""Bytes of a header; the `safetensors` package refuses larger ones, too."""
+"""Maximum bytes of a header; the `safetensors` package refuses larger ones, too."""
 _LONGEST_AXIS = 2**63 - 1
 
 
 class Tensor(NamedTuple):
-    """Where a tensor is.
+    """A tensor in a file.
 
     Attributes:
         name: Its name.
-        code: Its dtype, as safetensors calls it.
+        code: The safetensors code of its dtype.
         shape: Its shape.
         file: The path of its file.
         start: The offset of its first byte in the file.
-        nbytes: How many there are.
+        nbytes: Its number of bytes.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says it holds.
+    """The content of a header.
 
     Attributes:
-        file: Its path.
-        tensors: By name, in the order of their bytes.
-        metadata: Strings beside them.
+        file: The path of the file.
+        tensors: The tensors by name, in the order of their bytes.
+        metadata: The metadata strings.
     """
 
     file: str
@@ -54,11 +54,11 @@ class Header(NamedTuple):
 
 
 class _DuplicateError(ValueError):
-    """A key occurs twice in an object of JSON."""
+    """A key occurs twice in a JSON object."""
 
 
 def read_header(path: str) -> Header:
-    """Reads and checks the header of a file.
+    """Read and check the header of a file.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -79,16 +79,16 @@ def read_header(path: str) -> Header:
 
 
 def parsed(text: bytes, path: str) -> dict[str, Any]:
-    """A JSON object in which no key occurs twice, at any depth.
+    """Parse a JSON object in which no key occurs twice, at any depth.
 
     Raises:
-        ValueError: It is not one; names the file.
+        ValueError: It is not such an object; names the file.
     """
     try:
         found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
         json.dumps(found, ensure_ascii=False).encode()
     except _DuplicateError as error:
-        raise ValueError(f"{path}: corrupted: {error} occurs twice, and readers may take either") from None
+        raise ValueError(f"{path}: corrupted: {error} occurs twice, and readers may use either value") from None
     except UnicodeError:
         raise ValueError(f"{path}: corrupted: is not UTF-8") from None
     except (ValueError, RecursionError) as error:
@@ -105,14 +105,14 @@ def _text(file: BinaryIO, path: str, size: int) -> bytes:
     length = int.from_bytes(first, "little")
     if length > LARGEST:
         raise ValueError(
-            f"{path}: is not a safetensors file, or its header is forged: it says that it has {length} bytes, and "
+            f"{path}: is not a safetensors file, or its header is malicious: its header size is {length} bytes, and "
             f"{LARGEST} are allowed"
         )
     if length > size - 8:
-        raise ValueError(f"{path}: is truncated: its header has {length} bytes, and the file {size}")
+        raise ValueError(f"{path}: is truncated: its header has {length} bytes, but the file has {size}")
     text = file.read(length)
     if len(text) < length:
-        raise ValueError(f"{path}: is truncated: its header has {length} bytes, and {len(text)} could be read")
+        raise ValueError(f"{path}: is truncated: its header has {length} bytes, but only {len(text)} could be read")
     if not text.startswith(b"{"):
         raise ValueError(f"{path}: is not a safetensors file: its header begins with {shown(text[:20])}")
     return text
@@ -126,7 +126,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _tensor(name: str, entry: Any, path: str, data: int) -> Tensor:
@@ -162,10 +162,10 @@ def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> N
     at, before = data, "the header"
     for tensor in tensors:
         if tensor.start != at:
-            what = "overlaps with" if tensor.start < at else f"lies {tensor.start - at} bytes behind"
+            what = "overlaps with" if tensor.start < at else f"begins {tensor.start - at} bytes behind"
             raise ValueError(f"{path}: corrupted: the tensor {shown(tensor.name)} {what} {before}")
         at, before = tensor.start + tensor.nbytes, f"the tensor {shown(tensor.name)}"
     if at > size:
-        raise ValueError(f"{path}: is truncated: it has {size} bytes, and its tensors need {at}")
+        raise ValueError(f"{path}: is truncated: it has {size} bytes, but its tensors need {at}")
     if at < size:
         raise ValueError(f"{path}: corrupted: {size - at} bytes at its end belong to no tensor")

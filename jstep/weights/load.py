@@ -1,4 +1,4 @@
-"""Loading weights: `load_weights`."""
+"""`load_weights`: loading of safetensors files."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from jstep.core.checks import as_bool, kind, shown
 from jstep.core.compile_only import refuse_compile_only
 from jstep.core.contexts import internal_transfers
 from jstep.weights.find import find_weights
-from jstep.weights.fit import Fit, Wanted, fit, with_transforms_tried
+from jstep.weights.fit import Fit, Wanted, fit, with_transform_problems
 from jstep.weights.names import Names, transformed
 from jstep.weights.package import confirm
 from jstep.weights.place import from_host, placed
@@ -33,24 +33,25 @@ def load_weights(
     dtype: Any = None,
     partial: bool = False,
 ) -> Any:
-    """Load weights from safetensors files, as the Hugging Face Hub has them.
+    """Load weights from safetensors files, such as those of the Hugging Face Hub.
 
-    Nothing is loaded that is not asked for: each device reads its own part of a file, and what several devices of a
-    process hold is read once. A leaf with a transform is the exception, for which each process reads the whole tensor.
-    The tensor of a leaf is `transform(tensors[names(path)])`.
+    A leaf is `transform(tensors[names(path)])`. Only the necessary bytes are read: each device reads its own part of a
+    file, and parts that several devices of a process hold are read once. For a leaf with a transform, however, each
+    process reads the whole tensor.
 
     Args:
         path: A file, a folder, or an index (`model.safetensors.index.json`) beside its shards, on this machine.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
-            shardings. A leaf without a sharding goes where JAX puts new arrays; a NumPy array is loaded as one.
-        names: What has another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a function of the
-            path, to the name of a tensor, to None for a leaf that stays as it is, or to a pair `(name, transform)`,
-            where `transform` makes the leaf of the stored tensor, a NumPy array (`numpy.transpose`). Paths that a
-            mapping does not mention are the names of their tensors. Two leaves may have one tensor (tied weights).
-        dtype: What to cast floating tensors to, whatever dtype their leaves of target have; None to require these.
-            Integers and booleans are never cast.
-        partial: Whether to load what fits: the rest of target, which then must have values, stays, and what is missing,
-            unused or mismatched is logged as a warning.
+            shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one.
+        names: Leaves that have another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a
+            function of the path, to the name of a tensor, to None for a leaf to keep unchanged, or to a pair
+            `(name, transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array
+            (`numpy.transpose`). Paths that a mapping does not mention are the names of their tensors. Two leaves may
+            share one tensor (tied weights).
+        dtype: The dtype to cast floating tensors to, whatever the dtypes of target; None to require the dtypes of
+            target. Integers and booleans are never cast.
+        partial: Whether to load only what fits: the other leaves of target, which then must have values, are kept, and
+            everything missing, unused or mismatched is logged as a warning.
 
     Returns:
         A tree like target. Its new arrays share no memory with anything and may be donated.
@@ -60,7 +61,7 @@ def load_weights(
         ImportError: The `safetensors` package is not installed: `pip install 'jstep[weights]'`.
         TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
         ValueError: A file is corrupted or malicious; names has a path that is not in target; target does not fit: lists
-            all tensors that are missing, unused or mismatched (shapes, dtypes); or a leaf that is to stay has no value.
+            all tensors that are missing, unused or mismatched (shapes, dtypes); or a leaf to keep has no value.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jstep
@@ -80,7 +81,7 @@ def load_weights(
     confirm(header.file for header in weights.files)
     found = fit(target, weights.tensors, names, float_dtype)
     if found.problems() and not partial:
-        raise _misfit(with_transforms_tried(found), weights.path)
+        raise _misfit(with_transform_problems(found), weights.path)
     for wanted in found.wanted:
         if wanted.tensor is None:
             _check_kept(wanted)
@@ -90,13 +91,13 @@ def load_weights(
             name: stack.enter_context(open(name, "rb", buffering=0))
             for name in dict.fromkeys(wanted.tensor.file for wanted in found.wanted if wanted.tensor)
         }
-        # First, since what they make of their tensors may not fit.
+        # Leaves with transforms come first, since the result of a transform may not fit.
         for i, wanted in enumerate(found.wanted):
             if wanted.tensor is not None and wanted.rule.transform is not None:
                 array = _transformed(wanted, files[wanted.tensor.file])
                 problem = wanted.difference(array.shape, array.dtype)
                 if problem and not partial:
-                    rest = with_transforms_tried(dataclasses.replace(found, wanted=found.wanted[i + 1 :]))
+                    rest = with_transform_problems(dataclasses.replace(found, wanted=found.wanted[i + 1 :]))
                     raise _misfit(dataclasses.replace(rest, mismatched=[problem, *rest.mismatched]), weights.path)
                 if problem:
                     found.mismatched.append(problem)
@@ -123,18 +124,18 @@ def _transformed(wanted: Wanted, file: io.RawIOBase) -> np.ndarray[Any, Any]:
 
 def _misfit(found: Fit, path: str) -> ValueError:
     return ValueError(
-        f"target does not fit {path}{found.problems()}. Nothing was loaded; names= says which tensor a leaf has (None: "
+        f"target does not fit {path}{found.problems()}. Nothing was loaded; names= maps leaves to tensors (None: "
         "none), dtype= casts floating tensors, and partial=True loads what fits"
     )
 
 
 def _check_kept(wanted: Wanted) -> None:
-    """Makes sure that a leaf that stays as it is has a value."""
+    """Check that a leaf that is kept has a value."""
     leaf = wanted.leaf
     if not has_value(leaf):
         raise ValueError(
-            f"target: {trees.quoted(wanted.path)} stays as it is, since names gives it no tensor or there is none that "
-            f"fits, and must have a value, got {'a deleted array' if isinstance(leaf, jax.Array) else 'a shape'}; give "
+            f"target: {trees.quoted(wanted.path)} stays as it is, since names maps it to None or no tensor fits, "
+            f"and must have a value, got {'a deleted array' if isinstance(leaf, jax.Array) else 'a shape'}; pass "
             "an array there"
         )
 

@@ -1,4 +1,4 @@
-"""Which leaf has which tensor: what users give as `names`."""
+"""The mapping from leaves to tensors: the `names` argument."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ _FORM = "must be the name of a tensor, a pair (name, transform), or None"
 
 
 class Rule(NamedTuple):
-    """What a leaf has.
+    """The tensor of a leaf.
 
     Attributes:
-        name: Its tensor; None where it has none.
-        transform: From the stored tensor to the leaf, or from the leaf to the tensor to store; None where both are one.
+        name: The name of the tensor; None if the leaf has no tensor.
+        transform: From the stored tensor to the leaf, or from the leaf to the tensor to store; None for the identity.
     """
 
     name: str | None
@@ -28,16 +28,16 @@ class Rule(NamedTuple):
 
 
 def rules(names: Any, tree: Any, what: str) -> list[Rule]:
-    """For each leaf of a tree its tensor, in JAX's order.
+    """Return the rule of each leaf of a tree, in JAX's order.
 
     Args:
-        names: What the user gave.
+        names: The user's argument.
         tree: The tree.
-        what: The argument that it is, for errors.
+        what: The name of the tree's argument, for errors.
 
     Raises:
-        TypeError: `names` has something else than names.
-        ValueError: It has a path that is not in the tree, or two leaves share a path.
+        TypeError: `names` has values other than names.
+        ValueError: `names` has a path that is not in the tree, or two leaves share a path.
     """
     known = paths.names_of(tree)
     for path, count in Counter(found[0] for found in known).items():
@@ -56,7 +56,7 @@ def rules(names: Any, tree: Any, what: str) -> list[Rule]:
 
 
 def _mapped(names: Mapping[Any, Any], known: list[tuple[str, ...]], what: str) -> list[Rule]:
-    # The whole path of a leaf comes before that of the box around another one.
+    # The full path of a leaf takes precedence over the path of another leaf's container.
     places = {found[1]: i for i, found in enumerate(known) if len(found) > 1}
     places |= {found[0]: i for i, found in enumerate(known)}
     found_at: dict[int, str] = {}
@@ -82,10 +82,10 @@ def _rule(path: str, entry: Any) -> Rule:
 
 
 def transformed(transform: Transform, array: Any, path: str) -> Any:
-    """The array that a user's function makes of one.
+    """Call a user's transform.
 
     Raises:
-        TypeError: It returned something else.
+        TypeError: It did not return an array.
     """
     try:
         result = transform(array)

@@ -1,15 +1,15 @@
-"""The `safetensors` package: the reference that has to agree with what is read and written here."""
+"""The `safetensors` package, the reference implementation that must accept all files read and written here."""
 
 from collections.abc import Iterable
 from typing import Any
 
 
 def confirm(paths: Iterable[str]) -> None:
-    """Has the package open files that were checked or written here, which reads their headers alone.
+    """Open files with the package, which reads only their headers.
 
     Raises:
-        ImportError: It is not installed.
-        ValueError: It refuses a file.
+        ImportError: The package is not installed.
+        ValueError: The package refuses a file.
     """
     safetensors = package()
     for path in paths:
@@ -24,7 +24,7 @@ def confirm(paths: Iterable[str]) -> None:
 
 
 def package() -> Any:
-    """The package.
+    """Import the package.
 
     Raises:
         ImportError: It is not installed.

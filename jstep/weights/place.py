@@ -1,4 +1,4 @@
-"""Tensors made into the leaves a target asks for: on the devices it asks for, and in nobody else's memory."""
+"""Placement of tensors as the leaves of a target, on its devices and in their own memory."""
 
 import functools
 import io
@@ -18,7 +18,7 @@ _logger = logging.getLogger("jstep")
 
 
 def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
-    """A leaf, read from its file: each device its own part, and what several devices of this process hold once.
+    """Read a leaf from its file: each device its own part; parts that several devices hold are read once.
 
     Args:
         wanted: The leaf, with its tensor and no transform.
@@ -36,7 +36,7 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
 
 
 def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
-    """A leaf, from the whole of it on the host."""
+    """Return a leaf from the whole array on the host."""
     array = _cast(wanted, array)
     if wanted.on_host:
         return np.array(array)
@@ -56,12 +56,12 @@ def _sharded(wanted: Wanted, sharding: Any, parts: dict[Any, np.ndarray[Any, Any
 
     with internal_transfers():
         made = jax.make_array_from_callback(wanted.shape, sharding, part, dtype=wanted.dtype)
-        # The copy of an array on Explicit axes spells its sharding out.
+        # The sharding of a copy on Explicit axes spells out all axes; restore the requested form.
         return jax.device_put(made.copy(), sharding) if _is_lent(made, parts) else made
 
 
 def _is_lent(made: jax.Array, parts: dict[Any, np.ndarray[Any, Any]]) -> bool:
-    """Whether JAX built an array on NumPy's memory, as it may on the CPU: a donation would not reuse that."""
+    """Return whether an array aliases NumPy memory, as JAX may do on the CPU: a donation would not reuse it."""
     if {getattr(device, "platform", "") for device in made.sharding.device_set} != {"cpu"}:
         return False
     given = {array.ctypes.data for array in parts.values()}
@@ -69,7 +69,7 @@ def _is_lent(made: jax.Array, parts: dict[Any, np.ndarray[Any, Any]]) -> bool:
 
 
 def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array in the leaf's dtype; logged where finite numbers become infinite or NaN."""
+    """Cast an array to the leaf's dtype; a warning is logged if finite numbers become infinite or NaN."""
     if array.dtype == wanted.dtype:
         return array
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Reading tensors, or the parts of them that some devices hold, and nothing else of a file."""
+"""Reading of tensors, or only the parts that the devices of this process hold."""
 
 import io
 import itertools
@@ -13,17 +13,17 @@ from jstep.weights.header import Tensor
 
 Index = tuple[slice, ...]
 _SHORT = 4096
-"""Bytes of a run below which reading each run by itself costs more than reading what lies between."""
+"""Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
 
 
 def bounds(index: Index, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """A part as pairs (begin, end), one an axis: slices cannot be hashed, and may leave out their ends."""
+    """Return a part as pairs (begin, end), one per axis: slices are not hashable, and may omit their ends."""
     found = (one.indices(size) for one, size in zip(index, shape, strict=True))
     return tuple((begin, max(begin, end)) for begin, end, _ in found)
 
 
 def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor, in memory of its own."""
+    """Read a whole tensor into new memory."""
     (array,) = read_parts(file, tensor, [tuple((0, size) for size in tensor.shape)])
     return array
 
@@ -31,12 +31,12 @@ def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
 def read_parts(
     file: io.RawIOBase, tensor: Tensor, parts: Sequence[tuple[tuple[int, int], ...]]
 ) -> list[np.ndarray[Any, Any]]:
-    """Parts of a tensor, each in memory of its own; each byte is read once.
+    """Read parts of a tensor, each into new memory; each byte is read once.
 
     Args:
         file: The tensor's file, unbuffered.
-        tensor: Where it is.
-        parts: By their bounds; no two of them share an element.
+        tensor: The tensor.
+        parts: The bounds of the parts; no two of them share an element.
 
     Raises:
         ValueError: The file ends early, or holds bools that are neither 0 nor 1.
@@ -66,7 +66,7 @@ def _part(
 
 
 def _run(shape: Sequence[int], part: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """How many axes lie before the elements of a part that follow each other in the file, and how many these are."""
+    """Return the number of axes before the contiguous elements of a part, and the number of these elements."""
     axes = len(shape)
     while axes and part[axes - 1] == (0, shape[axes - 1]):
         axes -= 1
@@ -75,7 +75,7 @@ def _run(shape: Sequence[int], part: Sequence[tuple[int, int]]) -> tuple[int, in
 
 
 def _starts(shape: Sequence[int], part: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """The first element of each run, in order."""
+    """Yield the index of the first element of each run, in order."""
     axes, _ = _run(shape, part)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     first = sum(begin * stride for (begin, _), stride in zip(part[axes:], strides[axes:], strict=True))
@@ -89,5 +89,7 @@ def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> N
     while done < view.nbytes:
         count = file.readinto(view[done:])
         if not count:
-            raise ValueError(f"{tensor.file}: is truncated: it ends in the tensor {tensor.name!r}; did it change?")
+            raise ValueError(
+                f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
+            )
         done += count

@@ -1,4 +1,4 @@
-"""Saving weights: `save_weights`."""
+"""`save_weights`: saving as safetensors files."""
 
 import collections
 import math
@@ -17,18 +17,18 @@ from jstep.core.contexts import internal_transfers
 from jstep.distributed.agreement import max_over_processes
 from jstep.weights.dtypes import bits_of, code_of
 from jstep.weights.find import INDEX, local
-from jstep.weights.fit import made_of_ones
+from jstep.weights.fit import transform_of_ones
 from jstep.weights.header import METADATA
 from jstep.weights.names import Names, Rule, rules, transformed
 from jstep.weights.package import package
 from jstep.weights.write import Entry, Files, header_of, write_tensor
 
 _FORMAT = {"format": "pt"}
-"""Without it, `transformers` refuses a file."""
+"""Default metadata, without which `transformers` refuses a file."""
 
 
 class _Item(NamedTuple):
-    """A leaf to save, as the tensor that it becomes."""
+    """A leaf to save, and the tensor to store for it."""
 
     path: str
     leaf: Any
@@ -44,32 +44,32 @@ def save_weights(
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> str:
-    """Save weights as safetensors files, for `transformers`, vLLM and everything else that reads these.
+    """Save weights as safetensors files, for `transformers`, vLLM and other tools that read this format.
 
-    Saving is atomic: readers find the older weights until all files are written; an older index, shards or file of the
-    same name are removed with them. On several processes all of them call it and the first one writes, to a path that
-    only it needs to have.
+    Saving is atomic: readers find the older weights until all files are written; then an older index, shards or file
+    of the same name are removed. On several processes all of them call it and the first one writes, to a path that
+    only the first one needs to see.
 
     Args:
-        path: A file, such as `model.safetensors`. Its folder is made if there is none. Larger weights become
+        path: A file, such as `model.safetensors`. Its folder is created if necessary. Larger weights are written to
             `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`.
-        params: A tree of arrays, on any devices, of any sharding.
-        names: What has another name in the file: a mapping from paths of params (`"layers/0/wq"`), or a function of the
-            path, to the name of a tensor, to None for a leaf to leave out, or to a pair `(name, transform)`, where
-            `transform` makes the tensor to store of the leaf, as a NumPy array (`numpy.transpose`). Paths that a
-            mapping does not mention are the names of their tensors.
-        metadata: Strings to keep with the tensors; `{"format": "pt"}` if None, which `transformers` needs.
-        max_shard_bytes: The largest size of the tensors in one file. A tensor that is larger has a file of its own.
+        params: A tree of arrays, on any devices, with any sharding.
+        names: Leaves that have another name in the file: a mapping from paths of params (`"layers/0/wq"`), or a
+            function of the path, to the name of a tensor, to None for a leaf to leave out, or to a pair
+            `(name, transform)`, where `transform` computes the tensor to store from the leaf, a NumPy array
+            (`numpy.transpose`). Paths that a mapping does not mention are the names of their tensors.
+        metadata: Strings to store with the tensors; `{"format": "pt"}` if None, which `transformers` needs.
+        max_shard_bytes: The maximum size of the tensors in one file. A larger tensor has its own file.
 
     Returns:
         The path of the file, or of the index.
 
     Raises:
         ImportError: The `safetensors` package is not installed: `pip install 'jstep[weights]'`.
-        OSError: The files cannot be written. The older ones are as they were.
+        OSError: The files cannot be written. Older files are unchanged.
         TypeError: A leaf is not an array, or an argument is of the wrong type.
-        ValueError: Two leaves have one name; a dtype that safetensors does not have (PRNG keys, int4); a deleted array;
-            names has a path that is not in params.
+        ValueError: Two leaves have one name; a leaf has a dtype that safetensors lacks (PRNG keys, int4) or was
+            deleted; or names has a path that is not in params.
 
     Example:
         >>> import os, tempfile, jax.numpy as jnp, jstep
@@ -90,7 +90,7 @@ def save_weights(
     refuse_shapes(params, "params")
     shards = _shards(_items(params, names), limit)
     files = Files(path, len(shards))
-    # Gathering is a collective: the other processes take part to the end, whatever happens to the first one.
+    # Gathering is a collective: the other processes must take part to the end, even if the first one fails.
     arrays = (_array(item) for shard in shards for item in shard)
     failure: Exception | None = None
     if jax.process_index() == 0:
@@ -101,7 +101,7 @@ def save_weights(
     if jax.process_count() > 1:
         collections.deque(arrays, maxlen=0)
         if max_over_processes(np.array([failure is not None])).any() and failure is None:
-            raise RuntimeError(f"path={path!r}: process 0 could not save the weights; its error says why")
+            raise RuntimeError(f"path={path!r}: process 0 could not save the weights; see its error")
     if failure is not None:
         raise failure
     return files.path
@@ -124,11 +124,11 @@ def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any
 
 
 def _items(params: Any, names: Any) -> list[_Item]:
-    """All leaves to save.
+    """Return all leaves to save.
 
     Raises:
         TypeError: A leaf is not an array.
-        ValueError: Some cannot be saved, or two have one name; lists them.
+        ValueError: Leaves cannot be saved, or two have one name; lists them.
     """
     items, problems, owners = [], [], dict[str, str]()
     for (path, leaf), rule in zip(trees.leaves_with_paths(params), rules(names, params, "params"), strict=True):
@@ -147,8 +147,8 @@ def _items(params: Any, names: Any) -> list[_Item]:
             problems.append(f"{path!r} is {_kind(leaf)[1] if item.ready is None else item.ready.dtype}")
     if problems:
         raise ValueError(
-            f"params: cannot be saved: {'; '.join(problems)}. Safetensors holds floats, integers, booleans and "
-            "complex64, each under a name of its own; give names= another name, a (name, transform) pair, or None to "
+            f"params: cannot be saved: {'; '.join(problems)}. Safetensors supports floats, integers, booleans and "
+            "complex64, each under a unique name; in names=, give another name, a (name, transform) pair, or None to "
             "leave a leaf out"
         )
     if not items:
@@ -160,8 +160,8 @@ def _item(path: str, leaf: Any, rule: Rule) -> _Item:
     shape, dtype = _kind(leaf)
     ready = None
     if rule.transform is not None and not _is_key(dtype):
-        found = made_of_ones(rule.transform, shape, dtype, path)
-        if found is None:  # it looks at values
+        found = transform_of_ones(rule.transform, shape, dtype, path)
+        if found is None:  # the transform depends on values
             found = ready = _call(rule, _host(leaf), path)
         shape, dtype = tuple(found.shape), found.dtype
     code = code_of(dtype) or ""
@@ -170,7 +170,7 @@ def _item(path: str, leaf: Any, rule: Rule) -> _Item:
 
 
 def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
-    """Files: each is filled in the order of the tree, and sorted so that large elements are aligned."""
+    """Split leaves into files: each is filled in tree order, then sorted so that large elements are aligned."""
     shards: list[list[_Item]] = []
     size = limit + 1
     for item in items:
@@ -183,20 +183,20 @@ def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
 
 
 def _array(item: _Item) -> Any:
-    """The leaf on the host; None on processes that do not write it."""
+    """Return the leaf on the host; None if its tensor is computed already."""
     return None if item.ready is not None else _host(item.leaf)
 
 
 def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
-    """The tensor to store, of the leaf on the host."""
+    """Return the tensor to store for the leaf on the host."""
     if item.ready is not None:
         return item.ready
     if item.rule.transform is not None:
         array = _call(item.rule, array, item.path)
     if (array.shape, code_of(array.dtype)) != (item.entry.shape, item.entry.code):
         raise ValueError(
-            f"names: the transform for {item.path!r} made {array.dtype}{list(array.shape)} of the leaf, and "
-            f"{item.entry.code}{list(item.entry.shape)} of ones of its shape; it must depend on shape and dtype alone"
+            f"names: the transform for {item.path!r} returned {array.dtype}{list(array.shape)} for the leaf, but "
+            f"{item.entry.code}{list(item.entry.shape)} for ones of its shape; it must depend on shape and dtype alone"
         )
     return array
 
@@ -204,14 +204,14 @@ def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
 def _call(rule: Rule, array: Any, path: str) -> np.ndarray[Any, Any]:
     assert rule.transform is not None
     array = array.view()
-    array.flags.writeable = False  # it may be the user's own
+    array.flags.writeable = False  # it may alias the user's array
     result = transformed(rule.transform, array, path)
     with internal_transfers():
         return np.asarray(result)
 
 
 def _host(leaf: Any) -> np.ndarray[Any, Any]:
-    """A leaf on the host, whichever processes have its parts: on several processes a collective."""
+    """Return a leaf on the host, whichever processes hold its parts: a collective on several processes."""
     with internal_transfers():
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf, _kind(leaf)[1])
@@ -237,23 +237,23 @@ def _check_leaf(leaf: Any, path: str) -> None:
         raise TypeError(f"params: {trees.quoted(path)} is traced; save weights outside of jit")
     if not trees.is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
         raise TypeError(
-            f"params: {trees.quoted(path)} is {kind(leaf)}, and must be an array; keep other things out of it, for "
+            f"params: {trees.quoted(path)} is {kind(leaf)}, and must be an array; remove other leaves, for "
             "instance by equinox.filter(model, equinox.is_array) or flax.nnx.state(model)"
         )
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ValueError(f"params: {trees.quoted(path)} was deleted: a step that it was given to has donated it")
+        raise ValueError(f"params: {trees.quoted(path)} was deleted: it was donated to a step")
 
 
 def _bad_name(name: str) -> str:
-    """What is wrong with the name of a tensor; the empty string if nothing is."""
+    """Describe what is wrong with the name of a tensor; the empty string if nothing is."""
     if not name:
         return "has the empty name"
     if name == METADATA:
-        return f"has the name {name!r}, which is that of the metadata"
+        return f"has the name {name!r}, which is reserved for the metadata"
     try:
         name.encode()
     except UnicodeEncodeError:
-        return f"has the name {name!r}, which UTF-8 cannot hold"
+        return f"has the name {name!r}, which cannot be encoded as UTF-8"
     return ""
 
 
@@ -261,12 +261,12 @@ def _file(path: Any) -> str:
     found = local(path)
     if os.path.isdir(found) or not os.path.basename(found):
         raise IsADirectoryError(
-            f"path={found!r}: must be a file, got a folder; give {os.path.join(found, 'model.safetensors')!r}"
+            f"path={found!r}: must be a file, got a folder; pass {os.path.join(found, 'model.safetensors')!r}"
         )
     if found.endswith(INDEX):
         raise ValueError(
-            f"path={found!r}: must be a file for tensors, got an index; give {found.removesuffix(INDEX)!r}, and shards "
-            "and index are put beside it where the weights need several files"
+            f"path={found!r}: must be a file for tensors, got an index; pass {found.removesuffix(INDEX)!r}: shards "
+            "and index are written beside it if the weights need several files"
         )
     return found
 
@@ -283,5 +283,5 @@ def _metadata(metadata: Any) -> dict[str, str]:
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise ValueError(f"metadata: {text!r} must be a string that UTF-8 can hold") from None
+                raise ValueError(f"metadata: {text!r} must be encodable as UTF-8") from None
     return dict(metadata)

@@ -1,4 +1,4 @@
-"""Writing safetensors files: all of them under other names first, then all at once."""
+"""Atomic writing of safetensors files: to temporary names first, then all renamed together."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
     Attributes:
         name: Its name.
-        code: Its dtype, as safetensors calls it.
+        code: The safetensors code of its dtype.
         shape: Its shape.
         nbytes: Its size.
     """
@@ -37,10 +37,10 @@ class Entry(NamedTuple):
 
 
 def header_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a file: what it holds, in the order of the entries.
+    """Return the header of a file, with the entries in order.
 
     Raises:
-        ValueError: It is larger than readers allow.
+        ValueError: The header is larger than readers allow.
     """
     found: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
@@ -48,14 +48,14 @@ def header_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
         found[entry.name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
         at += entry.nbytes
     text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    text += b" " * (-len(text) % 8)  # align the tensors
     if len(text) > LARGEST:
         raise ValueError(f"the header would have {len(text)} bytes, and {LARGEST} are allowed; shorten the metadata")
     return len(text).to_bytes(8, "little") + text
 
 
 def write_tensor(file: Any, array: np.ndarray[Any, Any]) -> None:
-    """Appends the bytes of an array, in C order, the least significant first."""
+    """Append the bytes of an array, in C order and little-endian."""
     array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
     view = array.reshape(-1).view(np.uint8).data
     for at in range(0, view.nbytes, _AT_ONCE):
@@ -63,15 +63,15 @@ def write_tensor(file: Any, array: np.ndarray[Any, Any]) -> None:
 
 
 class Files:
-    """The files of one save, on the way to their names.
+    """The files of one save, which are written under temporary names and then published.
 
     Args:
-        path: What the user gave: the file, or that beside which shards and index go.
-        shards: How many.
+        path: The user's path: the file, or the name from which those of shards and index are derived.
+        shards: The number of shards.
 
     Attributes:
-        names: Of the files, in order.
-        path: Of the file, or of the index.
+        names: The names of the files, in order.
+        path: The path of the file, or of the index.
     """
 
     def __init__(self, path: str, shards: int) -> None:
@@ -84,28 +84,28 @@ class Files:
         self.path = path + INDEX if shards > 1 else path
 
     def begin(self) -> None:
-        """Makes the folder if there is none."""
+        """Create the folder if necessary."""
         os.makedirs(self._folder or ".", exist_ok=True)
 
     @contextlib.contextmanager
     def writing(self, number: int) -> Iterator[Any]:
-        """The context in which a file is written, under another name."""
+        """A context that opens a file under its temporary name for writing."""
         with self._new(self.names[number]) as file:
             yield file
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
-        """Gives the files their names, and removes what an older save has left.
+        """Rename the files to their final names, and remove those of an older save.
 
-        Whoever follows the index, meanwhile or after a crash, finds all of the older save, or all of this one.
+        Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one.
 
         Args:
-            shard_of: For each tensor the number of its file.
-            total_size: Bytes of all tensors.
+            shard_of: The number of the file of each tensor.
+            total_size: The bytes of all tensors.
         """
         confirm(self._temporary(name) for name in self.names)
         older, index = self._older(), self._base + INDEX
         sharded = len(self.names) > 1
-        # Where the older index leads to shards of the same names, ours are put beside them first.
+        # If the older index refers to shards of the same names, the new ones get interim names first.
         clash = sharded and not set(older).isdisjoint(self.names)
         first = [self._interim(name) for name in self.names] if clash else self.names
         moved: list[tuple[str, str]] = []
@@ -133,7 +133,7 @@ class Files:
         _sync(self._folder)
 
     def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
-        """Replaces the index by one that leads to files of these names."""
+        """Replace the index with one that refers to files of these names."""
         weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
         found = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with self._new(self._base + INDEX) as file:
@@ -143,28 +143,28 @@ class Files:
 
     @contextlib.contextmanager
     def _new(self, name: str) -> Iterator[Any]:
-        with open(self._temporary(name), "xb") as file:  # its mode is that of the umask
+        with open(self._temporary(name), "xb") as file:  # the umask sets its mode
             yield file
             file.flush()
             os.fsync(file.fileno())
 
     def discard(self) -> None:
-        """Removes what has not got its name."""
+        """Remove the temporary files that were not published."""
         for name in [*self.names, self._base + INDEX]:
             with contextlib.suppress(OSError):
                 os.remove(self._temporary(name))
 
     def _older(self) -> list[str]:
-        """What is there of an older save: the file, the index, and shards, however many there were."""
+        """Return the existing files of an older save: the file, the index and all shards."""
         return [name for name in os.listdir(self._folder or ".") if self._is_own(name)]
 
     def _is_own(self, name: str) -> bool:
-        """Whether a save under this path may have made a file."""
+        """Return whether a file may come from a save under this path."""
         shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{re.escape(self._suffix)}"
         return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
 
     def _orphans(self) -> list[str]:
-        """What saves of this host left here whose processes were killed."""
+        """Return the temporary files of killed processes of this host."""
         form = re.compile(rf"\.(.+)\.{_host()}-(\d+)-[0-9a-f]{{8}}\.tmp", re.DOTALL)
         found = [(name, form.fullmatch(name)) for name in os.listdir(self._folder or ".")]
         return [name for name, match in found if match and self._is_own(match[1]) and not _is_running(int(match[2]))]
@@ -176,7 +176,7 @@ class Files:
         return f"{name.removesuffix(self._suffix)}.{self._token[-8:]}{self._suffix}"
 
     def _temporary(self, name: str) -> str:
-        # No reader that takes all *.safetensors of a folder may find it.
+        # Readers that take all *.safetensors of a folder must not find it.
         return os.path.join(self._folder, f".{name}.{self._token}.tmp")
 
 
@@ -186,7 +186,7 @@ def _host() -> str:
 
 def _is_running(process: int) -> bool:
     if os.name != "posix":
-        return True  # os.kill would end it
+        return True  # os.kill would terminate the process
     try:
         os.kill(process, 0)
     except ProcessLookupError:

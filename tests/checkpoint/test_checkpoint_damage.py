@@ -27,7 +27,7 @@ class TestDamage:
                 saver.restore(target)
             assert path in str(error.value)
             assert os.path.relpath(file, path) in str(error.value)
-            assert "newest step that is whole is 2" in str(error.value)
+            assert "newest intact checkpoint is step 2" in str(error.value)
 
     def test_any_flipped_byte(self, saved):
         saver, path = saved
@@ -76,7 +76,7 @@ class TestDamage:
             path = saver.save(state_at(1))
             saver.wait()
             flip(f"{path}/_METADATA", 5)
-            said = f"No other checkpoint model-\\* in {tmp_path} is whole; to start anew, delete {path}\\."
+            said = f"No other checkpoint model-\\* in {tmp_path} is intact; to start from scratch, delete {path}\\."
             with pytest.raises(CheckpointError, match=said):
                 saver.restore(state_at(0))
 
@@ -84,7 +84,7 @@ class TestDamage:
         saver, path = saved
         for step in (2, 3):
             flip(max(files_of(path[:-1] + str(step)), key=os.path.getsize), 40)
-        with pytest.raises(CheckpointError, match="newest step that is whole is 1"):
+        with pytest.raises(CheckpointError, match="newest intact checkpoint is step 1"):
             saver.restore(state_at(0))
 
     def test_unverified(self, tmp_path):
@@ -104,9 +104,9 @@ class TestDamage:
         for file in files_of(path):
             os.rename(file, file + ".gone")
             for target in (state_at(0), None):
-                with pytest.raises(CheckpointError, match="newest step that is whole is 2") as error:
+                with pytest.raises(CheckpointError, match="newest intact checkpoint is step 2") as error:
                     saver.restore(target)
-                assert f"{path} is damaged: {os.path.relpath(file, path)} is missing" in str(error.value)
+                assert f"{path} is corrupted: {os.path.relpath(file, path)} is missing" in str(error.value)
                 assert f"delete {path}." in str(error.value)
             with pytest.raises(CheckpointError):
                 saver.extra()
@@ -141,9 +141,9 @@ class TestDamage:
         directory = os.path.dirname(path)
         shutil.copytree(path, f"{directory}/model-90")
         for step in (None, 90):
-            with pytest.raises(CheckpointError, match=r"model-90 is damaged: its name says step 90, .* step 3"):
+            with pytest.raises(CheckpointError, match=r"model-90 is corrupted: its name says step 90, .* step 3"):
                 saver.restore(state_at(0), step=step)
-            with pytest.raises(CheckpointError, match=r"newest step that is whole is 3 .*delete .*model-90\."):
+            with pytest.raises(CheckpointError, match=r"newest intact checkpoint is step 3 .*delete .*model-90\."):
                 saver.extra(step)
         shutil.rmtree(f"{directory}/model-90")
         assert int(saver.restore(state_at(0)).global_step) == 3

@@ -78,7 +78,7 @@ def test_a_right_seal_and_a_wrong_content(saved, change):
     forge(path, change)
     for call in (saver.restore, saver.extra, lambda: saver.restore(state_at(0))):
         with pytest.raises(
-            CheckpointError, match=r"model-2 is damaged: .*manifest.json.*newest step that is whole is 1"
+            CheckpointError, match=r"model-2 is corrupted: .*manifest.json.*newest intact checkpoint is step 1"
         ):
             call()
     # one such folder stops nothing else
@@ -95,7 +95,7 @@ def test_json_that_is_deeper_than_python(saved):
         body = b'{"format": 1, "extra": ' + b"[" * 100_000 + b"]" * 100_000
         file.write(body + b',\n "crc32": "' + f'{zlib.crc32(body):08x}"\n}}\n'.encode())
     assert latest_checkpoint(os.path.dirname(path)) == path
-    with pytest.raises(CheckpointError, match="model-2 is damaged"):
+    with pytest.raises(CheckpointError, match="model-2 is corrupted"):
         saver.restore(state_at(0))
 
 
@@ -103,7 +103,7 @@ def test_json_that_is_deeper_than_python(saved):
 def test_checksums_that_are_none(saved, record):
     saver, path = saved
     forge(path, lambda data: data["files"].update({"_METADATA": record}))
-    with pytest.raises(CheckpointError, match=r"model-2 is damaged: .*_METADATA"):
+    with pytest.raises(CheckpointError, match=r"model-2 is corrupted: .*_METADATA"):
         saver.restore(state_at(0))
 
 

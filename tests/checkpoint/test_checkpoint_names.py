@@ -116,13 +116,13 @@ class TestExtra:
     @pytest.mark.parametrize(
         ("extra", "match"),
         [
-            ({"a": {"b": np.float32(1)}}, r"extra\['a'\]\['b'\]: float32 is no JSON value; convert it with .tolist"),
+            ({"a": {"b": np.float32(1)}}, r"extra\['a'\]\['b'\]: float32 is not a JSON value; convert it with .tolist"),
             ({"a": [1, jnp.ones(2)]}, r"extra\['a'\]\[1\]: ArrayImpl"),
             ({"a": {1: 2}}, r"extra\['a'\]: the key 1 is int"),
             ({"a": b"x"}, r"extra\['a'\]: bytes"),
             ({"a": {1, 2}}, r"extra\['a'\]: set"),
             pytest.param(object(), "extra: object", id="object"),
-            pytest.param(cyclic(), r"extra\['a'\]\[1\]: holds itself", id="cyclic"),
+            pytest.param(cyclic(), r"extra\['a'\]\[1\]: contains itself", id="cyclic"),
             pytest.param(nested(100_000), "extra.*: is nested deeper than 100", id="deep"),
         ],
         ids=repr,

@@ -216,7 +216,7 @@ def test_read_only_directory(nobody):
                 saver.save(state_at(2, 2.0))
             assert saver.all_steps() == [1]
             assert (saver.restore()["params"]["w"] == 1).all()
-            with pytest.raises(PermissionError, match="directory of checkpoints cannot be made"):
+            with pytest.raises(PermissionError, match="directory of checkpoints cannot be created"):
                 Saver(os.path.join(directory, "below")).save(state_at(2, 2.0))
         os.chmod(directory, 0o755)
 

@@ -238,6 +238,6 @@ def test_damage_is_found_as_ever(tmp_path):
         path = saver.save(state_of())
         saver.wait()
         flip(os.path.join(path, "manifest.json"), 400)
-        with pytest.raises(jstep.CheckpointError, match="damaged"):
+        with pytest.raises(jstep.CheckpointError, match="corrupted"):
             saver.restore(state_of())
     assert files_of(path)

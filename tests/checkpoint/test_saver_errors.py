@@ -34,7 +34,7 @@ class TestErrors:
         with pytest.raises(TypeError, match="directory=3: must be a path or a URL"):
             Saver(3)
         saver = Saver(tmp_path / "file" / "below")
-        with pytest.raises(NotADirectoryError, match="directory of checkpoints cannot be made"):
+        with pytest.raises(NotADirectoryError, match="directory of checkpoints cannot be created"):
             saver.save(state_at(1))
 
     def test_what_cannot_be_saved(self, tmp_path):

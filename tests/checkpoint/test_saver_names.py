@@ -95,8 +95,8 @@ class TestPartial:
         target = jstep.TrainState.create({"w": jnp.zeros((3, 2)), "head": jnp.ones(2)}, NO_SLOTS)
         saver.restore(target, partial=True)
         assert "model-7 was restored in part" in caplog.text
-        assert "left as they were in target (1): 'params/head'" in caplog.text
-        assert "not used of the checkpoint (1): 'slots/momentum/w'" in caplog.text
+        assert "left unchanged in target (1): 'params/head'" in caplog.text
+        assert "not used from the checkpoint (1): 'slots/momentum/w'" in caplog.text
 
     def test_says_nothing_where_all_fits(self, saver, caplog):
         saver.restore(state_at(0), partial=True)

@@ -98,7 +98,7 @@ def test_a_failed_upload_loses_nothing(store, caplog):
         writer.add_summary(scalar("loss", 2.0), 2)
         writer.flush()
         assert points(writer.path) == {}
-        assert sum("is kept, and tried again" in record.message for record in caplog.records) == 1
+        assert sum("is kept, and the upload is retried" in record.message for record in caplog.records) == 1
     assert points(writer.path) == {1: 1.0, 2: 2.0}
 
 

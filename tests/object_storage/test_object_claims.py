@@ -148,7 +148,7 @@ def test_the_others_wait_for_the_first_as_long_as_it_lives(gcs, monkeypatch, bea
     nothing = lambda *args: b""  # noqa: E731
     save = object_save.ObjectSave(Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, (1, 2), (nothing,) * 2)
     if beats == "stopped":
-        with pytest.raises(jstep.CheckpointError, match="the first process has not said how it ended"):
+        with pytest.raises(jstep.CheckpointError, match="the first process has not reported the outcome"):
             save.wait()
     else:
         save.wait()

@@ -172,7 +172,7 @@ def test_a_flipped_byte_of_any_object_is_found(store):
             flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
             for damaged in (flipped, data[:at]):
                 store.objects["bkt"][key] = generation, damaged
-                with pytest.raises(jstep.CheckpointError, match=r"model-2/.*step that is whole is 1"):
+                with pytest.raises(jstep.CheckpointError, match=r"model-2/.*intact checkpoint is step 1"):
                     jstep.Saver(store.run).restore(state_at(0))
         del store.objects["bkt"][key]
         with pytest.raises((jstep.CheckpointError, FileNotFoundError)):

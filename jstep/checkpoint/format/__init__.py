@@ -1,1 +1,1 @@
-"""What a checkpoint is made of: its manifest, its leaves, and how they are stored."""
+"""The checkpoint format: manifest, leaves, and how leaves are stored and matched."""

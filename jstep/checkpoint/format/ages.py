@@ -1,4 +1,4 @@
-"""Slots that are fresh beside an age that is old: what a restore in part can leave behind, and how to see it."""
+"""Detection of fresh slots that a partial restore leaves beside an old age."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +14,15 @@ _AGE = "start_step"
 
 
 def warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
-    """What to say of slots that were left as they were while the state they belong to grew older; "" for nothing.
+    """Return a warning about slots that stayed fresh while their state was restored to an old age; "" if none did.
 
     An optimizer corrects its slots by their age, global_step + 1 − start_step: fresh zeros that count as 10 000
     steps old make its first updates several times too large.
 
     Args:
         target: The tree that was restored into.
-        values: Its leaves as they are now.
-        left: Which of them were left as they were.
+        values: Its leaves after the restore.
+        left: The indices of the leaves that were left unchanged.
     """
     leaves = jax.tree_util.tree_leaves_with_path(target)
     keys = [keys_of(path) for path, _ in leaves]
@@ -56,8 +56,8 @@ def _text(start: str, paths: Sequence[str], values: dict[tuple[str, ...], Any]) 
     shown = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
     return (
         f"Fresh slots meet an old age: {shown} were left as they were, and slots/{start} makes them {age} steps old, "
-        "so that the bias correction does not see them as fresh and their first updates are too large. Give them an "
-        'age of their own: with the optimizer partition({"old": …, "new": …}, labels), which keeps a start_step for '
-        f"each label, and a target made by TrainState.create(params, optimizer, global_step={step}); names= finds "
-        "what was saved under other slots."
+        "so that the bias correction does not treat them as fresh and their first updates are too large. Give them "
+        'their own age: use the optimizer partition({"old": …, "new": …}, labels), which keeps a start_step for '
+        f"each label, and a target from TrainState.create(params, optimizer, global_step={step}); names= maps "
+        "leaves that were saved under other slots."
     )

@@ -1,4 +1,4 @@
-"""Whether it pays to compress arrays: trained floats hardly shrink, the zeros of a fresh state vanish."""
+"""A heuristic for compressing arrays: trained floats hardly shrink, the zeros of a fresh state almost vanish."""
 
 import zlib
 from collections.abc import Iterable
@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-_ARRAYS = 64  # looked into, of all sizes
-_SAMPLE = 1024  # bytes from the middle of each
+_ARRAYS = 64  # number of arrays to sample, of all sizes
+_SAMPLE = 1024  # bytes from the middle of each array
 _WORTH_IT = 0.6
 
 
 def pays(arrays: Iterable[Any]) -> bool:
-    """Whether compression about halves the bytes, by a sample that takes a millisecond or two.
+    """Return whether compression about halves the bytes, by a sample that takes a millisecond or two.
 
-    Only arrays on the CPU are looked into. On several processes, which have to agree, it does not pay.
+    Only arrays on the CPU are sampled. Always False on several processes, which would have to agree.
     """
     by_size = sorted(arrays, key=lambda array: int(array.nbytes))
     looked_into = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them

@@ -1,4 +1,4 @@
-"""Leaves of a state that are no weights: counts of steps, and the scalars that guards keep."""
+"""Leaves of a state that are not weights: step counts, and the scalars of guards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ Kind = tuple[tuple[int, ...], str]
 
 
 def converts(keys: Keys, saved: Kind, wanted: Kind, steps: Sequence[int]) -> bool:
-    """Whether a leaf is a count of steps, which is the same number in 32 and in 64 bits.
+    """Return whether a leaf is a step count, which may convert between 32 and 64 bits.
 
-    The global step, and integer scalars among the slots; never a parameter.
+    These are the global step and integer scalars among the slots, never parameters.
 
     Args:
-        keys: Of the leaf in the target.
+        keys: The keys of the leaf in the target.
         saved: Its shape and dtype in the checkpoint.
-        wanted: Those in the target.
+        wanted: Its shape and dtype in the target.
         steps: The shape of the target's global step: a population has a step for each of its members.
     """
     if saved[0] != wanted[0] or {saved[1], wanted[1]} != _WIDTHS or _PARAMS in keys:
@@ -30,12 +30,13 @@ def converts(keys: Keys, saved: Kind, wanted: Kind, steps: Sequence[int]) -> boo
 
 
 def guards(missing: Mapping[Keys, Kind], steps: Sequence[int]) -> set[Keys]:
-    """Which of the slots that a checkpoint lacks are those of `skip_nonfinite` and `dynamic_loss_scale`.
+    """Return those slots missing in a checkpoint that belong to `skip_nonfinite` or `dynamic_loss_scale`.
 
-    They are known by name, shape, dtype and, of a loss scale, by each other; below any scope or label.
+    They are recognized by name, shape and dtype below any scope or label; the two slots of a loss scale must both be
+    missing.
 
     Args:
-        missing: The leaves that the checkpoint lacks, by their keys: shape and dtype in the target.
+        missing: The leaves that the checkpoint lacks: keys → shape and dtype in the target.
         steps: The shape of the target's global step.
     """
     found: set[Keys] = set()
@@ -53,7 +54,7 @@ def guards(missing: Mapping[Keys, Kind], steps: Sequence[int]) -> set[Keys]:
 
 
 def is_ageless(keys: Keys, leaf: Any) -> bool:
-    """Whether a slot is none that an optimizer corrects by its age: a count, a guard's scalar, a held value."""
+    """Return whether a slot is not subject to bias correction: a count, a guard's scalar or a held value."""
     names = keys[1].split("/")
     count = str(getattr(leaf, "dtype", "")) in _WIDTHS and not getattr(leaf, "shape", (0,))
     return count or names[-1] in (_LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE) or "held" in names

@@ -1,4 +1,4 @@
-"""The leaves of a state as a checkpoint knows them."""
+"""Records of the leaves of a state, and their conversion to and from stored arrays."""
 
 import functools
 import urllib.parse
@@ -12,15 +12,15 @@ import numpy as np
 from jstep.checkpoint.format.manifest import Leaf
 from jstep.core import trees
 
-# What tensorstore has no name for is stored as a type of the same values (integers) or the same bits (floats).
+# Types that tensorstore lacks are stored as a type with the same values (integers) or the same bits (floats).
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
 
 
 def named(state: Any) -> list[tuple[Leaf, Any]]:
-    """Every leaf of a state with its record.
+    """Return every leaf of a state with its record.
 
     Raises:
-        TypeError: A leaf is no array and no number, or has no value (names its path).
+        TypeError: A leaf is not an array or a number, or has no value (names its path).
         ValueError: A leaf was donated (names its path).
     """
     seen: dict[str, int] = {}
@@ -35,28 +35,28 @@ def named(state: Any) -> list[tuple[Leaf, Any]]:
 
 def _with_value(leaf: Any, path: str) -> Any:
     if trees.is_traced(leaf):
-        raise TypeError(f"state: {path!r} is traced; save outside of jit, from the state a compiled step returned")
+        raise TypeError(f"state: {path!r} is traced; save outside of jit, with the state that a compiled step returned")
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
             raise ValueError(
-                f"state: {path!r} was donated to a step, whose result holds its memory now. "
-                "Save the state a step returned, before it is passed on."
+                f"state: {path!r} was donated to a step and deleted. "
+                "Save the state that the step returned, before you pass it on."
             )
         if jax.process_count() > 1 and leaf.is_fully_addressable:
             raise ValueError(
-                f"state: {path!r} lies on one of {jax.process_count()} processes alone; a state that is saved by all "
-                "of them is laid out over all, as by jstep.shard_state(state, mesh, param_specs)"
+                f"state: {path!r} is on only one of {jax.process_count()} processes; a state that all processes save "
+                "must be sharded over all of them, for example by jstep.shard_state(state, mesh, param_specs)"
             )
         return leaf
     if isinstance(leaf, bool | int | float | complex):
         return np.asarray(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
-        return np.array(leaf)  # a copy: the caller may write into theirs while it is being saved
-    raise TypeError(f"state: {path!r} is {type(leaf).__name__}, which is no array or number and cannot be saved")
+        return np.array(leaf)  # a copy: the caller may modify the array while it is being saved
+    raise TypeError(f"state: {path!r} is {type(leaf).__name__}, which is not an array or number and cannot be saved")
 
 
 def _record(path: str, keys: tuple[str, ...], number: int, leaf: Any) -> Leaf:
-    # Distinct leaves may have one path, as in {"a": {"b": x}, "a/b": y}. Dots join keys in orbax.
+    # Distinct leaves may share a path, as in {"a": {"b": x}, "a/b": y}. Orbax joins keys with dots.
     array = urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E")
     array += f"#{number}" if number > 1 else ""
     impl, nbytes = None, int(leaf.nbytes) if not _is_key(leaf) else int(jax.random.key_data(leaf).nbytes)
@@ -71,7 +71,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def to_stored(record: Leaf, leaf: Any) -> Any:
-    """The array to store for a leaf, of a type that the storage format knows."""
+    """Return the array to store for a leaf, of a type that the storage format supports."""
     if record.key_impl is not None:
         return jax.random.key_data(leaf)
     if record.stored_as is None:
@@ -84,7 +84,7 @@ def to_stored(record: Leaf, leaf: Any) -> Any:
 
 
 def from_stored(record: Leaf, array: Any) -> Any:
-    """The leaf, from the array that was stored for it."""
+    """Return the leaf of a stored array."""
     if record.stored_as is None:
         return array
     if isinstance(array, np.ndarray):
@@ -99,7 +99,7 @@ def _same_bits(record: Leaf) -> bool:
 
 
 def stored_kind(record: Leaf) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of the array that is stored for a leaf, as the storage format has them."""
+    """Return the shape and dtype of the array that is stored for a leaf."""
     if record.key_impl is not None:
         key = _key_data(record.key_impl)
         return (*record.shape, *key.shape), str(key.dtype)
@@ -112,12 +112,12 @@ def _key_data(impl: str) -> Any:
 
 
 def by_id(saved: Sequence[Leaf]) -> dict[tuple[str, int], Leaf]:
-    """The leaves by path and, where several have one path, number."""
+    """Return the leaves by path and number, which tells leaves with the same path apart."""
     return dict(zip(ids(leaf.path for leaf in saved), saved, strict=True))
 
 
 def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
-    """Each path with its number among those that are the same: leaves of {'a': {'b': x}, 'a/b': y} share one."""
+    """Return each path with its number among equal paths: the leaves of {'a': {'b': x}, 'a/b': y} share one."""
     seen: dict[str, int] = {}
     ids = []
     for path in paths:
@@ -127,7 +127,7 @@ def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def nested(leaves: Sequence[tuple[Leaf, Any]]) -> dict[str, Any]:
-    """Nested dicts after the keys of each leaf, for looking."""
+    """Return nested dicts by the keys of each leaf, for inspection."""
     out: dict[str, Any] = {}
     for record, value in leaves:
         at = out

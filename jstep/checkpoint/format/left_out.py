@@ -1,4 +1,4 @@
-"""What a Saver leaves out: which leaves of a state, and the fingerprints by which they are known again."""
+"""Leaves that `Saver(leave_out=…)` does not save, and their fingerprints."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _PARAMS, _SLOTS = "params", "slots"
 
 
 def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
-    """The places, among the leaves of a state, of the parameters that are left out and of their slots.
+    """Return the indices, among the leaves of a state, of the parameters that are left out and of their slots.
 
     Raises:
         TypeError: `leave_out` has none of the forms of `var_list`.
@@ -30,7 +30,7 @@ def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
     params, slots = _field(state, _PARAMS), _field(state, _SLOTS)
     if params is None:
         raise ValueError(
-            f"{ARGUMENT}: must choose among the params of a state, and this {type(state).__name__} has none; save a "
+            f"{ARGUMENT}: selects among the params of a state, but this {type(state).__name__} has none; save a "
             "TrainState, or a dict with 'params'"
         )
     chosen = meant(params, leave_out, ARGUMENT)
@@ -46,7 +46,7 @@ def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
             return next(of_params)
         return bool(first == _SLOTS and rest and rest[0] in of_slots and next(of_slots[rest[0]]))
 
-    # The leaves of a part of a tree come in the same order as they do in the whole.
+    # The leaves of a subtree come in the same order as in the whole tree.
     return {i for i, (keys, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)) if is_left_out(keys)}
 
 
@@ -55,7 +55,7 @@ def _field(state: Any, name: str) -> Any:
 
 
 def started(named: Sequence[tuple[Leaf, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
-    """Starts the fingerprints of leaves, on the devices that hold them; the function returned waits for them."""
+    """Start computing the fingerprints of leaves on their devices; the returned function waits for them."""
     begun = _started([(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named], [value for _, value in named])
 
     def records() -> tuple[LeftOut, ...]:
@@ -69,7 +69,7 @@ def started(named: Sequence[tuple[Leaf, Any]]) -> Callable[[], tuple[LeftOut, ..
 
 
 def changed(pairs: Iterable[tuple[LeftOut, Any]]) -> list[LeftOut]:
-    """Of leaves that were left out, those of which a target has other values."""
+    """Return those left-out leaves whose values in a target differ from the fingerprint."""
     found = list(pairs)
     begun = _started([(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in found], [value for _, value in found])
     texts = _texts(begun, len(found))

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it holds, in words, and what is known of every file beside it.
+"""The manifest of a checkpoint: a JSON description of its leaves and files, with checksums.
 
-Orbax checks nothing: a flipped byte in its files restores silently. The manifest covers every byte: that of
-each file by the file's checksums, its own by the one in its last line.
+Orbax checks nothing: a flipped byte in its files restores silently. The manifest covers every byte: those of
+the files by their checksums, its own by the checksum in its last line.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _SEAL = ',\n "crc32": "'
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or what is on disk is not what was written."""
+    """A checkpoint could not be written, or is corrupted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Leaf:
     """One leaf of a saved state.
 
     Attributes:
-        path: As everywhere in jstep, such as `params/dense/kernel`.
-        keys: The keys the path is made of; they may hold slashes themselves.
-        shape: Of the leaf.
-        dtype: Of the leaf, such as `bfloat16` or `key<fry>`.
+        path: The path of the leaf, such as `params/dense/kernel`.
+        keys: The keys of the path, which may contain slashes themselves.
+        shape: The shape of the leaf.
+        dtype: The dtype of the leaf, such as `bfloat16` or `key<fry>`.
         nbytes: Its size in memory.
-        array: The name of the array that is stored; None where the leaf has no elements and nothing is stored.
-        stored_as: The dtype on disk, where the storage format does not know the leaf's.
-        key_impl: The generator of a PRNG key, whose raw data is what is stored.
+        array: The name of the stored array; None if the leaf has no elements and nothing is stored.
+        stored_as: The dtype on disk, if the storage format does not support the dtype of the leaf.
+        key_impl: The implementation of a PRNG key, whose raw data is stored.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Leaf:
     key_impl: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A short dict: what follows from the path is left out."""
+        """Return a short dict, without what follows from the path."""
         out: dict[str, Any] = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, "bytes": self.nbytes}
         if list(self.keys) != self.path.split("/"):
             out["keys"] = list(self.keys)
@@ -57,7 +57,7 @@ class Leaf:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
-        """The leaf that `to_json` wrote."""
+        """Return the leaf that `to_json` wrote."""
         path = _text(data["path"])
         return cls(
             path,
@@ -76,11 +76,11 @@ class LeftOut:
     """A leaf of the state that was not saved, by `Saver(leave_out=…)`.
 
     Attributes:
-        path: As everywhere in jstep, such as `params/base/kernel`.
-        keys: The keys the path is made of.
-        shape: Of the leaf.
-        dtype: Of the leaf.
-        fingerprint: Of the leaf, 16 hexadecimal digits, as `jstep.fingerprint(state, per_leaf=True)` has it.
+        path: The path of the leaf, such as `params/base/kernel`.
+        keys: The keys of the path.
+        shape: The shape of the leaf.
+        dtype: The dtype of the leaf.
+        fingerprint: 16 hexadecimal digits, as in `jstep.fingerprint(state, per_leaf=True)`.
     """
 
     path: str
@@ -90,14 +90,14 @@ class LeftOut:
     fingerprint: str
 
     def to_json(self) -> dict[str, Any]:
-        """A short dict: keys that follow from the path are not in it."""
+        """Return a short dict, without keys that follow from the path."""
         keys = {} if list(self.keys) == self.path.split("/") else {"keys": list(self.keys)}
         known = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, "fingerprint": self.fingerprint}
         return known | keys
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LeftOut":
-        """What `to_json` wrote."""
+        """Return the leaf that `to_json` wrote."""
         path = _text(data["path"])
         keys = tuple(map(_text, data.get("keys", path.split("/")))) or _refuse("a leaf without keys")
         shape = tuple(map(_count, data["shape"]))
@@ -106,18 +106,18 @@ class LeftOut:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         step: The global step of the state.
-        saved_at: When it was saved, in seconds since 1970.
-        leaves: Of the state, in its order.
+        saved_at: The time of the save, in seconds since 1970.
+        leaves: The leaves of the state, in its order.
         extra: The user's values.
-        retention: What `jstep.checkpoint.retention` remembers.
-        files: Path below the checkpoint → its size in bytes, and checksums or a stamp, as the store has them.
+        retention: The state of `jstep.checkpoint.retention`.
+        files: Path below the checkpoint → its size in bytes, and checksums or a stamp, depending on the store.
         jstep: The version that wrote it.
-        data: The folder below the checkpoint that holds the files; None where they lie beside the manifest.
-        left_out: Leaves of the state that were not saved: a target has to bring them.
+        data: The folder below the checkpoint that holds the files; None if they are beside the manifest.
+        left_out: Leaves of the state that were not saved; a target must provide them.
     """
 
     step: int
@@ -131,17 +131,17 @@ class Manifest:
     left_out: tuple[LeftOut, ...] = ()
 
     def paths(self) -> list[str]:
-        """The paths of all leaves of the state, saved or left out."""
+        """Return the paths of all leaves of the state, saved or left out."""
         return [leaf.path for leaf in self.leaves] + [leaf.path for leaf in self.left_out]
 
 
 def _version() -> str:
-    """Of the jstep that runs: what is installed under its name may be another, or nothing."""
+    """Return the version of the running jstep: another one, or none, may be installed under this name."""
     return str(sys.modules["jstep"].__version__)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON, a line for each leaf and file, sealed with a checksum of all before it."""
+    """Encode the manifest as JSON, with a line for each leaf and file, and a final checksum of all lines before it."""
     head = {
         "format": FORMAT,
         "jstep": manifest.jstep,
@@ -163,29 +163,29 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest that `encode` wrote.
+    """Decode the manifest that `encode` wrote.
 
     Raises:
-        CheckpointError: It is damaged or forged, or of a format this version does not know.
+        CheckpointError: It is corrupted or malicious, or has a format that this version does not know.
     """
     body, seal, tail = data.rpartition(_SEAL.encode())
     if not seal or tail != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
-        raise CheckpointError("its checksum differs: the file was cut short or changed")
+        raise CheckpointError("its checksum differs: the file was truncated or changed")
     try:
         loaded = json.loads(body + b"\n}")
         if loaded["format"] != FORMAT:
             raise CheckpointError(
-                f"format {loaded['format']}, written by jstep {loaded['jstep']}, and this version reads format "
+                f"format {loaded['format']}, written by jstep {loaded['jstep']}, but this version reads format "
                 f"{FORMAT}: read it with that version of jstep"
             )
         return _checked(loaded)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
-        raise CheckpointError(f"its checksum is right and its content is not what jstep writes ({reason})") from None
+        raise CheckpointError(f"its checksum is correct, but its content is not what jstep writes ({reason})") from None
 
 
 def _checked(loaded: Mapping[str, Any]) -> Manifest:
-    """Every field, of the type it has to have: a checksum says that nothing changed, not who wrote it."""
+    """Check the type of every field: a checksum shows that nothing changed, not who wrote it."""
     retention, files = dict(loaded["retention"]), dict(loaded["files"])
     for path, record in files.items():
         parts = path.split("/")
@@ -216,7 +216,7 @@ def _refuse(why: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else _refuse(f"{value!r:.50} is no text")
+    return value if isinstance(value, str) else _refuse(f"{value!r:.50} is not a string")
 
 
 def _text_or_none(value: Any) -> str | None:
@@ -225,9 +225,9 @@ def _text_or_none(value: Any) -> str | None:
 
 def _count(value: Any) -> int:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return value if whole else _refuse(f"{value!r:.50} is no count")
+    return value if whole else _refuse(f"{value!r:.50} is not a count")
 
 
 def _number(value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if number else _refuse(f"{value!r:.50} is no number")
+    return value if number else _refuse(f"{value!r:.50} is not a number")

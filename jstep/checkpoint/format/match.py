@@ -1,4 +1,4 @@
-"""How the leaves of a target are found among those of a checkpoint."""
+"""Matching of the leaves of a target to the leaves of a checkpoint."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +17,19 @@ STEP = counts.GLOBAL_STEP
 _SHOWN = 20  # paths listed in a message
 
 Names = Mapping[str, str] | Callable[[str], str | None]
-"""Path in the target → path in the checkpoint; what is not mentioned (None) has the same in both."""
+"""Path in the target → path in the checkpoint; leaves that are not mentioned (None) have the same path in both."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A leaf of a target, and the saved leaf to fill it with.
+    """A leaf of a target, and the saved leaf to restore into it.
 
     Attributes:
-        path: Its path.
+        path: The path of the leaf.
         leaf: The leaf.
-        source: The saved leaf; None if there is none that fits.
+        source: The saved leaf; None if no saved leaf fits.
         is_guard: Whether it belongs to a guard that the saved state did not have.
-        left_out: The record of a leaf that was left out of the checkpoint, for which the target's value is taken.
+        left_out: The record of a leaf that was left out of the checkpoint, so that the target's value is used.
     """
 
     path: str
@@ -41,13 +41,13 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """What a target finds in a checkpoint.
+    """The result of matching a target to a checkpoint.
 
     Attributes:
         wanted: The target's leaves, in its order.
-        missing: Their paths that the checkpoint lacks.
-        extra: Paths of the checkpoint that nothing in the target asks for.
-        differing: What differs in shape or dtype, in words.
+        missing: Paths of the target that the checkpoint lacks.
+        extra: Paths of the checkpoint that the target does not use.
+        differing: Descriptions of leaves that differ in shape or dtype.
     """
 
     wanted: list[Wanted]
@@ -56,7 +56,7 @@ class Match:
     differing: list[str]
 
     def differences(self) -> str:
-        """All that does not fit, in words; nothing where all does."""
+        """Describe everything that does not fit; the empty string if everything fits."""
         return (
             listing("missing in the checkpoint", [repr(path) for path in self.missing])
             + listing("extra in the checkpoint", [repr(path) for path in self.extra])
@@ -73,20 +73,20 @@ def match(
     where: str,
     left_out: Sequence[LeftOut] = (),
 ) -> Match:
-    """Finds the saved leaf of each leaf of a target.
+    """Find the saved leaf of each leaf of a target.
 
     Args:
         target: A tree of arrays, numbers or `jax.ShapeDtypeStruct`.
         saved: The leaves of the checkpoint.
-        averages: The slot of moving averages to take the place of params; None to leave params as they are.
-        partial: Whether what does not fit is passed over.
-        names: Paths in the checkpoint for paths of the target; None where all are the same.
-        where: The checkpoint, for errors.
+        averages: The slot of moving averages that replace params; None to restore params.
+        partial: Whether leaves that do not fit are skipped.
+        names: Paths in the checkpoint for paths of the target; None if all are the same.
+        where: The name of the checkpoint, for errors.
         left_out: The leaves that were left out of the checkpoint.
 
     Raises:
-        TypeError: A leaf of the target has no shape and dtype, or names has something else than paths.
-        ValueError: Something does not fit, or names has a path that is not there; lists it.
+        TypeError: A leaf of the target has no shape and dtype, or names has values other than paths.
+        ValueError: Something does not fit, or names has a path that does not exist; lists it.
     """
     records, absent = by_id(saved), dict(zip(ids(leaf.path for leaf in left_out), left_out, strict=True))
     flat = trees.leaves_with_paths(target)
@@ -133,7 +133,7 @@ def match(
     if not partial and found.differences():
         raise ValueError(
             f"target does not fit {where}{found.differences()}. Nothing was restored; "
-            "Saver.restore(target, partial=True) restores what fits, and names={…} finds what has another path."
+            "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path."
         )
     if flat and all(wanted.source is None for wanted in found.wanted):
         raise ValueError(
@@ -148,8 +148,8 @@ def match(
     ]
     if left:
         raise ValueError(
-            f"partial=True: {where} has no global_step that fits{found.differences()}; a trained state whose clock "
-            "starts at 0 would repeat its schedule and its data. To take parameters alone, give a target without "
+            f"partial=True: {where} has no global_step that fits{found.differences()}; a trained state whose step "
+            "starts at 0 would repeat its schedule and its data. To restore parameters alone, pass a target without "
             "a step, such as {'params': params}."
         )
     _check_left_out(found, where)
@@ -157,28 +157,28 @@ def match(
 
 
 def _check_left_out(found: Match, where: str) -> None:
-    """Makes sure that the target has the values that the checkpoint has not."""
+    """Check that the target has the values that the checkpoint lacks."""
     without = [repr(one.path) for one in found.wanted if one.left_out is not None and not has_value(one.leaf)]
     if without:
         raise ValueError(
-            f"target: these were left out of {where} by Saver(leave_out=…), so their values have to be in target, "
-            f"which has only shapes, or arrays that were donated{listing('without values', without)}. Give them as "
-            "they were when the run began, such as the pretrained parameters."
+            f"target: some leaves were left out of {where} by Saver(leave_out=…), so target must have their values, "
+            f"which has only shapes, or arrays that were donated{listing('without values', without)}. Pass the values "
+            "that the run started with, such as the pretrained parameters."
         )
 
 
 def has_value(leaf: Any) -> bool:
-    """Whether a leaf of a target is an array or number that can be read."""
+    """Return whether a leaf of a target is an array or number that can be read."""
     return not (isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()))
 
 
 def keys_of(path: Any) -> tuple[str, ...]:
-    """The keys of a leaf as texts."""
+    """Return the keys of a leaf as strings."""
     return tuple(trees.path_str((key,)) for key in path)
 
 
 def _renamed(names: Names | None, paths: Sequence[str], saved: set[str], where: str) -> dict[str, str]:
-    """Path in the target → path in the checkpoint, for those that differ."""
+    """Return path in the target → path in the checkpoint, for paths that differ."""
     if names is None:
         return {}
     if isinstance(names, Mapping):
@@ -196,17 +196,17 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: set[str], where: 
     for path, other in given.items():
         if not isinstance(other, str):
             raise TypeError(f"names: for {path!r} it has {shown(other)}: must be a path, got {kind(other)}")
-        # A function that leaves a path as it is has not said that the checkpoint has it.
+        # A function that returns a path unchanged does not imply that the checkpoint has it.
         if other not in saved and (other != path or isinstance(names, Mapping)):
             raise ValueError(
-                f"names: {path!r} is to be restored from {other!r}, which {where} does not have"
+                f"names: {path!r} should be restored from {other!r}, which {where} does not have"
                 + trees.nearest(other, sorted(saved))
             )
     return given
 
 
 def average_of(key: tuple[str, int], known: Mapping[tuple[str, int], Any], slot: str | None) -> Any:
-    """The key of the moving average of a parameter, or None."""
+    """Return the key of the moving average of a parameter, or None."""
     path, number = key
     if slot is None or (path != "params" and not path.startswith("params/")):
         return None
@@ -219,16 +219,16 @@ def _is_average(path: str, slot: str | None) -> bool:
 
 
 def check_averages(slot: str, saved: Sequence[Leaf], where: str) -> None:
-    """Makes sure that there are averages.
+    """Check that the slot of averages exists.
 
     Raises:
-        ValueError: There is no such slot; names those there are.
+        ValueError: There is no such slot; lists the existing slots.
     """
     if not any(_is_average(leaf.path, slot) for leaf in saved):
         slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == "slots" and len(leaf.keys) > 1})
         raise ValueError(
-            f"use_averages: {where} has no slot {slot!r}{trees.nearest(slot, slots)}; it has {slots}. Averages are "
-            "kept by jstep.with_moving_average(optimizer, ema); use_averages takes the name of their slot as well."
+            f"use_averages: {where} has no slot {slot!r}{trees.nearest(slot, slots)}; it has {slots}. Use "
+            "jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the name of a slot."
         )
 
 
@@ -238,18 +238,18 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
         return tuple(leaf.shape), str(leaf.dtype)
     raise TypeError(
-        f"target: {trees.quoted(path)} is {type(leaf).__name__}; give an array or a shape for each leaf, such as "
+        f"target: {trees.quoted(path)} is {type(leaf).__name__}; pass an array or a shape for each leaf, such as "
         "jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
     )
 
 
 def as_text(shape: Sequence[int], dtype: Any) -> str:
-    """Shape and dtype of an array in short, such as `float32[2,3]`."""
+    """Format the shape and dtype of an array, such as `float32[2,3]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def listing(title: str, items: Sequence[str], most: int = _SHOWN) -> str:
-    """A part of a message: the title, how many, and the first of them; nothing where there are none."""
+    """Format a part of a message: title, number of items, first items; the empty string if there are no items."""
     if not items:
         return ""
     more = f", … and {len(items) - most} more" if len(items) > most else ""

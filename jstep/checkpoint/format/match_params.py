@@ -1,4 +1,4 @@
-"""How parameters alone are found in a checkpoint: its slots and its step are not asked for."""
+"""Matching of parameters alone to a checkpoint, without its slots and step."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,40 +14,40 @@ PARAMS = "params"
 def match_params(
     target: Mapping[str, Any], manifest: Manifest, averages: str | None, names: Names | None, where: str
 ) -> Match:
-    """As `match`, for a target `{"params": params}`.
+    """Find the saved leaves like `match`, for a target `{"params": params}`.
 
     Args:
-        target: What is to be filled.
-        manifest: Of the checkpoint.
-        averages: The slot of moving averages to take the place of params; None to leave params as they are.
-        names: Paths in the checkpoint for paths of the target, each with `params/` before it or without.
-        where: The checkpoint, for errors.
+        target: The tree to restore into.
+        manifest: The manifest of the checkpoint.
+        averages: The slot of moving averages that replace params; None to restore params.
+        names: Paths in the checkpoint for paths of the target, each with or without `params/` before it.
+        where: The name of the checkpoint, for errors.
 
     Raises:
-        TypeError: A leaf of the target has no shape and dtype, or names has something else than paths.
+        TypeError: A leaf of the target has no shape and dtype, or names has values other than paths.
         ValueError: Something does not fit, or the checkpoint has no params; lists it.
     """
     if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
         raise ValueError(
             f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
-            "restore(None) shows them"
+            "restore(None) returns them"
         )
     paths = trees.paths_of(target)
     whole = _whole_names(names, set(paths), set(manifest.paths()))
-    # Anything may stand in for a parameter, by name or as its average; what is asked for is params.
+    # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
     found = match(target, manifest.leaves, averages, True, whole, where, manifest.left_out)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
     found = dataclasses.replace(found, extra=[path for path in found.extra if path in extra])
     if found.differences():
         raise ValueError(
             f"target_params does not fit the params of {where}{found.differences()}. Nothing was restored. names={{…}} "
-            "finds what has another path; Saver.restore({'params': target_params}, partial=True) restores what fits."
+            "maps leaves with another path; Saver.restore({'params': target_params}, partial=True) restores what fits."
         )
     return found
 
 
 def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
-    """The names with `params/` before what has to have it."""
+    """Return the names with `params/` added to the paths that need it."""
 
     def whole(path: Any, known: set[str]) -> Any:
         with_params = f"{PARAMS}/{path}"

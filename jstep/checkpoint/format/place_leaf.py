@@ -1,4 +1,4 @@
-"""Arrays read from a checkpoint, made into the leaves a target asks for: where it asks, and nobody else's memory."""
+"""Conversion of arrays read from a checkpoint to the leaves of a target, with its shardings and in their own memory."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from jstep.core import trees
 
 
 def sharding_of(leaf: Any, path: str) -> Any:
-    """The sharding a leaf of a target asks for; None where it leaves that to JAX.
+    """Return the sharding of a leaf of a target; None to leave the placement to JAX.
 
-    An array that JAX put where it puts new arrays (not committed) asks for nothing, so that a restored state
-    looks to a compiled step as the one that was created.
+    An uncommitted array has no sharding here, so that a compiled step sees a restored state as it sees a newly
+    created one.
 
     Raises:
-        ValueError: It cannot hold the leaf, or names no devices.
+        ValueError: The sharding does not fit the leaf, or names no devices.
     """
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
@@ -33,46 +33,46 @@ def sharding_of(leaf: Any, path: str) -> Any:
     try:
         sharding.shard_shape(tuple(leaf.shape))
     except ValueError as error:
-        raise ValueError(f"target: {path!r} cannot be sharded as asked: {error}") from None
+        raise ValueError(f"target: {path!r} cannot be sharded as requested: {error}") from None
     return sharding
 
 
 def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
-    """The sharding over the mesh that is set, if the target's has its form: `jax.eval_shape` gives such shardings."""
+    """Return the sharding over the current mesh if that has the form of the abstract mesh from `jax.eval_shape`."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
         raise ValueError(
-            f"target: the sharding of {path!r} is over an abstract mesh; give one over devices, or restore inside of "
+            f"target: the sharding of {path!r} is over an abstract mesh; pass one over devices, or restore inside "
             "jax.set_mesh(mesh)"
         )
     return jax.sharding.NamedSharding(mesh, sharding.spec)
 
 
 def stored_sharding(wanted: Wanted) -> Any:
-    """The sharding to read the stored array of a leaf with; None to read it as a NumPy array."""
+    """Return the sharding for reading the stored array of a leaf; None to read it as a NumPy array."""
     if isinstance(wanted.leaf, np.ndarray | np.generic):
         return None
     sharding = sharding_of(wanted.leaf, wanted.path)
     if wanted.source is not None and wanted.source.dtype != dtype_of(wanted):
-        return None  # a count of another width: converted on the host, which has both
+        return None  # a count of another width: converted on the host, which supports both
     is_key = wanted.source is not None and wanted.source.key_impl is not None
-    # The data of a key has further axes, which these two leave whole.
+    # The data of a key has additional axes, which these two shardings do not split.
     fits = isinstance(sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding)
     return sharding if fits or not is_key else None
 
 
 def dtype_of(wanted: Wanted) -> str:
-    """The dtype that a leaf of a target asks for."""
+    """Return the dtype of a leaf of a target."""
     leaf = wanted.leaf
     return str(leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
 
 def place_leaf(wanted: Wanted, read: Any) -> Any:
-    """The leaf, from the array that was read for it.
+    """Return the leaf of the array that was read for it.
 
     Args:
         wanted: The leaf of the target, with its source.
-        read: A NumPy array, or one with `stored_sharding`, to use up; None where nothing was stored.
+        read: A NumPy array, or one with `stored_sharding`, which may be donated; None if nothing was stored.
     """
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
@@ -97,7 +97,7 @@ def place_leaf(wanted: Wanted, read: Any) -> Any:
 
 
 def _count(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A count in the integers that the target has."""
+    """Convert a count to the integer dtype of the target."""
     converted = array.astype(dtype_of(wanted))
     if (converted != array).any():
         raise ValueError(
@@ -112,12 +112,12 @@ def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]
     value = _leaves.from_stored(record, array)
     value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
     if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
-        raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX holds under jax_enable_x64 alone")
+        raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX supports only with jax_enable_x64")
     return _own(value)
 
 
 def _own(array: np.ndarray[Any, Any]) -> jax.Array:
-    # On the CPU JAX may build an array on a NumPy array's memory, which then is not reused when it is donated.
+    # On the CPU, JAX may alias the memory of a NumPy array, which is then not reused when the array is donated.
     made = jax.device_put(array)
     lent = {device.platform for device in made.devices()} == {
         "cpu"
@@ -131,7 +131,7 @@ def _zeros(record: Leaf) -> np.ndarray[Any, Any]:
 
 
 def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str | None) -> dict[str, Any]:
-    """Nested dicts of NumPy arrays; params are their averages where asked."""
+    """Return nested dicts of NumPy arrays; `averages` replace params if given."""
     values = {}
     for key, record in _leaves.by_id(leaves).items():
         array = _zeros(record) if record.array is None else arrays[record.array]
@@ -145,14 +145,14 @@ def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: s
 
 
 def keep_target_leaf(wanted: Wanted, step: int) -> Any:
-    """A leaf of the target that nothing is restored into: a copy; of a guard's step, that of the checkpoint.
+    """Return a copy of a leaf of the target that nothing is restored into; a guard's step becomes the checkpoint's.
 
     Args:
         wanted: The leaf.
-        step: That of the checkpoint.
+        step: The step of the checkpoint.
 
     Raises:
-        ValueError: It has no value.
+        ValueError: The leaf has no value.
     """
     leaf = wanted.leaf
     if wanted.is_guard and jnp.issubdtype(dtype_of(wanted), jnp.integer):
@@ -163,7 +163,7 @@ def keep_target_leaf(wanted: Wanted, step: int) -> Any:
     if not has_value(leaf):
         raise ValueError(
             f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "
-            "with partial=True give arrays where the checkpoint has none"
+            "with partial=True, pass arrays for leaves that the checkpoint lacks"
         )
     return (
         leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))

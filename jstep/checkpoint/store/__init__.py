@@ -1,1 +1,1 @@
-"""Where checkpoints lie: a local directory, or below a URL of an object store."""
+"""Storage of checkpoints, in a local directory or below a URL of an object store."""

@@ -1,6 +1,6 @@
-"""Arrays cut into blocks of bytes: what a process writes of a state, and where each block belongs.
+"""Splitting of arrays into blocks, the units that a process writes to an object store.
 
-A block is a box of one array in C order. Its shard may have been larger; none is larger than the objects it goes into.
+A block is a box of one array in C order. Larger shards are split, so that no block is larger than an object.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Block:
 
     Attributes:
         array: The array's name.
-        start: Where the box begins, an index on each axis.
+        start: The index of the first element, one number per axis.
         data: Its values.
     """
 
@@ -32,9 +32,9 @@ class Block:
 
 
 def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
-    """What this process has to write: of each array the first replica of its shards, of a NumPy array the first's.
+    """Return the blocks that this process writes: first replicas of shards, and on process 0 also NumPy arrays.
 
-    The values are on the host when this returns; on the CPU they are the arrays' own memory, which is then not reused.
+    The values are on the host when this returns; on the CPU they alias the arrays, whose memory is then not reused.
     """
     shards: list[tuple[str, Box, Any]] = []
     for name, array in arrays.items():
@@ -58,7 +58,7 @@ def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
 
 
 def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
-    """Boxes of a shape, in C order, each a run of bytes no longer than `most` (or one element)."""
+    """Yield boxes of a shape in C order, each a run of at most `most` bytes (or one element)."""
     whole = tuple(slice(0, size) for size in shape)
     if math.prod(shape) * itemsize <= most:
         yield whole
@@ -70,13 +70,13 @@ def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
         part = slice(start, min(start + step, shape[axis]))
         if row <= most:
             yield (*whole[:axis], part, *whole[axis + 1 :])
-        else:  # one row at a time, itself cut
+        else:  # one row at a time, split further
             for rest in boxes(shape[axis + 1 :], itemsize, most):
                 yield (*whole[:axis], part, *rest)
 
 
 def overlap(box: Box, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
-    """Where a block and a box have elements in common: seen from the box, and from the block. None where nowhere."""
+    """Return the common elements of a block and a box, as indices into the box and the block; None if disjoint."""
     inside, outside = [], []
     for part, begin, size in zip(box, start, shape, strict=True):
         first, last = max(part.start, begin), min(part.stop, begin + size)

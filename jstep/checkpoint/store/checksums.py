@@ -1,7 +1,7 @@
 """Checksums of the files of a checkpoint in a directory.
 
-They are of files and not of arrays, so that a process which wrote only its shards can compute its part, and a process
-on another mesh, or with other shards, can verify them.
+Files are checksummed rather than arrays, so that a process that wrote only its shards can compute its part, and a
+process on another mesh, or with other shards, can verify them.
 """
 
 import concurrent.futures
@@ -14,13 +14,13 @@ from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, Manifest
 
-BLOCK = 64 * 2**20  # one checksum for so many bytes: large files are read by several threads
-_PIECE = 2**20  # what fits a core's cache
+BLOCK = 64 * 2**20  # bytes per checksum: large files are read by several threads
+_PIECE = 2**20  # bytes that fit the cache of a core
 _PART = "checksums.process_"
 
 
 def files_below(checkpoint: str) -> list[str]:
-    """The paths of all files of a checkpoint below it, the manifest left out, sorted."""
+    """Return the sorted paths, relative to the checkpoint, of all its files except the manifest."""
     found = [
         os.path.relpath(os.path.join(folder, name), checkpoint).replace(os.sep, "/")
         for folder, _, names in os.walk(checkpoint)
@@ -30,7 +30,7 @@ def files_below(checkpoint: str) -> list[str]:
 
 
 def records(checkpoint: str, paths: Iterable[str], threads: int = 2) -> dict[str, dict[str, Any]]:
-    """The size and checksums of some files of a checkpoint, for `Manifest.files`."""
+    """Return the sizes and checksums of some files of a checkpoint, for `Manifest.files`."""
     sizes = {path: os.path.getsize(os.path.join(checkpoint, path)) for path in paths}
     blocks = [(path, at) for path, size in sizes.items() for at in range(0, size, BLOCK)]
     with concurrent.futures.ThreadPoolExecutor(threads, "jstep-checksum") as pool:
@@ -52,13 +52,13 @@ def _checksum(path: str, at: int) -> str:
 
 
 def damage(checkpoint: str, manifest: Manifest, share: tuple[int, int] = (0, 1), threads: int = 8) -> list[str]:
-    """What is wrong with the files of a checkpoint, in words; nothing where all is well.
+    """Return descriptions of what is wrong with the files of a checkpoint; an empty list if it is intact.
 
     Args:
-        checkpoint: Its path.
+        checkpoint: The path of the checkpoint.
         manifest: Its manifest.
-        share: (i, n) to look at every n-th of the large files only, from the i-th on.
-        threads: How many read at once.
+        share: (i, n) to check only every n-th of the large files, starting at the i-th.
+        threads: The number of threads that read.
     """
     large = [path for path in sorted(manifest.files) if manifest.files[path]["bytes"] > _PIECE]
     others = set(large) - set(large[share[0] :: share[1]])
@@ -85,36 +85,36 @@ def _difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -
         return f"{actual['bytes']} bytes instead of {expected['bytes']}"
     sums = expected.get("crc32")
     if not isinstance(sums, list) or len(sums) != len(actual["crc32"]):
-        return "the manifest has no checksums of it"
+        return "the manifest has no checksums for it"
     bad = [i for i, pair in enumerate(zip(actual["crc32"], sums, strict=True)) if pair[0] != pair[1]]
     ranges = ", ".join(f"[{i * BLOCK}, {min((i + 1) * BLOCK, expected['bytes'])})" for i in bad)
     return f"the checksum of bytes {ranges} differs" if bad else ""
 
 
 def write_part(checkpoint: str, process: int) -> None:
-    """Computes the checksums of what one process wrote, and leaves them for `collect`."""
+    """Compute the checksums of the files that one process wrote, and store them for `collect`."""
     part = records(checkpoint, [path for path in files_below(checkpoint) if _is_of(path, process)])
     with open(os.path.join(checkpoint, f"{_PART}{process}"), "w") as file:
         json.dump(part, file)
 
 
 def _is_of(path: str, process: int) -> bool:
-    # Orbax's folders: ocdbt.process_3, and with a suffix for replicas.
+    # Orbax names its folders ocdbt.process_3, with a suffix for replicas.
     name = path.split("/")[0].removeprefix("ocdbt.process_")
     return name != path.split("/")[0] and re.match(r"[0-9]*", name)[0] == str(process)  # type: ignore[index]
 
 
 def collect(checkpoint: str, processes: int = 1) -> dict[str, dict[str, Any]]:
-    """The records of all files of a checkpoint: those that processes left, and the rest computed here.
+    """Return the records of all files of a checkpoint: those that processes stored, and the rest computed here.
 
     Raises:
-        OSError: One of several processes left none: it has failed.
+        OSError: One of several processes stored none: it has failed.
     """
     found: dict[str, dict[str, Any]] = {}
     paths = files_below(checkpoint)
     for process in range(processes if processes > 1 else 0):
         if f"{_PART}{process}" not in paths:
-            raise OSError(f"process {process} did not write its part, and says why")
+            raise OSError(f"process {process} did not write its part; see its error")
     for path in [path for path in paths if path.startswith(_PART)]:
         with open(os.path.join(checkpoint, path)) as file:
             found |= json.load(file)

@@ -1,10 +1,10 @@
-"""One writer of a prefix in a directory at a time: a locked file beside the checkpoints, gone when the writer is.
+"""Write lock of a prefix in a directory: a locked file beside the checkpoints, for one writer at a time.
 
-The lock is the operating system's, so it ends with the process however that ends, also on file systems over a network
-(NFS hands it to its server). A child of the process does not inherit it. The file says who has it.
+The lock belongs to the operating system, so it ends with the process however that ends, also on network file systems
+(NFS passes it to its server). A child process does not inherit it. The file names its owner.
 
-Where a file system knows no locks, what the file says has to do: of a process on this host one can tell whether it
-lives; one on another host counts as gone when it has not written for an hour.
+On file systems without locks, the content of the file decides: a process on this host is looked up; one on another host
+counts as dead when it has not written for an hour.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_SILENT = 3600.0  # seconds after which a writer on another host counts as gone, where there are no locks
+_SILENT = 3600.0  # seconds after which a writer on another host counts as dead, on file systems without locks
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 _HELD: "weakref.WeakSet[Claim]" = weakref.WeakSet()
 
 
 def file_of(directory: str, prefix: str) -> str:
-    """The file that whoever writes a prefix has locked."""
+    """Return the file that the writer of a prefix locks."""
     return os.path.join(directory, f".{prefix}.jstep-writer")
 
 
 class Claim:
-    """The right to write a prefix in a directory, from when it is made until `release`, or the end of the process.
+    """The exclusive right to write a prefix in a directory, until `release` or the end of the process.
 
     Raises:
-        CheckpointError: Somebody else has it; names host and process.
+        CheckpointError: Another writer has it; names its host and process.
         OSError: The directory cannot be written.
     """
 
@@ -49,18 +49,18 @@ class Claim:
         _HELD.add(self)
 
     def is_held(self) -> bool:
-        """Whether it is still what others see: the directory may have been removed, or this be a fork."""
+        """Return whether the claim still holds: the directory may have been removed, or this may be a fork."""
         if self._handle is None or self._pid != os.getpid():
             return False
         with contextlib.suppress(OSError):
             if not _same_file(self._handle, self.path):
                 return False
-            os.utime(self._handle)  # a sign of life
+            os.utime(self._handle)  # heartbeat
             return True
         return False
 
     def release(self) -> None:
-        """Gives it up."""
+        """Release the claim."""
         self._handle = None
         self._finalizer()
 
@@ -72,8 +72,8 @@ def _locked(path: str, directory: str, prefix: str) -> int:
             if not _lock(handle):
                 _refuse(handle, directory, prefix)
             if not ours:
-                os.unlink(path)  # what a killed writer left, who was another user
-            # Whoever had it before may have removed the file between our opening and our locking it.
+                os.unlink(path)  # left behind by a killed writer of another user
+            # The previous owner may have removed the file after we opened it and before we locked it.
             if _same_file(handle, path):
                 _write(handle, owner.this_process())
                 return handle
@@ -84,7 +84,7 @@ def _locked(path: str, directory: str, prefix: str) -> int:
 
 
 def _opened(path: str) -> tuple[int, bool]:
-    """The file, opened, and whether it may be written: one that another user left may not, as a rule."""
+    """Open the file, and return whether it is writable: one that another user left usually is not."""
     flags = getattr(os, "O_CLOEXEC", 0)
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), True
@@ -130,7 +130,7 @@ def _read(handle: int) -> dict[str, Any]:
 
 
 def _write(handle: int, who: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the lock counts, not what the file says
+    with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(who).encode(), 0)
 
@@ -141,7 +141,7 @@ def _refuse(handle: int, directory: str, prefix: str) -> NoReturn:
 
 def _unlock(path: str, handle: int, pid: int) -> None:
     if pid != os.getpid():
-        return  # a fork: its copy was closed when it began
+        return  # a fork: its copy was closed when it started
     with contextlib.suppress(OSError):
         if _same_file(handle, path):
             os.unlink(path)
@@ -149,8 +149,8 @@ def _unlock(path: str, handle: int, pid: int) -> None:
         os.close(handle)
 
 
-def _leave_to_the_parent() -> None:
-    """In a fork: closes its copies of the locked files, so that the claims end with the parent."""
+def _release_in_fork() -> None:
+    """Close a fork's copies of the locked files, so that the claims end with the parent."""
     for claim in list(_HELD):
         handle, claim._handle = claim._handle, None
         if handle is not None:
@@ -159,4 +159,4 @@ def _leave_to_the_parent() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
+    os.register_at_fork(after_in_child=_release_in_fork)

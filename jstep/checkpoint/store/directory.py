@@ -1,4 +1,4 @@
-"""Checkpoints in a local directory, or one on a file system that all processes share."""
+"""A store of checkpoints in a local directory, or one on a file system that all processes share."""
 
 import errno
 import gc
@@ -16,11 +16,11 @@ from jstep.checkpoint.store.protocol import Commit
 
 _logger = logging.getLogger("jstep")
 _HOLDERS: "weakref.WeakValueDictionary[str, Directory]" = weakref.WeakValueDictionary()
-"""Claims of this process, by their file."""
+"""The claims of this process: file → its store."""
 
 
 class Directory:
-    """A `Store` in a directory: a checkpoint is a folder, which is renamed to its name when it is whole."""
+    """A `Store` in a directory: a checkpoint is a folder, which is renamed to its final name when it is complete."""
 
     checks_what_it_reads = False
 
@@ -34,37 +34,37 @@ class Directory:
         self.is_left = False
 
     def path(self, name: str) -> str:
-        """As `Store.path`."""
+        """See `Store.path`."""
         return os.path.join(self.directory, name)
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """As `Store.newest_first`."""
+        """See `Store.newest_first`."""
         return listing.newest_first(self.directory, prefix, trusted)
 
     def at(self, prefix: str, step: int) -> str | None:
-        """As `Store.at`."""
+        """See `Store.at`."""
         return listing.at(self.directory, prefix, step)
 
     def broken(self, prefix: str, above: int) -> list[str]:
-        """As `Store.broken`."""
+        """See `Store.broken`."""
         return listing.broken(self.directory, prefix, above)
 
     def manifest(self, path: str) -> Manifest:
-        """As `Store.manifest`."""
+        """See `Store.manifest`."""
         return manifest_file.read(path)
 
     def damage(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-        """As `Store.damage`: every byte is read."""
+        """See `Store.damage`. Reads every byte."""
         return checksums.damage(path, manifest, share)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Store.restore`."""
-        from jstep.checkpoint.store import tensors  # not at the top: `import jstep` is quick, tensorstore is not
+        """See `Store.restore`."""
+        from jstep.checkpoint.store import tensors  # not at the top: importing tensorstore is slow
 
         return tensors.read(path, manifest, shardings)
 
     def claim(self, prefix: str) -> None:
-        """As `Store.claim`."""
+        """See `Store.claim`."""
         self._make()
         if self._claim is None or not self._claim.is_held():
             self._claim, self._swept = self._take(prefix), False
@@ -79,49 +79,49 @@ class Directory:
         except CheckpointError as error:
             if owner.THIS_ONE not in str(error):
                 raise
-            gc.collect()  # a Saver that nobody holds any more gives its claim up here, or when its write has ended
+            gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
             holder = _HOLDERS.get(os.path.realpath(file_of(self.directory, prefix)))
             if holder is not None and holder.is_left:
                 holder.finish()
             return Claim(self.directory, prefix)
 
     def finish(self) -> None:
-        """Ends what a Saver that nobody holds has begun; what went wrong is logged, since nobody would hear it."""
+        """Finish the save of an unreferenced Saver; an error is logged, since no call can raise it."""
         try:
             self.wait()
         except Exception:
-            _logger.exception("what was being saved in %s was not saved", self.directory)
+            _logger.exception("the save in progress in %s was not saved", self.directory)
         self.close()
 
     def _make(self) -> None:
         try:
             os.makedirs(self.directory, exist_ok=True)
         except OSError as error:
-            what = f"the directory of checkpoints cannot be made: {error.strerror}"
+            what = f"the directory of checkpoints cannot be created: {error.strerror}"
             raise OSError(error.errno, what, self.directory) from error
         if not os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             raise PermissionError(errno.EACCES, "the directory of checkpoints cannot be written", self.directory)
 
     def _orbax(self) -> Any:
         if self._arrays is None:
-            # Not at the top: `import jstep` is quick, orbax is not.
+            # Not at the top: importing Orbax is slow.
             from jstep.checkpoint.store import orbax_arrays
 
             self._arrays = orbax_arrays.Checkpointer(self._prefix or "")
         return self._arrays
 
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
-        """As `Store.save`."""
+        """See `Store.save`."""
 
         def publish(temporary: str, final: str) -> None:
-            import jax  # not at the top: what only reads a directory of checkpoints does without it
+            import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
             from jstep.checkpoint.store import tensors
 
             manifest = commit.seal(checksums.collect(temporary, jax.process_count()))
-            # Cleaners of old files remove what is being written, too, and the rest would look like a checkpoint.
+            # Cleaners of old files may remove files while they are written; the rest would look like a checkpoint.
             if lost := _lost(lambda: tensors.lacking(temporary, manifest)):
-                raise OSError(errno.ENOENT, f"{lost}: somebody removed files while they were written", temporary)
+                raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
             manifest_file.write(temporary, manifest)
             place.publish(temporary, final, [NAME, *manifest.files])
             commit.committed()
@@ -133,11 +133,11 @@ class Directory:
             self._explain(error)
             raise
         except BaseException:
-            self._swept = False  # interrupted: the next save clears away what is left
+            self._swept = False  # interrupted: the next save removes the remains
             raise
 
     def wait(self) -> None:
-        """As `Store.wait`."""
+        """See `Store.wait`."""
         try:
             if self._arrays is not None:
                 self._arrays.wait()
@@ -150,16 +150,16 @@ class Directory:
             raise no_space.full(self.directory, self._bytes) from error
 
     def abandon(self, path: str) -> None:
-        """As `Store.abandon`."""
+        """See `Store.abandon`."""
         self._swept = False
         place.remove(path + listing.TEMPORARY)
 
     def evict(self, path: str) -> None:
-        """As `Store.evict`."""
+        """See `Store.evict`."""
         place.evict(path)
 
     def close(self, wait: bool = True) -> None:
-        """As `Store.close`."""
+        """See `Store.close`."""
         if self._arrays is not None and wait:
             self._arrays.close()
         if self._claim is not None:
@@ -168,9 +168,9 @@ class Directory:
 
 
 def _lost(lacking: Callable[[], str | None]) -> str | None:
-    """What is not there of what was written, in words."""
+    """Describe what is missing of the written files; None if nothing is."""
     try:
         path = lacking()
-    except Exception as error:  # tensorstore has no types of errors
-        return f"what was written cannot be read ({str(error)[:300]})"
-    return path and f"{path!r} is not there any more"
+    except Exception as error:  # tensorstore has no error types
+        return f"the written files cannot be read ({str(error)[:300]})"
+    return path and f"{path!r} no longer exists"

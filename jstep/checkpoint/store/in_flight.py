@@ -1,4 +1,4 @@
-"""What this process is writing, known without loading what writes."""
+"""Registry of the writes in progress in this process, which does not import Orbax."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: their names, and which of them are whole."""
+"""Listing of the checkpoints in a directory: their names, and which of them are complete."""
 
 import logging
 import os
@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from jstep.checkpoint.format.manifest import NAME, CheckpointError
 from jstep.checkpoint.store import manifest_file
 
-TEMPORARY = ".orbax-checkpoint-tmp"  # orbax's name for what it has not finished
-REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one takes its place
+TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for unfinished checkpoints
+REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one replaces it
 DELETED = ".jstep-deleted"
 
 _OF_ORBAX = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"}
@@ -18,21 +18,21 @@ _logger = logging.getLogger("jstep")
 
 
 def name(prefix: str, step: int) -> str:
-    """`prefix-step`."""
+    """Return the name of a checkpoint, `prefix-step`."""
     return f"{prefix}-{step}"
 
 
 def newest_first(
     directory: str, prefix: str | None, trusted: Collection[int] = frozenset()
 ) -> Iterator[tuple[int, str]]:
-    """Step and path of every whole checkpoint, highest step first, looked into one by one.
+    """Yield step and path of every complete checkpoint, highest step first; folders are checked lazily.
 
-    Half-written, half-deleted and foreign folders are passed over. Files are looked for and not into.
+    Incomplete and foreign folders are skipped. Only the existence of files is checked, not their content.
 
     Args:
-        directory: May be missing.
-        prefix: Of the names; any where None.
-        trusted: Steps whose folders are not looked into at all.
+        directory: The directory of the checkpoints, which may be missing.
+        prefix: The prefix of the names; None for any prefix.
+        trusted: Steps whose folders are not checked at all.
     """
     given = set()
     for step, _, entry in _entries(directory, prefix):
@@ -46,12 +46,12 @@ def _entries(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
     start = ".+" if prefix is None else re.escape(prefix)
     pattern = re.compile(rf"({start})-{_STEP}({re.escape(REPLACED)})?", re.DOTALL)
     matches = [match for entry in listed(directory) if (match := pattern.fullmatch(entry))]
-    # A replaced checkpoint counts only where its successor never took its place.
+    # A replaced checkpoint counts only if its successor never took its place.
     return sorted(((int(match[2]), match[3] is None, match[0]) for match in matches), reverse=True)
 
 
 def listed(directory: str) -> list[str]:
-    """The names in a directory; none where it is missing."""
+    """Return the names in a directory; an empty list if it is missing."""
     try:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -59,16 +59,16 @@ def listed(directory: str) -> list[str]:
 
 
 def at(directory: str, prefix: str, step: int) -> str | None:
-    """The path of the whole checkpoint of a step, or None."""
+    """Return the path of the complete checkpoint of a step, or None."""
     final = os.path.join(directory, name(prefix, step))
     return next((path for path in (final, final + REPLACED) if is_whole(path)), None)
 
 
 def is_whole(path: str) -> bool:
-    """Whether a checkpoint has its manifest and every file the manifest names.
+    """Return whether a checkpoint has its manifest and every file that the manifest names.
 
-    A damaged manifest counts as there: restoring says what is wrong, where passing it over would silently
-    go back to an older step.
+    A corrupted manifest counts as present: restoring raises an error, while skipping it would silently return to an
+    older step.
     """
     lacks = missing(path)
     if lacks not in (None, NAME):
@@ -77,11 +77,11 @@ def is_whole(path: str) -> bool:
 
 
 def missing(path: str) -> str | None:
-    """The first file that a folder lacks to be a whole checkpoint; None where it is one."""
+    """Return the first missing file of a checkpoint; None if it is complete."""
     try:
         manifest = manifest_file.read(path)
     except CheckpointError:
-        # One that is no JSON of ours at all, beside nothing of ours, is somebody else's.
+        # An unreadable manifest without any other file of ours belongs to another program.
         return None if os.path.isfile(os.path.join(path, "_METADATA")) else NAME
     except OSError:
         return NAME
@@ -89,9 +89,9 @@ def missing(path: str) -> str | None:
 
 
 def broken(directory: str, prefix: str, above: int) -> list[str]:
-    """What has a checkpoint's name at a higher step, is one of ours by its files, and lacks some of them.
+    """Return problems of our checkpoints at higher steps that lack files.
 
-    No crash leaves such a one: a folder gets that name when it is whole, and loses it before it is deleted.
+    No crash leaves such a checkpoint: a folder gets its name when it is complete, and loses it before it is deleted.
     """
     problems = []
     for step, is_final, entry in _entries(directory, prefix):
@@ -102,7 +102,7 @@ def broken(directory: str, prefix: str, above: int) -> list[str]:
 
 
 def is_remains(path: str) -> bool:
-    """Whether a folder is a checkpoint, or what was left of one: nobody else's data."""
+    """Return whether a folder is a checkpoint or the remains of one, and not data of another program."""
     if os.path.islink(path) or not os.path.isdir(path):
         return False
     entries = set(listed(path))

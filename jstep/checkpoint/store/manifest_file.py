@@ -7,11 +7,11 @@ from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest, de
 
 
 def read(checkpoint: str) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: It is damaged (names its path).
-        FileNotFoundError: There is none.
+        CheckpointError: The manifest is corrupted (names its path).
+        FileNotFoundError: There is no manifest.
     """
     path = os.path.join(checkpoint, NAME)
     with open(path, "rb") as file:
@@ -22,12 +22,12 @@ def read(checkpoint: str) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-# One that is listed is found, opened and read: the same bytes, three times in a row. Nobody may change what comes back.
+# A manifest is decoded three times in a row when a checkpoint is listed, found and read. Callers must not modify it.
 _decoded = functools.lru_cache(maxsize=4)(decode)
 
 
 def write(checkpoint: str, manifest: Manifest) -> None:
-    """Puts the manifest into a checkpoint, and both onto the disk."""
+    """Write the manifest of a checkpoint, and flush it to disk."""
     with open(os.path.join(checkpoint, NAME), "wb") as file:
         file.write(encode(manifest))
         file.flush()

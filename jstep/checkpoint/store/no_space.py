@@ -1,4 +1,4 @@
-"""A disk that is full, found in whatever words the failure of a write comes."""
+"""Detection of a full disk in the errors of a failed write."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ _CODES = {errno.ENOSPC, errno.EDQUOT}
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that it comes from, is of a full disk or a quota."""
+    """Return whether an error, or one of its causes, reports a full disk or an exceeded quota."""
     seen = 0
     while error is not None and seen < 20:
         if (isinstance(error, OSError) and error.errno in _CODES) or _WORDS.search(str(error)):
@@ -20,11 +20,11 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def full(directory: str, needed: int) -> OSError:
-    """The error to raise, with what was needed in bytes, and what there is."""
+    """Return the error to raise, with the bytes needed and the bytes free."""
     try:
         free = f"{shutil.disk_usage(directory).free / 1e6:.1f} MB free"
     except OSError:
-        free = "how much is free cannot be told"
+        free = "free space unknown"
     return OSError(
         errno.ENOSPC,
         f"the disk is full ({needed / 1e6:.1f} MB needed, {free}: {os.strerror(errno.ENOSPC)}); make room, or keep "

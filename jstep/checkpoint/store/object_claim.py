@@ -1,8 +1,8 @@
-"""One writer of a prefix at a time, where there are no locks: an object that says who, and that its writer renews.
+"""Write lock of a prefix in an object store, which has no locks: an object that names its writer, who renews it.
 
-Of a process on this host one can tell whether it lives. One on another host counts as gone when its claim was not
-renewed while a newcomer looked on, which compares no clocks. Should it live after all, it finds its claim taken
-before it commits anything, and gives up.
+A process on this host is looked up. One on another host counts as dead if its claim is not renewed while a new writer
+watches, so that no clocks are compared. If it is alive after all, it finds its claim taken before it commits
+anything, and gives up.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ from jstep.stores import ABSENT, Directory
 BEAT = 10.0
 """Seconds between renewals."""
 SILENT = 25.0
-"""Seconds without one after which a writer on another host is gone."""
+"""Seconds without a renewal after which a writer on another host counts as dead."""
 
 _logger = logging.getLogger("jstep")
 _held: "weakref.WeakValueDictionary[str, ObjectClaim]" = weakref.WeakValueDictionary()
 
 
 def key_of(prefix: str) -> str:
-    """The object that says who writes a prefix."""
+    """Return the key of the object that names the writer of a prefix."""
     return f"~claims/{prefix}"
 
 
 class ObjectClaim:
-    """The right to write a prefix in a directory of objects, from when it is made until `release`.
+    """The exclusive right to write a prefix in a directory of objects, until `release`.
 
     Raises:
-        CheckpointError: Somebody else has it; names host and process.
+        CheckpointError: Another writer has it; names its host and process.
         OSError: The directory cannot be read or written.
     """
 
@@ -67,11 +67,11 @@ class ObjectClaim:
             if seen.data is None or self._is_free(who):
                 if (mine := self._objects.write_if(key, self._text(), seen.stamp)) is not None:
                     return mine
-            elif owner.is_alive(who) is not None or seen.stamp != stamp:  # it lives
+            elif owner.is_alive(who) is not None or seen.stamp != stamp:  # its owner is alive
                 raise CheckpointError(owner.refusal(self._objects.url, self._prefix, who))
             elif until is None:
                 _logger.info(
-                    "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it still does",
+                    "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it is still alive",
                     *(self._objects.url, who.get("pid"), who.get("host"), self._prefix, SILENT),
                 )
                 until = time.monotonic() + SILENT
@@ -83,11 +83,11 @@ class ObjectClaim:
             seen = self._objects.read(key)
 
     def _is_free(self, who: Mapping[str, Any]) -> bool:
-        """Whether whoever had it is gone for certain."""
+        """Return whether the previous owner is certainly dead."""
         if who.get("pid") == os.getpid() and owner.is_alive(who):
             number = str(who.get("id"))
             if (held := _held.get(number)) is not None:
-                # It may be of a Saver that nobody holds any more, but for the thread that saves.
+                # It may belong to a Saver that only its saving thread still references.
                 if held.saving is not None:
                     held.saving.join(max(0.0, self._objects.deadline() - time.monotonic() - 5))
                 del held
@@ -99,14 +99,14 @@ class ObjectClaim:
         return json.dumps(owner.this_process() | {"id": self.id, "beat": self._beats}).encode()
 
     def is_held(self) -> bool:
-        """Whether nobody has been seen to take it. `check` asks the store."""
+        """Return whether the claim is not known to be lost. `check` queries the store."""
         return not self._lost and not self._ended.is_set() and self._pid == os.getpid()
 
     def check(self) -> None:
-        """Makes sure that nobody has taken it: asked before every commit.
+        """Check that no other writer has taken the claim; called before every commit.
 
         Raises:
-            CheckpointError: Another process has; names it.
+            CheckpointError: Another process has taken it; names the process.
             OSError: The store cannot be read.
         """
         with self._lock:
@@ -125,7 +125,7 @@ class ObjectClaim:
         raise CheckpointError(owner.refusal(self._objects.url, self._prefix, who))
 
     def renew(self) -> None:
-        """Shows that its writer lives."""
+        """Renew the claim, which shows that its writer is alive."""
         with self._lock:
             if not self.is_held():
                 return
@@ -135,7 +135,7 @@ class ObjectClaim:
                 self._stamp = stamp
 
     def release(self, seconds: float = 5) -> None:
-        """Gives it up, for which it asks the store no longer than that; what stays is taken over by the next."""
+        """Release the claim within `seconds`; if that fails, the next writer takes it over."""
         self._ended.set()
         _held.pop(self.id, None)
         if self._pid != os.getpid() or self._lost or not self._lock.acquire(timeout=seconds):
@@ -151,13 +151,13 @@ def _renew(claim: "weakref.ref[ObjectClaim]", ended: threading.Event) -> None:
     while not ended.wait(BEAT):
         if (held := claim()) is None:
             return
-        with contextlib.suppress(OSError):  # the commit will say so, if it lasts
+        with contextlib.suppress(OSError):  # the commit raises it if it persists
             held.renew()
         del held
 
 
 def claimant(data: bytes | None) -> dict[str, Any]:
-    """Who a claim says has it; empty where it says nothing."""
+    """Return the owner that a claim names; empty if it names none."""
     try:
         who = json.loads(data or b"{}")
     except ValueError:

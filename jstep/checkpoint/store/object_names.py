@@ -1,9 +1,9 @@
-"""The keys of checkpoints below a URL, and which of them are ours.
+"""Keys of the objects of checkpoints below a URL.
 
 model-7/manifest.json               the checkpoint exists when this does
-model-7/data.1795172888-1f0e2d3c/   what one attempt to save it has written
-~claims/model                       who writes model-*
-~jstep                              the mark: a list without it is not whole
+model-7/data.1795172888-1f0e2d3c/   the objects of one attempt to save it
+~claims/model                       the writer of model-*
+~jstep                              the mark: a list without it is incomplete
 """
 
 import re
@@ -18,28 +18,28 @@ HOUR = 3600
 
 
 def attempt_of(time_and_number: tuple[int, int]) -> str:
-    """The name of an attempt: its time shows how old it is."""
+    """Return the name of an attempt, which contains its time."""
     return f"data.{time_and_number[0]}-{time_and_number[1]:08x}"
 
 
 def new_attempt(now: float) -> tuple[int, int]:
-    """What no other attempt is named by."""
+    """Return a unique time and number for an attempt."""
     return max(0, int(now)), secrets.randbits(31)
 
 
 def is_attempt(name: str | None) -> bool:
-    """Whether it is the name of an attempt."""
+    """Return whether it is the name of an attempt."""
     return name is not None and _ATTEMPT.fullmatch(name) is not None
 
 
 def is_old(attempt: str, now: float) -> bool:
-    """Whether an attempt began more than an hour ago: nobody writes it any more, and nobody reads it."""
+    """Return whether an attempt began more than an hour ago, so that it is no longer written or read."""
     match = _ATTEMPT.fullmatch(attempt)
     return match is not None and match[1] is not None and now - int(match[1]) > HOUR
 
 
 class Checkpoints:
-    """What a list of keys says of the checkpoints of a prefix, or of any."""
+    """The checkpoints of a prefix, or of any prefix, in a list of keys."""
 
     def __init__(self, keys: Iterable[str], prefix: str | None) -> None:
         self.committed: dict[str, int] = {}
@@ -56,5 +56,5 @@ class Checkpoints:
                 self.attempts.setdefault(match["name"], {}).setdefault(attempt, []).append(key)
 
     def newest_first(self) -> list[tuple[int, str]]:
-        """Step and name of the checkpoints, the highest step first."""
+        """Return step and name of the checkpoints, highest step first."""
         return sorted(((step, name) for name, step in self.committed.items()), reverse=True)

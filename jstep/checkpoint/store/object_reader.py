@@ -1,4 +1,4 @@
-"""Reading checkpoints below a URL: which there are, what they say, and their arrays."""
+"""Reading of checkpoints below a URL: listing, manifests and arrays."""
 
 import contextlib
 import math
@@ -13,15 +13,15 @@ from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.store import object_names as names
 from jstep.checkpoint.store import packs, unpack
 from jstep.checkpoint.store.object_names import Checkpoints
-from jstep.checkpoint.store.protocol import DamagedError
+from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.stores import Directory
 
 HURRIED = 5.0
-"""Seconds for what may as well not be done."""
+"""Seconds for optional requests."""
 
 
 class ObjectReader:
-    """The half of a `Store` below a URL that changes nothing."""
+    """The read-only half of a `Store` below a URL."""
 
     checks_what_it_reads = True
 
@@ -29,11 +29,11 @@ class ObjectReader:
         self.directory = url
         self._objects = Directory(url)
         self._keys: list[str] | None = None
-        """The list that a save has made, while it decides what to keep."""
+        """The list of a save in progress, while it decides which checkpoints to keep."""
         self._hurried = False
 
     def path(self, name: str) -> str:
-        """As `Store.path`."""
+        """See `Store.path`."""
         return self._objects.at(name)
 
     def _name(self, path: str) -> str:
@@ -43,7 +43,7 @@ class ObjectReader:
         return self._objects.listing("" if prefix is None else f"{prefix}-")
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """As `Store.newest_first`: what has a manifest. Objects are not looked for one by one, restoring does that."""
+        """See `Store.newest_first`. Only manifests are listed; missing objects are found on restore."""
         del trusted
         hurried, self._hurried = self._hurried, False
         with self._objects.within(HURRIED if hurried else math.inf):
@@ -52,24 +52,24 @@ class ObjectReader:
             yield step, self.path(name)
 
     def at(self, prefix: str, step: int) -> str | None:
-        """As `Store.at`."""
+        """See `Store.at`."""
         name = f"{prefix}-{step}"
         there = self._objects.read(f"{name}/{_manifest.NAME}").data is not None
         return self.path(name) if there else None
 
     def broken(self, prefix: str, above: int) -> list[str]:
-        """As `Store.broken`."""
+        """See `Store.broken`."""
         return []
 
     def manifest(self, path: str) -> Manifest:
-        """As `Store.manifest`."""
+        """See `Store.manifest`."""
         return self._manifest(path)[0]
 
     def _manifest(self, path: str) -> tuple[Manifest, bytes]:
         url = f"{path}/{_manifest.NAME}"
         found = self._objects.read(f"{self._name(path)}/{_manifest.NAME}")
         if found.data is None:
-            raise FileNotFoundError(f"{url}: there is no such object: the checkpoint was deleted")
+            raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
         try:
             manifest = _manifest.decode(found.data)
             if not names.is_attempt(manifest.data):
@@ -79,7 +79,7 @@ class ObjectReader:
         return manifest, found.stamp
 
     def damage(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-        """As `Store.damage`: every byte is read."""
+        """See `Store.damage`. Reads every byte."""
         try:
             blocks = self._blocks(path, manifest)
             mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
@@ -89,27 +89,27 @@ class ObjectReader:
             unpack.read(
                 self._objects, folder, blocks, lambda block, body: packs.decoded(block, body, dtypes[block.dtype])
             )
-        except DamagedError as error:
+        except CorruptedError as error:
             return error.problems
         except (TypeError, ValueError) as error:
             return [f"{path}: {error}"]
         return []
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Store.restore`: each process reads the blocks it needs, and compares the checksum of each."""
+        """See `Store.restore`. Each process reads the blocks that it needs and verifies their checksums."""
         if not shardings:
             return {}
         folder = f"{self._name(path)}/{manifest.data}"
         try:
             return unpack.arrays(self._objects, folder, manifest, self._blocks(path, manifest), shardings)
-        except DamagedError:
+        except CorruptedError:
             with contextlib.suppress(CheckpointError, OSError):
                 if self.manifest(path).data != manifest.data:
                     raise CheckpointError(f"{path} was replaced while it was read; restore it again") from None
             raise
 
     def _blocks(self, path: str, manifest: Manifest) -> list[packs.Stored]:
-        """All blocks of a checkpoint, from the parts that its processes wrote."""
+        """Return all blocks of a checkpoint, from the indexes that its processes wrote."""
         parts = {key: record for key, record in manifest.files.items() if key.split("/")[-1].startswith("part.")}
         reading = [(key, parts[key], self._objects.start_read(f"{self._name(path)}/{key}")) for key in parts]
         blocks: list[packs.Stored] = []
@@ -124,10 +124,10 @@ class ObjectReader:
                 try:
                     found = packs.read_index(data)[1]
                     if any(f"{manifest.data}/{block.pack}" not in manifest.files for block in found):
-                        raise ValueError("it names an object that the manifest does not")
+                        raise ValueError("it names an object that is not in the manifest")
                     blocks += found
                 except ValueError as error:
                     problems.append(f"{pending.url}: {error}")
         if problems:
-            raise DamagedError(problems)
+            raise CorruptedError(problems)
         return blocks

@@ -1,12 +1,12 @@
-"""One save into an object store, in a thread of its own: data, parts, manifest, and what it supersedes.
+"""One save to an object store in a background thread: data, parts, manifest, and removal of superseded objects.
 
-    1. every process writes its packs below data.<attempt>, and then its part: the index of them
-    2. the first waits for all parts, asks whether its claim still holds, and writes the manifest on the condition that
-       the one it has seen before is still there: from here on the checkpoint exists
-    3. the first tidies up, which never fails the save, and tells the others what became of it; where its network is
-       down, they see that it no longer renews its claim
+    1. Every process writes its packs below data.<attempt>, and then its part: the index of its packs.
+    2. The first process waits for all parts, checks that its claim still holds, and writes the manifest, on the
+       condition that the previous manifest is unchanged. From here on the checkpoint exists.
+    3. The first process removes old objects, which never fails the save, and reports the outcome to the others. If its
+       network is down, they see that it no longer renews its claim.
 
-A crash before 2 leaves objects that nothing names, which the next save clears.
+A crash before 2 leaves unreferenced objects, which the next save removes.
 """
 
 import atexit
@@ -25,30 +25,30 @@ from jstep.core.contexts import Thread
 from jstep.stores import Directory
 
 OUTCOME = "outcome.json"
-"""Where the first process says how a save has ended, to others if there are any."""
-_LEARN = 1800.0
-"""Seconds that the others wait to hear while the first shows that it lives: it may have much more to write."""
+"""The object in which the first process reports the outcome of a save to the others."""
+_OUTCOME_TIMEOUT = 1800.0
+"""Seconds that the others wait for the outcome while the first process is alive: it may have much more to write."""
 _SILENT = 60.0
-"""Seconds without a sign of life from the first, after which the others give up."""
+"""Seconds without a heartbeat of the first process after which the others give up."""
 _OTHERS = 120.0
-"""Seconds that processes wait for each other where there are no signs, beside ten times what their own part took."""
+"""Seconds that processes wait for each other without heartbeats, plus ten times the time of their own part."""
 
 _logger = logging.getLogger("jstep")
 _under_way: "set[ObjectSave]" = set()
 
 
 class ObjectSave:
-    """A save under way.
+    """A save in progress.
 
     Args:
-        objects: Where.
-        name: Of the checkpoint.
-        attempt: Below it.
-        blocks: What this process writes.
-        compress: Whether compressed.
-        process: Which this is, and of how many.
-        ends: On the first process `look()` is called before anything is written, and `commit(files, seen)` when all is,
-            with the records of all objects and what `look` returned.
+        objects: The directory of objects.
+        name: The name of the checkpoint.
+        attempt: The name of the attempt below it.
+        blocks: The blocks that this process writes.
+        compress: Whether to compress them.
+        process: The index of this process, and the number of processes.
+        ends: `(look, commit)`: the first process calls `look()` before anything is written, and `commit(files, seen)`
+            when everything is, with the records of all objects and the result of `look`.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class ObjectSave:
         self._blocks: Sequence[Block] = blocks
         self._compress, self._process, self._ends = compress, process, ends
         self._error: BaseException | None = None
-        _under_way.add(self)  # the interpreter ends when what was saved is there
+        _under_way.add(self)  # the interpreter waits at exit until the save is done
         self.thread = Thread(target=self._run, name=f"jstep-save-{name}", daemon=True)
         self.thread.start()
 
     def detach(self) -> None:
-        """Lets the interpreter end without it."""
+        """Let the interpreter exit without waiting for the save."""
         _under_way.discard(self)
 
     def wait(self) -> None:
-        """Waits for its end, and raises what went wrong."""
+        """Wait for the save to end, and raise its error if it failed."""
         self.thread.join()
         _under_way.discard(self)
         error, self._error = self._error, None
@@ -92,12 +92,12 @@ class ObjectSave:
                 if index == 0:
                     commit(self._parts(part, count, time.monotonic() - began), seen)
             except BaseException as error:
-                self._tell(f"{type(error).__name__}: {error}"[:300], count)
+                self._report(f"{type(error).__name__}: {error}"[:300], count)
                 raise
             if index == 0:
-                self._tell("", count)
+                self._report("", count)
             else:
-                self._learn(time.monotonic() - began)
+                self._await_outcome(time.monotonic() - began)
         except BaseException as error:
             self._error = error
         else:
@@ -111,7 +111,7 @@ class ObjectSave:
         return part
 
     def _parts(self, own: bytes, count: int, took: float) -> dict[str, dict[str, Any]]:
-        """The records of all objects of this attempt, for the manifest."""
+        """Return the records of all objects of this attempt, for the manifest."""
         files: dict[str, dict[str, Any]] = {}
         until = time.monotonic() + _OTHERS + 10 * took
 
@@ -137,35 +137,37 @@ class ObjectSave:
             pause = min(1.0, 1.5 * pause)
         return data
 
-    def _tell(self, failed: str, count: int) -> None:
-        """What became of it on this process, for those who wait to hear."""
+    def _report(self, failed: str, count: int) -> None:
+        """Report the outcome on this process to the processes that wait for it."""
         index = self._process[0]
         if count > 1 and (failed or index == 0):
             key = OUTCOME if index == 0 else f"part.{index}.json"
             try:
                 self._objects.write(f"{self.folder}/{key}", json.dumps({"failed": failed}).encode())
             except OSError as error:
-                _logger.warning("the other processes do not hear what became of %s: %s", self.folder, error)
+                _logger.warning(
+                    "the outcome of %s could not be reported to the other processes: %s", self.folder, error
+                )
 
-    def _learn(self, took: float) -> None:
-        signs = _Signs(self._objects, self.folder.partition("/")[0].rpartition("-")[0], _OTHERS + 10 * took)
-        missing = "the first process has not said how it ended"
-        data = self._polled(f"{self.folder}/{OUTCOME}", signs.are_missing, missing)
+    def _await_outcome(self, took: float) -> None:
+        heartbeats = _Heartbeats(self._objects, self.folder.partition("/")[0].rpartition("-")[0], _OTHERS + 10 * took)
+        missing = "the first process has not reported the outcome"
+        data = self._polled(f"{self.folder}/{OUTCOME}", heartbeats.are_missing, missing)
         if failed := json.loads(data)["failed"]:
             raise CheckpointError(f"on the first process: {failed}")
 
 
-class _Signs:
-    """Signs of life from the first process: it renews its claim, where it may replace objects."""
+class _Heartbeats:
+    """Heartbeats of the first process: it renews its claim, if it has the right to replace objects."""
 
     def __init__(self, objects: Directory, prefix: str, patience: float) -> None:
         self._objects, self._key = objects, key_of(prefix)
         began = time.monotonic()
-        self._until, self._latest, self._next = began + patience, began + _LEARN, began + BEAT
+        self._until, self._latest, self._next = began + patience, began + _OUTCOME_TIMEOUT, began + BEAT
         self._stamp, self._changed, self._renews = b"", began, False
 
     def are_missing(self) -> bool:
-        """Whether it has been silent for too long."""
+        """Return whether the first process has been silent for too long."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + BEAT

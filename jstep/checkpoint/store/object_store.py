@@ -1,4 +1,4 @@
-"""Checkpoints below a URL of an object store: a checkpoint is what its manifest says, and none without it."""
+"""A store of checkpoints below a URL of an object store: a checkpoint exists when its manifest does."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from jstep.checkpoint.store.protocol import Commit
 from jstep.stores import Pending
 
 START = 38.0
-"""Seconds in which the start of a run has found out whether it can read, list and write."""
+"""Seconds within which the start of a run checks that it can read, list and write."""
 _AT_ONCE = 16
 
 _logger = logging.getLogger("jstep")
@@ -40,7 +40,7 @@ class ObjectStore(ObjectReader):
         self._warned = self._forbidden = False
 
     def claim(self, prefix: str) -> None:
-        """As `Store.claim`: reads, lists and writes once, inside `START` seconds."""
+        """See `Store.claim`. Reads, lists and writes once, within `START` seconds."""
         if self._claimed is not None and self._claimed.is_held() and self._prefix == prefix:
             return
         with self._objects.within(START):
@@ -54,7 +54,7 @@ class ObjectStore(ObjectReader):
             self._claimed, self._prefix = claim, prefix
 
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
-        """As `Store.save`."""
+        """See `Store.save`."""
         process, count = jax.process_index(), jax.process_count()
         name = self._name(path)
         attempt = _agreed_attempt(commit.saved_at)
@@ -75,7 +75,7 @@ class ObjectStore(ObjectReader):
         self, name: str, attempt: str, files: Mapping[str, Mapping[str, Any]], commit: Commit, before: bytes
     ) -> None:
         keys = self._list(self._prefix)
-        self._keys = keys  # one list a save
+        self._keys = keys  # one list request per save
         try:
             sealed = commit.seal({f"{attempt}/{key}": record for key, record in files.items()})
             data = _manifest.encode(dataclasses.replace(sealed, data=attempt))
@@ -84,21 +84,21 @@ class ObjectStore(ObjectReader):
             with self._never_failing():
                 commit.committed()
                 if not self._forbidden:
-                    self._tidy(Checkpoints(keys, self._prefix), name, attempt, commit.saved_at)
+                    self._clean_up(Checkpoints(keys, self._prefix), name, attempt, commit.saved_at)
         finally:
             self._keys = None
 
     def _put(self, key: str, data: bytes, before: bytes) -> None:
-        """Writes the manifest, where the claim holds and nobody else has written it meanwhile."""
+        """Write the manifest, if the claim holds and no other writer has written it meanwhile."""
         if self._claimed is not None:
             self._claimed.check()
         stamp = self._objects.write_if(key, data, before)
         if stamp is None:
             raise CheckpointError(
-                f"{self._objects.at(key)} was written by another writer meanwhile, and is as that one left it; give "
-                "each run a directory or a prefix of its own"
+                f"{self._objects.at(key)} was written by another writer meanwhile, and is left unchanged; give "
+                "each run its own directory or prefix"
             )
-        try:  # who was suspended between the two may have lost its claim, and its data: no such checkpoint
+        try:  # a process suspended between the two may have lost its claim and its data: undo the commit
             if self._claimed is not None:
                 self._claimed.check()
         except OSError:
@@ -107,22 +107,22 @@ class ObjectStore(ObjectReader):
             self._objects.delete(key, stamp)
             raise
 
-    def _tidy(self, listed: Checkpoints, new: str, attempt: str, now: float) -> None:
-        """Clears what the new manifest has replaced, and what saves that were cut short have left."""
+    def _clean_up(self, listed: Checkpoints, new: str, attempt: str, now: float) -> None:
+        """Remove what the new manifest has replaced, and what interrupted saves left behind."""
         for name, attempts in listed.attempts.items():
             if name == new and name not in listed.committed:
                 victims = [old for old in attempts if old != attempt]
-            elif name == new:  # a reader may be at what was replaced
+            elif name == new:  # a reader may still read what was replaced
                 victims = [old for old in attempts if old != attempt and names.is_old(old, now)]
             elif name in listed.committed:
-                victims = self._old_ones(name, list(attempts), now)
-            else:  # a list is no evidence: only the store itself says that there is no manifest
+                victims = self._stale_attempts(name, list(attempts), now)
+            else:  # a list is not reliable: only a read shows that there is no manifest
                 gone = self._objects.read(f"{name}/{_manifest.NAME}").data is None
                 victims = list(attempts) if gone else []
             self._delete([key for victim in victims for key in attempts[victim]])
 
-    def _old_ones(self, name: str, attempts: Sequence[str], now: float) -> list[str]:
-        """Attempts of a checkpoint that is there, of more than an hour ago, that are not what it consists of."""
+    def _stale_attempts(self, name: str, attempts: Sequence[str], now: float) -> list[str]:
+        """Return attempts that are older than an hour and do not belong to an existing checkpoint."""
         old = [attempt for attempt in attempts if names.is_old(attempt, now)]
         if len(attempts) < 2 or not old:
             return []
@@ -130,24 +130,24 @@ class ObjectStore(ObjectReader):
         return [attempt for attempt in old if attempt != data]
 
     def wait(self) -> None:
-        """As `Store.wait`."""
+        """See `Store.wait`."""
         save, self._save = self._save, None
         if save is not None:
             save.wait()
 
     def abandon(self, path: str) -> None:
-        """As `Store.abandon`: what is left is cleared by the next save."""
-        self._hurried = True  # an error is to name what there is; where the store is down, it does without
+        """See `Store.abandon`. The next save removes what remains."""
+        self._hurried = True  # the error names the newest checkpoint only if the store responds quickly
         folder, self._saving = self._saving, ""
         if folder:
             with contextlib.suppress(OSError), self._objects.within(HURRIED):
                 left = self._objects.list(f"{folder}/", f"{folder}0")
-                self._delete([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still wait for it
+                self._delete([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still read it
 
     def evict(self, path: str) -> None:
-        """As `Store.evict`: the manifest first, on condition, then the data that is ours."""
+        """See `Store.evict`. Deletes the manifest first, if it is unchanged, then our data."""
         if self._forbidden and self._keys is not None:
-            return  # asking anew at each save, for ever more of them, is of no use
+            return  # trying again at each save, for more and more checkpoints, would be useless
         with self._never_failing():
             name = self._name(path)
             key = f"{name}/{_manifest.NAME}"
@@ -169,17 +169,17 @@ class ObjectStore(ObjectReader):
 
     @contextlib.contextmanager
     def _never_failing(self) -> Iterator[None]:
-        """The checkpoint is there; what could not be deleted is said once."""
+        """Never fail: the checkpoint exists, and what cannot be deleted is logged once."""
         try:
             yield
         except (OSError, CheckpointError) as error:
             self._forbidden = self._forbidden or isinstance(error, PermissionError)
             if not self._warned:
                 self._warned = True
-                _logger.warning("old checkpoints in %s stay: %s", self.directory, error)
+                _logger.warning("old checkpoints in %s stay, since they cannot be deleted: %s", self.directory, error)
 
     def close(self, wait: bool = True) -> None:
-        """As `Store.close`."""
+        """See `Store.close`."""
         if not wait and self._save is not None:
             self._save.detach()
         if self._claimed is not None:
@@ -188,7 +188,7 @@ class ObjectStore(ObjectReader):
 
 
 def _agreed_attempt(now: float) -> str:
-    """The name of a new attempt, the same on all processes."""
+    """Return the name of a new attempt, the same on all processes."""
     attempt = names.new_attempt(now)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils

@@ -1,4 +1,4 @@
-"""From what a user gives as a directory to the store that keeps checkpoints there."""
+"""Opening the store of a directory or URL."""
 
 from jstep.checkpoint.store.directory import Directory
 from jstep.checkpoint.store.protocol import Store
@@ -6,17 +6,17 @@ from jstep.stores import is_url
 
 
 def leave(store: Store) -> None:
-    """Nobody holds the Saver of a store any more, which was not closed: whoever comes next may end what it began."""
+    """Mark the store of a Saver that was not closed and is no longer referenced: the next writer finishes its save."""
     if isinstance(store, Directory):
         store.is_left = True
 
 
 def open_store(directory: str, prefix: str | None = None) -> Store:
-    """The store of a place.
+    """Return the store of a directory.
 
     Args:
         directory: An absolute path or a URL, as `arguments.directory` returns it.
-        prefix: Of the checkpoints that will be written, to tell apart what processes agree on; None only to read.
+        prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.
     """
     if not is_url(directory):
         return Directory(directory, prefix)

@@ -1,7 +1,7 @@
-"""Orbax, as far as it is needed: named arrays into a folder. The only module that imports it.
+"""Writing of named arrays to a folder with Orbax. The only module that imports Orbax.
 
-Orbax writes into a temporary folder, all processes together, and would rename it in the end. Here the
-folder is handed to `publish` instead, which adds the manifest and renames.
+Orbax writes to a temporary folder, all processes together, and would rename it at the end. Here the
+folder is passed to `publish` instead, which adds the manifest and renames it.
 """
 
 import atexit
@@ -23,16 +23,16 @@ from jstep.checkpoint.store.in_flight import IN_FLIGHT
 from jstep.checkpoint.store.listing import TEMPORARY
 from jstep.checkpoint.store.orbax_writes import TrackedWrites
 
-_TIMEOUT = 2 * 3600  # seconds in which a write has to end, on the slowest disk
+_TIMEOUT = 2 * 3600  # seconds within which a write must end, on the slowest disk
 
 _logger = logging.getLogger("jstep")
 
 
 class _Failure:
-    """What went wrong on this process while several write together.
+    """The error of this process while several processes write together.
 
-    A process that gave up alone would leave the others waiting for it for hours. So each goes on to the end, and says
-    at `wait` what happened to it; nothing is put in its place without the parts of all of them.
+    A process that gave up alone would leave the others waiting for hours. So each one continues to the end, and
+    raises its error at `wait`; nothing is published without the parts of all processes.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Failure:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """A block whose failure is raised at `wait`; where there is one process, at once."""
+        """A context whose error is raised at `wait`, or immediately if there is one process."""
         try:
             yield
         except Exception as error:
@@ -50,7 +50,7 @@ class _Failure:
 
 
 class _Written:
-    """The end of a process's writes, whether they succeed or not."""
+    """A future for all writes of this process, whether they succeed or fail."""
 
     def __init__(self, futures: Sequence[Any], temporary: str, failure: _Failure) -> None:
         self._futures, self._temporary, self._failure = futures, temporary, failure
@@ -61,7 +61,7 @@ class _Written:
 
     def _end(self, timeout: float | None) -> None:
         errors = _ended(self._futures, timeout)
-        if errors:  # raised when all have ended, so that nobody writes into a folder that is cleared away
+        if errors:  # raised when all have ended, so that no thread writes into a folder that is being removed
             raise errors[0]
         if jax.process_count() > 1:
             checksums.write_part(self._temporary, jax.process_index())
@@ -72,7 +72,7 @@ class _Written:
 
 
 def _ended(futures: Sequence[Any], timeout: float | None = None) -> list[Exception]:
-    """What went wrong, when all of them have ended."""
+    """Wait for all futures, and return their errors."""
     errors = []
     for future in futures:
         try:
@@ -91,14 +91,14 @@ class _NumpyArrays(TrackedWrites, ocp.type_handlers.NumpyHandler):  # type: igno
 
 
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Writes arrays, compressed or not, and on several processes the checksums of what each one wrote."""
+    """Writes arrays, compressed or not, and on several processes the checksums of the files of each one."""
 
     def __init__(self, failure: _Failure, begun: list[Any], **options: Any) -> None:
         self._failure, self._begun = failure, begun
         self._handlers = {flag: ocp.PyTreeCheckpointHandler(use_compression=flag, **options) for flag in (False, True)}
 
     async def async_save(self, directory: Any, args: "SaveArgs") -> list[Any]:
-        """Starts to write, in the background."""
+        """Start to write in the background."""
         arrays = ocp.args.PyTreeSave(args.arrays)
         try:
             futures = await self._handlers[args.compress].async_save(directory, args=arrays)
@@ -110,15 +110,15 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
             self._begun.clear()
 
     def save(self, directory: Any, args: "SaveArgs") -> None:
-        """Not used: `AsyncCheckpointer` calls `async_save`."""
+        """Unused: `AsyncCheckpointer` calls `async_save`."""
         raise NotImplementedError
 
     def restore(self, directory: Any, args: Any) -> Any:
-        """Not used: `tensors` reads."""
+        """Unused: `tensors` reads."""
         raise NotImplementedError
 
     def finalize(self, directory: Any) -> None:
-        """Joins what the processes wrote, on the first."""
+        """Merge the files of all processes, on the first one."""
         with self._failure.kept():
             if self._failure.error is None:
                 self._handlers[False].finalize(directory)
@@ -136,11 +136,11 @@ class SaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(Handler, for_restore=True)
 @dataclasses.dataclass
 class RestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Nothing: orbax takes a handler only where it has both."""
+    """Empty: Orbax accepts a handler only if it has both kinds of arguments."""
 
 
 class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
-    """A folder that `publish` renames, in place of orbax, which adds files to it just before."""
+    """A temporary folder that `publish` renames in place of Orbax, after Orbax has written its metadata."""
 
     publish: Callable[[str, str], None]
 
@@ -157,7 +157,7 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 
 
 class Checkpointer:
-    """Orbax, as far as it is needed: named arrays into a folder, by all processes together."""
+    """Writes named arrays to a folder with Orbax, all processes together."""
 
     @orbax_logs.silenced()
     def __init__(self, prefix: str) -> None:
@@ -172,17 +172,17 @@ class Checkpointer:
         self._failure = _Failure()
         self._async = ocp.AsyncCheckpointer(
             Handler(self._failure, begun, type_handler_registry=registry, multiprocessing_options=processes),
-            # Directories are made within `save`, so that it says at once what is wrong with them.
+            # Directories are created within `save`, so that it raises their errors immediately.
             async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT, create_directories_asynchronously=False),
             multiprocessing_options=processes,
-            # An existing checkpoint of the step is replaced once the new one is whole, by `publish`.
+            # `publish` replaces an existing checkpoint of the step once the new one is complete.
             file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
             temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
         )
 
     @orbax_logs.silenced()
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, publish: Callable[[str, str], None]) -> None:
-        """Starts to write; returns when the arrays may be donated. `publish(temporary, final)` ends the write."""
+        """Start to write; return when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
         if path + TEMPORARY not in IN_FLIGHT:
             orbax_logs.silence()
@@ -191,15 +191,15 @@ class Checkpointer:
         self._async.save(path, args=SaveArgs(dict(arrays), compress))
 
     def _end(self, temporary: str, final: str) -> None:
-        publish, self._publish = self._publish, _nothing  # held no longer than the write takes, with all it holds
+        publish, self._publish = self._publish, _nothing  # do not keep the function, and what it references, alive
         with self._failure.kept():
             if self._failure.error is None:
                 publish(temporary, final)
 
     def wait(self) -> None:
-        """Waits for the write to end, and raises what went wrong."""
+        """Wait for the write to end, and raise its error if it failed."""
         if self._pid != os.getpid():
-            return  # a fork has none of the threads
+            return  # a fork does not have the threads
         try:
             with orbax_logs.silenced():
                 self._async.wait_until_finished()
@@ -216,7 +216,7 @@ class Checkpointer:
 
     @orbax_logs.silenced()
     def close(self) -> None:
-        """Ends its threads."""
+        """End the threads."""
         self._async.close()
 
 
@@ -226,8 +226,8 @@ def _nothing(temporary: str, final: str) -> None:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """What is in flight when the interpreter ends is finished; orbax by itself would lose it."""
-    # Executors refuse work once threading shuts down, which is before atexit's turn.
+    """Register the writes in progress to be finished when the interpreter exits; Orbax would lose them."""
+    # Executors refuse work once threading shuts down, which happens before atexit functions run.
     with contextlib.suppress(RuntimeError):  # it is shutting down already
         getattr(threading, "_register_atexit", atexit.register)(_finish)
 

@@ -1,7 +1,7 @@
-"""Orbax without its log lines while a Saver writes: some twenty for each save, and hundreds for one that fails.
+"""Suppression of Orbax's log lines while a Saver writes: about twenty per save, and hundreds if it fails.
 
-What they have to say is said once, by jstep's own errors. The filters are on the loggers only while something is
-written, so that a program which uses orbax itself keeps its lines.
+jstep's errors report the same once. The filters are installed only while something is written, so that programs that
+use Orbax directly keep its log lines.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
 
 
 def _is_not_jsteps(record: logging.LogRecord) -> bool:
-    """Whether a record of asyncio is of somebody else: orbax leaves futures of a failed write to the collector."""
+    """Return whether an asyncio record is unrelated to jstep; Orbax leaves failed futures to garbage collection."""
     return TEMPORARY not in record.getMessage()
 
 
@@ -27,16 +27,16 @@ _writers = 0
 
 
 def silence() -> None:
-    """Drops orbax's log lines, from any thread, until as many calls of `unsilence`."""
+    """Drop Orbax's log lines from all threads, until `unsilence` was called as often."""
     global _writers
     with _lock:
         _writers += 1
         for name, one in _FILTERS.items():
-            logging.getLogger(name).addFilter(one)  # a second time changes nothing
+            logging.getLogger(name).addFilter(one)  # adding it again has no effect
 
 
 def unsilence() -> None:
-    """The end of what `silence` began."""
+    """Undo one call of `silence`."""
     global _writers
     with _lock:
         _writers -= 1
@@ -47,7 +47,7 @@ def unsilence() -> None:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """A block, or a decorated function, without them."""
+    """A context manager or decorator that drops Orbax's log lines."""
     silence()
     try:
         yield

@@ -1,8 +1,8 @@
-"""A write of orbax that fails ends when all that was begun with it has.
+"""Tracking of Orbax's concurrent writes, so that a failed save ends only when all of its writes have.
 
-Orbax writes arrays side by side in event loops, and raises at the first failure. The others would go on writing into a
-folder that is cleared away by then; tensorstore prints a traceback for each that finds its loop closed, and orbax logs
-a second failure when nobody silences it any more.
+Orbax writes arrays concurrently in event loops, and raises at the first failure. The other writes would continue into a
+folder that is removed by then; tensorstore prints a traceback for each one that finds its loop closed, and Orbax logs
+a second failure when it is no longer silenced.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from typing import Any
 
 
 class TrackedWrites:
-    """Mixed into a handler of orbax, so that all it has begun can be waited for.
+    """Mixin of an Orbax handler that records its writes.
 
     Args:
-        begun: Where it puts every write it begins, each of which ends when nothing is under way in its loop.
-        options: As the handler has them.
+        begun: The list to append every started write to. A write ends when all tasks in its loop have ended.
+        options: Options of the handler.
     """
 
     def __init__(self, begun: list[Any], **options: Any) -> None:
@@ -25,16 +25,16 @@ class TrackedWrites:
         self._begun = begun
 
     async def serialize(self, values: Any, infos: Sequence[Any], args: Any = None) -> Any:
-        """Starts to write, in the background."""
+        """Start to write in the background."""
         futures = await super().serialize(values, [_with_path_hook(info) for info in infos], args)  # type: ignore[misc]
         self._begun.extend(futures)
         return futures
 
 
 def _with_path_hook(info: Any) -> Any:
-    """What orbax knows of an array, with a function that it calls in the loop before it writes anything there."""
+    """Return Orbax's info of an array with a hook, which Orbax calls in the loop before it writes there."""
     if not hasattr(info, "await_path_creation"):
-        return info  # an orbax that calls nothing; what it prints then is not ours
+        return info  # another version of Orbax, which does not call the hook
     hooked = copy.copy(info)
 
     async def await_path_creation() -> None:
@@ -46,7 +46,7 @@ def _with_path_hook(info: Any) -> Any:
 
 
 def finish_before_closing(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes a loop finish its tasks in `close`."""
+    """Make a loop finish its tasks in `close`."""
     if not isinstance(loop.close, functools.partial):
         loop.close = functools.partial(_finish, loop, loop.close)  # type: ignore[method-assign]
 

@@ -1,4 +1,4 @@
-"""Who writes a prefix: a process of a host, and whether it still lives."""
+"""Identity of the process that writes a prefix, and whether it is alive."""
 
 import contextlib
 import os
@@ -10,13 +10,13 @@ THIS_ONE = ", which is this one"
 
 
 def this_process() -> dict[str, Any]:
-    """What says which process this is, on whichever host: for JSON."""
+    """Return a JSON dict that identifies this process among all hosts."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "space": _space(), "pid": pid, "started": started(pid)}
 
 
 def is_alive(owner: Mapping[str, Any]) -> bool | None:
-    """Whether a process lives; None where that cannot be told from here, since it is of another host or container."""
+    """Return whether a process is alive; None if it is on another host or in another container."""
     if owner.get("host") != socket.gethostname() or owner.get("space", _space()) != _space():
         return None
     pid = owner.get("pid", -1)
@@ -24,10 +24,10 @@ def is_alive(owner: Mapping[str, Any]) -> bool | None:
 
 
 def started(pid: int) -> str | None:
-    """When a process of this host began, in the system's own count: with its number, that says which one it is."""
+    """Return the start time of a process of this host in system ticks, which identifies it together with its PID."""
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]  # killed, and its parent has not looked yet
+        return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -38,7 +38,7 @@ def started(pid: int) -> str | None:
 
 
 def _space() -> str:
-    """What the numbers of processes belong to: hosts of one name are told apart by their boot, containers by theirs."""
+    """Return the namespace of PIDs: the boot ID separates hosts of the same name, the PID namespace containers."""
     found = []
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         found.append(file.read().strip())
@@ -48,7 +48,7 @@ def _space() -> str:
 
 
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> str:
-    """What a second writer is told."""
+    """Return the error message for a second writer."""
     host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
     mine = pid == os.getpid() and host == socket.gethostname() and owner.get("space", _space()) == _space()
     who = f"process {pid} on {host}" + (THIS_ONE if mine else "")
@@ -57,5 +57,5 @@ def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> str:
     )
     return (
         f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
-        f"other's checkpoints. Give this run a directory or a prefix of its own, or {way_out}."
+        f"other's checkpoints. Give this run its own directory or prefix, or {way_out}."
     )

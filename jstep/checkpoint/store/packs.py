@@ -1,10 +1,10 @@
-"""Blocks in objects: a few large objects for however many leaves, and an index that says what lies where.
+"""Packing of blocks into a few large objects, with an index of their positions.
 
-    data.<attempt>/pack.<process>.<number>     blocks, one behind the other
-    data.<attempt>/part.<process>.json         the index: every block with its place and its checksum
+    data.<attempt>/pack.<process>.<number>     concatenated blocks
+    data.<attempt>/part.<process>.json         the index: every block with its position and its checksum
 
-A checkpoint of 300 small leaves is two objects. Every byte of a pack is under the CRC-32 of its block, the index under
-the one in the manifest.
+A checkpoint of 300 small leaves is two objects. A CRC-32 covers the bytes of each block, and one in the manifest covers
+the index.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ from jstep.checkpoint.store.blocks import Block
 from jstep.stores import Objects, Pending
 
 PACK = 32 * 2**20
-"""Bytes of an object, at most: what a slow line takes in half a minute, and drivers can only write whole."""
+"""Maximum bytes of an object: a slow connection uploads this in half a minute, and drivers cannot write in parts."""
 _AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Where a block lies.
+    """The position of a block in an object.
 
     Attributes:
         array: The array's name.
-        dtype: Of the array.
-        start: Where the block begins in the array.
-        shape: Of the block.
-        pack: The object that holds it, below the attempt.
-        offset: Where in the object.
-        nbytes: How many bytes it takes there.
-        crc32: Of these bytes.
+        dtype: The dtype of the array.
+        start: The index of the block's first element in the array.
+        shape: The shape of the block.
+        pack: The object that holds the block, relative to the attempt.
+        offset: The offset in the object.
+        nbytes: The number of bytes in the object.
+        crc32: The checksum of these bytes.
         zipped: Whether they are compressed (zlib).
     """
 
@@ -52,27 +52,27 @@ class Stored:
     zipped: bool = False
 
     def to_json(self) -> list[Any]:
-        """For the index."""
+        """Return the record for the index."""
         place = [self.pack, self.offset, self.nbytes, self.crc32, int(self.zipped)]
         return [self.array, self.dtype, list(self.start), list(self.shape), *place]
 
     @classmethod
     def from_json(cls, record: Sequence[Any]) -> "Stored":
-        """What `to_json` wrote."""
+        """Return the block that `to_json` wrote."""
         array, dtype, start, shape, pack, offset, nbytes, crc32, zipped = record
         counts = [*start, *shape, offset, nbytes]
         if len(start) != len(shape) or any(type(count) is not int or count < 0 for count in counts):
-            raise ValueError(f"a block of {array!r:.50} has no place")
+            raise ValueError(f"a block of {array!r:.50} has an invalid position")
         return cls(
             str(array), str(dtype), tuple(start), tuple(shape), str(pack), offset, nbytes, str(crc32), bool(zipped)
         )
 
 
 def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], compress: bool) -> bytes:
-    """Writes packs, some at a time, and gives back the index, to be written when all of them are there.
+    """Write packs, several concurrently, and return the index, which is to be written once all of them exist.
 
     Raises:
-        OSError: An object could not be written; none is under way any more.
+        OSError: An object could not be written; no other write is in progress any more.
     """
     stored: list[Stored] = []
     packs: dict[str, dict[str, Any]] = {}
@@ -104,7 +104,7 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
 
 
 def _groups(blocks: Iterable[Block], compress: bool) -> Iterator[list[tuple[Block, bytes]]]:
-    """Blocks with their bytes, as many as go into an object."""
+    """Yield lists of blocks with their bytes, one list per object."""
     group: list[tuple[Block, bytes]] = []
     size = 0
     for block in blocks:
@@ -120,23 +120,23 @@ def _groups(blocks: Iterable[Block], compress: bool) -> Iterator[list[tuple[Bloc
 
 
 def read_index(data: bytes) -> tuple[dict[str, dict[str, Any]], list[Stored]]:
-    """The packs and the blocks of an index.
+    """Return the packs and the blocks of an index.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not an index.
     """
     try:
         loaded = json.loads(data)
         return dict(loaded["packs"]), [Stored.from_json(record) for record in loaded["blocks"]]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is no index: {type(error).__name__}: {error}") from None
+        raise ValueError(f"it is not an index: {type(error).__name__}: {error}") from None
 
 
 def decoded(block: Stored, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """The values of a block.
+    """Decode the values of a block.
 
     Raises:
-        ValueError: The bytes are not what was written.
+        ValueError: The bytes are corrupted.
     """
     if len(body) != block.nbytes or f"{zlib.crc32(body):08x}" != block.crc32:
         raise ValueError(f"the checksum of bytes [{block.offset}, {block.offset + block.nbytes}) differs")
@@ -152,7 +152,7 @@ def decoded(block: Stored, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any,
 
 
 def runs(blocks: Iterable[Stored]) -> Iterator[list[Stored]]:
-    """Blocks that lie side by side in one object, to be read together: up to a `PACK` each."""
+    """Yield runs of adjacent blocks in one object, to be read together: about `PACK` bytes each at most."""
     run: list[Stored] = []
     for pack, group in itertools.groupby(sorted(blocks, key=lambda b: (b.pack, b.offset)), key=lambda b: b.pack):
         del pack

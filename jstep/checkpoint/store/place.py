@@ -1,6 +1,6 @@
-"""Putting a checkpoint into its place in a directory, or away.
+"""Atomic publication and deletion of checkpoints in a directory.
 
-A checkpoint is written under a temporary name, its manifest last, and renamed. One that is deleted is renamed first.
+A checkpoint is written under a temporary name, its manifest last, and then renamed. Deletion renames it first.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ _logger = logging.getLogger("jstep")
 
 
 def publish(temporary: str, final: str, files: Iterable[str] = ()) -> None:
-    """Gives a finished checkpoint its name. One of the same name goes only once the new one is there.
+    """Rename a finished checkpoint to its final name. An older one of that name is deleted afterwards.
 
     Args:
-        temporary: Its folder.
-        final: The path it gets.
-        files: What has to be there under the new name.
+        temporary: The folder of the checkpoint.
+        final: Its final path.
+        files: The files that must exist under the new name.
 
     Raises:
-        FileNotFoundError: Somebody has removed one of them meanwhile.
+        FileNotFoundError: One of them was removed meanwhile.
     """
     replaced = final + REPLACED
     if os.path.lexists(final):
@@ -38,7 +38,7 @@ def publish(temporary: str, final: str, files: Iterable[str] = ()) -> None:
     os.rename(temporary, final)
     lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
     if lacks is not None:
-        # Somebody is removing the folder, and went on after it was renamed.
+        # Another process is removing the folder, and continued after the rename.
         evict(final)
         if os.path.lexists(replaced):
             os.rename(replaced, final)
@@ -52,11 +52,11 @@ def _set_aside(path: str) -> None:
     while os.path.lexists(aside := f"{path}.set-aside-{number}"):
         number += 1
     os.rename(path, aside)
-    _logger.warning("%s is no checkpoint, and a checkpoint is to have its name: moved to %s", path, aside)
+    _logger.warning("%s is not a checkpoint, but a checkpoint needs its name: moved to %s", path, aside)
 
 
 def evict(path: str) -> None:
-    """Deletes a checkpoint; at no moment is half of one there under its name."""
+    """Delete a checkpoint atomically; errors are logged."""
     deleted = path + DELETED
     try:
         remove(deleted)
@@ -70,7 +70,7 @@ def evict(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Deletes a folder of ours, as far as that is possible; of a link the link alone."""
+    """Delete a folder of ours as far as possible; of a link, only the link."""
     if os.path.islink(path):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -79,14 +79,14 @@ def remove(path: str) -> None:
 
 
 def sweep(directory: str, prefix: str, in_use: Callable[[str], bool]) -> None:
-    """Clears away what saves and deletions of this prefix left behind when they were cut short.
+    """Remove what interrupted saves and deletions of this prefix left behind.
 
-    Only the one who has the claim of the prefix may: else somebody may be writing what is cleared away.
+    Only the owner of the claim may call it: otherwise the removed folder may be one that is being written.
 
     Args:
-        directory: Of the checkpoints.
-        prefix: Of the names; others' are not touched.
-        in_use: Whether a temporary folder is being written right now.
+        directory: The directory of the checkpoints.
+        prefix: The prefix of the names; others are not touched.
+        in_use: Returns whether a temporary folder is being written.
     """
     step = rf"({re.escape(prefix)}-(?:0|[1-9][0-9]*))"
     pattern = re.compile(
@@ -96,12 +96,12 @@ def sweep(directory: str, prefix: str, in_use: Callable[[str], bool]) -> None:
         if match := pattern.fullmatch(entry):
             path, final = os.path.join(directory, entry), os.path.join(directory, match[1])
             if match[2] == REPLACED and is_whole(path) and not is_whole(final):
-                _put_back(path, final)
+                _restore_replaced(path, final)
             elif not in_use(path):
                 remove(path)
 
 
-def _put_back(replaced: str, final: str) -> None:
+def _restore_replaced(replaced: str, final: str) -> None:
     if os.path.lexists(final):
         if is_remains(final):
             evict(final)
@@ -111,7 +111,7 @@ def _put_back(replaced: str, final: str) -> None:
 
 
 def sync(folder: str) -> None:
-    """Puts the entries of a folder onto the disk, where the system can."""
+    """Flush the entries of a folder to disk, if the system supports that."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""What a Saver asks of the place where checkpoints lie, be it a directory or an object store.
+"""The `Store` protocol: storage of checkpoints in a directory or an object store.
 
-A Saver knows states, steps and retention; a store knows names, bytes, and how a checkpoint comes to exist whole or
-not at all. Whatever happens in between, a path stands for a whole checkpoint or for none.
+A Saver handles states, steps and retention; a store handles names and bytes, and makes checkpoints atomic: whatever
+happens, a path holds a complete checkpoint or none.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,14 +10,14 @@ from typing import Any, Protocol
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 
 Files = Mapping[str, Mapping[str, Any]]
-"""Path below a checkpoint → what is known of that file or object: its `bytes`, and checksums or a stamp."""
+"""Path below a checkpoint → record of that file or object: its `bytes`, and checksums or a stamp."""
 
 
-class DamagedError(CheckpointError):
-    """What was read is not what was written.
+class CorruptedError(CheckpointError):
+    """A checkpoint is corrupted.
 
     Attributes:
-        problems: What is wrong with which file or object, in words.
+        problems: Descriptions of what is wrong with which file or object.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -26,118 +26,117 @@ class DamagedError(CheckpointError):
 
 
 class Commit(Protocol):
-    """The end of a save, in two parts. Both are called on the first process, in the background, in this order."""
+    """The two callbacks at the end of a save, called in this order on the first process, in the background."""
 
     saved_at: float
-    """When the save began, by the Saver's clock."""
+    """The start time of the save, by the Saver's clock."""
 
     def seal(self, files: Files) -> Manifest:
-        """The manifest of what was written, to be put in its place as the last thing."""
+        """Return the manifest of the written files, which is published last."""
 
     def committed(self) -> None:
-        """The checkpoint is there: what it supersedes may go."""
+        """The checkpoint exists: delete those that it supersedes."""
 
 
 class Store(Protocol):
-    """Checkpoints of any prefixes below one directory or URL. Each Saver has one of its own.
+    """Checkpoints of any prefixes below one directory or URL. Savers do not share stores.
 
-    Errors of the place (no right, no bucket, no space, no network) are OSErrors that name it and the way out;
-    CheckpointError is for what is wrong with a checkpoint.
+    Errors of the storage (permissions, bucket, space, network) are OSErrors that name it and say what to do;
+    CheckpointError is for problems of a checkpoint.
     """
 
     directory: str
-    """An absolute path, or a URL without a slash at its end."""
+    """An absolute path, or a URL without a trailing slash."""
 
     checks_what_it_reads: bool
-    """Whether `restore` finds damage by itself, so that `damage` need not go over the same bytes."""
+    """Whether `restore` verifies checksums itself, so that there is no need to call `damage`."""
 
     def path(self, name: str) -> str:
-        """Where a checkpoint of that name lies, as users see it."""
+        """Return the path or URL of a checkpoint, as shown to users."""
 
-    # Reading. Nothing here changes anything, and none of it asks who writes.
+    # Reading. These methods change nothing, and need no claim.
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """Step and path of every whole checkpoint, highest step first, looked into one by one.
+        """Yield step and path of every complete checkpoint, highest step first; checkpoints are checked lazily.
 
         Args:
-            prefix: Of the names; any where None.
-            trusted: Steps that need not be looked into.
+            prefix: The prefix of the names; None for any prefix.
+            trusted: Steps that need not be checked.
         """
 
     def at(self, prefix: str, step: int) -> str | None:
-        """The path of the whole checkpoint of a step, or None."""
+        """Return the path of the complete checkpoint of a step, or None."""
 
     def broken(self, prefix: str, above: int) -> list[str]:
-        """What lies at steps above one as if it were a checkpoint and is none: `path: what is wrong`, highest first.
+        """Return incomplete checkpoints at steps above a given one as `path: what is wrong`, highest step first.
 
-        Only what no crash of ours leaves: an object store has none of these.
+        These are only checkpoints that files were removed from; no crash leaves them. Object stores report none.
         """
 
     def manifest(self, path: str) -> Manifest:
-        """The manifest of a checkpoint.
+        """Read the manifest of a checkpoint.
 
         Raises:
-            CheckpointError: It is damaged (names its path).
-            FileNotFoundError: There is none: the checkpoint was deleted meanwhile.
+            CheckpointError: The manifest is corrupted (names its path).
+            FileNotFoundError: There is no manifest: the checkpoint was deleted meanwhile.
         """
 
     def damage(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-        """What is wrong with the files of a checkpoint, in words. It may be called while `restore` reads.
+        """Return descriptions of what is wrong with the files of a checkpoint. May be called while `restore` reads.
 
         Args:
-            path: Of the checkpoint.
+            path: The path of the checkpoint.
             manifest: Its manifest.
             share: (i, n) for the i-th of n processes that share the work.
         """
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Arrays by their name in the manifest (`Leaf.array`).
+        """Read arrays by their name in the manifest (`Leaf.array`).
 
-        Shape and dtype of what is stored are compared with the manifest's (`leaves.stored_kind`) before a byte of
-        it is decoded.
+        The stored shapes and dtypes are compared with the manifest (`leaves.stored_kind`) before any byte is decoded.
 
         Args:
-            path: Of the checkpoint.
+            path: The path of the checkpoint.
             manifest: Its manifest.
-            shardings: Name → where the array goes; None for a NumPy array.
+            shardings: Name → sharding of the array; None for a NumPy array.
 
         Raises:
-            DamagedError: What is there is not what was written.
+            CorruptedError: The checkpoint is corrupted.
         """
 
     # Writing.
 
     def claim(self, prefix: str) -> None:
-        """Makes sure that this store alone writes a prefix, and can.
+        """Claim a prefix, so that only this store writes it, and check that it can.
 
-        Makes the directory, tries the rights it will need, takes the claim, and clears away what an earlier writer
-        left when it was cut short. Called before every save, and before the first step of a run: cheap where all is
-        as it was. On several processes the first one does it, and only it calls.
+        Creates the directory, checks the required permissions, takes the claim, and removes what an interrupted writer
+        left behind. Called before every save, and before the first step of a run; cheap if nothing has changed.
+        On several processes only the first one calls it.
 
         Raises:
-            CheckpointError: Another one writes that prefix; names its host and process.
-            OSError: It cannot be made or written.
+            CheckpointError: Another store writes that prefix; names its host and process.
+            OSError: The directory cannot be created or written.
         """
 
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
-        """Starts to write arrays, all processes together; returns when their memory may be donated.
+        """Start to write arrays, all processes together; return when their memory may be donated.
 
-        When all is written, the manifest that `commit.seal` returns is put in its place, atomically, and
+        When everything is written, the manifest that `commit.seal` returns is published atomically, and
         `commit.committed` is called.
         """
 
     def wait(self) -> None:
-        """Waits for the write to end, and raises what went wrong."""
+        """Wait for the write to end, and raise its error if it failed."""
 
     def abandon(self, path: str) -> None:
-        """Clears away what a save that failed has left, as far as possible; raises nothing."""
+        """Remove what a failed save left behind, as far as possible; never raises."""
 
     def evict(self, path: str) -> None:
-        """Deletes a checkpoint: at no moment is half of one there. What cannot be deleted is a warning."""
+        """Delete a checkpoint atomically; log a warning if that fails."""
 
     def close(self, wait: bool = True) -> None:
-        """Ends threads, and gives the claim up. Reading goes on.
+        """End the threads and release the claim. Reading still works.
 
         Args:
-            wait: False where nothing may be waited for: the user has pressed Ctrl-C twice.
+            wait: False to wait for nothing: the user has pressed Ctrl-C twice.
         """

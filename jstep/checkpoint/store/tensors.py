@@ -1,7 +1,7 @@
-"""Stored arrays, read where they are wanted. Loaded when the first one is; tensorstore takes its time.
+"""Reading of stored arrays onto shardings, with tensorstore. Imported on first use, since tensorstore imports slowly.
 
-Orbax would read them, too, but what it finds it takes as it is: a store that was forged gives other shapes than the
-manifest says, and of damage tell only lines on stderr.
+Orbax could read them, too, but checks nothing: a malicious store yields shapes that differ from the manifest, and
+corruption is reported only on stderr.
 """
 
 import collections
@@ -17,18 +17,18 @@ import tensorstore as ts
 
 from jstep.checkpoint.format import leaves
 from jstep.checkpoint.format.manifest import Leaf, Manifest
-from jstep.checkpoint.store.protocol import DamagedError
+from jstep.checkpoint.store.protocol import CorruptedError
 
-_IN_FLIGHT = 2**30  # bytes that are read ahead of the one that is put in its place
+_IN_FLIGHT = 2**30  # bytes to read ahead of the array that is being placed
 
 Index = tuple[slice, ...]
 
 
 def read(path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays of a checkpoint in a directory, by name: with the sharding given, or NumPy arrays where that is None.
+    """Read arrays of a checkpoint in a directory, by name, with the given shardings (None for NumPy arrays).
 
     Raises:
-        DamagedError: The shape or dtype of a stored array is not that of the manifest. No byte of it was decoded.
+        CorruptedError: The shape or dtype of a stored array differs from the manifest. No byte of it was decoded.
     """
     context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}})
     opening = {name: ts.open(_spec(path, name), open=True, read=True, context=context) for name in shardings}
@@ -39,7 +39,7 @@ def read(path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[st
         if leaf.array in opened and (problem := _difference(leaf, opened[leaf.array]))
     ]
     if problems:
-        raise DamagedError(problems)
+        raise CorruptedError(problems)
     return dict(_read_ahead(opened, shardings))
 
 
@@ -50,9 +50,9 @@ def _spec(path: str, name: str) -> dict[str, Any]:
 
 
 def lacking(path: str, manifest: Manifest) -> str | None:
-    """The first array of a manifest that is not in a folder with all its parts; None if they are all there.
+    """Return the first array of a manifest that is not in a folder with all its chunks; None if all are there.
 
-    One byte of each part is read, which finds files that somebody has removed.
+    One byte of each chunk is read, which finds removed files.
     """
     base = {"driver": "file", "path": path + "/"}
     store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
@@ -70,12 +70,12 @@ def lacking(path: str, manifest: Manifest) -> str | None:
             if key not in there:
                 return leaf.path
             reads[key] = leaf.path, store.read(key, byte_range=slice(0, 1))
-    # Of a file that is gone the store returns an empty value.
+    # For a removed file, the store returns an empty value.
     return next((leaf for leaf, read in reads.values() if not read.result().value), None)
 
 
 def _within(name: str) -> str:
-    """Where an array lies in the store, as orbax joins paths, where the last key is empty."""
+    """Return the path of an array in the store: Orbax joins keys with slashes, and the last key may be empty."""
     return name if name.endswith("/") else name + "/"
 
 
@@ -88,7 +88,7 @@ def _difference(leaf: Leaf, stored: Any) -> str:
 
 
 def _read_ahead(opened: Mapping[str, Any], shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each array in its place, while the next ones are read."""
+    """Yield each array placed, while the next ones are read."""
     under_way: collections.deque[tuple[str, dict[Any, Any]]] = collections.deque()
     ahead = 0
     for name, stored in opened.items():
@@ -129,7 +129,7 @@ def _placed(stored: Any, sharding: Any, parts: Mapping[Any, Any]) -> Any:
 
 
 def _is_lent(made: jax.Array, read: Any) -> bool:
-    """Whether JAX built an array on NumPy's memory, as it may on the CPU: that would not be reused by a donation."""
+    """Return whether an array aliases NumPy memory, as JAX may do on the CPU: a donation would not reuse it."""
     if {getattr(device, "platform", "") for device in made.sharding.device_set} != {"cpu"}:
         return False
     given = {array.ctypes.data for array in read if isinstance(array, np.ndarray)}

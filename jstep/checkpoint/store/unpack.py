@@ -1,4 +1,4 @@
-"""Arrays out of the blocks of an object store, onto any sharding: each process reads what it needs."""
+"""Assembly of arrays from the blocks of an object store, onto any sharding; each process reads what it needs."""
 
 import dataclasses
 import math
@@ -14,28 +14,28 @@ from jstep.checkpoint.format.manifest import Manifest
 from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.blocks import Box, overlap
 from jstep.checkpoint.store.packs import Stored
-from jstep.checkpoint.store.protocol import DamagedError
+from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.core.contexts import internal_transfers
 from jstep.stores import Objects, Pending, TruncatedError
 
 _Key = tuple[tuple[int, int], ...]
 _AT_ONCE = 8
-"""Reads under way: 256 MB at most."""
+"""Concurrent reads: 256 MB at most."""
 
 
 @dataclasses.dataclass
 class _Part:
-    """A box of an array that this process needs, being filled."""
+    """A box of an array that this process needs and fills."""
 
     box: Box
     values: np.ndarray[Any, Any]
 
 
 def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of arrays, compared with the blocks before any of them is read.
+    """Return the shape and dtype of arrays, after comparing them with the blocks before any block is read.
 
     Raises:
-        DamagedError: They do not fit, or blocks are missing.
+        CorruptedError: They do not match, or blocks are missing.
     """
     wanted = set(names)
     kinds = {leaf.array: _leaves.stored_kind(leaf) for leaf in manifest.leaves if leaf.array in wanted}
@@ -50,7 +50,7 @@ def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) ->
         )
         if block.dtype != dtype or not inside:
             problems.append(
-                f"{block.array!r} is {dtype} of shape {shape}, and what is stored is {block.dtype}, "
+                f"{block.array!r} is {dtype} of shape {shape}, but the stored block is {block.dtype}, "
                 f"{block.shape} at {block.start}"
             )
         there[block.array] += math.prod(block.shape)
@@ -58,17 +58,17 @@ def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) ->
         if there[name] != math.prod(kinds[name][0]) and not problems:
             problems.append(f"{name!r}: {there[name]} of {math.prod(kinds[name][0])} elements are stored")
     if problems:
-        raise DamagedError(problems)
+        raise CorruptedError(problems)
     return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
 
 
 def arrays(
     objects: Objects, folder: str, manifest: Manifest, blocks: Sequence[Stored], shardings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arrays by name, placed; NumPy arrays where the sharding is None. They share no memory with anything.
+    """Return arrays by name, with their shardings (None for NumPy arrays). They share no memory with anything.
 
     Raises:
-        DamagedError: An object is missing, or its bytes are not those that were written.
+        CorruptedError: An object is missing or corrupted.
         OSError: The store cannot be read.
     """
     kinds = check(manifest, blocks, list(shardings))
@@ -94,7 +94,7 @@ def arrays(
         else:
             shape = kinds[name][0]
             index = sharding.addressable_devices_indices_map(shape)
-            # Of its own memory: on the CPU an array may be built on NumPy's, which then is not reused when donated.
+            # No aliasing: on the CPU an array may alias NumPy memory, which is then not reused when donated.
             with internal_transfers():
                 local = [
                     jax.device_put(mine[_key(box, shape)].values, at, may_alias=False) for at, box in index.items()
@@ -104,10 +104,10 @@ def arrays(
 
 
 def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> None:
-    """Reads blocks, and calls `use(block, bytes)` with each.
+    """Read blocks, and call `use(block, bytes)` with each.
 
     Raises:
-        DamagedError: An object is missing, or `use` raised ValueError.
+        CorruptedError: An object is missing, or `use` raised ValueError.
         OSError: The store cannot be read.
     """
     problems: dict[str, None] = {}
@@ -139,11 +139,11 @@ def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> N
             pending.give_up()
         raise
     if problems:
-        raise DamagedError(list(problems))
+        raise CorruptedError(list(problems))
 
 
 def _parts(shape: tuple[int, ...], dtype: Any, sharding: Any) -> dict[_Key, _Part]:
-    """The boxes of an array that this process needs; devices that hold the same share one."""
+    """Return the boxes of an array that this process needs; devices that hold the same box share it."""
     whole = (slice(None),) * len(shape)
     boxes = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
     found = {}
@@ -155,5 +155,5 @@ def _parts(shape: tuple[int, ...], dtype: Any, sharding: Any) -> dict[_Key, _Par
 
 
 def _key(box: Box, shape: tuple[int, ...]) -> _Key:
-    """The ends of a box: slices cannot be keys before Python 3.12."""
+    """Return the bounds of a box as a key: slices are not hashable before Python 3.12."""
     return tuple(part.indices(size)[:2] for part, size in zip(box, shape, strict=True))
