@@ -543,7 +543,8 @@ def layouts(path: pathlib.Path) -> None:
     parts = []
     for i, (title, shares, model) in enumerate(columns):
         start = 118 + 178 * i
-        parts.append(f'<text x="{start + 74}" y="30" text-anchor="middle" font-weight="600" fill="{INK}">{title}</text>')
+        centered = f'x="{start + 74}" y="30" text-anchor="middle"'
+        parts.append(f'<text {centered} font-weight="600" fill="{INK}">{title}</text>')
         for row, (name, share) in enumerate((("parameters", shares[0]), ("slots", shares[1]), ("batch", 0))):
             top = 52 + 78 * row
             if i == 0:

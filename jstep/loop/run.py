@@ -234,7 +234,7 @@ class Run:
             raise self._signals.stopped(f"{when}, which is not saved: its loss is not finite")
         saved = [hook.save(loop.step, loop.state, wait=True) for hook in savers]
         if saved:
-            outcome = "is saved; start the run again to go on" if all(saved) else "is not saved, as a hook demands"
+            outcome = "is saved; start the run again to resume" if all(saved) else "is not saved, as a hook demands"
             when = f"{when}, which {outcome}"
         raise self._signals.stopped(when)
 

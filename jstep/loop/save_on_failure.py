@@ -71,7 +71,7 @@ def _saved(
         if failure is error or str(failure) == str(error):
             return ", and is not saved"
         return f", and could not be saved: {type(failure).__name__}: {failure}"
-    return f", and is saved as {checkpoint_name(savers[-1].prefix, loop.step)}; start the run again to go on"
+    return f", and is saved as {checkpoint_name(savers[-1].prefix, loop.step)}; start the run again to resume"
 
 
 def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:

@@ -116,14 +116,14 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
     name = type(batches).__name__
     if start:
         _logger.warning(
-            "The run resumes at step %d, but a %s has no position to go on from: its batches start where it is. %s",
+            "The run resumes at step %d, but a %s has no position to resume from: its batches start where it is. %s",
             start,
             name,
             ways_out,
         )
     elif is_kept:
         _logger.warning(
-            "A %s has no position to go on from: if this run is stopped and resumed from its checkpoint, the batches "
+            "A %s has no position to resume from: if this run is stopped and resumed from its checkpoint, the batches "
             "start where the %s is then, not where the run stopped. %s",
             name,
             name,

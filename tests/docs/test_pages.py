@@ -38,6 +38,13 @@ def test_every_picture_is_made_by_the_script() -> None:
         assert f'"{picture.name}"' in script, f"docs/pictures/{picture.name} is made by nothing in docs/pictures.py"
 
 
+def test_every_picture_is_on_a_page() -> None:
+    shown = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    pictures = [picture.name for picture in (DOCS / "pictures").iterdir()]
+    assert len(pictures) >= 10
+    assert [name for name in pictures if f"pictures/{name})" not in shown] == []
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_links_inside_lead_somewhere(page: pathlib.Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", page.read_text(encoding="utf-8")):

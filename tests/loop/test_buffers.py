@@ -184,4 +184,4 @@ def test_a_loader_without_position_is_named_at_the_first_start(tmp_path, caplog)
     assert caplog.records == []
     train(3, itertools.repeat(np.ones(1024)), step=STEP, state=make_state(), checkpoint_dir=tmp_path)
     (record,) = caplog.records
-    assert "has no position to go on from" in record.getMessage()
+    assert "has no position to resume from" in record.getMessage()

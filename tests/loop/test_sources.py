@@ -135,7 +135,7 @@ def test_going_on_without_a_position_is_said(caplog):
     source_of(Positioned(), 5, 10, {"value": 5})
     assert not caplog.records
     source_of((x for x in [1]), 5, 10, None)
-    assert "a generator has no position to go on from" in caplog.text
+    assert "a generator has no position to resume from" in caplog.text
     caplog.clear()
     source_of(Positioned(), 5, 10, None)
     assert "no position for the Positioned" in caplog.text

@@ -169,7 +169,7 @@ def test_a_loader_with_neither_warns_as_ever(caplog):
             return {}
 
     source_of(Half(), 3, 9)
-    assert "has no position to go on from" in caplog.text
+    assert "has no position to resume from" in caplog.text
     assert "state_dict and load_state_dict" in caplog.text
 
 

@@ -47,7 +47,7 @@ def test_a_file_for_warnings_still_gets_them(tmp_path, monkeypatch):
     train(6, (DATA[n] for n in range(9)), checkpoint_dir=tmp_path / "c", progress=None, log_steps=1)
     file.close()
     text = (tmp_path / "log").read_text()
-    assert "has no position to go on from" in text
+    assert "has no position to resume from" in text
     assert "step 5" not in text
 
 

@@ -65,7 +65,7 @@ def test_the_last_whole_state_is_in_the_exception_and_saved(name, keeps, tmp_pat
     note = note_of(caught.value)
     assert re.search(words, note)
     assert "the state after step 5 is in the exception's `state`" in note
-    assert ("and is saved as model-5; start the run again to go on" in note) == keeps
+    assert ("and is saved as model-5; start the run again to resume" in note) == keeps
     if keeps:
         assert jstep.Saver(tmp_path).all_steps() == [5]
         assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
