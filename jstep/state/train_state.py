@@ -136,7 +136,7 @@ class TrainState:
         for name in changes:
             if name not in _FIELDS:
                 raise TypeError(
-                    f"replace({name}=…): a TrainState has only the fields {', '.join(_FIELDS)}"
+                    f"replace({name}=…): a TrainState has the fields {', '.join(_FIELDS)}"
                     f"{trees.nearest(name, _FIELDS)}; optimizer state is in slots, non-trained variables are in "
                     "slots['model_state']"
                 )
@@ -177,7 +177,7 @@ def _fresh(
     if model_state is not None:
         if MODEL_STATE in slots:
             raise ValueError(
-                f"the optimizer has a slot named {MODEL_STATE!r}, the reserved name of non-trained variables"
+                f"the optimizer has a slot named {MODEL_STATE!r}, a name reserved for non-trained variables"
             )
         slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
     if not copy:
