@@ -85,7 +85,7 @@ def _like(target: Any, tree: Any, what: str) -> list[Any]:
     paths = [set(trees.paths_of(one)) for one in (target, tree)]
     missing, extra = sorted(paths[0] - paths[1])[:10], sorted(paths[1] - paths[0])[:10]
     if missing or extra:
-        difference = f"it lacks {missing} and additionally has {extra}"
+        difference = f"it lacks {missing} and has {extra} in addition"
     else:
         difference = f"has {trees.structure(tree)} instead of {trees.structure(target)}"
     raise ValueError(
