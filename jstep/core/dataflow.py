@@ -98,7 +98,7 @@ def _pass(closed: Any, groups: Groups) -> Flow:
         shared = max((stage.get(var, 0) for var in given if var not in owner), default=0)
         last = max((stage.get(var, 0) for var in large), default=0)
         combines = bool(large) and all(map(is_scalar, large)) and (len(found) > 1 or shared > 0)
-        combines |= len(found) > 1 and not (_is_knot(eqn) or is_elementwise(eqn, large[0].aval.shape))
+        combines |= len(found) > 1 and not (_is_barrier_or_call(eqn) or is_elementwise(eqn, large[0].aval.shape))
         if len(found) > 1 and not (combines or mixed):
             mixed, mixed_at = found, i
         group = min(found) if found and not combines else None
@@ -122,7 +122,7 @@ def needed(jaxpr: Any, among: list[int], made: list[Any], known: Container[Any])
     return found[::-1]
 
 
-def sunk(jaxpr: Any, flow: Flow) -> list[set[int | None]]:
+def groups_computing(jaxpr: Any, flow: Flow) -> list[set[int | None]]:
     """Return for each equation the groups that compute it; None in the set if it is computed once for all groups.
 
     An equation of no group is computed in the one group that needs it if it is elementwise, which takes no memory.
@@ -145,7 +145,7 @@ def sunk(jaxpr: Any, flow: Flow) -> list[set[int | None]]:
     return users[::-1]
 
 
-def untangled(closed: Any, values: list[Any], of: Mapping[int, int]) -> Any:
+def split_barriers_and_calls(closed: Any, values: list[Any], of: Mapping[int, int]) -> Any:
     """Return the same program, with barriers and calls that combine groups split or inlined.
 
     Args:
@@ -157,20 +157,20 @@ def untangled(closed: Any, values: list[Any], of: Mapping[int, int]) -> Any:
         groups = Groups({closed.jaxpr.invars[i]: group for i, group in of.items()})
         while (flow := _pass(closed, groups)).mixed:
             eqn = closed.jaxpr.eqns[flow.mixed_at]
-            if _is_knot(eqn):
+            if _is_barrier_or_call(eqn):
                 break
             groups.join(flow.mixed)
         if not flow.mixed:
             return closed
-        closed = _without_knot(closed, values, flow.mixed_at)
+        closed = _without_barrier_or_call(closed, values, flow.mixed_at)
 
 
-def _is_knot(eqn: Any) -> bool:
+def _is_barrier_or_call(eqn: Any) -> bool:
     """Whether an equation combines variables only as a barrier or a call."""
     return is_barrier(eqn) or called(eqn) is not None
 
 
-def _without_knot(closed: Any, values: list[Any], at: int) -> Any:
+def _without_barrier_or_call(closed: Any, values: list[Any], at: int) -> Any:
     knot = closed.jaxpr.eqns[at]
 
     def by(jaxpr: Any, eqn: Any, given: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jstep.core.dataflow import Flow, Groups, flow_of, needed, sunk, untangled
+from jstep.core.dataflow import Flow, Groups, flow_of, groups_computing, needed, split_barriers_and_calls
 from jstep.core.equations import Env, compute, is_variable, size_of, traced, value_of, variables
 from jstep.core.host_loops import Loop, Placed, has_same_type, run_loop
 from jstep.core.memory import on_devices, to_host
@@ -36,7 +36,7 @@ def compute_offloaded(
     here = jax.eval_shape(on_devices, placed.leaves)
     program = traced(lambda *arrays: fn(list(arrays)), *here)
     of = replaced(program.whole(list(program.indices)))
-    closed = untangled(program.closed, here, placed.groups)
+    closed = split_barriers_and_calls(program.closed, here, placed.groups)
     return program.whole(_computed(closed, placed, [of[i] for i in program.indices]))
 
 
@@ -48,7 +48,7 @@ def _computed(closed: Any, placed: Placed, of: list[int | None]) -> list[Any]:
     env.update(zip(jaxpr.invars, placed.leaves, strict=True))
     sent: Env = {}
     wanted = _wanted(jaxpr, flow, of, placed)
-    users = sunk(jaxpr, flow)
+    users = groups_computing(jaxpr, flow)
     members = _members(users, wanted)
     for stage in range(max([0, *flow.stages]) + 1):
         shared = [i for i, of_eqn in enumerate(users) if None in of_eqn and flow.stages[i] == stage]

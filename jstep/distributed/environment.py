@@ -15,7 +15,7 @@ _SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
 
 
-class Said(NamedTuple):
+class Setting(NamedTuple):
     """A value and the name of its source, an argument or a variable."""
 
     value: Any
@@ -25,7 +25,7 @@ class Said(NamedTuple):
         return f"{self.name}={self.value!r}"
 
 
-Known = Mapping[str, Said]
+Known = Mapping[str, Setting]
 """The known values of `FIELDS`."""
 
 
@@ -37,7 +37,7 @@ def known(arguments: Known) -> Known:
     Raises:
         ValueError: A variable is not a number or is out of range, or two disagree; names them.
     """
-    found: dict[str, Said] = {**_numbers(_JAX), **arguments}
+    found: dict[str, Setting] = {**_numbers(_JAX), **arguments}
     check_range(found)
     for launcher, is_read_here in ((_of_skypilot, True), (_of_slurm, False)):
         if is_complete(found):
@@ -94,24 +94,24 @@ def missing(found: Known) -> str:
     return text
 
 
-def _numbers(names: Mapping[str, str]) -> dict[str, Said]:
+def _numbers(names: Mapping[str, str]) -> dict[str, Setting]:
     """Read the variables that are set, and parse numbers; an empty variable counts as unset."""
-    found: dict[str, Said] = {}
+    found: dict[str, Setting] = {}
     for field, name in names.items():
         text = os.environ.get(name, "").strip()
         if not text:
             continue
         if field != ADDRESS:
             try:
-                found[field] = Said(int(text), name)
+                found[field] = Setting(int(text), name)
             except ValueError:
                 raise ValueError(f"{name}={text!r}: must be an integer") from None
         else:
-            found[field] = Said(text, name)
+            found[field] = Setting(text, name)
     return found
 
 
-def _of_skypilot() -> dict[str, Said]:
+def _of_skypilot() -> dict[str, Setting]:
     """Read SkyPilot's variables: one process for each node, process 0 on the first node.
 
     Raises:
@@ -131,7 +131,7 @@ def _of_skypilot() -> dict[str, Said]:
     if len(nodes) != found[COUNT].value:
         raise ValueError(f"{found[COUNT]}: must be the number of addresses in {found[ADDRESS]}, which is {len(nodes)}")
     host = f"[{nodes[0]}]" if ":" in nodes[0] else nodes[0]
-    return {**found, ADDRESS: Said(f"{host}:{_port()}", _SKYPILOT[ADDRESS])}
+    return {**found, ADDRESS: Setting(f"{host}:{_port()}", _SKYPILOT[ADDRESS])}
 
 
 def _port() -> str:
@@ -140,7 +140,7 @@ def _port() -> str:
     return os.environ.get("JAX_COORDINATOR_PORT") or str(61440 + zlib.crc32(task.encode()) % 4096)
 
 
-def _of_slurm() -> dict[str, Said]:
+def _of_slurm() -> dict[str, Setting]:
     """Read the variables of `srun`, if it started this process."""
     return _numbers(_SLURM) if all(os.environ.get(name) for name in _SLURM_STEP) else {}
 

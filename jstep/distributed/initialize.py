@@ -7,7 +7,7 @@ import time
 import jax
 
 from jstep.distributed import environment
-from jstep.distributed.environment import ADDRESS, COUNT, INDEX, Said
+from jstep.distributed.environment import ADDRESS, COUNT, INDEX, Setting
 
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", "[::1]"}
 
@@ -67,7 +67,7 @@ def initialize(
     if coordinator_address is not None and not isinstance(coordinator_address, str):
         raise TypeError(f"coordinator_address={coordinator_address!r}: must be 'host:port'")
     given = {ADDRESS: coordinator_address, COUNT: num_processes, INDEX: process_id}
-    arguments = {name: Said(value, name) for name, value in given.items() if value is not None}
+    arguments = {name: Setting(value, name) for name, value in given.items() if value is not None}
     environment.check_range(arguments)
     if jax.distributed.is_initialized():
         _check_joined(num_processes, process_id)
@@ -107,7 +107,7 @@ def initialize(
         several = environment.several()
         if not found and not several and "should be defined" in str(error):
             return  # no cluster detected: one process
-        said = ", ".join(str(found.get(name, Said(None, name))) for name in (ADDRESS, COUNT, INDEX))
+        said = ", ".join(str(found.get(name, Setting(None, name))) for name in (ADDRESS, COUNT, INDEX))
         raise ValueError(
             f"{said if found or not several else several}: {error} Missing: {environment.missing(found)}. Give all "
             "three as arguments or variables, or start the processes under SLURM (srun), Open MPI or on a TPU slice, "
@@ -126,14 +126,14 @@ def _check_joined(num_processes: int | None, process_id: int | None) -> None:
             raise RuntimeError(f"{name}={wanted}: JAX is already initialized with {name}={found}; initialize only once")
 
 
-def _host_and_port(address: Said) -> tuple[str, int]:
+def _host_and_port(address: Setting) -> tuple[str, int]:
     host, colon, port = address.value.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"{address}: must be 'host:port', such as '10.0.0.1:1234'")
     return host, int(port)
 
 
-def _wait_for(host: str, port: int, address: Said, timeout: float) -> None:
+def _wait_for(host: str, port: int, address: Setting, timeout: float) -> None:
     end = time.monotonic() + timeout
     while True:
         try:

@@ -233,7 +233,7 @@ def of_slot(
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
-    """Return the (first) largest dimension divisible by `size`; None if there is none."""
+    """Return the (first) largest dimension divisible by `size`; None if no dimension is divisible."""
     fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
     return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 

@@ -113,9 +113,9 @@ def mup(
     | initial values, drawn with a constant variance | 1 | 1/√r_in | 1/r_in |
     | rate, `"adam"` (and AdamW, Lion, RMSProp) | 1 | 1/r_in | 1/r_in |
     | rate, `"sgd"` | r_out | r_out/r_in | 1/r_in |
-    | rate, `"muon"` (scale "rms"; Adam beside it) | 1 | √(r_out/r_in)/√(growth of the larger fan) | 1/r_in |
-    | rate, `"muon_original"` (scale "original"; Adam beside it) | 1 | 1 | 1/r_in |
-    | rate, `"hyperball"` (Adam beside it) | 1 | 1 | 1 |
+    | rate, `"muon"` (scale "rms"; Adam for other leaves) | 1 | √(r_out/r_in)/√(growth of the larger fan) | 1/r_in |
+    | rate, `"muon_original"` (scale "original"; Adam for other leaves) | 1 | 1 | 1/r_in |
+    | rate, `"hyperball"` (Adam for other leaves) | 1 | 1 | 1 |
 
     The best learning rate of the small model then transfers approximately to the wide one. This holds for width, not
     for depth, batch size or the length of the run. Three adjustments cannot be inferred from shapes: a tied embedding
