@@ -6,53 +6,65 @@
     train_step = jstep.minimize(loss_fn, optimizer)             # loss_fn(params, *batch) -> loss
     state = jstep.train(train_step, state, jstep.batches((x, y), 128), 10_000, checkpoint_dir="run", logdir="run")
 
+The training state is an immutable pytree. Its global step counts the updates applied; schedules, bias corrections,
+checkpoints, logs and the stop condition all read it. Training steps and optimizers are pure functions.
+
 Overview by topic; see `help(jstep.<name>)` for details.
 
-Training state: TrainState holds the parameters, the optimizer state (called *slots* as in TensorFlow) and the global
-    step. Slots: get_slot, get_slot_names. Global step: create_global_step, get_global_step,
-    get_or_create_global_step, global_step, increment_global_step.
-Training steps: minimize compiles a TrainStep from a loss; scan_steps runs several steps in one call; apply_gradients
-    is for custom steps.
-Gradients: gradients, compute_gradients, stop_gradient, map_gradients; lookup for embedding tables, with sparse
-    gradients as IndexedSlices; AggregationMethod, GATE_NONE, GATE_OP, GATE_GRAPH as in tf.train.
-Clipping: clip_by_value, clip_by_norm, clip_by_average_norm, clip_by_global_norm, global_norm; in a chain:
-    clip_gradients.
-Optimizers. From tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl.
+Training state
+    TrainState: parameters, optimizer state (called *slots* as in TensorFlow) and the global step; get_slot,
+    get_slot_names. Global step: create_global_step, get_global_step, get_or_create_global_step, global_step,
+    increment_global_step.
+Training steps
+    minimize compiles a TrainStep from a loss; scan_steps runs several steps in one call; apply_gradients is for custom
+    steps.
+Gradients and clipping
+    gradients, compute_gradients, stop_gradient, map_gradients; lookup of table rows, with sparse gradients
+    (IndexedSlices); AggregationMethod, GATE_NONE, GATE_OP, GATE_GRAPH as in tf.train.
+    clip_by_value, clip_by_norm, clip_by_average_norm, clip_by_global_norm, global_norm; in a chain: clip_gradients.
+Optimizers
+    As in tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl.
     With decoupled weight decay: adamw, lion, lamb, lars, muon, nadam, radam, soap, adafactor, adan, ademamix, adopt.
     Others: sgd, signum, adabelief, adadelta, adamax, madgrad, novograd, rprop, yogi.
-    Learning-rate-free: prodigy. Schedule-free: schedule_free_sgd, schedule_free_adamw, with schedule_free_params for
-    evaluation.
+    Schedule-free: schedule_free_sgd, schedule_free_adamw; schedule_free_params for evaluation. Without a rate to tune: prodigy.
     Wrappers: chain, partition, scope, skip_nonfinite, master_weights, stochastic_rounding, lookahead (slow_params),
     dynamic_loss_scale, cautious, update_every, with_moving_average (ExponentialMovingAverage, averaged_params),
     with_noise_scale.
     Elements of a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio,
     scale_by_learning_rate, scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients,
     normalize_gradients, orthogonalize, normalize_neurons, on_hyperball, trace.
-    Custom optimizers: Optimizer, Context, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule,
-    from_optax.
+    Custom: Optimizer, Context, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule, from_optax.
     Mutable hyperparameters, stored in the state: held, get_hyperparameter, set_hyperparameter.
-Schedules: a Schedule is any function of the step. constant, linear, piecewise_constant, polynomial_decay,
-    exponential_decay, natural_exp_decay, inverse_time_decay, inverse_sqrt_decay, cosine_decay, cosine_decay_restarts,
+Schedules
+    A Schedule is any function of the step: constant, linear, piecewise_constant, polynomial_decay, exponential_decay,
+    natural_exp_decay, inverse_time_decay, inverse_sqrt_decay, cosine_decay, cosine_decay_restarts,
     linear_cosine_decay, warmup_cosine_decay, warmup_stable_decay, one_cycle, cyclical, ademamix_alpha, ademamix_beta3.
     Composition: join, shift, times, linear_warmup.
-Input data: batches (returns Batches, indexed by step), mixture (a weighted Mixture of sources), prefetch_to_device (a
-    PrefetchIterator). Queues: FIFOQueue, RandomShuffleQueue, QueueRunner, add_queue_runner, start_queue_runners,
-    Coordinator, OutOfRangeError, CancelledError.
-Training loop: train; it raises Preempted after a SIGTERM.
-Hooks: StepCounterHook, LoggingHook, ProgressHook, SummarySaverHook, MetricsHook, CheckpointSaverHook, EvaluationHook,
-    FingerprintHook, ProfilerHook, StopAtStepHook, NanLossHook (NanLossDuringTrainingError), AuditHook (AuditError).
-    Custom hooks: Hook, every, log_every_n.
-Evaluation: evaluator, with metrics such as metrics.auc. Callbacks of EvaluationHook: EarlyStopping, KeepBest,
-    ReduceOnPlateau.
-Checkpoints: Saver, latest_checkpoint, checkpoint_name, CheckpointError.
-Weights in safetensors files, as on the Hugging Face Hub: load_weights, save_weights.
-Distributed training: shard_state, shard_batch, fsdp_specs; distributed.initialize for several processes; topology for a
-    mesh of compile-only devices.
-Debugging and planning: verify_resume (returns a ResumeReport), replay (Replay), fingerprint (DivergenceError),
-    find_nonfinite (NonFinite); before a run: plan (Plan), cost (Cost, with Collective entries); after a run: goodput
-    (Goodput).
-Hyperparameter transfer to wider models: mup (MupFactors), coord_check (CoordCheck).
-TensorBoard summaries: summary.scalar, summary.SummaryWriter and others. Command line: `python -m jstep --help`.
+Input data
+    batches (Batches, indexed by step), mixture (a weighted Mixture of sources), prefetch_to_device (PrefetchIterator).
+    Queues: FIFOQueue, RandomShuffleQueue, QueueRunner, add_queue_runner, start_queue_runners, Coordinator,
+    OutOfRangeError, CancelledError.
+Training loop and hooks
+    train; it raises Preempted after a SIGTERM.
+    StepCounterHook, LoggingHook, ProgressHook, SummarySaverHook, MetricsHook, CheckpointSaverHook, EvaluationHook,
+    FingerprintHook (DivergenceError), ProfilerHook, StopAtStepHook, NanLossHook (NanLossDuringTrainingError),
+    AuditHook (AuditError). Custom hooks: Hook, every, log_every_n.
+Evaluation
+    evaluator, with metrics such as metrics.auc; callbacks of EvaluationHook: EarlyStopping, KeepBest, ReduceOnPlateau.
+Checkpoints and weights
+    Saver, latest_checkpoint, checkpoint_name, CheckpointError; load_weights and save_weights for safetensors files.
+Distributed training
+    shard_state, shard_batch, fsdp_specs; distributed.initialize for several processes; topology for a mesh of
+    compile-only devices.
+Debugging and planning
+    verify_resume (ResumeReport), replay (Replay), fingerprint, find_nonfinite (NonFinite); before a run: plan (Plan),
+    cost (Cost, with Collective entries); after a run: goodput (Goodput).
+Hyperparameter transfer to wider models
+    mup (MupFactors), coord_check (CoordCheck).
+TensorBoard summaries
+    summary.scalar, summary.SummaryWriter and others.
+Command line
+    python -m jstep --help
 """
 
 __version__ = "0.2.0"

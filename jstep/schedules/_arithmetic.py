@@ -92,9 +92,7 @@ def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
 
 
 def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
-    """Validate an integer number of steps.
-
-    Floats are rejected, so that a call in another library's argument order cannot train at a learning rate of 1000.
+    """Validate a number of steps; a float, as from another library's argument order, is rejected.
 
     Args:
         name: The argument's name, for the error.
