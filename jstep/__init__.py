@@ -26,7 +26,8 @@ Optimizers
     As in tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl.
     With decoupled weight decay: adamw, lion, lamb, lars, muon, nadam, radam, soap, adafactor, adan, ademamix, adopt.
     Others: sgd, signum, adabelief, adadelta, adamax, madgrad, novograd, rprop, yogi.
-    Schedule-free: schedule_free_sgd, schedule_free_adamw; schedule_free_params for evaluation. Without a rate to tune: prodigy.
+    Schedule-free: schedule_free_sgd, schedule_free_adamw; schedule_free_params for evaluation.
+    Without a learning rate to tune: prodigy.
     Wrappers: chain, partition, scope, skip_nonfinite, master_weights, stochastic_rounding, lookahead (slow_params),
     dynamic_loss_scale, cautious, update_every, with_moving_average (ExponentialMovingAverage, averaged_params),
     with_noise_scale.

@@ -39,13 +39,13 @@ def owners(name: str, tree: Any, params: Params) -> list[int | None]:
     A per-parameter slot has the structure of the parameters, with None or any tree in place of each parameter. Its name
     does not matter, except for `model_state`, whose variables may have the same structure by accident.
     """
-    nobody: list[int | None] = [None] * len(jax.tree.leaves(tree))
+    unowned: list[int | None] = [None] * len(jax.tree.leaves(tree))
     if name == MODEL_STATE or _is_scalar_slot(name, tree, params):
-        return nobody
+        return unowned
     try:
         found: list[Any] = trees.structure(params).flatten_up_to(tree)
     except (ValueError, TypeError):
-        return nobody
+        return unowned
     return [place for place, part in enumerate(found) for _ in jax.tree.leaves(part)]
 
 
