@@ -20,7 +20,7 @@ Wanted: TypeAlias = dict[int, dict[tuple[Any, int | None], int]]
 """Group → (variable to compute, index of the array that it replaces) → the stage at which it is computed."""
 
 PARTS = 16
-"""The maximum fraction of the offloaded bytes on the devices at once, loaded or to be written back."""
+"""At most 1/PARTS of the offloaded bytes should be on the devices at once, loaded or to be written back."""
 
 
 def compute_offloaded(

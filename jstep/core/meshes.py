@@ -201,8 +201,8 @@ def is_traced(leaf: Any) -> bool:
 def on_any_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator of jstep functions: supports arrays on any mesh, and exempts internal transfers from transfer guards.
 
-    The result, or the first of several results, is sharded like the first argument if it has the same structure and
-    shapes; everything else is replicated.
+    Leaves of the result, or of the first of several results, are sharded like the leaf of the first argument with the
+    same path and shape; all others are replicated.
     """
 
     @functools.wraps(fn)

@@ -30,7 +30,7 @@ def reached_stop() -> bool:
 
 
 def request_stop() -> None:
-    """Request a stop of all processes through JAX's preemption service, which handles SIGTERM; see `reached_stop`."""
+    """Send SIGTERM to this process, so that JAX's preemption service stops all processes; see `reached_stop`."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
