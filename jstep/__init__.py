@@ -6,53 +6,73 @@
     train_step = jstep.minimize(loss_fn, optimizer)             # loss_fn(params, *batch) -> loss
     state = jstep.train(train_step, state, jstep.batches((x, y), 128), 10_000, checkpoint_dir="run", logdir="run")
 
-What there is, by what it is for; `help(jstep.name)` says all of a name.
+The training state is an immutable pytree. Its global step counts the updates applied; schedules, bias corrections,
+checkpoints, logs and the stop condition all read it. Training steps and optimizers are pure functions.
 
-State and its clock: TrainState; create_global_step, get_global_step, get_or_create_global_step, global_step and
-    increment_global_step for the step; get_slot, get_slot_names for what optimizers keep beside the parameters.
-Steps: minimize makes a compiled TrainStep of a loss, scan_steps runs several in one call; apply_gradients for your own.
-Gradients: gradients, compute_gradients, stop_gradient; lookup for rows of tables, whose gradients are IndexedSlices;
-    map_gradients; AggregationMethod and GATE_NONE, GATE_OP, GATE_GRAPH as in tf.train.
-Clipping: clip_by_value, clip_by_norm, clip_by_average_norm, clip_by_global_norm, global_norm; chained: clip_gradients.
-Optimizers of tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl.
-    With decoupled decay: adamw, lion, lamb, lars, muon, nadam, radam, soap, adafactor, adan, ademamix, adopt.
-    More: sgd, signum, adabelief, adadelta, adamax, madgrad, novograd, rprop, yogi; without a rate to tune: prodigy;
-    schedule_free_sgd, schedule_free_adamw with schedule_free_params for evaluation.
-    Around one: chain, partition, scope, skip_nonfinite, master_weights, stochastic_rounding, lookahead, slow_params,
-    dynamic_loss_scale, cautious, update_every; with_moving_average, ExponentialMovingAverage, averaged_params;
+Overview by topic; see `help(jstep.<name>)` for details.
+
+Training state
+    TrainState: parameters, optimizer state (called *slots* as in TensorFlow) and the global step; get_slot,
+    get_slot_names. Global step: create_global_step, get_global_step, get_or_create_global_step, global_step,
+    increment_global_step.
+Training steps
+    minimize compiles a TrainStep from a loss; scan_steps runs several steps in one call; apply_gradients is for custom
+    steps.
+Gradients and clipping
+    gradients, compute_gradients, stop_gradient, map_gradients; lookup of table rows, with sparse gradients
+    (IndexedSlices); AggregationMethod, GATE_NONE, GATE_OP, GATE_GRAPH as in tf.train.
+    clip_by_value, clip_by_norm, clip_by_average_norm, clip_by_global_norm, global_norm; in a chain: clip_gradients.
+Optimizers
+    As in tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl.
+    With decoupled weight decay: adamw, lion, lamb, lars, muon, nadam, radam, soap, adafactor, adan, ademamix, adopt.
+    Others: sgd, signum, adabelief, adadelta, adamax, madgrad, novograd, rprop, yogi.
+    Schedule-free: schedule_free_sgd, schedule_free_adamw; schedule_free_params for evaluation.
+    Without a learning rate to tune: prodigy.
+    Wrappers: chain, partition, scope, skip_nonfinite, master_weights, stochastic_rounding, lookahead (slow_params),
+    dynamic_loss_scale, cautious, update_every, with_moving_average (ExponentialMovingAverage, averaged_params),
     with_noise_scale.
-    In a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio, scale_by_learning_rate,
-    scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients, normalize_gradients, orthogonalize,
-    normalize_neurons, on_hyperball, trace.
+    Elements of a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio,
+    scale_by_learning_rate, scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients,
+    normalize_gradients, orthogonalize, normalize_neurons, on_hyperball, trace.
     Custom: Optimizer, Context, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule, from_optax.
-    Hyperparameters that the state holds: held, get_hyperparameter, set_hyperparameter.
-Schedules (a Schedule is any function of the step): constant, linear, piecewise_constant, polynomial_decay,
-    exponential_decay, natural_exp_decay, inverse_time_decay, inverse_sqrt_decay; cosine_decay, cosine_decay_restarts,
-    linear_cosine_decay, warmup_cosine_decay, warmup_stable_decay, one_cycle, cyclical; ademamix_alpha, ademamix_beta3;
-    put together by join, shift, times, linear_warmup.
-Input: batches gives Batches by step, mixture a Mixture of sources by weight; prefetch_to_device a PrefetchIterator;
-    FIFOQueue, RandomShuffleQueue, QueueRunner, add_queue_runner, start_queue_runners and Coordinator feed from
-    threads, until OutOfRangeError or CancelledError.
-Running: train; it ends by Preempted at a SIGTERM. Hooks: Hook and every for your own; StepCounterHook, LoggingHook,
-    ProgressHook, SummarySaverHook, MetricsHook, CheckpointSaverHook, EvaluationHook, FingerprintHook, ProfilerHook,
-    StopAtStepHook, NanLossHook with NanLossDuringTrainingError, AuditHook with AuditError; log_every_n.
-Evaluating: evaluator, with metrics.auc and others; EarlyStopping, KeepBest, ReduceOnPlateau act on what an
-    EvaluationHook finds.
-Checkpoints: Saver, latest_checkpoint, checkpoint_name, CheckpointError.
-Weights in safetensors files, as on the Hugging Face Hub: load_weights, save_weights.
-Many devices: shard_state, shard_batch, fsdp_specs; distributed.initialize for many processes; topology for a mesh of
-    devices that only compile.
-Tools: verify_resume (a ResumeReport), replay (a Replay), fingerprint and DivergenceError, find_nonfinite (a NonFinite);
-    before a run: plan (a Plan), cost (a Cost with Collective entries); after it: goodput (a Goodput).
-Wider models: mup for rates and initial values (MupFactors), coord_check whether they transfer (a CoordCheck).
-Summaries for TensorBoard: summary.scalar and others, summary.SummaryWriter. `python -m jstep --help`: the command line.
+    Mutable hyperparameters, stored in the state: held, get_hyperparameter, set_hyperparameter.
+Schedules
+    A Schedule is any function of the step: constant, linear, piecewise_constant, polynomial_decay, exponential_decay,
+    natural_exp_decay, inverse_time_decay, inverse_sqrt_decay, cosine_decay, cosine_decay_restarts,
+    linear_cosine_decay, warmup_cosine_decay, warmup_stable_decay, one_cycle, cyclical, ademamix_alpha, ademamix_beta3.
+    Composition: join, shift, times, linear_warmup.
+Input data
+    batches (Batches, indexed by step), mixture (a weighted Mixture of sources), prefetch_to_device (PrefetchIterator).
+    Queues: FIFOQueue, RandomShuffleQueue, QueueRunner, add_queue_runner, start_queue_runners, Coordinator,
+    OutOfRangeError, CancelledError.
+Training loop and hooks
+    train; it raises Preempted after a SIGTERM.
+    StepCounterHook, LoggingHook, ProgressHook, SummarySaverHook, MetricsHook, CheckpointSaverHook, EvaluationHook,
+    FingerprintHook (DivergenceError), ProfilerHook, StopAtStepHook, NanLossHook (NanLossDuringTrainingError),
+    AuditHook (AuditError). Custom hooks: Hook, every, log_every_n.
+Evaluation
+    evaluator, with metrics such as metrics.auc; callbacks of EvaluationHook: EarlyStopping, KeepBest, ReduceOnPlateau.
+Checkpoints and weights
+    Saver, latest_checkpoint, checkpoint_name, CheckpointError; load_weights and save_weights for safetensors files.
+Distributed training
+    shard_state, shard_batch, fsdp_specs; distributed.initialize for several processes; topology for a mesh of
+    compile-only devices.
+Debugging and planning
+    verify_resume (ResumeReport), replay (Replay), fingerprint, find_nonfinite (NonFinite); before a run: plan (Plan),
+    cost (Cost, with Collective entries); after a run: goodput (Goodput).
+Hyperparameter transfer to wider models
+    mup (MupFactors), coord_check (CoordCheck).
+TensorBoard summaries
+    summary.scalar, summary.SummaryWriter and others.
+Command line
+    python -m jstep --help
 """
 
 __version__ = "0.2.0"
 
 
 def _exports() -> dict[str, str]:
-    """The public names, and the module that each comes from: what the stub beside this file says."""
+    """Map each public name to the module that exports it, as listed in the stub file."""
     stub = __spec__.loader.get_data(__file__.removesuffix("c") + "i").decode()  # type: ignore
     exports, module = {}, ""
     for line in stub.splitlines():
@@ -65,7 +85,7 @@ def _exports() -> dict[str, str]:
 _EXPORTS = _exports()
 __all__ = sorted(_EXPORTS)
 
-# A name is loaded when it is asked for, so that `import jstep` is quick, and what a run does not use costs it nothing.
+# Names are loaded on first use: `import jstep` is fast, and unused modules cost nothing.
 
 
 def __getattr__(name: str) -> object:

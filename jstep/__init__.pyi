@@ -1,4 +1,4 @@
-# The public names and where they are: the one list of them, read by __init__.py, type checkers and editors.
+# Public names and the modules that export them: the single source of truth for __init__.py, type checkers and editors.
 
 from jstep import distributed as distributed
 from jstep import metrics as metrics

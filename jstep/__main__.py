@@ -1,4 +1,4 @@
-"""`python -m jstep plot LOGDIR -o loss.png`, `python -m jstep events FILE`."""
+"""Entry point of the command line: `python -m jstep plot LOGDIR -o loss.png`, `python -m jstep events FILE`."""
 
 from jstep.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Clipping of arrays and trees: by value, by norm, by average norm, by global norm."""
+"""Gradient clipping by value, norm, average norm and global norm."""
 
 from jstep.clipping.by_global_norm import clip_by_global_norm, global_norm
 from jstep.clipping.by_norm import clip_by_average_norm, clip_by_norm

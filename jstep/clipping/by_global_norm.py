@@ -1,4 +1,4 @@
-"""The norm of all leaves together, and clipping by it."""
+"""Global norm, and clipping by global norm."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ from jstep.core.types import Array, Number
 
 @on_any_mesh
 def global_norm(tree: Any) -> Array:
-    """√(Σ ‖leaf‖²) over all leaves.
+    """Global L2 norm of a tree: √(Σ ‖leaf‖²) over all leaves.
 
     Args:
-        tree: An array or a tree of arrays. Repeated rows of an `IndexedSlices` add up first.
+        tree: An array or a tree of arrays. Repeated rows of an `IndexedSlices` are summed first.
 
     Returns:
-        A float32 scalar (float64 where a leaf is); 0 for a tree without leaves. What the dtype can hold never
-        overflows on the way. A complex leaf counts by its absolute values.
+        A float32 scalar (float64 if a leaf is float64); 0 for a tree without leaves. Intermediate values do not
+        overflow if the result is finite. Complex leaves enter with their absolute values.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -40,23 +40,23 @@ def global_norm(tree: Any) -> Array:
         path = trees.path_str(keys)
         array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, "global_norm")
         array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
-        # Made first, or on a CPU an optimizer's own g² would be taken for the same array and kept in memory for both.
+        # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g² and keep the array.
         arrays += compute_first(array)
     return norm_of(arrays)
 
 
 @on_any_mesh
 def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
-    """All leaves · clip_norm / norm where norm > clip_norm, norm = `global_norm(tree)`.
+    """Clip by global norm: scale all leaves by clip_norm / norm if norm > clip_norm, norm = `global_norm(tree)`.
 
     Args:
         tree: An array or a tree of arrays.
-        clip_norm: The largest norm, a scalar > 0.
-        use_norm: The norm, where it is known already.
+        clip_norm: The maximum norm, a scalar > 0.
+        use_norm: The precomputed norm, if available.
 
     Returns:
-        The same tree, dtypes kept, and the norm before clipping. A non-finite norm turns every leaf to
-        NaN, so that a diverged step shows and does not half-apply.
+        The clipped tree, with the same dtypes, and the norm before clipping. If the norm is not finite, every leaf
+        becomes NaN, so that a diverged step is visible and is not applied in part.
 
     Raises:
         TypeError: A leaf is not floating point (names its path).
@@ -79,7 +79,7 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
 
 def _known_norm(norm: Any) -> Array:
     if isinstance(norm, bool | str) or not (isinstance(norm, int | float) or trees.is_array(norm)):
-        raise TypeError(f"use_norm={norm!r}: must be what global_norm returned, got {type(norm).__name__}")
+        raise TypeError(f"use_norm={norm!r}: must be the result of global_norm, got {type(norm).__name__}")
     if np.ndim(norm):
         raise ValueError(f"use_norm: must be a scalar, got shape {np.shape(norm)}")
     value = trees.concrete(norm)

@@ -1,4 +1,4 @@
-"""Clipping each leaf by its norm, or by its average norm."""
+"""Clipping of each leaf by its norm or average norm."""
 
 from typing import Any
 
@@ -16,15 +16,15 @@ from jstep.core.types import Array, Number
 
 @on_any_mesh
 def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
-    """Clipping by norm: t · clip_norm / ‖t‖ where ‖t‖ > clip_norm, for each leaf by its own L2 norm.
+    """Clip each leaf by its L2 norm: t · clip_norm / ‖t‖ if ‖t‖ > clip_norm.
 
     Args:
         t: An array or a tree of arrays.
-        clip_norm: The largest norm, a scalar > 0.
-        axes: Over which axes the norm is taken; None for all. Rows of a matrix: `axes=1`.
+        clip_norm: The maximum norm, a scalar > 0.
+        axes: The axes over which the norm is computed; None for all. To clip the rows of a matrix: `axes=1`.
 
     Returns:
-        The same tree, dtypes kept; what is within the norm stays exactly as it is.
+        The clipped tree, with the same dtypes; values within the norm are unchanged.
 
     Raises:
         TypeError: A leaf is not floating point (names its path).
@@ -54,14 +54,14 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
 
 @on_any_mesh
 def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
-    """Clipping by average norm: t · clip_norm / a where a = ‖t‖ / size(t) > clip_norm, for each leaf by itself.
+    """Clip each leaf by its average L2 norm: t · clip_norm / a if a = ‖t‖ / size(t) > clip_norm.
 
     Args:
-        t: An array or a tree of arrays; for an `IndexedSlices` the size is that of its table.
-        clip_norm: The largest average norm, a scalar > 0.
+        t: An array or a tree of arrays; the size of an `IndexedSlices` is the size of its table.
+        clip_norm: The maximum average norm, a scalar > 0.
 
     Returns:
-        The same tree, dtypes kept.
+        The clipped tree, with the same dtypes.
 
     Raises:
         TypeError: A leaf is not floating point (names its path).

@@ -15,15 +15,15 @@ from jstep.core.types import Array, Number
 
 @on_any_mesh
 def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
-    """min(max(t, min), max) for each element.
+    """Clip each element to [min, max]: min(max(t, min), max).
 
     Args:
         t: An array or a tree of arrays.
-        min: The smallest value, a scalar or an array that broadcasts to each leaf.
-        max: The largest value, likewise. Each of them must broadcast to the shape of the leaf, which stays.
+        min: The minimum, a scalar or an array that broadcasts to the shape of each leaf.
+        max: The maximum, likewise.
 
     Returns:
-        The same tree, dtypes kept. A NaN stays a NaN.
+        The clipped tree, with the same shapes and dtypes. NaNs are preserved.
 
     Raises:
         ValueError: `min` > `max`.
@@ -83,7 +83,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def _bound(name: str, value: Any) -> Any:
-    """A bound on the host, None where it is traced."""
+    """Return a bound on the host, or None if it is traced."""
     if isinstance(value, bool | str) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"{name}={value!r}: must be a number or an array, got {type(value).__name__}")
     number = trees.concrete(value)

@@ -1,4 +1,4 @@
-"""Norms that never overflow on the way, and the factors that clip by them."""
+"""Norms without intermediate overflow, and the scale factors for clipping."""
 
 import functools
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from jstep.core.types import Array
 
 
 def norm_of(arrays: Sequence[Array], axes: Any = None) -> Array:
-    """√(Σ |x|²) over the arrays (over `axes`, kept, of a single one), in float32 at least.
+    """Compute √(Σ |x|²) over the arrays (over `axes` of a single array, kept), in float32 or wider.
 
-    Finite wherever that dtype can hold it: only where a square overflowed is everything scaled by a power of two and
-    squared again. Its derivative is x / norm, and zero at zero.
+    Finite if the result fits the dtype: if a square overflows, everything is scaled by a power of two and squared
+    again. The derivative is x / norm, and zero at zero.
     """
     return _norm(axes, list(arrays))
 
@@ -28,7 +28,7 @@ def _norm(axes: Any, arrays: list[Array]) -> Array:
 
 @_norm.defjvp
 def _norm_jvp(axes: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The derivative as x / norm: that of the square root and of the squares would overflow on the way."""
+    """Compute the derivative as x / norm: differentiating the root and the squares would overflow."""
     ((arrays,), (moved,)) = primals, tangents
     norm = _norm(axes, arrays)
     total = jnp.zeros_like(norm)
@@ -42,7 +42,7 @@ def _norm_jvp(axes: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _unit(x: Array, norm: Array) -> Array:
-    """The quotient x / norm, zero where the norm is; in float32 at least."""
+    """Return x / norm, zero where the norm is zero; in float32 or wider."""
     dtype = trees.compute_dtype(x.dtype)
     huge = _shrinks(norm)
     divisor = jnp.where(norm > 0, norm * huge, jnp.ones_like(norm))
@@ -50,21 +50,21 @@ def _unit(x: Array, norm: Array) -> Array:
 
 
 def _shrinks(norm: Array) -> Array:
-    """A power of two, 1 unless the norm is huge: XLA divides by the reciprocal, which is flushed to 0 above 8.5e37."""
+    """A power of two, 1 unless the norm is huge: XLA multiplies by the reciprocal, flushed to 0 above 8.5e37."""
     half = 64 if norm.dtype.itemsize == 4 else 512
     huge = norm > jnp.asarray(2.0**half, norm.dtype)
     return jnp.where(huge, jnp.full_like(norm, 2.0**-half), jnp.ones_like(norm))
 
 
-# Outside of a step JAX would compile the cond anew at each call.
+# Outside of a compiled step JAX would recompile the cond at each call.
 @functools.partial(jax.jit, static_argnums=1)
 def _norm_of(arrays: list[Array], axes: Any) -> Array:
     plain = jnp.sqrt(_squares(arrays, axes))
     overflowed = jnp.any(jnp.isinf(plain))
     shift = 100 if plain.dtype.itemsize == 4 else 600
 
-    # Of numbers within ±2¹²⁸ some must exceed 2⁵⁰ for a sum of squares to overflow. Scaled by 2⁻¹⁰⁰ the largest is
-    # below 2²⁸, and what is lost at the lower end is too small to count.
+    # A sum of squares overflows only if some numbers, all within ±2¹²⁸, exceed 2⁵⁰. Scaled by 2⁻¹⁰⁰ the largest is
+    # below 2²⁸, and numbers that underflow are negligible.
     def again(arrays: Sequence[Array]) -> Array:
         scaled = jnp.sqrt(_squares(arrays, axes, plain, shift)) * jnp.asarray(2.0**shift, plain.dtype)
         return jnp.where(jnp.isinf(plain), scaled, plain)
@@ -73,15 +73,15 @@ def _norm_of(arrays: list[Array], axes: Any) -> Array:
 
 
 def _squares(arrays: Sequence[Array], axes: Any, norm: Array | None = None, shift: int = 0) -> Array:
-    """Σ |x|²; where a norm > 0 is given, of x·2^−shift."""
+    """Compute Σ |x|², of x·2^−shift if a norm > 0 is given."""
     total: Array | None = None
     for i, x in enumerate(arrays):
         parts = [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
         for part in parts:
             part = part.astype(trees.compute_dtype(part.dtype))
             if norm is not None:
-                # Always 2^−shift, which XLA does not know: of a constant it would make of (x·s)² a product x²·s², and
-                # of one that leaves of a shape share an array.
+                # Always 2^−shift, but hidden from XLA: it would rewrite (x·s)² with a constant s as x²·s², and store a
+                # factor shared by leaves of the same shape as an array.
                 known = jnp.any(norm > jnp.asarray(-i, norm.dtype))
                 part = part * jnp.where(known, jnp.asarray(2.0**-shift, part.dtype), jnp.ones((), part.dtype))
             square = jnp.sum(jnp.square(part), axis=axes, keepdims=axes is not None)
@@ -94,20 +94,20 @@ def _squares(arrays: Sequence[Array], axes: Any, norm: Array | None = None, shif
 
 
 def scaled(x: Array, norm: Array, clip_norm: Any) -> Array:
-    """The product x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN if the norm is not finite."""
+    """Return x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN if the norm is not finite."""
     return clipped(x, norm, *factors(norm, clip_norm))
 
 
 @jax.custom_jvp
 def clipped(x: Array, norm: Array, limit: Array, first: Array, second: Array) -> Array:
-    """The product x · first · second, one after the other, in float32 at least and rounded to the dtype of x.
+    """Return (x · first) · second, computed in float32 or wider and rounded to the dtype of x.
 
     Args:
-        x: What is clipped.
-        norm: Its norm.
-        limit: The largest norm; this and the following are what `factors` returned.
-        first: A factor.
-        second: The other factor.
+        x: The array to clip.
+        norm: The norm of x.
+        limit: The maximum norm; this and the next arguments are the results of `factors`.
+        first: The first factor.
+        second: The second factor.
     """
     dtype = trees.compute_dtype(x.dtype)
     return (x.astype(dtype) * first.astype(dtype) * second.astype(dtype)).astype(x.dtype)
@@ -115,9 +115,9 @@ def clipped(x: Array, norm: Array, limit: Array, first: Array, second: Array) ->
 
 @clipped.defjvp
 def _clipped_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The derivative, ordered so that nothing overflows or is flushed to zero on the way.
+    """Compute the derivative in an order without intermediate overflow or underflow.
 
-    With u = x / norm and c the limit: c / norm · (dx − u · dnorm) + u · dc where the norm is larger than c, else dx.
+    With u = x / norm and c the limit: c / norm · (dx − u · dnorm) + u · dc if the norm is larger than c, else dx.
     """
     x, norm, limit, first, second = primals
     dx, dnorm, dlimit, _, _ = tangents
@@ -129,7 +129,7 @@ def _clipped_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def factors(norm: Array, clip_norm: Any) -> tuple[Array, Array, Array]:
-    """The limit in the dtype of the norm, and two factors: limit / norm together where norm > limit, else 1.
+    """Return the limit in the dtype of the norm, and two factors whose product is limit / norm if norm > limit, else 1.
 
     NaN if the norm is not finite. The first factor is a power of two, 1 unless the norm is huge.
     """
@@ -138,7 +138,7 @@ def factors(norm: Array, clip_norm: Any) -> tuple[Array, Array, Array]:
     first = _shrinks(norm)
     over = norm > limit
     second = jnp.where(over, limit / jnp.where(over, norm * first, one), one)
-    # Zero of what is finite, NaN of the rest: a constant NaN would trip `jax.debug_nans` with nothing wrong.
+    # Zero if finite, else NaN: a constant NaN would trigger `jax.debug_nans` without an error.
     second = second + jax.lax.stop_gradient(norm - norm)
-    # Behind a barrier, or XLA would multiply the two first where both are constants.
+    # The barrier keeps XLA from multiplying the two factors first if both are constants.
     return limit, jnp.where(over, first, one), jax.lax.optimization_barrier(second)

@@ -1,4 +1,4 @@
-"""What the ways of clipping share: walking a tree, and checks."""
+"""Shared parts of the clipping functions: mapping over leaves, and validation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from jstep.core.types import Array
 
 
 def map_leaves(function: Callable[[Array], Array], tree: Any, name: str) -> Any:
-    """Maps over the floating leaves of a tree; of an `IndexedSlices` over its combined rows."""
+    """Map a function over the floating-point leaves of a tree; over the combined rows of an `IndexedSlices`."""
     refuse_numbers_in_a_row(tree, name)
 
     def leaf(keys: Any, x: Any) -> Any:
@@ -28,22 +28,22 @@ def map_leaves(function: Callable[[Array], Array], tree: Any, name: str) -> Any:
 
 
 def floating(x: Any, path: str, name: str) -> Array:
-    """A leaf as an array of floating or complex dtype; anything else is refused by its path."""
+    """Return a leaf as an array of floating or complex dtype; raise an error with its path otherwise."""
     array = number(float(x) if isinstance(x, int) and not isinstance(x, bool) else x, path, name)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
             f"{name}: the leaf at {trees.quoted(path)} has dtype {array.dtype}; only floating-point arrays can be "
-            "scaled. Put None in its place, or cast it."
+            "scaled. Replace it by None, or cast it."
         )
     return array
 
 
 def check_clip_norm(name: str, clip_norm: Any) -> Any:
-    """A clip norm: a scalar > 0, concrete or traced.
+    """Validate a clip norm: a scalar > 0, concrete or traced.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is no scalar, or not positive.
+        TypeError: The value is not a number.
+        ValueError: The value is not a scalar, or is not positive.
     """
     if isinstance(clip_norm, bool | str) or not (isinstance(clip_norm, int | float) or trees.is_array(clip_norm)):
         raise TypeError(f"{name}={clip_norm!r}: must be a positive number, got {type(clip_norm).__name__}")
@@ -56,22 +56,22 @@ def check_clip_norm(name: str, clip_norm: Any) -> Any:
 
 
 def number(x: Any, path: str, name: str) -> Array:
-    """A leaf as an array; anything else is refused by its path."""
+    """Return a leaf as an array; raise an error with its path otherwise."""
     if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
-        raise TypeError(f"{name}: the leaf at {trees.quoted(path)} is {type(x).__name__}, which is no array")
+        raise TypeError(f"{name}: the leaf at {trees.quoted(path)} is {type(x).__name__}, which is not an array")
     return jnp.asarray(x)
 
 
 def refuse_numbers_in_a_row(tree: Any, name: str) -> None:
-    """Refuses a list or tuple of numbers, which is no tree of arrays but an array that nobody made one.
+    """Reject a list or tuple of numbers, which was probably meant as one array.
 
     Raises:
-        TypeError: There is one.
+        TypeError: The tree contains a list or tuple of numbers.
     """
     for keys, x in jax.tree_util.tree_leaves_with_path(tree):
         row = bool(keys) and isinstance(keys[-1], jax.tree_util.SequenceKey)
         if row and isinstance(x, bool | int | float | complex | np.generic):
             where = f" at {trees.path_str(keys[:-1])!r}" if keys[:-1] else ""
             raise TypeError(
-                f"{name}: a list or tuple of numbers{where}, each an array of its own; give an array: jnp.array([...])"
+                f"{name}: a list or tuple of numbers{where} is a tree of scalars; give an array: jnp.array([...])"
             )

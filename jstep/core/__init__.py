@@ -1,4 +1,4 @@
-"""Words, trees and checks that all packages share; nothing here compiles or counts."""
+"""Types, tree utilities and validation shared by all packages."""
 
 from typing import TYPE_CHECKING
 

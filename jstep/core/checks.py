@@ -1,4 +1,4 @@
-"""Checks of arguments, in one dialect: `name=value: must be …, got …; what to do`."""
+"""Argument validation. Error messages have the form `name=value: must be …, got …; what to do`."""
 
 import math
 import operator
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def shown(value: Any, longest: int = 100) -> str:
-    """The repr of a value as error messages show it: cut where it is long, and never an error itself."""
+    """Return the repr of a value for an error message: truncated if long; never raises."""
     try:
         text = repr(value)
     except Exception:
@@ -18,7 +18,7 @@ def shown(value: Any, longest: int = 100) -> str:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in two words: 'a str', 'an array of shape (3,)', 'the class float'."""
+    """Describe the type of a value: 'a str', 'an array of float32 and shape (3,)', 'the class float'."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -30,14 +30,14 @@ def kind(value: Any) -> str:
 
 
 def as_bool(value: Any, argument: str) -> bool:
-    """True or False, of Python or NumPy, and nothing that merely counts as true.
+    """Convert a Python or NumPy bool to a bool; other truthy or falsy values are rejected.
 
     Args:
-        value: What the user gave.
-        argument: Its name, for the error.
+        value: The user's value.
+        argument: The name of the argument, for the error.
 
     Raises:
-        TypeError: It is no bool, such as the text "no" from a configuration file.
+        TypeError: The value is not a bool, such as the string "no" from a configuration file.
     """
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{argument}={shown(value)}: must be True or False, got {kind(value)}")
@@ -45,17 +45,17 @@ def as_bool(value: Any, argument: str) -> bool:
 
 
 def as_int(value: Any, argument: str, at_least: int | None = None, meaning: str = "") -> int:
-    """A whole number as an int: of Python, NumPy, or a concrete JAX scalar.
+    """Convert an integer (Python, NumPy, or a concrete JAX scalar) to an int.
 
     Args:
-        value: What the user gave.
-        argument: Its name, for the error.
-        at_least: The least that it may be.
-        meaning: What it counts or what to do, for the error.
+        value: The user's value.
+        argument: The name of the argument, for the error.
+        at_least: The smallest valid value.
+        meaning: What the number counts, or what to do, for the error.
 
     Raises:
-        TypeError: It is none, or a bool; names the argument.
-        ValueError: It is below `at_least`.
+        TypeError: The value is not an integer, or is a bool; names the argument.
+        ValueError: The value is below `at_least`.
     """
     try:
         if isinstance(value, bool | np.bool_):
@@ -79,21 +79,21 @@ def as_number(
     finite: bool = True,
     meaning: str = "",
 ) -> float:
-    """A real number as a float: of Python, NumPy, or a concrete JAX scalar.
+    """Convert a real number (Python, NumPy, or a concrete JAX scalar) to a float.
 
     Args:
-        value: What the user gave.
-        argument: Its name, for the error.
-        low: The smallest value.
-        high: The largest value.
-        above: Whether `low` itself is refused.
-        below: Whether `high` itself is refused.
-        finite: Whether infinities are refused; NaN always is.
+        value: The user's value.
+        argument: The name of the argument, for the error.
+        low: The smallest valid value.
+        high: The largest valid value.
+        above: Whether `low` itself is rejected.
+        below: Whether `high` itself is rejected.
+        finite: Whether infinities are rejected; NaN always is.
         meaning: What to do, for the error.
 
     Raises:
-        TypeError: It is no real number (a bool is none); names the argument.
-        ValueError: It is out of range.
+        TypeError: The value is not a real number (a bool is not one); names the argument.
+        ValueError: The value is out of range.
     """
     hint = f"; {meaning}" if meaning else ""
     try:
@@ -103,7 +103,7 @@ def as_number(
     except (TypeError, ValueError):
         raise TypeError(f"{argument}={shown(value)}: must be a number, got {kind(value)}{hint}") from None
     except OverflowError:
-        raise ValueError(f"{argument}={shown(value)}: must be a number that a float holds{hint}") from None
+        raise ValueError(f"{argument}={shown(value)}: must be a number that fits in a float{hint}") from None
     fits = (number > low if above else number >= low) and (number < high if below else number <= high)
     if not fits or (finite and math.isinf(number)):
         wanted = ["finite"] * (finite and math.isinf(number))
@@ -114,16 +114,16 @@ def as_number(
 
 
 def as_function(value: Any, argument: str, form: str = "", *, optional: bool = False) -> Any:
-    """A function, or anything else that can be called; None too where it is optional.
+    """Return a function or any other callable; None is also accepted if `optional`.
 
     Args:
-        value: What the user gave.
-        argument: Its name, for the error.
-        form: How it is called, such as `(params, *args) -> loss`, for the error.
-        optional: Whether None may stand in its place.
+        value: The user's value.
+        argument: The name of the argument, for the error.
+        form: The expected signature, such as `(params, *args) -> loss`, for the error.
+        optional: Whether None is accepted.
 
     Raises:
-        TypeError: It cannot be called.
+        TypeError: The value is not callable.
     """
     if (optional and value is None) or callable(value):
         return value
@@ -134,27 +134,27 @@ def as_function(value: Any, argument: str, form: str = "", *, optional: bool = F
 
 
 def as_text(value: Any, argument: str, meaning: str = "") -> str:
-    """A text that is not empty.
+    """Return a nonempty string.
 
     Raises:
-        TypeError: It is no text.
-        ValueError: It is empty.
+        TypeError: The value is not a string.
+        ValueError: The string is empty.
     """
     hint = f"; {meaning}" if meaning else ""
     if not isinstance(value, str):
-        raise TypeError(f"{argument}={shown(value)}: must be a text, got {kind(value)}{hint}")
+        raise TypeError(f"{argument}={shown(value)}: must be a string, got {kind(value)}{hint}")
     if not value:
         raise ValueError(f"{argument}={value!r}: must not be empty{hint}")
     return value
 
 
 def one_of(value: Any, argument: str, choices: Any, spelled: Callable[[Any], str] = repr) -> Any:
-    """The value, which must be one of a few.
+    """Return the value, which must be one of `choices`.
 
     Raises:
-        ValueError: It is none of them; names them.
+        ValueError: The value is not one of them; lists them.
     """
-    # Compared one by one: what cannot be hashed, or answers == with an array, is simply none of them.
+    # Not `value in choices`: a value may be unhashable, or compare to an array.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{argument}={shown(value)}: must be one of {', '.join(map(spelled, choices))}")
     return value

@@ -1,11 +1,11 @@
-"""Run threads as the one who starts them would, and exempt internal transfers from `transfer_guard`.
+"""Propagation of JAX contexts to threads, and exemption of internal transfers from `transfer_guard`.
 
-JAX keeps what its context managers set in each thread, and in no context variable: a new thread has JAX's defaults.
-So a thread of jstep takes two copies from whoever starts it: of the context variables, and of all settings of JAX that
-have a context manager, whatever this version of JAX has.
+JAX's context managers set thread-local values, not context variables: a new thread has JAX's defaults. A thread of
+jstep therefore copies from the thread that starts it the context variables, and all JAX settings that have a context
+manager in the installed version of JAX.
 
-Left behind, because JAX has no public way to read them: `with mesh:` (take `jax.set_mesh(mesh)`), contexts of
-`jax.make_user_context`, and `jax.thread_guard`, which belongs to the thread that set it by its meaning.
+Not propagated, because JAX has no public way to read them: `with mesh:` (use `jax.set_mesh(mesh)`), contexts of
+`jax.make_user_context`, and `jax.thread_guard`, which by design belongs to one thread.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _NOT_CARRIED = {"thread_guard", "transfer_guard"}
-"""One belongs to the thread that set it, the other is three settings that go along."""
+"""The first belongs to one thread; the second is an alias of three settings, which are propagated."""
 
 _SETTINGS = tuple(
     name
     for name in (entry.removeprefix("jax_") for entry in jax.config.values if entry.startswith("jax_"))
     if name not in _NOT_CARRIED and callable(getattr(jax, name, None))
 )
-"""`jax.config.jax_<name>` reads the value of this thread, `jax.<name>(value)` is the context manager that sets it."""
+"""Settings: `jax.config.jax_<name>` is the value in this thread, `jax.<name>(value)` is its context manager."""
 
 _GUARDS = tuple(name for name in _SETTINGS if name.startswith("transfer_guard_"))
 _NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -37,7 +37,7 @@ _NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 @dataclasses.dataclass(frozen=True)
 class Contexts:
-    """The contexts of a thread at one moment, to run functions in: any number of them, in any threads."""
+    """A snapshot of a thread's contexts, in which any number of functions can run, in any thread."""
 
     variables: contextvars.Context
     settings: tuple[tuple[str, Any], ...]
@@ -45,7 +45,7 @@ class Contexts:
     abstract_mesh: jax.sharding.AbstractMesh
 
     def run(self, fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Calls `fn(*args, **kwargs)` in a copy of these contexts, on this thread."""
+        """Call `fn(*args, **kwargs)` in a copy of these contexts, on this thread."""
         return self.variables.copy().run(self._run, functools.partial(fn, *args, **kwargs))
 
     def _run(self, fn: Callable[[], _R]) -> _R:
@@ -54,7 +54,7 @@ class Contexts:
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        # What the thread has anyhow is not set again: it goes on following `jax.config.update`.
+        # Equal settings are not set again, so that they still follow `jax.config.update`.
         with contextlib.ExitStack() as stack:
             for name, value in self.settings:
                 if _read(name) != value:
@@ -67,33 +67,33 @@ class Contexts:
 
 
 def capture() -> Contexts:
-    """The contexts of this thread as they are now: context variables, JAX's settings, the mesh."""
+    """Capture the contexts of this thread: context variables, JAX's settings, the mesh."""
     try:
         mesh = jax.sharding.get_mesh()
-    except ValueError:  # inside a function that JAX is tracing there is none to see
+    except ValueError:  # get_mesh raises inside a function that JAX is tracing
         mesh = None
     settings = tuple((name, _read(name)) for name in _SETTINGS)
     return Contexts(contextvars.copy_context(), settings, mesh, jax.sharding.get_abstract_mesh())
 
 
 def carried(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function `fn` in the contexts of this thread as they are now, whichever thread calls it: for executors."""
+    """Bind `fn` to the current contexts of this thread, for executors: any thread may call the result."""
     return functools.partial(capture().run, fn)
 
 
 class Thread(threading.Thread):
-    """A thread that runs in a copy of the contexts of the one who calls its `start`."""
+    """A thread that runs in a copy of the contexts of the caller of `start`."""
 
     _carried: Contexts | None = None
 
     def start(self) -> None:
-        """Starts it, in a copy of the caller's contexts."""
+        """Start the thread in a copy of the caller's contexts."""
         self._carried = capture()
         super().start()
 
     def run(self) -> None:
-        """What the thread does."""
-        contexts, self._carried = self._carried, None  # what they hold is free when the thread has ended
+        """Run the target in the captured contexts."""
+        contexts, self._carried = self._carried, None  # release them when the thread ends
         if contexts is None:
             super().run()
         else:
@@ -101,9 +101,9 @@ class Thread(threading.Thread):
 
 
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
-    """The context for transfers of jstep's own, between host and devices or devices: no guard of the caller stops them.
+    """Context manager that exempts internal transfers (host, devices) from the caller's transfer guards.
 
-    For transfers alone: a user's function that is called inside would not see its guard. It costs almost nothing when
+    Use it only around transfers: a user's function called inside would not see its guard. It costs almost nothing when
     no guard is set.
 
     Example:
@@ -115,7 +115,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
         >>> float(x)
         3.0
     """
-    config = jax.config  # read in line: it lies on the way of every scalar that is logged
+    config = jax.config  # inlined reads: this runs for every logged scalar
     if not (
         config.jax_transfer_guard_host_to_device  # type: ignore[attr-defined]
         or config.jax_transfer_guard_device_to_host  # type: ignore[attr-defined]

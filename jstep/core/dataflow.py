@@ -1,9 +1,9 @@
-"""Which equations of a program depend on which of its inputs: groups that share nothing but scalars.
+"""Dataflow analysis of a program: groups of inputs and equations that share only scalars.
 
-The inputs are given in groups. An equation belongs to the group whose inputs it depends on. One that combines arrays of
-several groups element by element makes them one group. Any other that combines several (a norm over all of them, or
-matrices that are orthogonalized together) belongs to no group, and what depends on its result belongs to a later
-*stage*: the stages of all groups before it come first.
+The inputs are given in groups. An equation belongs to the group whose inputs it depends on. An elementwise equation of
+arrays of several groups merges these groups. Any other equation that combines several groups (a norm over all of them,
+or matrices that are orthogonalized together) belongs to no group, and equations that depend on its result belong to a
+later *stage*, which runs after the earlier stages of all groups.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jstep.core.equations import (
 
 
 class Groups:
-    """Groups of inputs that may become one.
+    """Groups of inputs that can be merged (union-find).
 
     Args:
         of: Input (a variable) → its group.
@@ -37,19 +37,19 @@ class Groups:
         self._parent = {group: group for group in of.values()}
 
     def find(self, group: int) -> int:
-        """The group that a group is now a part of."""
+        """Return the merged group that contains a group."""
         while self._parent[group] != group:
             group = self._parent[group]
         return group
 
     def join(self, groups: set[int]) -> None:
-        """Makes some groups one."""
+        """Merge some groups."""
         first, *others = sorted(map(self.find, groups))
         for other in others:
             self._parent[other] = first
 
     def inputs(self) -> dict[int, list[Any]]:
-        """The inputs of each group."""
+        """Return the inputs of each group."""
         found: dict[int, list[Any]] = {}
         for var, group in self.of.items():
             found.setdefault(self.find(group), []).append(var)
@@ -58,15 +58,15 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """What of a program belongs to which group.
+    """Assignment of variables and equations of a program to groups.
 
     Attributes:
-        owner: Variable → its group; others depend on none, or on what several were combined to.
-        stage: Variable → how many times several groups were combined before it.
-        equations: The group of each equation, or None; in order.
+        owner: Variable → its group. Other variables depend on no group, or on a combination of several.
+        stage: Variable → the number of combinations of several groups before it.
+        equations: The group of each equation in order, or None.
         stages: The stage of each equation.
-        mixed: The groups that the first equation to combine large arrays of several combines.
-        mixed_at: The place of that equation.
+        mixed: The groups combined by the first equation that combines large arrays of several groups.
+        mixed_at: The index of that equation.
     """
 
     owner: dict[Any, int]
@@ -78,7 +78,7 @@ class Flow:
 
 
 def flow_of(closed: Any, groups: Groups) -> Flow:
-    """The flow of a program. Groups whose large arrays are combined become one."""
+    """Compute the flow of a program, and merge groups whose large arrays are combined."""
     while (flow := _pass(closed, groups)).mixed:
         groups.join(flow.mixed)
     return flow
@@ -98,7 +98,7 @@ def _pass(closed: Any, groups: Groups) -> Flow:
         shared = max((stage.get(var, 0) for var in given if var not in owner), default=0)
         last = max((stage.get(var, 0) for var in large), default=0)
         combines = bool(large) and all(map(is_scalar, large)) and (len(found) > 1 or shared > 0)
-        combines |= len(found) > 1 and not (_is_knot(eqn) or is_elementwise(eqn, large[0].aval.shape))
+        combines |= len(found) > 1 and not (_is_barrier_or_call(eqn) or is_elementwise(eqn, large[0].aval.shape))
         if len(found) > 1 and not (combines or mixed):
             mixed, mixed_at = found, i
         group = min(found) if found and not combines else None
@@ -112,7 +112,7 @@ def _pass(closed: Any, groups: Groups) -> Flow:
 
 
 def needed(jaxpr: Any, among: list[int], made: list[Any], known: Container[Any]) -> list[Any]:
-    """The equations, among those at some places, that compute some variables from those that are known; in order."""
+    """Return the equations, among those at some indices, that compute `made` from known variables; in order."""
     missing, found = {var for var in made if var not in known}, []
     for i in reversed(among):
         eqn = jaxpr.eqns[i]
@@ -122,10 +122,10 @@ def needed(jaxpr: Any, among: list[int], made: list[Any], known: Container[Any])
     return found[::-1]
 
 
-def sunk(jaxpr: Any, flow: Flow) -> list[set[int | None]]:
-    """For each equation the groups that compute it; None among them where it is computed once for all.
+def groups_computing(jaxpr: Any, flow: Flow) -> list[set[int | None]]:
+    """Return for each equation the groups that compute it; None in the set if it is computed once for all groups.
 
-    What is of no group but needed by one alone is computed there if that takes no memory: element by element.
+    An equation of no group is computed in the one group that needs it if it is elementwise, which takes no memory.
     """
     needs: dict[Any, set[int | None]] = {var: {None} for var in variables(jaxpr.outvars)}
     users: list[set[int | None]] = []
@@ -145,32 +145,32 @@ def sunk(jaxpr: Any, flow: Flow) -> list[set[int | None]]:
     return users[::-1]
 
 
-def untangled(closed: Any, values: list[Any], of: Mapping[int, int]) -> Any:
-    """The same program, in which barriers and calls that combine groups are taken apart.
+def split_barriers_and_calls(closed: Any, values: list[Any], of: Mapping[int, int]) -> Any:
+    """Return the same program, with barriers and calls that combine groups split or inlined.
 
     Args:
         closed: The program.
-        values: Its arguments, to trace it again with.
-        of: Place of an argument → its group.
+        values: The arguments to trace it again with.
+        of: Index of an argument → its group.
     """
     while True:
         groups = Groups({closed.jaxpr.invars[i]: group for i, group in of.items()})
         while (flow := _pass(closed, groups)).mixed:
             eqn = closed.jaxpr.eqns[flow.mixed_at]
-            if _is_knot(eqn):
+            if _is_barrier_or_call(eqn):
                 break
             groups.join(flow.mixed)
         if not flow.mixed:
             return closed
-        closed = _without_knot(closed, values, flow.mixed_at)
+        closed = _without_barrier_or_call(closed, values, flow.mixed_at)
 
 
-def _is_knot(eqn: Any) -> bool:
-    """Whether an equation combines what it need not combine."""
+def _is_barrier_or_call(eqn: Any) -> bool:
+    """Whether an equation combines variables only as a barrier or a call."""
     return is_barrier(eqn) or called(eqn) is not None
 
 
-def _without_knot(closed: Any, values: list[Any], at: int) -> Any:
+def _without_barrier_or_call(closed: Any, values: list[Any], at: int) -> Any:
     knot = closed.jaxpr.eqns[at]
 
     def by(jaxpr: Any, eqn: Any, given: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The devices that a program runs on, by where its arguments are."""
+"""The devices that a program runs on, from the shardings of its arguments."""
 
 from typing import Any
 
@@ -9,18 +9,18 @@ from jstep.core.meshes import mesh_of
 
 
 def sharding_of(leaf: Any) -> Any:
-    """The sharding of an array, or of a shape that has one; None of anything else, and of traced arrays."""
+    """Return the sharding of an array or shape; None for traced arrays and anything else."""
     return None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
 
 
 def device_count(tree: Any) -> int:
-    """On how many devices, of all processes, a program with these arguments runs."""
+    """Return the number of devices, over all processes, that a program with these arguments runs on."""
     counts = [len(found.device_set) for leaf in jax.tree.leaves(tree) if (found := sharding_of(leaf)) is not None]
     return max(counts, default=1)
 
 
 def device_of(tree: Any) -> Any:
-    """One of these devices: one of the mesh, where there is a mesh."""
+    """Return one of these devices, from the mesh if there is one."""
     mesh = mesh_of(tree)
     if mesh is not None:
         return mesh.devices.flat[0]

@@ -1,4 +1,4 @@
-"""Traced functions, equation by equation."""
+"""Evaluation of traced functions, equation by equation."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ ELEMENTWISE = frozenset([
     "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor",
 ])
 # fmt: on
-"""Operations of JAX that compute each element of the result from the elements in its place, or from scalars."""
+"""JAX primitives that compute each element of the result from the corresponding elements, or from scalars."""
 
 Env = dict[Any, Any]
 
 
 def value_of(env: Mapping[Any, Any], atom: Any) -> Any:
-    """The value of a variable or a literal."""
+    """Return the value of a variable or a literal."""
     return atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
@@ -30,35 +30,35 @@ def is_variable(atom: Any) -> bool:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Those that are not literals."""
+    """Return the operands that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
 def called(eqn: Any) -> Any:
-    """The program that an equation merely calls, as one of `jax.jit` does; None for any other equation."""
+    """Return the program that a call equation, such as `jax.jit`'s, calls; None for any other equation."""
     inner = eqn.params.get("jaxpr")
     is_call = eqn.primitive.name in ("jit", "pjit") and hasattr(inner, "consts")
     return inner if is_call else None
 
 
 def apply(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
-    """Computes an equation of a program for some values of its operands."""
+    """Evaluate an equation of a program for some values of its operands."""
     needed = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not isinstance(atom, core.Literal)}
     kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-    # A program of this equation alone: how operations are bound changes from version to version of JAX.
+    # Evaluated as a program with one equation, because the API to bind primitives changes between versions of JAX.
     alone = jaxpr.replace(constvars=[], invars=list(needed), outvars=kept, eqns=[eqn], effects=eqn.effects)
     results = dict(zip(kept, core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*needed.values()), strict=True))
     return [results.get(var) for var in eqn.outvars]
 
 
 def compute(jaxpr: Any, eqns: Iterable[Any], env: Env, by: Callable[[Any, Any, list[Any]], list[Any]] = apply) -> None:
-    """Computes equations of a program in order, and adds their results to `env`.
+    """Evaluate equations of a program in order, and add their results to `env`.
 
     Args:
         jaxpr: The program.
         eqns: Some of its equations.
         env: The values of the variables that they need.
-        by: What computes one of them: `by(jaxpr, eqn, values)`.
+        by: Evaluates one equation: `by(jaxpr, eqn, values)`.
     """
     for eqn in eqns:
         results = by(jaxpr, eqn, [value_of(env, atom) for atom in eqn.invars])
@@ -66,12 +66,12 @@ def compute(jaxpr: Any, eqns: Iterable[Any], env: Env, by: Callable[[Any, Any, l
 
 
 def is_barrier(eqn: Any) -> bool:
-    """Whether an equation does nothing but keep operations apart."""
+    """Whether an equation is only an optimization barrier."""
     return bool(eqn.primitive.name == "optimization_barrier")
 
 
 def within(closed: Any, values: list[Any], by: Callable[[Any, Any, list[Any]], list[Any]]) -> list[Any]:
-    """The results of a whole program, each of its equations computed by `by`."""
+    """Evaluate a whole program, each equation with `by`."""
     env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(closed.jaxpr.invars, values, strict=True))
     compute(closed.jaxpr, closed.jaxpr.eqns, env, by)
@@ -79,7 +79,7 @@ def within(closed: Any, values: list[Any], by: Callable[[Any, Any, list[Any]], l
 
 
 def is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an equation computes arrays of this shape, element by element, from such arrays and scalars."""
+    """Whether an equation is elementwise, from arrays of this shape and scalars to arrays of this shape."""
     inner = called(eqn)
     if inner is not None:
         return all(map(_is_scalar, inner.consts)) and all(is_elementwise(one, shape) for one in inner.jaxpr.eqns)
@@ -93,7 +93,7 @@ def is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def on_slices(jaxpr: Any, eqn: Any, values: list[Any], length: int) -> list[Any]:
-    """Computes an elementwise equation for slices of `length` of its arrays along their first axis."""
+    """Evaluate an elementwise equation for slices of `length` along the first axis of its arrays."""
     inner = called(eqn)
     if inner is not None:
         return within(inner, values, lambda jaxpr, eqn, values: on_slices(jaxpr, eqn, values, length))
@@ -112,18 +112,18 @@ def is_scalar(atom: Any) -> bool:
 
 
 def size_of(atom: Any) -> int:
-    """The bytes of a variable, over all devices."""
+    """Return the size of a variable in bytes, over all devices."""
     dtype = atom.aval.dtype
     return int(atom.aval.size) * (dtype.itemsize if hasattr(dtype, "itemsize") else 8)
 
 
 class Traced(NamedTuple):
-    """A function as a program.
+    """A traced function.
 
     Attributes:
-        closed: The program, whose results are the arrays among the leaves of what the function returned.
-        indices: The places of these among all leaves.
-        whole: From the values of the program's results to the result of the function.
+        closed: The program; its results are the arrays among the leaves of the function's result.
+        indices: The indices of these arrays among all leaves.
+        whole: Maps the values of the program's results to the function's result.
     """
 
     closed: Any
@@ -132,7 +132,7 @@ class Traced(NamedTuple):
 
 
 def traced(fn: Callable[..., Any], *args: Any) -> Traced:
-    """A function as a program. What it closes over are constants of the program."""
+    """Trace a function. Closed-over arrays are constants of the program."""
     found: list[Any] = []
 
     def arrays_of(*args: Any) -> list[Any]:

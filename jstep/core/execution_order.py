@@ -1,7 +1,7 @@
-"""What a step must compute before it overwrites slots: for CPUs, where XLA would copy them otherwise.
+"""Execution order of a step on CPUs, so that XLA overwrites slots without copying them.
 
-XLA's CPU backend makes each array in a kernel of its own. TPUs and GPUs make all arrays of a leaf in one kernel, which
-reads each of its operands once; kept apart, they would read them twice.
+XLA's CPU backend computes each array in a separate kernel. On TPUs and GPUs one kernel computes all arrays of a leaf,
+and reads each operand once; an enforced order would split it and read operands twice.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from jstep.core.types import Array
 
 
 def compute_first(*arrays: Any) -> tuple[Any, ...]:
-    """Arrays (or trees) that a CPU makes before it makes anything of them, and does not make a second time."""
+    """Materialize arrays (or trees) on a CPU before their uses, so that they are not recomputed."""
     if not _is_traced(arrays):
         return arrays
     same: tuple[Any, ...] = jax.lax.platform_dependent(
@@ -23,11 +23,11 @@ def compute_first(*arrays: Any) -> tuple[Any, ...]:
 
 
 def ordered_after(x: Array, first: Array) -> Array:
-    """X itself, on a CPU from a kernel that XLA has to run after the one that makes `first`.
+    """Return x, on a CPU computed by a kernel that XLA must run after the kernel of `first`.
 
-    Where two kernels read a slot that one of them overwrites, XLA copies the slot unless the other is known to
-    run earlier; only data says so. The condition is never true, which LLVM sees and XLA does not: nothing more
-    is read from memory.
+    If two kernels read a slot that one of them overwrites, XLA copies the slot unless the other must run earlier, which
+    only a data dependency ensures. The condition is never true; LLVM detects this and XLA does not, so the dependency
+    adds no memory traffic.
     """
     if not _is_traced((x, first)):
         return x
@@ -41,19 +41,19 @@ def ordered_after(x: Array, first: Array) -> Array:
 
 
 def after_parameter(p: Array, u: Array, dtype: Any, *reads: Array) -> tuple[Array, ...]:
-    """The new parameter, and what may be read once it is there: for slots that it needs as they were.
+    """Order arrays after the computation of the new parameter, which needs the old values of slots.
 
-    The sum is the one that `apply_updates` makes, which XLA sees and makes once.
+    The sum p + u is the same as in `apply_updates`; XLA computes it once.
 
     Args:
-        p: The parameter, as the rule has it.
+        p: The parameter, in the rule's dtype.
         u: Its update.
-        dtype: The dtype that the parameter is kept in.
+        dtype: The dtype in which the parameter is stored.
         *reads: Arrays that are read again after it.
     """
     return compute_first((p + u).astype(dtype), *reads)
 
 
 def _is_traced(tree: Any) -> bool:
-    """Whether there is an order to choose: outside of a program there is none, and the choice would be compiled."""
+    """Whether a program is being traced: outside of one the order is fixed, and `platform_dependent` would compile."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

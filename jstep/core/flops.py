@@ -1,4 +1,4 @@
-"""How much more a program computes than one that goes through each loop once."""
+"""Operation counts of a program with all loop iterations; XLA counts each loop body once."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jstep.core.operations import MOVES, Operation, Subprogram, shard_counts
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
-"""They move numbers and compute none."""
+"""Operations that move data without arithmetic."""
 
 
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
@@ -19,12 +19,12 @@ _NONE: Mapping["Product", float] = MappingProxyType({})
 
 
 class Product(NamedTuple):
-    """The format of a product of matrices, or of a convolution.
+    """The number format of a matrix product or a convolution.
 
     Attributes:
-        dtype: The name of the wider of the dtypes of its operands.
-        precision: The name of its `jax.lax.Precision`, of its `jax.lax.DotAlgorithmPreset`, or `"ANY_F8"` for those
-            that take any float8.
+        dtype: The name of the wider dtype of its operands.
+        precision: The name of its `jax.lax.Precision` or `jax.lax.DotAlgorithmPreset`, or `"ANY_F8"` for presets that
+            accept any float8.
     """
 
     dtype: str
@@ -32,15 +32,15 @@ class Product(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a program takes, all devices together.
+    """Operations and memory traffic of a program, summed over all devices.
 
     Attributes:
-        once: Operations, each loop gone through once as XLA counts it.
-        all: Operations, loops gone through as often as they are.
-        once_bytes: Bytes read and written, likewise.
-        all_bytes: Bytes read and written, likewise.
-        unknown: Loops whose number of iterations depends on values; they count once.
-        products: Operations of matrix products and convolutions by their format, loops counted as often as they run.
+        once: Operations, with each loop body counted once, as XLA does.
+        all: Operations, with each loop body counted once per iteration.
+        once_bytes: Bytes read and written, counted as in `once`.
+        all_bytes: Bytes read and written, counted as in `all`.
+        unknown: The number of loops whose number of iterations depends on values; they are counted once.
+        products: Number format → operations of matrix products and convolutions, counted as in `all`.
     """
 
     once: float = 0.0
@@ -62,7 +62,7 @@ class Work(NamedTuple):
         )
 
     def times(self, once: int, total: int) -> "Work":
-        """A loop of it, in whose program it is `once` times, and which runs it `total` times."""
+        """Return the work of a loop whose program contains this body `once` times and which runs it `total` times."""
         products = {product: total * flops for product, flops in self.products.items()}
         return Work(
             once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown, products
@@ -70,7 +70,7 @@ class Work(NamedTuple):
 
 
 def work_of(body: Subprogram) -> Work:
-    """The work of a program."""
+    """Compute the work of a program."""
     total = Work()
     for operation in body.operations:
         total = total.plus(_work_of_operation(operation))
@@ -92,7 +92,7 @@ def _work_of_operation(operation: Operation) -> Work:
     if operation.kind == "scan":
         length = operation.eqn.params["length"]
         unroll = min(max(1, int(operation.eqn.params["unroll"])), max(1, length))
-        # The rest of a loop that does not divide is a second copy of its program.
+        # The remainder of an unrolled loop is a second copy of its program.
         return inner[0].times(unroll + length % unroll if length > unroll else max(1, length), length)
     flops = _flops(operation.eqn)
     moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
@@ -107,7 +107,7 @@ def _sums(some: Mapping[Product, float], others: Mapping[Product, float]) -> Map
 
 
 def _is_over_host(eqn: Any) -> bool:
-    """Whether a loop brings arrays in from the host: one of an update, which is gone through once."""
+    """Whether a loop loads arrays from the host: a loop of an offloaded update, counted once."""
     return any(getattr(var.aval, "memory_space", None) == jax.memory.Space.Host for var in eqn.invars)
 
 
@@ -120,7 +120,7 @@ def _flops(eqn: Any) -> float:
     if name == "ragged_dot_general":
         numbers = params["ragged_dot_dimension_numbers"]
         ((contracted, _), _) = numbers.dot_dimension_numbers
-        # Where the groups are along a contracted axis, each of the results takes the rows of one group alone.
+        # If the groups are along a contracted axis, each result uses only the rows of one group.
         is_parted = not set(numbers.lhs_ragged_dimensions).isdisjoint(contracted)
         groups = eqn.invars[2].aval.shape[-1] if is_parted else 1
         return 2.0 * size * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted) / groups
@@ -137,7 +137,7 @@ def _flops(eqn: Any) -> float:
 
 
 def _product(eqn: Any) -> Product | None:
-    """The format of an operation that multiplies matrices; None for any other."""
+    """Return the number format of a matrix product or convolution; None for any other operation."""
     if eqn.primitive.name not in _PRODUCTS:
         return None
     dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda one: one.itemsize)

@@ -1,4 +1,4 @@
-"""Loops that bring arrays in from the host, compute with them, and send the results back."""
+"""Loops that load arrays from host memory, compute with them, and write the results back."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,13 +12,13 @@ from jstep.core.equations import Env, apply, compute, is_elementwise, on_slices,
 from jstep.core.memory import is_on_host, on_devices, shardings_of, to_host
 
 ROWS = {1: 4096, 2: 32}
-"""Dimensions → of how many rows a slice is a multiple: whole tiles of a TPU's memory, for every dtype."""
+"""Number of dimensions → the row multiple of a slice: whole tiles of a TPU's memory, for every dtype."""
 
 
 def is_worth_a_sequence(state: Any) -> bool:
-    """Whether a traced state has arrays on the host, and a compiler that is known to make loops of transfers work.
+    """Whether a traced state has arrays in host memory, and its compiler is known to support loops of transfers.
 
-    The memory of a CPU is that of the host anyway. The compiler for GPUs was not tried: for this it needs a GPU.
+    On a CPU, device memory is host memory. The GPU compiler is untested.
     """
     leaves = jax.tree.leaves(state)
     if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
@@ -29,7 +29,7 @@ def is_worth_a_sequence(state: Any) -> bool:
 
 
 def whole_on_first_axis(state: Any) -> frozenset[int]:
-    """The places of leaves that are not split between devices along their first axis, as far as is known."""
+    """Return the indices of leaves that are known not to be split along their first axis."""
     leaves = jax.tree.leaves(state)
     pairs = enumerate(zip(leaves, shardings_of(state) or [None] * len(leaves), strict=True))
     return frozenset(
@@ -41,13 +41,13 @@ def whole_on_first_axis(state: Any) -> frozenset[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Arrays, some of them on the host.
+    """Arrays, some of them in host memory.
 
     Attributes:
-        leaves: The arrays, traced.
-        groups: The place of each that is on the host → its group.
-        whole: The places of those that are not split between devices along their first axis, as far as is known.
-        once: The integer 1, which XLA must not know.
+        leaves: The traced arrays.
+        groups: Index of an array in host memory → its group.
+        whole: The indices of arrays that are known not to be split along their first axis.
+        once: The integer 1, hidden from XLA.
     """
 
     leaves: list[Any]
@@ -58,13 +58,13 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Equations to be computed in a loop.
+    """Equations to evaluate in a loop.
 
     Attributes:
-        jaxpr: The program they are of.
+        jaxpr: The program that contains the equations.
         eqns: The equations, in order.
-        due: The variables to compute, and the places of the arrays that they replace, or None.
-        parts: Into how many slices the arrays should be cut, at least; 0 for no loop at all.
+        due: The variables to compute, and the indices of the arrays that they replace, or None.
+        parts: The minimum number of slices of the arrays; 0 for no loop.
     """
 
     jaxpr: Any
@@ -74,7 +74,7 @@ class Loop:
 
 
 def run_loop(loop: Loop, env: Env, placed: Placed) -> list[Any]:
-    """The values of what is due, on the host where they replace what is on the host."""
+    """Return the values of `due`; values that replace arrays in host memory are in host memory."""
     given = {var: env[var] for var in _free(loop)}
     start = [_start(var, place, placed) for var, place in loop.due]
     invars = {loop.jaxpr.invars[place]: k for k, (_, place) in enumerate(loop.due) if place is not None}
@@ -97,7 +97,7 @@ def run_loop(loop: Loop, env: Env, placed: Placed) -> list[Any]:
         return computed(given)
     count = _slices(loop, placed)
     if count == 1:
-        # XLA takes loops of one iteration apart, so it must not know that this is one.
+        # XLA inlines loops of one iteration, so the number of iterations is hidden from it.
         return jax.lax.fori_loop(0, placed.once, lambda _, carry: computed(carried(carry)), start)
     length = loop.due[0][0].aval.shape[0] // count
 
@@ -124,14 +124,14 @@ def _start(var: Any, place: int | None, placed: Placed) -> Any:
 
 
 def _free(loop: Loop) -> list[Any]:
-    """What the equations need and do not make."""
+    """Return the free variables of the equations."""
     made = {var for eqn in loop.eqns for var in eqn.outvars}
     used = [*(var for eqn in loop.eqns for var in variables(eqn.invars)), *(var for var, _ in loop.due)]
     return [var for var in dict.fromkeys(used) if var not in made]
 
 
 def _slices(loop: Loop, placed: Placed) -> int:
-    """The number of slices; 1 if the equations cannot be computed slice by slice."""
+    """Return the number of slices; 1 if the equations cannot be evaluated slice by slice."""
     shape = loop.due[0][0].aval.shape
     atoms = [*_free(loop), *(var for var, _ in loop.due)]
     indices = {var: i for i, var in enumerate(loop.jaxpr.invars)}

@@ -1,9 +1,9 @@
-"""Computing with arrays that are in the memory of the host, a few of them at a time.
+"""Computation with arrays in host memory, a few of them on the devices at a time.
 
-A function of many arrays on the host, such as the update of a state by its slots, is taken apart into groups that share
-nothing but scalars, as a rule one for each parameter. Each group becomes a loop that brings in what it needs and sends
-back what it made. Otherwise XLA brings all arrays in at once: it moves transfers across barriers, but not out of loops.
-Where a group computes element by element, its loop goes through slices of its arrays.
+A function of many arrays in host memory, such as the update of a state from its slots, is split into groups that share
+only scalars, usually one for each parameter. Each group becomes a loop that loads its inputs and writes back its
+results. Otherwise XLA would load all arrays at once: it moves transfers across barriers, but not out of loops. The loop
+of an elementwise group runs over slices of its arrays.
 """
 
 from collections.abc import Callable
@@ -11,32 +11,32 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jstep.core.dataflow import Flow, Groups, flow_of, needed, sunk, untangled
+from jstep.core.dataflow import Flow, Groups, flow_of, groups_computing, needed, split_barriers_and_calls
 from jstep.core.equations import Env, compute, is_variable, size_of, traced, value_of, variables
 from jstep.core.host_loops import Loop, Placed, has_same_type, run_loop
 from jstep.core.memory import on_devices, to_host
 
 Wanted: TypeAlias = dict[int, dict[tuple[Any, int | None], int]]
-"""Group → a variable to make, and the place of the array that it replaces → the stage at which it is made."""
+"""Group → (variable to compute, index of the array that it replaces) → the stage at which it is computed."""
 
 PARTS = 16
-"""Of the bytes on the host, no more than this part should be on the devices at once, in and out."""
+"""At most 1/PARTS of the offloaded bytes should be on the devices at once, loaded or to be written back."""
 
 
 def compute_offloaded(
     fn: Callable[[list[Any]], Any], placed: Placed, replaced: Callable[[Any], list[int | None]]
 ) -> Any:
-    """`fn(placed.leaves)`, whose results are on the host where the arrays are whose places they take.
+    """Compute `fn(placed.leaves)`; results that replace arrays in host memory are in host memory.
 
     Args:
         fn: A function of arrays on devices.
-        placed: Where its arguments are.
-        replaced: From the result to the place whose array each of its leaves replaces, or None.
+        placed: The arguments and their placement.
+        replaced: Maps the result to the index of the array that each of its leaves replaces, or None.
     """
     here = jax.eval_shape(on_devices, placed.leaves)
     program = traced(lambda *arrays: fn(list(arrays)), *here)
     of = replaced(program.whole(list(program.indices)))
-    closed = untangled(program.closed, here, placed.groups)
+    closed = split_barriers_and_calls(program.closed, here, placed.groups)
     return program.whole(_computed(closed, placed, [of[i] for i in program.indices]))
 
 
@@ -48,7 +48,7 @@ def _computed(closed: Any, placed: Placed, of: list[int | None]) -> list[Any]:
     env.update(zip(jaxpr.invars, placed.leaves, strict=True))
     sent: Env = {}
     wanted = _wanted(jaxpr, flow, of, placed)
-    users = sunk(jaxpr, flow)
+    users = groups_computing(jaxpr, flow)
     members = _members(users, wanted)
     for stage in range(max([0, *flow.stages]) + 1):
         shared = [i for i, of_eqn in enumerate(users) if None in of_eqn and flow.stages[i] == stage]
@@ -66,7 +66,7 @@ def _computed(closed: Any, placed: Placed, of: list[int | None]) -> list[Any]:
 
 
 def _packed_groups(closed: Any, placed: Placed) -> tuple[Groups, set[int]]:
-    """The groups of a program, small ones as one; and those so small that they need no loop."""
+    """Return the groups of a program, with small groups merged, and the groups too small for a loop."""
     groups = Groups({closed.jaxpr.invars[i]: group for i, group in placed.groups.items()})
     flow_of(closed, groups)
     bytes_of = _bytes_of(groups)
@@ -92,7 +92,7 @@ def _bytes_of(groups: Groups) -> dict[int, int]:
 
 
 def _wanted(jaxpr: Any, flow: Flow, of: list[int | None], placed: Placed) -> Wanted:
-    """What each group has to make, and at which stage: first what others need, the rest at its end."""
+    """Return the variables that each group must compute, and their stages: shared ones first, the others at the end."""
     found: Wanted = {}
     for eqn, group in zip(jaxpr.eqns, flow.equations, strict=True):
         for var in variables(eqn.invars) if group is None else ():

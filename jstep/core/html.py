@@ -1,4 +1,4 @@
-"""Tables for notebooks, in the colours of the notebook: light or dark."""
+"""HTML tables for notebooks, in the colors of the notebook's theme."""
 
 import base64
 import html
@@ -11,13 +11,13 @@ _RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transpare
 
 
 def table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """An HTML table; everything in it is text, and is escaped.
+    """Format an HTML table; all strings are escaped.
 
     Args:
-        title: What stands above it.
-        rows: Its rows: the first cell to the left, the others to the right.
-        head: The names of the columns, if they have any.
-        notes: Lines below it.
+        title: The title above the table.
+        rows: The rows: the first cell is left-aligned, the others right-aligned.
+        head: The names of the columns, if any.
+        notes: Lines below the table.
     """
     parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html.escape(title)}</div>']
     parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
@@ -33,11 +33,11 @@ def table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), n
 
 
 def picture(png: bytes | None, alt: str) -> str:
-    """An image that needs no file; nothing if there is none."""
+    """Format an inline image; an empty string without an image."""
     if png is None:
         return ""
     source = base64.b64encode(png).decode()
-    # On white also in the dark: its ink is black.
+    # White background also in dark themes, because plots are drawn in black.
     style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
     return f'<img alt="{html.escape(alt)}" style="{style}" src="data:image/png;base64,{source}">'
 

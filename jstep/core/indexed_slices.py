@@ -1,4 +1,4 @@
-"""Sparse gradients: some rows of a table."""
+"""Sparse gradients of tables, such as embeddings."""
 
 import dataclasses
 from typing import Any
@@ -14,15 +14,15 @@ from jstep.core.types import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexedSlices:
-    """Rows of a table: `dense[indices[i]] += values[i]`, zero elsewhere.
+    """Sparse rows of a table: `dense[indices[i]] += values[i]`, zero elsewhere.
 
-    As a gradient leaf it makes the cost of an update follow the rows rather than the table. Indices may
-    repeat; their rows add up first. Indices out of range raise where they are concrete and are dropped
-    where they are traced.
+    With a sparse gradient leaf the cost of an update depends on the number of rows, not on the size of the table.
+    Repeated indices are allowed; their rows are summed first. Concrete indices out of range raise an error, traced ones
+    are dropped.
 
     Attributes:
         values: The rows, shape (n, *dense_shape[1:]).
-        indices: Their places along the first axis, integers of shape (n,).
+        indices: Their indices along the first axis, integers of shape (n,).
         dense_shape: The shape of the table.
 
     Example:
@@ -39,7 +39,7 @@ class IndexedSlices:
     dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        # Unflattening comes through here with leaves of any kind: convert what a user types, check later.
+        # Unflattening passes leaves of any type: convert only what users type, and validate later.
         if isinstance(self.values, list | tuple):
             object.__setattr__(self, "values", jnp.asarray(self.values))
         if isinstance(self.indices, list | tuple):
@@ -47,7 +47,7 @@ class IndexedSlices:
         object.__setattr__(self, "dense_shape", tuple(int(size) for size in self.dense_shape))
 
     def to_dense(self) -> Array:
-        """The table as an array of shape `dense_shape`."""
+        """Return the table as an array of shape `dense_shape`."""
         rows = combined(self)
         dense = jnp.zeros(self.dense_shape, rows.values.dtype)
         return dense.at[rows.indices].add(rows.values, mode="drop")
@@ -59,16 +59,16 @@ def is_slices(x: Any) -> bool:
 
 
 def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None = None) -> None:
-    """Refuses slices that do not fit a table.
+    """Validate slices of a table.
 
     Args:
-        slices: What to check; the range of its indices is looked at where they are concrete.
+        slices: The slices; the range of indices is checked only if they are concrete.
         path: The path of the leaf, for the error.
-        shape: The shape of the table, where it is known.
+        shape: The shape of the table, if known.
 
     Raises:
         TypeError: The indices are not integers.
-        ValueError: Shapes do not fit, or an index is out of range.
+        ValueError: Shapes do not match, or an index is out of range.
     """
     where = f"IndexedSlices at {trees.quoted(path)}" if path else "IndexedSlices"
     if shape is not None and slices.dense_shape != tuple(shape):
@@ -96,7 +96,7 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
 
 
 def within(rows: IndexedSlices) -> IndexedSlices:
-    """What `combined` made, fit to be handed on: places past the end become zero rows of row 0."""
+    """Make a result of `combined` valid slices again: indices past the end become zero rows at index 0."""
     inside = rows.indices < rows.dense_shape[0]
     shape = (-1,) + (1,) * (jnp.ndim(rows.values) - 1)
     values = jnp.where(inside.reshape(shape), rows.values, jnp.zeros_like(rows.values))
@@ -104,14 +104,13 @@ def within(rows: IndexedSlices) -> IndexedSlices:
 
 
 def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
-    """The same rows with each index once: repeated rows added up in float32 at least.
+    """Sum rows with the same index, in float32 or wider, so that each index occurs once.
 
-    The shapes stay as they are, so that it compiles: the places that become free hold zero rows with
-    indices past the end of the table, which `mode="drop"` drops. They are for setting rows; `within` makes
-    of them rows to add.
+    Shapes are unchanged, so that this can be compiled: unused entries are zero rows with indices past the end of the
+    table, which `mode="drop"` drops. The result is meant for setting rows; `within` converts it to rows to add.
 
     Args:
-        slices: What to combine.
+        slices: The slices to combine.
         path: The path of the leaf, for errors.
     """
     check(slices, path)
@@ -121,7 +120,7 @@ def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     n = indices.shape[0]
     if n == 0:
         return IndexedSlices(values, indices.astype(trees.default_int()), slices.dense_shape)
-    # Narrow and unsigned index types could neither hold the place past the end nor tell a negative one.
+    # Narrow and unsigned index dtypes cannot represent the index past the end, or a negative one.
     outside = (indices < 0) | (indices >= rows)
     indices = jnp.where(outside, rows, indices.astype(trees.default_int()))
     order = jnp.argsort(indices)
@@ -130,7 +129,7 @@ def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     group = jnp.cumsum(first) - 1
     values = jax.ops.segment_sum(values[order], group, num_segments=n, indices_are_sorted=True)
     unique = jnp.full((n,), rows, indices.dtype).at[group].set(indices)
-    # What was outside shares one group at the end: its values must not reach a norm.
+    # Indices out of range share one group at the end; their values must not enter a norm.
     keep = (unique < rows).reshape((n,) + (1,) * (values.ndim - 1))
     values = jnp.where(jnp.broadcast_to(keep, values.shape), values, jnp.zeros_like(values))
     return IndexedSlices(values, unique, slices.dense_shape)

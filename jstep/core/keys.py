@@ -1,4 +1,4 @@
-"""PRNG keys that users give."""
+"""Validation of PRNG keys from users."""
 
 from typing import Any
 
@@ -15,25 +15,25 @@ _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 
 def as_key(value: Any, argument: str) -> Any:
-    """A single PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`), traced or not.
+    """Validate a single PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`), traced or not.
 
-    A key that is on a mesh, such as one made while a mesh was set, is returned as one that goes with any state.
+    A key on a mesh, such as one created while a mesh was set, is copied off the mesh, so that it works with any state.
 
     Raises:
-        TypeError: It is none.
-        ValueError: It is several.
+        TypeError: The value is not a key.
+        ValueError: The value is an array of several keys.
     """
     dtype = getattr(value, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
         raise TypeError(f"{argument}={shown(value)}: must be a key, such as jax.random.key(0), got {kind(value)}")
     if np.ndim(value) != (0 if typed else 1):
-        raise ValueError(f"{argument}: must be one key, got {np.shape(value)} of them; take one, or jax.random.split")
+        raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
     return without_mesh(value)
 
 
 def without_mesh(key: Any) -> Any:
-    """A key that may be used beside arrays on any mesh: of one that is on a mesh, a copy that is on none."""
+    """Copy a key off its mesh, if it is on one, so that it can be used with arrays on any mesh."""
     if not isinstance(key, jax.Array) or trees.is_traced(key):
         return key
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

@@ -1,4 +1,4 @@
-"""How the leaves of a tree are sharded while a step is traced, known by path: on Auto axes no tracer tells."""
+"""Shardings of leaves by path, available during tracing: tracers on Auto axes do not know their sharding."""
 
 import contextlib
 import contextvars
@@ -10,14 +10,14 @@ import jax
 from jax.sharding import NamedSharding
 
 Layouts = Mapping[str, NamedSharding]
-"""Path → sharding, of the leaves on a mesh."""
+"""Path → sharding, for leaves on a mesh."""
 
 _LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
 
 
 @contextlib.contextmanager
 def using_layouts(layouts: Layouts) -> Iterator[None]:
-    """Within, leaves are known to be sharded so."""
+    """Context manager that makes the shardings of leaves known to `layout_of`."""
     token = _LAYOUTS.set(layouts)
     try:
         yield
@@ -26,12 +26,12 @@ def using_layouts(layouts: Layouts) -> Iterator[None]:
 
 
 def layout_of(path: str) -> NamedSharding | None:
-    """The sharding of the leaf at a path; None if it is not known, or not on a mesh."""
+    """Return the sharding of the leaf at a path; None if it is unknown or not on a mesh."""
     return (_LAYOUTS.get() or {}).get(path)
 
 
 def sharding_of(leaf: Any) -> NamedSharding | None:
-    """The sharding of an array, or of a traced one with Explicit axes; None if it is on no mesh or not known."""
+    """Return the sharding of an array, or of a tracer with Explicit axes; None if it is unknown or not on a mesh."""
     if not isinstance(leaf, jax.Array):
         return None
     sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else leaf.sharding
@@ -39,10 +39,10 @@ def sharding_of(leaf: Any) -> NamedSharding | None:
 
 
 def parts(sharding: NamedSharding) -> int:
-    """Into how many parts a sharding splits an array."""
+    """Return the number of parts into which a sharding splits an array."""
     return math.prod(sharding.mesh.shape[name] for axis in sharding.spec for name in mesh_axes_of(axis))
 
 
 def mesh_axes_of(axis: Any) -> tuple[str, ...]:
-    """The mesh axes of one dimension of a spec."""
+    """Return the mesh axes of one dimension of a spec."""
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

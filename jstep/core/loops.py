@@ -1,4 +1,4 @@
-"""Scans that unroll where a loop would be slow."""
+"""Scans that unroll if the compiled loop would be slow."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,15 +12,15 @@ from jstep.core.checks import as_int, kind, shown
 Unroll = int | bool | None
 
 SLOW_IN_LOOPS = frozenset({"conv_general_dilated"})
-"""What XLA's CPU backend runs by a slow path inside a loop: convolutions, 10 to 30 times slower."""
+"""Operations with a slow path inside loops in XLA's CPU backend: convolutions, 10 to 30 times slower."""
 
 
 def as_unroll(value: Any) -> Unroll:
-    """How many iterations of a scan make one of the compiled loop, as in `jax.lax.scan`; None chooses.
+    """Validate `unroll`, the number of scan iterations per loop iteration, as in `jax.lax.scan`; None is automatic.
 
     Raises:
-        TypeError: It is no integer, no bool and not None.
-        ValueError: It is below 1.
+        TypeError: The value is not an integer, a bool or None.
+        ValueError: The value is below 1.
     """
     if value is None or isinstance(value, bool | np.bool_):
         return None if value is None else bool(value)
@@ -33,21 +33,21 @@ def as_unroll(value: Any) -> Unroll:
 def scan(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, length: int, unroll: Unroll = None
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan`, whose unroll=None chooses.
+    """`jax.lax.scan` with automatic unrolling for unroll=None.
 
     Args:
         body: `body(carry, x) -> (carry, y)`; traced once.
-        carry: What passes from one iteration to the next.
-        xs: What is gone through, stacked on a leading axis.
+        carry: The loop carry.
+        xs: The inputs of the iterations, stacked on a leading axis.
         length: The number of iterations.
-        unroll: As in `jax.lax.scan`. None: 1, but whole where something in the body is slow inside a loop.
+        unroll: As in `jax.lax.scan`. None: fully unrolled if the body has operations that are slow in a loop, else 1.
     """
     if unroll is None and jax.default_backend() == "cpu" and length > 1:
         first = jax.tree.map(_first_of, xs)
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, first)
         out = jax.tree.structure(shapes)
 
-        def body(carry: Any, x: Any) -> Any:  # what was traced, not traced again
+        def body(carry: Any, x: Any) -> Any:  # reuse the trace
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
             return jax.tree.unflatten(out, values)
 
@@ -56,7 +56,7 @@ def scan(
 
 
 def _first_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an element, sharded as the whole is."""
+    """Return the shape of an element, with the sharding of the stacked array."""
     if not isinstance(x, jax.Array):
         return jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)))
     whole: Any = jax.typeof(x).sharding
@@ -65,7 +65,7 @@ def _first_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _primitives(jaxpr: Any) -> Iterator[str]:
-    """The names of all operations of a program, those of inner programs too."""
+    """Yield the names of all operations of a program, including inner programs."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):

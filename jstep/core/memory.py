@@ -1,4 +1,4 @@
-"""Arrays in the memory of the host, which device computations bring in and send back."""
+"""Memory kinds of arrays: offloading to host memory and back."""
 
 import contextlib
 import contextvars
@@ -15,11 +15,11 @@ DEVICE = "device"
 
 
 def checked_memory(kind: Any, mesh: Mesh, argument: str) -> str | None:
-    """A kind of memory that the devices of a mesh have; None for the one they use by default.
+    """Validate a memory kind for the devices of a mesh; return None for their default memory.
 
     Raises:
-        TypeError: It is not a string.
-        ValueError: The devices have no such memory.
+        TypeError: The value is not a string.
+        ValueError: The devices do not have this memory kind.
     """
     if kind is None or as_text(kind, argument) == DEVICE:
         return None
@@ -27,8 +27,8 @@ def checked_memory(kind: Any, mesh: Mesh, argument: str) -> str | None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if not kinds:
         raise ValueError(
-            f"{argument}={shown(kind)}: {device.device_kind} devices that only compile do not say which memory kinds "
-            "they have; leave it out"
+            f"{argument}={shown(kind)}: {device.device_kind} devices that only compile do not report their memory "
+            "kinds; leave it out"
         )
     if kind not in kinds:
         raise ValueError(f"{argument}={shown(kind)}: {device.device_kind} devices have the memory kinds {kinds}")
@@ -36,24 +36,24 @@ def checked_memory(kind: Any, mesh: Mesh, argument: str) -> str | None:
 
 
 def is_on_host(leaf: Any) -> bool:
-    """Whether an array, traced or not, is in the memory of the host and not in that of its devices."""
+    """Whether an array, traced or not, is in host memory, not in device memory."""
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
 def is_of_host(sharding: Any) -> bool:
-    """Whether a sharding, of an array or a shape, is in the memory of the host and not in that of its devices."""
+    """Whether a sharding, of an array or a shape, is in host memory, not in device memory."""
     kind = sharding.memory_kind
     return kind is not None and kind != _here(sharding).default_memory().kind
 
 
 def _here(sharding: Any) -> Any:
-    """A device of a sharding, of this process if it has one: those of others may not say what memory they have."""
+    """Return a device of a sharding, preferably of this process: others may not report their memory kinds."""
     devices = sharding.device_set
     return next((one for one in devices if one.process_index == one.client.process_index()), next(iter(devices)))
 
 
 def on_devices(tree: Any) -> Any:
-    """The same arrays in the memory of their devices, fit to be computed with."""
+    """Move arrays to device memory, for computation."""
     return jax.tree.map(_on_device, tree)
 
 
@@ -70,7 +70,7 @@ _SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_sharding
 
 @contextlib.contextmanager
 def sharded(shardings: Any) -> Iterator[None]:
-    """Within, a traced state is known to be sharded as this tree says: on Auto axes no tracer tells."""
+    """Context manager that makes the shardings of a traced state known: tracers on Auto axes do not know them."""
     token = _SHARDINGS.set(shardings)
     try:
         yield
@@ -79,18 +79,18 @@ def sharded(shardings: Any) -> Iterator[None]:
 
 
 def shardings_of(tree: Any) -> list[Any] | None:
-    """The shardings of the leaves of a traced state; None if they are not known."""
+    """Return the shardings of the leaves of a traced state; None if they are unknown."""
     known = _SHARDINGS.get()
     return jax.tree.leaves(known) if known is not None and trees.structure(known) == trees.structure(tree) else None
 
 
 def to_host(leaf: Any) -> Any:
-    """A traced array in the memory of the host."""
+    """Move a traced array to host memory."""
     return leaf if is_on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host)
 
 
 def back(leaf: Any, before: Any) -> Any:
-    """An array in the memory of another, whose place it takes, and sharded like it unless traced."""
+    """Move an array to the memory of the array that it replaces, and reshard it likewise unless traced."""
     if isinstance(leaf, jax.core.Tracer):
         return to_host(leaf) if is_on_host(before) else leaf
     sharding = getattr(before, "sharding", None)

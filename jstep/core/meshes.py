@@ -1,8 +1,8 @@
-"""Computing on the user's mesh, whatever the types of its axes.
+"""Computation on the user's mesh, with Explicit or Auto axes.
 
-A mesh and its axis types are the user's: nothing here converts an array that the user sees. A user's function is traced
-on the types it is given; what jstep computes itself runs with Auto axes inside, and its results are sharded as the
-arrays it was given.
+The mesh and its axis types belong to the user: arrays that the user sees are never converted. A user's function is
+traced on the given axis types; jstep's own computations run with Auto axes, and their results are sharded like their
+arguments.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ _logger = logging.getLogger("jstep")
 _WAYS_OUT = (
     "The state is on Explicit axes (the default of jax.make_mesh), and JAX refuses this function on Explicit"
     " and on Auto axes. Annotate what JAX names (out_sharding=, jax.sharding.reshard); or make the mesh with "
-    "axis_types=(jax.sharding.AxisType.Auto, ...); or pass jax.sharding.auto_axes(fn, out_sharding=jax.P()). Sharded "
-    "arrays that the function closes over are better passed as arguments."
+    "axis_types=(jax.sharding.AxisType.Auto, ...); or pass jax.sharding.auto_axes(fn, out_sharding=jax.P()). Pass "
+    "sharded arrays as arguments instead of closing over them."
 )
 
 
 def require_mesh(mesh: Any) -> Mesh:
-    """The mesh.
+    """Return the value, which must be a mesh.
 
     Raises:
         TypeError: It is not a `jax.sharding.Mesh`.
@@ -43,7 +43,7 @@ def require_mesh(mesh: Any) -> Mesh:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that arrays (or shapes with shardings) are on; None on a single device, and of traced arrays."""
+    """Return the mesh of arrays (or shapes with shardings); None on a single device, and for traced arrays."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not is_traced(leaf):
             sharding = leaf.sharding
@@ -53,7 +53,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def on_host(value: Any) -> np.ndarray[Any, Any] | None:
-    """The values of an array that is on a mesh, where this process has them; None for any other."""
+    """Return the values of an array on a mesh, if this process has all of them; None for any other array."""
     if not isinstance(value, jax.Array) or is_traced(value):
         return None
     if not isinstance(value.sharding, NamedSharding) or not (value.is_fully_replicated or value.is_fully_addressable):
@@ -63,7 +63,7 @@ def on_host(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """The context in which `mesh` is the one that is set; nothing changes if it already is, or is None."""
+    """Context manager that sets `mesh`; a no-op if it is already set, or is None."""
     if mesh is None:
         return contextlib.nullcontext()
     try:
@@ -73,7 +73,7 @@ def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def overriding_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """The context in which `mesh` is set if another one was; where none is set, none is."""
+    """Context manager that sets `mesh` only if some mesh is already set."""
     try:
         return contextlib.nullcontext() if jax.sharding.get_mesh().empty else using_mesh(mesh)
     except ValueError:  # inside a function that JAX is tracing
@@ -81,9 +81,9 @@ def overriding_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]
 
 
 def explicit_mesh(tree: Any) -> AbstractMesh | None:
-    """The mesh with Explicit axes in the types of some arrays, traced or not; None for any other mesh, or none.
+    """Return the mesh with Explicit axes in the types of some arrays, traced or not; None if there is no such mesh.
 
-    Within `jax.shard_map`, whose axes are Manual, there is none either.
+    Also None within `jax.shard_map`, whose axes are Manual.
     """
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
@@ -94,12 +94,12 @@ def explicit_mesh(tree: Any) -> AbstractMesh | None:
 
 
 def spec_of(leaf: Any) -> PartitionSpec:
-    """How the type of an array says that it is sharded."""
+    """Return the spec in the type of an array."""
     return jax.typeof(leaf).sharding.spec
 
 
 def reduced(total: Any) -> Any:
-    """An array that is not `unreduced` over any axis: the sum over all devices of what each has."""
+    """Sum an `unreduced` array over its devices; any other array is unchanged."""
     mesh = explicit_mesh(total)
     if mesh is None or not spec_of(total).unreduced:
         return total
@@ -107,7 +107,7 @@ def reduced(total: Any) -> Any:
 
 
 def sharded_like(*trees: Any) -> Callable[[Any], Any]:
-    """From a result to its specs: those of the leaves of equal path and shape in `trees`, else replicated."""
+    """Return a function from a result to its specs: those of leaves of equal path and shape in `trees`, else P()."""
 
     def specs(result: Any) -> Any:
         known = {}
@@ -127,15 +127,15 @@ def sharded_like(*trees: Any) -> Callable[[Any], Any]:
 def without_explicit_axes(
     fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None, mesh: AbstractMesh | None = None
 ) -> _R:
-    """`fn(*args)`, with Auto axes inside: for what jstep computes itself.
+    """Call `fn(*args)` with Auto axes, for jstep's own computations.
 
-    Like `jax.sharding.auto_axes`, but the specs of the result may follow from the result.
+    Like `jax.sharding.auto_axes`, but the specs of the result may depend on the result.
 
     Args:
-        fn: A function of arrays. It must not close over arrays that are on the mesh.
+        fn: A function of arrays. It must not close over arrays on the mesh.
         *args: Trees of arrays.
-        place: From the result to the specs of its leaves; replicated by default.
-        mesh: The mesh with Explicit axes; that of the arguments by default.
+        place: Maps the result to the specs of its leaves; replicated by default.
+        mesh: The mesh with Explicit axes; defaults to the mesh of the arguments.
     """
     mesh = mesh or explicit_mesh(args)
     if mesh is None:
@@ -148,11 +148,11 @@ def without_explicit_axes(
 
 
 def leaving_auto_axes(fn: Callable[[Any], _R], params: Any) -> Callable[[Any], _R]:
-    """A function of parameters that works on the axis types of its mesh, to be called within `without_explicit_axes`.
+    """Wrap a function of parameters to run on its own axis types when called within `without_explicit_axes`.
 
     Args:
         fn: The function.
-        params: Trees like the arguments that it will be called with, sharded as `fn` is to see them.
+        params: Trees like the later arguments, with the shardings that `fn` expects.
     """
     mesh = explicit_mesh(params)
     if mesh is None:
@@ -177,12 +177,12 @@ def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, _of_types(mesh, spec)))
-    # JAX writes a spec in full; as written by the user it is the one that compiled programs know.
+    # JAX normalizes specs; compiled programs were compiled for the user's form.
     return leaf if is_traced(leaf) else jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, spec))
 
 
 def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
-    """What a spec says of the Explicit axes of a mesh, which alone are in the types of arrays."""
+    """Restrict a spec to the Explicit axes of a mesh, the only ones in the types of arrays."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if set(types.values()) == {AxisType.Explicit}:
         return spec
@@ -194,15 +194,15 @@ def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
 
 
 def is_traced(leaf: Any) -> bool:
-    """Whether JAX traces it, which then has no values, and on Auto axes no sharding."""
+    """Whether a leaf is a tracer, which has no values, and on Auto axes no sharding."""
     return isinstance(leaf, jax.core.Tracer)
 
 
 def on_any_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of jstep's that works for arrays on any mesh, and that no transfer guard stops.
+    """Decorator of jstep functions: supports arrays on any mesh, and exempts internal transfers from transfer guards.
 
-    What it returns is sharded as its first argument where the two are alike, in whole or in the first of several
-    results, and replicated otherwise.
+    Leaves of the result, or of the first of several results, are sharded like the leaf of the first argument with the
+    same path and shape; all others are replicated.
     """
 
     @functools.wraps(fn)
@@ -218,23 +218,23 @@ def on_any_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class Attempts:
-    """A user's function on the axis types it is given, or on Auto axes if JAX refuses those.
+    """Calls of a user's function on the given axis types, or on Auto axes if JAX rejects the given ones.
 
-    JAX refuses a model without annotations on Explicit axes as soon as an operation has more than one sensible result.
-    Then the function is traced once more with Auto axes, and one line of the log says so.
+    With Explicit axes JAX rejects a model without annotations if an operation has an ambiguous output sharding. The
+    function is then traced again with Auto axes, and this is logged once.
 
     Args:
-        name: What the log calls the function.
+        name: The name of the function in the log.
     """
 
     def __init__(self, name: str) -> None:
         self._name, self._is_logged = name, False
 
     def __call__(self, fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None) -> _R:
-        """`fn(*args)`; `place` is that of `without_explicit_axes`.
+        """Call `fn(*args)`; see `without_explicit_axes` for `place`.
 
         Raises:
-            Exception: Both were refused: what was said of the types given, with a note on what to do.
+            Exception: Both attempts failed: the error for the given axis types, with a note on what to do.
         """
         mesh = explicit_mesh(args)
         if mesh is None:
@@ -265,20 +265,20 @@ class Attempts:
 
 
 def _signature(error: Exception) -> tuple[type, str]:
-    """What tells an error from others: its type and its first line, whatever that says of shardings.
+    """Return the type of an error and the first line of its message without shardings, for comparison.
 
-    A bug of the function's own is the same on all types of axes; the lines that follow say where it was traced.
+    A bug in the user's function gives the same error on all axis types; later lines depend on the trace.
     """
     first = (str(error).splitlines() or [""])[0]
     return type(error), re.sub(r"@\([^()]*\)|@\w+", "", first)
 
 
 def atomic(fn: Callable[..., _R], *args: Any) -> _R:
-    """`fn(*args)`, of which nothing is left if tracing it raises: no operation in the caller's program, none that ran.
+    """Call `fn(*args)` without side effects if tracing raises: no operation is run, or added to the caller's program.
 
     Args:
         fn: A function that JAX can trace.
-        *args: Trees; what is not an array reaches `fn` as it is.
+        *args: Trees; leaves that are not arrays are passed to `fn` unchanged.
     """
     leaves: list[Any]
     treedef: Any

@@ -1,9 +1,9 @@
-"""Notes on exceptions of the user's."""
+"""Notes on the user's exceptions."""
 
 import contextlib
 
 
 def note(error: BaseException, text: str) -> None:
-    """Adds a note; an exception whose class does not let it stays as it is."""
+    """Add a note to an exception, if its class allows it."""
     with contextlib.suppress(Exception):
         error.add_note(text)

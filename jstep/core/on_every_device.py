@@ -1,4 +1,4 @@
-"""Computing the same on every device of a mesh, without a word between them."""
+"""Redundant computation on every device of a mesh, without communication."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ _R = TypeVar("_R")
 
 
 def on_every_device(fn: Callable[..., _R], *args: Any) -> _R:
-    """`fn(*args)`, computed whole by every device of the mesh that is set, if its axes are Auto."""
+    """Compute `fn(*args)` redundantly on every device of the current mesh, if its axes are Auto."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return fn(*args)

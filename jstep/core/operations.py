@@ -1,4 +1,4 @@
-"""The operations of a traced program, numbered in the order in which they run, with those inside of them."""
+"""The operations of a traced program, including nested ones, numbered in execution order."""
 
 import dataclasses
 import itertools
@@ -8,13 +8,13 @@ from typing import Any
 from jax.extend import core
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-"""Where operations that merely call something keep it."""
+"""Parameters in which call operations store their program."""
 _OPAQUE = {"pallas_call", "custom_linear_solve", "custom_root"}
-"""They hold programs, too, but of pieces of arrays, or to be run in ways of their own: seen from outside."""
+"""Operations whose inner programs work on blocks of arrays or run in special ways: treated as opaque."""
 _SHARD_MAP = ("jaxpr", "mesh", "in_specs", "out_specs", "check_vma")
 
 _REMAT = {"remat", "remat2", "checkpoint"}
-"""What versions of JAX call the operation of `jax.checkpoint`."""
+"""Names of the operation of `jax.checkpoint` in different versions of JAX."""
 
 MOVES = frozenset(
     [
@@ -41,7 +41,7 @@ MOVES = frozenset(
         "ppermute",
     ]
 )
-"""They move numbers and compute none; what is computed with is as it was."""
+"""Operations that move data without arithmetic."""
 
 HARMLESS = MOVES | frozenset(
     [
@@ -79,18 +79,18 @@ HARMLESS = MOVES | frozenset(
         "reshard",
     ]
 )
-"""Operations whose results are finite where their operands are."""
+"""Operations whose results are finite if their operands are finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subprogram:
-    """A program, or one inside an operation.
+    """A program, or the inner program of an operation.
 
     Attributes:
-        jaxpr: What JAX has traced, open.
+        jaxpr: The open jaxpr.
         consts: Its constants.
         operations: Its operations.
-        label: What it is in its operation, such as "branch 1"; empty where there is one alone.
+        label: Its role in the operation, such as "branch 1"; empty if it is the only inner program.
     """
 
     jaxpr: Any
@@ -101,15 +101,15 @@ class Subprogram:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation at its place.
+    """An operation of a program.
 
     Attributes:
-        number: Its own, in the order of the program; those inside it have higher ones.
-        eqn: What JAX has traced.
-        jaxpr: The program it is in.
+        number: Its number in program order; nested operations have higher numbers.
+        eqn: The traced equation.
+        jaxpr: The program that contains it.
         kind: "operation", "call", "scan", "while", "cond" or "shard_map".
-        depth: How many loops it is in.
-        bodies: What is inside: of a while its condition and its body, of a cond its branches, of others one.
+        depth: The number of enclosing loops.
+        bodies: The inner programs: condition and body of a while, the branches of a cond, one for others.
     """
 
     number: int
@@ -121,12 +121,12 @@ class Operation:
 
 
 def body_of(closed: Any) -> Subprogram:
-    """The whole of a traced program."""
+    """Convert a traced program."""
     return _subprogram(closed, 0, itertools.count())
 
 
 def walk(body: Subprogram) -> Iterator[Operation]:
-    """All operations, also those inside others."""
+    """Yield all operations, including nested ones."""
     for operation in body.operations:
         yield operation
         for inner in operation.bodies:
@@ -134,7 +134,7 @@ def walk(body: Subprogram) -> Iterator[Operation]:
 
 
 def path_to(body: Subprogram, number: int) -> list[tuple[Subprogram, Operation]]:
-    """The operations from the outermost in, to one; each with the program it is in."""
+    """Return the operations from the outermost to the one with a number, each with the program that contains it."""
     for operation in body.operations:
         if operation.number == number:
             return [(body, operation)]
@@ -171,7 +171,7 @@ def _as_operation(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_s
     if name == "cond":
         return made("cond", *((one, f"branch {i}") for i, one in enumerate(params["branches"])))
     if name == "shard_map":
-        # One inside another is seen from outside, as is one of a version of JAX that keeps it otherwise.
+        # A nested shard_map is treated as opaque, as is one of a JAX version with other parameters.
         known = not on_shards and all(key in params for key in _SHARD_MAP) and manual_axes(params)
         return made("shard_map", (params["jaxpr"], "")) if known else made("operation")
     called = next((params[key] for key in _CALLED if _is_program(params.get(key), eqn)), None)
@@ -179,18 +179,18 @@ def _as_operation(eqn: Any, jaxpr: Any, depth: int, numbers: Iterator[int], on_s
 
 
 def manual_axes(params: Mapping[str, Any]) -> Any:
-    """The axes that a shard_map makes manual; JAX 0.10.0 calls them otherwise."""
+    """Return the axes that a shard_map makes manual; JAX 0.10.0 has another name for them."""
     return params.get("newly_manual_axes") or params.get("manual_axes")
 
 
 def shard_counts(operation: Operation) -> dict[str, int]:
-    """The axes over which a shard_map has a program for each shard, and how many there are."""
+    """Return the mesh axes over which a shard_map runs a program per shard, and their sizes."""
     mesh, manual = operation.eqn.params["mesh"], manual_axes(operation.eqn.params)
     return {name: mesh.shape[name] for name in mesh.axis_names if name in manual}
 
 
 def recomputes(body: Subprogram) -> bool:
-    """Whether something is computed once more for the gradient, as `jax.checkpoint` asks for."""
+    """Whether the program recomputes operations for the gradient, as with `jax.checkpoint`."""
     return any(
         operation.eqn.primitive.name in _REMAT and operation.eqn.params.get("differentiated")
         for operation in walk(body)
@@ -198,7 +198,7 @@ def recomputes(body: Subprogram) -> bool:
 
 
 def _is_program(value: Any, eqn: Any) -> bool:
-    """Whether an operation calls this: a reduction holds a program, too, but one of single numbers."""
+    """Whether an operation calls this program, unlike the scalar program of a reduction."""
     jaxpr = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
     return (
         isinstance(jaxpr, core.Jaxpr)
@@ -213,16 +213,16 @@ def _shapes(atoms: Any) -> list[Any]:
 
 
 def apply(operation: Operation, values: list[Any]) -> list[Any]:
-    """Makes an operation as it stands, on values, traced or not."""
+    """Evaluate an operation on values, traced or not."""
     eqn = operation.eqn
     needed = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not isinstance(atom, core.Literal)}
     kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-    # A program of this operation alone: how operations are bound changes from version to version of JAX.
+    # Evaluated as a program with one operation, because the API to bind primitives changes between versions of JAX.
     alone = operation.jaxpr.replace(constvars=[], invars=list(needed), outvars=kept, eqns=[eqn], effects=eqn.effects)
     results = dict(zip(kept, core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*needed.values()), strict=True))
     return [results.get(var) for var in eqn.outvars]
 
 
 def read(env: dict[Any, Any], atom: Any) -> Any:
-    """The value of a variable or a literal."""
+    """Return the value of a variable or a literal."""
     return atom.val if isinstance(atom, core.Literal) else env[atom]

@@ -1,4 +1,4 @@
-"""Finding leaves by what users write: a path, or a glob."""
+"""Lookup of leaves by path or glob."""
 
 import fnmatch
 from typing import Any
@@ -12,9 +12,9 @@ _BOXED = GetAttrKey("value")
 
 
 def names_of(tree: Any) -> list[tuple[str, ...]]:
-    """For each leaf the names it answers to: its path, and of a variable in a box (Flax NNX) that of the box.
+    """Return the names of each leaf: its path, and for a boxed variable (Flax NNX) also the path of the box.
 
-    The leaf `fc/kernel/value`, the attribute `value` of a variable, is found as `fc/kernel`, too.
+    The leaf `fc/kernel/value`, the attribute `value` of a variable, can also be looked up as `fc/kernel`.
     """
     found: list[tuple[str, ...]] = []
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
@@ -24,17 +24,17 @@ def names_of(tree: Any) -> list[tuple[str, ...]]:
 
 
 def matches(names: tuple[str, ...], entry: str) -> bool:
-    """Whether a path or glob means a leaf of these names."""
+    """Whether a path or glob matches a leaf with these names."""
     return any(name == entry or fnmatch.fnmatchcase(name, entry) for name in names)
 
 
 def index_of(tree: Any, path: str, what: str) -> int | None:
-    """The place, among the leaves of a tree, of the one at a path; None where there is none.
+    """Return the index of the leaf at a path among the leaves of a tree; None if there is no such leaf.
 
     Args:
         tree: Any tree.
-        path: The whole path of a leaf, or that of its box.
-        what: Who asks, for the error.
+        path: The full path of a leaf, or of its box.
+        what: The name of the caller, for the error.
 
     Raises:
         ValueError: Several leaves share the path.
@@ -50,8 +50,8 @@ def index_of(tree: Any, path: str, what: str) -> int | None:
 
 
 def ambiguous(what: str, path: str, leaves: int) -> str:
-    """What is said of a path that several leaves share."""
+    """Format the error message for a path that several leaves share."""
     return (
-        f"{what}: {leaves} leaves share the path {path!r}, since a key of the tree holds a slash; rename it, so that a "
-        "path means one leaf"
+        f"{what}: {leaves} leaves share the path {path!r}, because a key of the tree contains a slash; rename the key "
+        "to make paths unique"
     )

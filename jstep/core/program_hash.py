@@ -24,19 +24,19 @@ from jstep.core.contexts import internal_transfers
 _ORIGINS = {"name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin"}
 _RULES = {"jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd"}
 _UNSAID = _ORIGINS | _RULES | {"callback_id", "call_id"}
-"""Parameters of operations that say where a program comes from, or what would be done to differentiate it."""
+"""Parameters of operations that describe the source of a program, or its rules of differentiation."""
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _FILE = re.compile(r"[^\s'\"<>()\[\],=]*\.py\b(?::\d+)*")
 
 
 class ProgramHash(NamedTuple):
-    """What is kept of a program.
+    """The hash of a program, with statistics to compare programs.
 
     Attributes:
-        digest: Its hash, 32 hexadecimal digits.
-        operations: Name of an operation → how many there are, those of inner programs included.
-        numbers: Scalar constant → how many times it appears.
+        digest: The hash, 32 hexadecimal digits.
+        operations: Name of an operation → number of occurrences, including inner programs.
+        numbers: Scalar constant → number of occurrences.
     """
 
     digest: str
@@ -45,7 +45,7 @@ class ProgramHash(NamedTuple):
 
 
 def program_hash(closed: Any) -> ProgramHash:
-    """The hash of a traced function, a `ClosedJaxpr`.
+    """Hash a traced function, a `ClosedJaxpr`.
 
     Example:
         >>> import jax
@@ -59,7 +59,7 @@ def program_hash(closed: Any) -> ProgramHash:
 
 
 def digest_of(*parts: str) -> str:
-    """The hash of some strings, 32 hexadecimal digits."""
+    """Hash some strings to 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16, person=b"jstep")
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -68,14 +68,14 @@ def digest_of(*parts: str) -> str:
 
 
 def mesh_text(mesh: Any) -> str:
-    """The axes of a mesh, with their sizes and types: `data: 4 Explicit, model: 2 Auto`."""
+    """Format the axes of a mesh with their sizes and types: `data: 4 Explicit, model: 2 Auto`."""
     types = mesh.axis_types
     sizes = dict(mesh.shape)
     return ", ".join(f"{name}: {sizes[name]} {kind.name}" for name, kind in zip(mesh.axis_names, types, strict=True))
 
 
 def sharding_text(sharding: Any) -> str:
-    """A sharding without its devices: the spec over the axes of a mesh, and the kind of memory."""
+    """Format a sharding without its devices: the spec, the axes of the mesh, and the memory kind."""
     memory = "" if sharding.memory_kind in (None, "device") else f" in {sharding.memory_kind}"
     if isinstance(sharding, NamedSharding):
         return f"{sharding.spec} over ({mesh_text(sharding.mesh)}){memory}"
@@ -83,7 +83,7 @@ def sharding_text(sharding: Any) -> str:
 
 
 class _Hasher:
-    """Hashes programs; the same one inside of another twice is looked at once."""
+    """Hashes programs; a repeated inner program is hashed once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, ProgramHash] = {}
@@ -92,7 +92,7 @@ class _Hasher:
         self._numbers: collections.Counter[str] = collections.Counter()
 
     def program(self, closed: Any) -> ProgramHash:
-        """The hash of a program with its constants, or of one that has none."""
+        """Hash a program with its constants, or an open program without constants."""
         if id(closed) not in self._seen:
             outer = self._operations, self._numbers
             self._operations, self._numbers = collections.Counter(), collections.Counter()
@@ -137,7 +137,7 @@ class _Hasher:
         return ", ".join(f"{name}={self.text(fields[name])}" for name in sorted(fields) if name not in _UNSAID)
 
     def text(self, x: Any) -> str:
-        """What is said of a parameter of an operation."""
+        """Format a parameter of an operation."""
         if isinstance(x, enum.Enum):
             return f"{type(x).__qualname__}.{x.name}"
         if x is None or isinstance(x, bool | int | float | complex | str | bytes):
@@ -167,7 +167,7 @@ class _Hasher:
 
 
 def without_addresses(text: str) -> str:
-    """A repr without memory addresses and names of source files."""
+    """Remove memory addresses and names of source files from a repr."""
     return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
 
 

@@ -1,4 +1,4 @@
-"""The names that users type, said by what they name."""
+"""Public names of packages: `__module__` of exported objects, and lazy imports."""
 
 import importlib
 import sys
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:
-    """Lets the functions and classes that a package exports say as their `__module__` where users find them.
+    """Set `__module__` of the functions and classes that a package exports to their public location.
 
-    That is `jstep` for what is at the root, and the package itself for the rest. Errors, reprs and documentation
-    then show a name that can be typed.
+    This is `jstep` for names exported at the root, and the package for the rest. Errors, reprs and documentation then
+    show the public name.
 
     Args:
         namespace: The `globals()` of the package, with `__all__`.
@@ -27,13 +27,13 @@ def set_public_module(namespace: dict[str, Any]) -> None:
 def load_when_used(
     namespace: dict[str, Any], places: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package that imports what it exports when it is first used.
+    """Return the `__getattr__` and `__dir__` of a package that imports its exports lazily.
 
-    The command line reads checkpoints, weights and event files without JAX, whose import takes longer than they do.
+    The command line reads checkpoints, weights and event files without importing JAX, which would take longer.
 
     Args:
         namespace: The `globals()` of the package, with `__all__`.
-        places: Name → the module that it comes from. A module of the package with the same name would hide it.
+        places: Name → the module that defines it. A module of the package with the same name would shadow it.
     """
     package = namespace["__name__"]
 

@@ -1,10 +1,10 @@
-"""Numbers of bytes and of operations, for people."""
+"""Human-readable numbers of bytes and operations."""
 
 from collections.abc import Sequence
 
 
 def size(count: float, digits: int = 3) -> str:
-    """A number of bytes."""
+    """Format a number of bytes."""
     return scaled(count, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)
 
 
@@ -15,7 +15,7 @@ def scaled(
     prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"),
     digits: int = 3,
 ) -> str:
-    """A number with a prefix of its unit: 1.5 GFLOP."""
+    """Format a number with a prefix of its unit: 1.5 GFLOP."""
     power = 0
     while abs(count) >= base and power + 1 < len(prefixes):
         count, power = count / base, power + 1

@@ -1,4 +1,4 @@
-"""Stacking trees leaf by leaf, on a new leading axis: how single elements become a batch."""
+"""Stacking of trees leaf by leaf on a new leading axis, as for batches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from jstep.core.trees import flatten, path_str, quoted
 
 
 def stack_trees(trees: Sequence[Any], what: str) -> Any:
-    """One tree whose leaves are those of `trees`, stacked on a new leading axis.
+    """Stack trees leaf by leaf on a new leading axis.
 
-    Leaves become NumPy arrays; where all are JAX arrays they are stacked on their device.
+    Leaves become NumPy arrays; JAX arrays are stacked on their device.
 
     Args:
-        trees: At least one tree; all have the same structure, shapes and dtypes.
-        what: Who stacks, for the error.
+        trees: At least one tree; all must have the same structure, shapes and dtypes.
+        what: The name of the caller, for the error.
 
     Raises:
         ValueError: Structures, shapes or dtypes differ; names the path and the two elements.
@@ -28,8 +28,8 @@ def stack_trees(trees: Sequence[Any], what: str) -> Any:
         leaves, other = flatten(tree)
         if other != treedef:
             raise ValueError(
-                f"{what}: element {i} has the structure {other}, element 0 has {treedef}. Elements that are "
-                "stacked must be alike; dequeue or index them one by one otherwise."
+                f"{what}: element {i} has the structure {other}, element 0 has {treedef}. Elements must "
+                "match to be stacked; dequeue or index them individually otherwise."
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
@@ -42,12 +42,12 @@ def stack_trees(trees: Sequence[Any], what: str) -> Any:
 def _stack_leaves(leaves: list[Any], path: str, what: str) -> Any:
     if all(isinstance(leaf, jax.Array) for leaf in leaves):
         _check_same(leaves, path, what)
-        return jnp.stack(leaves)  # without a wait for the device
+        return jnp.stack(leaves)  # without blocking on the device
     arrays = [np.asarray(leaf) for leaf in leaves]
     first = arrays[0]
     if not all(a.dtype == first.dtype and a.shape == first.shape for a in arrays):
         _check_same(arrays, path, what)
-        return np.stack(arrays)  # texts of several lengths
+        return np.stack(arrays)  # strings of different lengths
     if first.ndim == 0:
         return np.array(leaves, dtype=first.dtype)
     batch = np.empty((len(arrays), *first.shape), first.dtype)
@@ -62,9 +62,9 @@ def _check_same(arrays: Sequence[Any], path: str, what: str) -> None:
             if of(array) != of(arrays[0]):
                 raise ValueError(
                     f"{what}: {name}s differ at {quoted(path)}: {of(arrays[0])} in element 0, {of(array)} in "
-                    f"element {i}. Elements that are stacked must be alike: pad, crop or cast them before."
+                    f"element {i}. Elements must match to be stacked: pad, crop or cast them before."
                 )
 
     check("shape", lambda a: a.shape)
-    # Texts may have several lengths; the dtypes of PRNG keys have no kind.
+    # Strings may have different lengths; the dtypes of PRNG keys have no kind.
     check("dtype", lambda a: a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype)

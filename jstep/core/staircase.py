@@ -1,4 +1,4 @@
-"""Staircases: values that change at given steps, `{0: 64, 1000: 128}`."""
+"""Piecewise constant functions of the step: values that change at given steps, `{0: 64, 1000: 128}`."""
 
 import bisect
 import dataclasses
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Stage(NamedTuple, Generic[T]):
-    """The steps of one value.
+    """A range of steps with the same value.
 
     Attributes:
         first: The first step.
-        stop: The step after the last; None for the last stage, which has no end.
+        stop: The step after the last one; None for the last stage, which has no end.
         value: The value.
     """
 
@@ -37,36 +37,36 @@ class Staircase(Generic[T]):
     values: tuple[T, ...]
 
     def index(self, step: int) -> int:
-        """The number of the stage that a step ≥ 0 belongs to."""
+        """Return the index of the stage that contains a step ≥ 0."""
         return bisect.bisect_right(self.firsts, step) - 1
 
     def at(self, step: int) -> T:
-        """The value at a step ≥ 0."""
+        """Return the value at a step ≥ 0."""
         return self.values[self.index(step)]
 
     def edge_after(self, step: int) -> int | None:
-        """The first step after `step` at which another stage begins; None in the last stage."""
+        """Return the first step of the next stage after `step`; None in the last stage."""
         following = self.index(step) + 1
         return self.firsts[following] if following < len(self.firsts) else None
 
     def stages(self) -> Iterator[Stage[T]]:
-        """The stages in their order."""
+        """Yield the stages in order."""
         stops: tuple[int | None, ...] = (*self.firsts[1:], None)
         for first, stop, value in zip(self.firsts, stops, self.values, strict=True):
             yield Stage(first, stop, value)
 
     def by_step(self, said: Callable[[T], Any] = lambda value: value) -> dict[str, Any]:
-        """The first step of each stage → its value, as JSON can hold it if `said(value)` is what JSON can hold."""
+        """Return first step of each stage → `said(value)`; serializable as JSON if `said` returns JSON values."""
         return {str(stage.first): said(stage.value) for stage in self.stages()}
 
 
 def staircase(given: Mapping[Any, Any], argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
-    """The staircase that a mapping from step to value describes.
+    """Convert a mapping from step to value to a staircase.
 
     Args:
-        given: What the user gave.
-        argument: Its name, for errors.
-        check: `check(value, name)` returns the value to keep, or raises an error that names it by `name`.
+        given: The user's mapping.
+        argument: The name of the argument, for errors.
+        check: `check(value, name)` returns the validated value, or raises an error that includes `name`.
 
     Raises:
         ValueError: The mapping is empty, has no step 0, or a negative step.
@@ -82,12 +82,12 @@ def staircase(given: Mapping[Any, Any], argument: str, check: Callable[[Any, str
 
 
 def constant(value: T) -> Staircase[T]:
-    """The staircase of one value."""
+    """Return a staircase with a single value."""
     return Staircase((0,), (value,))
 
 
 def as_staircase(given: Any, argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
-    """As `staircase`; what is not a mapping is the value at every step."""
+    """As `staircase`; anything that is not a mapping is a constant value."""
     if isinstance(given, Mapping):
         return staircase(given, argument, check)
     return constant(check(given, argument))

@@ -1,4 +1,4 @@
-"""How a training step gathers the summaries made inside a loss, without knowing the package that makes them."""
+"""Collection of summaries created inside a loss, without a dependency on `jstep.summary`."""
 
 import contextvars
 import functools
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Collect = Callable[[Callable[[], Any]], Callable[[], tuple[Any, Any]]]
-"""From a function to one that also returns what was made inside it and is no part of its result, or None."""
+"""Maps a function to one that also returns the summaries created in it and not part of its result, or None."""
 
 _known: list[Collect] = []
 _merges: list[Callable[[Any, Any], Any]] = []
@@ -14,18 +14,18 @@ _lost: contextvars.ContextVar[list[None] | None] = contextvars.ContextVar("jstep
 
 
 def register(collect: Collect, merge: Callable[[Any, Any], Any]) -> None:
-    """Says how to gather and how to merge; `jstep.summary` does, when it is loaded.
+    """Register how to collect and merge summaries; `jstep.summary` calls this when it is loaded.
 
     Args:
-        collect: Makes a function that also returns the summaries made in it.
-        merge: Of two values one summary; None if they are not summaries.
+        collect: Wraps a function to also return the summaries created in it.
+        merge: Merges two values to one summary; None if they are not summaries.
     """
     _known[:] = [collect]
     _merges[:] = [merge]
 
 
 def join_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any], Any]:
-    """Aux, and the summaries that the loss made: those that it returned by the name of `summaries` join them."""
+    """Return aux, and the summaries created by the loss, merged with those that it returned as `summaries`."""
     merged = _merges[0](aux["summaries"], made) if _merges and "summaries" in aux and made is not None else None
     if merged is None:
         return aux, made
@@ -33,13 +33,13 @@ def join_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any],
 
 
 def merge_summaries(made: Iterable[Any]) -> Any:
-    """One summary of those that several losses made; None where there are none."""
+    """Merge the summaries of several losses; None if there are no summaries."""
     summaries = [one for one in made if one is not None]
     return functools.reduce(_merges[0], summaries) if summaries else None
 
 
 def collect_summaries(fn: Callable[[], Any]) -> tuple[Any, Any]:
-    """The result of fn, and the summaries that were made in it and are not returned; None where there are none."""
+    """Return the result of fn, and the summaries created in it but not returned, or None."""
     if not _known:
         lost: list[None] = []
         token = _lost.set(lost)
@@ -47,14 +47,14 @@ def collect_summaries(fn: Callable[[], Any]) -> tuple[Any, Any]:
             result = fn()
         finally:
             _lost.reset(token)
-        if not lost:  # also if another thread has loaded summaries meanwhile: it is traced once, as ever
+        if not lost:  # also if another thread has loaded jstep.summary meanwhile: fn is traced once, as usual
             return result, None
-        # The loss itself was the first to load summaries: what it made then was gathered by nobody.
+        # The loss itself loaded jstep.summary: its summaries have not been collected.
     return _known[0](fn)()
 
 
 def note_lost_summary() -> None:
-    """Notes that a summary was made that nobody gathers."""
+    """Record that a summary was created outside a collection."""
     lost = _lost.get()
     if lost is not None:
         lost.append(None)

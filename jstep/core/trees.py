@@ -1,4 +1,4 @@
-"""Walking trees: paths, leaves, and the errors that name them.
+"""Tree utilities: paths, leaves, and errors that name them.
 
 The path of a leaf is its keys joined by `/`, the same in predicates, slots, checkpoints and summaries.
 """
@@ -16,12 +16,12 @@ from jstep.core.types import Array
 
 
 def path_str(keys: Sequence[Any]) -> str:
-    """The path of a leaf from JAX's key path: `dense/kernel`, `layers/0/w`."""
+    """Convert JAX's key path to the path of a leaf: `dense/kernel`, `layers/0/w`."""
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """`jax.tree.flatten`, whose treedef has no type that checkers know."""
+    """`jax.tree.flatten`, with a treedef of type Any for type checkers."""
     return jax.tree.flatten(tree)
 
 
@@ -31,22 +31,22 @@ def structure(tree: Any) -> Any:
 
 
 def quoted(path: str) -> str:
-    """A path as error messages show it; the root of a tree that is one bare leaf has no keys."""
+    """Format a path for error messages; it is empty if the tree is a single leaf."""
     return repr(path) if path else "the tree itself (a single leaf)"
 
 
 def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
-    """All leaves with their paths, in JAX's order; None is no leaf."""
+    """Return all leaves with their paths, in JAX's order; None is not a leaf."""
     return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def paths_of(tree: Any) -> list[str]:
-    """The paths of all leaves, in JAX's order."""
+    """Return the paths of all leaves, in JAX's order."""
     return [path for path, _ in leaves_with_paths(tree)]
 
 
 def is_none(x: Any) -> bool:
-    """Whether a subtree stands for nothing: None, or the float0 that JAX gives integer inputs."""
+    """Whether a gradient is empty: None, or the float0 that JAX returns for integer inputs."""
     return x is None or (isinstance(x, np.ndarray) and x.dtype == jax.dtypes.float0)
 
 
@@ -57,7 +57,7 @@ def is_trainable(leaf: Any) -> bool:
 
 @functools.cache
 def is_floating(dtype: Any) -> bool:
-    """Whether a dtype is real floating point; remembered, since every leaf asks."""
+    """Whether a dtype is real floating point; cached, because it is called for every leaf."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
@@ -67,7 +67,7 @@ def is_array(x: Any) -> bool:
 
 
 def is_function(x: Any) -> bool:
-    """Whether x is to be called: a model that is a tree of arrays may have a `__call__` and is no function."""
+    """Whether x is a function; a model that is a tree of arrays is not one, even if it has a `__call__`."""
     return callable(x) and (isinstance(x, jax.tree_util.Partial) or jax.tree_util.all_leaves([x]))
 
 
@@ -77,7 +77,7 @@ def is_traced(x: Any) -> bool:
 
 
 def donated_leaf(tree: Any) -> str | None:
-    """The path of the first leaf whose memory a compiled step has taken over; None where all are there."""
+    """Return the path of the first donated leaf; None if no leaf is donated."""
     for path, leaf in leaves_with_paths(tree):
         if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
             return path
@@ -85,7 +85,7 @@ def donated_leaf(tree: Any) -> str | None:
 
 
 def concrete(x: Any) -> np.ndarray[Any, Any] | None:
-    """The value of x on the host, or None where it is traced or lies on other hosts."""
+    """Return the value of x on the host, or None if it is traced or on other hosts."""
     if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
@@ -93,12 +93,12 @@ def concrete(x: Any) -> np.ndarray[Any, Any] | None:
 
 @functools.cache
 def compute_dtype(dtype: Any) -> Any:
-    """The dtype arithmetic on a leaf is done in: its own, and float32 at least."""
+    """Return the dtype for arithmetic on a leaf: its own, or float32 if that is wider."""
     return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
 
 
 def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """The leaves, with others at some places."""
+    """Return the leaves with the values at some indices replaced."""
     changed = list(leaves)
     for place, value in zip(indices, values, strict=True):
         changed[place] = value
@@ -106,17 +106,17 @@ def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[
 
 
 def default_float() -> Any:
-    """float32, or float64 under `jax_enable_x64`."""
+    """Return float32, or float64 under `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(np.float64)
 
 
 def default_int() -> Any:
-    """int32, or int64 under `jax_enable_x64`: the dtype of steps."""
+    """Return the dtype of steps: int32, or int64 under `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(np.int64)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint of what may have been meant: 'nearest: …', or all names where few, or nothing."""
+    """Format a hint for a misspelled name: 'nearest: …', all names if there are few, or an empty string."""
     names = list(names)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if not close and len(names) <= 6:
@@ -125,17 +125,17 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def as_leaf(leaf: Any, path: str, *, copy: bool) -> Array:
-    """A leaf of params as an array with a dtype of its own.
+    """Convert a leaf of params to an array with a strong dtype.
 
     Raises:
-        TypeError: The leaf is no array and no number, or is complex; names the path and the way out.
+        TypeError: The leaf is neither an array nor a number, or is complex; names the path and what to do.
     """
     if not (is_array(leaf) or isinstance(leaf, bool | int | float | complex)) or (
         isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "biufcV"
     ):
         raise TypeError(
-            f"params: the leaf at {quoted(path)} is {type(leaf).__name__} {_short(leaf)}, which is no array "
-            "or number. Keep only arrays in params and close over the rest, for instance: "
+            f"params: the leaf at {quoted(path)} is {type(leaf).__name__} {_short(leaf)}, which is not an "
+            "array or number. Keep only arrays in params and close over the rest, for instance: "
             "`arrays, static = equinox.partition(model, equinox.is_array)` or `flax.nnx.split(model)`."
         )
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
@@ -145,13 +145,13 @@ def as_leaf(leaf: Any, path: str, *, copy: bool) -> Array:
         )
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf.copy() if copy and not is_traced(leaf) else leaf
-    # A weak type would become strong in the first step and compile it a second time.
+    # A weak type would become strong in the first step, and cause a second compilation.
     dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     return jnp.array(leaf, dtype=dtype, copy=True) if copy else jnp.asarray(leaf, dtype=dtype)
 
 
 def host_leaf(keys: Any, leaf: Any) -> Any:
-    """As `as_leaf`, but what is in host memory stays there: no device need hold the whole of it."""
+    """As `as_leaf`, but arrays in host memory stay there, so that no device must hold the whole array."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return as_leaf(leaf, path_str(keys), copy=False)
@@ -163,7 +163,7 @@ def _short(x: Any) -> str:
 
 
 def is_like(params: Any, tree: Any) -> bool:
-    """Whether a tree has the structure of params; None may stand in the place of a leaf."""
+    """Whether a tree has the structure of params; leaves may be None."""
     try:
         flatten_like(params, tree, "tree")
     except ValueError:
@@ -172,16 +172,16 @@ def is_like(params: Any, tree: Any) -> bool:
 
 
 def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None) -> list[Any]:
-    """The subtrees of `tree` at the leaves of `params`: arrays, `is_leaf` nodes or None.
+    """Return the subtrees of `tree` at the leaves of `params`: arrays, `is_leaf` nodes or None.
 
     Args:
-        params: The tree whose structure counts.
-        tree: The tree to take apart; None may stand in the place of a leaf.
-        what: What `tree` is, for the error.
-        is_leaf: Which nodes of `tree`, besides arrays, may stand for a leaf.
+        params: The tree with the reference structure.
+        tree: The tree to flatten; leaves may be None.
+        what: The name of `tree`, for the error.
+        is_leaf: Which nodes of `tree`, other than arrays, count as leaves.
 
     Raises:
-        ValueError: The structures differ; the message names the paths that do.
+        ValueError: The structures differ; names the paths that differ.
     """
     treedef = structure(params)
     try:
@@ -191,7 +191,7 @@ def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None) -> l
     for i, sub in enumerate(found):
         if not (sub is None or is_array(sub) or (is_leaf and is_leaf(sub)) or jax.tree_util.all_leaves([sub])):
             raise ValueError(
-                f"{what}: at {quoted(paths_of(params)[i])}, where params has an array, stands a {type(sub).__name__} "
+                f"{what}: at {quoted(paths_of(params)[i])}: must be an array, as in params, got a {type(sub).__name__} "
                 f"with {len(jax.tree.leaves(sub))} leaves. Give {what} the structure of params, "
                 "with None for a leaf to leave out."
             )

@@ -1,4 +1,4 @@
-"""The words the package speaks in: what a state, an update, a step and an optimizer are."""
+"""Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import numpy as np
 
 Array: TypeAlias = jax.Array
 Params: TypeAlias = Any
-"""Any pytree of arrays; None and integer leaves pass through untouched."""
+"""Any pytree of arrays; None and integer leaves are passed through unchanged."""
 Updates: TypeAlias = Any
-"""A tree like the parameters; a leaf is an array, an `IndexedSlices`, or None (leave it as it is)."""
+"""A tree like the parameters; a leaf is an array, an `IndexedSlices`, or None (no update)."""
 Slots: TypeAlias = dict[str, Any]
 """Slot name → tree with the structure of the parameters, or a scalar."""
 Step: TypeAlias = int | np.integer[Any] | Array
-"""A whole number of applied updates: a Python or NumPy integer, or an integer scalar array."""
+"""A number of applied updates: a Python or NumPy integer, or an integer scalar array."""
 Number: TypeAlias = float | int | np.number[Any] | Array
 
 
@@ -23,17 +23,17 @@ class Schedule(Protocol):
     """A function from the global step to a scalar."""
 
     def __call__(self, step: Step, /) -> Array:
-        """The value in force at `step`."""
+        """Return the value at `step`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A hyperparameter that lives in the scalar slot `held/name`; made by `held`.
+    """A mutable hyperparameter, stored in the scalar slot `held/name`; created by `held`.
 
     Attributes:
         name: Its name.
-        value: What it starts from.
+        value: Its initial value.
     """
 
     name: str
@@ -44,15 +44,15 @@ ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any] | Held
 
 
 class InitFn(Protocol):
-    """Makes the slots of a fresh optimizer."""
+    """Function that creates the slots of an optimizer."""
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
-        """Slots for `params`, created at `global_step`."""
+        """Return slots for `params`, created at `global_step`."""
         ...
 
 
 class GradientNoise(NamedTuple):
-    """What the microbatches of one step tell of the noise of the gradient; NaN where they tell nothing.
+    """Gradient noise, estimated from the microbatches of one step; NaN if it cannot be estimated.
 
     Attributes:
         noise: The trace of the covariance of the gradient of one example, an unbiased estimate.
@@ -64,23 +64,23 @@ class GradientNoise(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What an update may know of its step besides the gradients; a field is None where it is not known.
+    """Additional inputs of an optimizer's update, such as the loss; unknown fields are None.
 
-    `minimize` makes it, for optimizers with `takes_context=True`; `apply_gradients(..., context=...)` takes it.
-    Wrappers pass it on in terms of what their optimizer sees: below a label of `partition`, `value_and_grad` takes the
-    parameters of that label; below `master_weights` it evaluates the rounding of the masters.
+    `minimize` creates it for optimizers with `takes_context=True`; `apply_gradients(..., context=...)` accepts it.
+    Wrappers adapt it to the inner optimizer: below a label of `partition`, `value_and_grad` takes the parameters of
+    that label; below `master_weights` it is evaluated at the rounded master weights.
 
     Attributes:
         loss: The loss of this step, a scalar; not multiplied by a loss scale.
         value_and_grad: `value_and_grad(params) -> (loss, gradients)`, the same loss on the same batch with the same
-            PRNG key, at other parameters. Gradients are as `update` gets them: a leaf may be None or an
-            `IndexedSlices`. Evaluating it changes nothing: model_state, aux and summaries are dropped.
-        key: A PRNG key, a function of the step alone and another one than the loss gets; None without `rng`.
-        noise: What the microbatches of this step tell of the noise of the gradient, for `with_noise_scale`; only with
+            PRNG key, at other parameters. The gradients are like those passed to `update`: a leaf may be None or an
+            `IndexedSlices`. The evaluation has no side effects: model_state, aux and summaries are dropped.
+        key: A PRNG key that depends only on the step, and differs from the key of the loss; None without `rng`.
+        noise: The gradient noise estimated from the microbatches of this step, for `with_noise_scale`; only with
             `metrics=("noise_scale",)`.
 
     Example:
-        Polyak's step size, which needs the loss:
+        Polyak's step size, which depends on the loss:
 
         >>> import jax, jax.numpy as jnp, jstep
         >>> def update(updates, slots, params, step, context):
@@ -100,56 +100,56 @@ class Context(NamedTuple):
 
 
 UpdateFn: TypeAlias = Callable[..., tuple[Updates, Slots]]
-"""`update(updates, slots, params, step) -> (updates, slots)`, a pure function: it turns gradients (or an earlier
-element's updates) into updates to add, and new slots. With `takes_context` it gets a `Context` as fifth argument."""
+"""`update(updates, slots, params, step) -> (updates, slots)`, a pure function: it maps gradients (or the updates of the
+previous element of a chain) to updates to add, and to new slots. With `takes_context` it takes a `Context` as its fifth
+argument."""
 
 
 class HyperparametersFn(Protocol):
-    """Tells the values in force at a step."""
+    """Function that returns the hyperparameters at a step."""
 
     def __call__(self, step: Step, /) -> dict[str, Any]:
-        """Name → scalar."""
+        """Return name → scalar."""
         ...
 
 
 class Optimizer(NamedTuple):
-    """An optimizer as three pure functions; anything with these three composes with jstep.
+    """An optimizer: three pure functions, `init`, `update` and `hyperparameters`.
 
-    `jstep.leafwise` makes one of the rule for one leaf and takes care of what follows; `jstep.map_leaves` and
-    `jstep.as_schedule` help those who write the three by hand.
+    Most custom optimizers are easier to write with `jstep.leafwise`, from a rule for a single leaf, which fulfills the
+    requirements below. `jstep.map_leaves` and `jstep.as_schedule` help to write the three functions by hand.
 
-    What an update may meet:
+    Arguments of `update`:
 
-    - updates: the gradients, or an earlier element's updates, a tree like params. A leaf is an array of any floating
-      dtype, an `IndexedSlices` (rows of a table), or None: leave the parameter and its slots as they are.
-    - slots: those that `init` made, by their names; a custom optimizer may see names of other parties too.
-    - params: None and integer leaves among others, which have no gradient; float16 and bfloat16 leaves, whose slots
-      and arithmetic belong in float32.
-    - step: the number of updates applied so far, an integer scalar, traced or not. A step is compiled: no `if` on
-      values, no `float(step)`, nothing that changes from call to call but the arguments.
+    - updates: the gradients, or the updates of the previous element of a chain, a tree like params. A leaf is an array
+      of any floating dtype, an `IndexedSlices` (rows of a table), or None: keep the parameter and its slots.
+    - slots: the slots created by `init`, by name; slots of other optimizers may be included.
+    - params: may include None and integer leaves, which have no gradient, and float16 and bfloat16 leaves, whose slots
+      and arithmetic should be in float32.
+    - step: the number of updates applied so far, an integer scalar, traced or not. A step is compiled: do not use `if`
+      on values, `float(step)`, or any state outside the arguments.
 
-    What it must return:
+    Results of `update`:
 
-    - updates: a tree like params, None where nothing is to be added. They are *added* to the parameters in float32 at
-      least; a sign is the optimizer's own.
-    - slots: its own alone, the same names, structure, shapes and dtypes as it was given. A slot is a tree like params
-      (None where a leaf has none) or a scalar. Arrays made by `init` must be buffers of their own, copies of the
-      parameters too: a compiled step takes over the memory of each once.
+    - updates: a tree like params, with None for no update. They are *added* to the parameters in float32 or wider; the
+      optimizer applies the sign.
+    - slots: only its own slots, with the same names, structure, shapes and dtypes. A slot is a tree like params (None
+      for a leaf without a slot) or a scalar. Arrays created by `init` must be distinct buffers, also if they are copies
+      of the parameters, because a compiled step donates each buffer once.
 
     Attributes:
-        init: `init(params, global_step=0) -> slots`. Names of slots mean nothing to jstep: a slot called `start_step`
-            or `loss_scale` is a slot like any other. An integer scalar slot that is the global_step at which the slots
-            were made (their age is step + 1 − it) is declared by an attribute of the function,
-            `init.ages = ("start_step",)`. A skipped update, or one without any gradient, then moves it one step along,
-            so that the age counts applied updates only.
-        update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context` it gets a `Context` as
-            fifth argument.
-        hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values in force at a step; what is a plain
-            number there is a constant, known without computing. `learning_rate` says that the updates are finished.
+        init: `init(params, global_step=0) -> slots`. The names of slots have no special meaning, not even `start_step`
+            or `loss_scale`. An integer scalar slot that holds the global_step at which the slots were created (their
+            age is step + 1 − it) is declared by an attribute of the function, `init.ages = ("start_step",)`. A skipped
+            update, or one without any gradient, then increments it, so that the age counts only applied updates.
+        update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context` it takes a `Context` as
+            its fifth argument.
+        hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.
+            The name `learning_rate` indicates that the updates are final.
         takes_context: Whether `update` takes a `Context`: the loss, its gradients at other parameters, a PRNG key.
 
     Example:
-        A custom sign-descent optimizer, with no slots:
+        A custom sign-descent optimizer without slots:
 
         >>> import jax, jax.numpy as jnp, jstep
         >>> def update(updates, slots, params, step):
@@ -159,7 +159,7 @@ class Optimizer(NamedTuple):
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, sign).params["w"])
         0.5
 
-        One that declares an age, so that a skipped update does not count:
+        An optimizer that declares an age, so that skipped updates do not count:
 
         >>> def init(params, global_step=0):
         ...     return {"start_step": jnp.array(global_step, jnp.int32)}
@@ -182,10 +182,10 @@ class Optimizer(NamedTuple):
 
 
 def require_optimizer(name: str, value: Any) -> Optimizer:
-    """The value, which must be an optimizer."""
+    """Return the value, which must be an optimizer."""
     if not isinstance(value, Optimizer):
         hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
         if hasattr(value, "init") and hasattr(value, "update"):
-            hint = "; a transformation of Optax's becomes one by jstep.from_optax(transformation)"
+            hint = "; convert an Optax transformation with jstep.from_optax(transformation)"
         raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {type(value).__name__}{hint}")
     return value

@@ -1,4 +1,4 @@
-"""Which parameters are meant: the four forms of `var_list` and of masks."""
+"""Selection of parameters: the four forms of `var_list` and of masks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -13,17 +13,17 @@ VarList: TypeAlias = Callable[[str, Any], bool] | str | Sequence[str] | Any | No
 
 
 def selected(params: Params, var_list: VarList, argument: str = "var_list") -> list[int]:
-    """The places, among the leaves of params, of those to differentiate.
+    """Return the indices, among the leaves of params, of those to differentiate.
 
     Args:
         params: Any tree; leaves that are not floating point are never differentiated.
-        var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools (a bool
-            may stand for a whole subtree).
-        argument: Its name, for errors.
+        var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools (one bool may
+            apply to a whole subtree).
+        argument: The name of the argument, for errors.
 
     Raises:
-        TypeError: `var_list` is none of these.
-        ValueError: An entry matches nothing (names the nearest paths), or nothing is left to train.
+        TypeError: `var_list` has none of the four forms.
+        ValueError: An entry matches nothing (names the nearest paths), or no trainable leaf is selected.
     """
     indices = [i for i, wanted in enumerate(flags(params, var_list, argument)) if wanted]
     if not indices:
@@ -36,15 +36,15 @@ def selected(params: Params, var_list: VarList, argument: str = "var_list") -> l
 
 
 def flags(params: Params, var_list: VarList, argument: str = "var_list") -> list[bool]:
-    """For each leaf of params, in order, whether `var_list` means it; False for leaves that cannot be trained.
+    """Return for each leaf of params, in order, whether `var_list` selects it; False for leaves that cannot be trained.
 
     Args:
         params: Any tree.
-        var_list: See `selected`; here it may mean none.
-        argument: Its name, for errors.
+        var_list: See `selected`; here the selection may be empty.
+        argument: The name of the argument, for errors.
 
     Raises:
-        TypeError: `var_list` is none of the four.
+        TypeError: `var_list` has none of the four forms.
         ValueError: An entry matches nothing; names the nearest paths.
     """
     named = trees.leaves_with_paths(params)
@@ -54,10 +54,10 @@ def flags(params: Params, var_list: VarList, argument: str = "var_list") -> list
 
 
 def meant(params: Params, var_list: VarList, argument: str) -> list[bool]:
-    """For each leaf of params, in order, whether `var_list` means it, of whatever dtype; None means none here.
+    """Return for each leaf of params, in order, whether `var_list` selects it, for any dtype; None selects nothing.
 
     Raises:
-        TypeError: `var_list` is none of the four.
+        TypeError: `var_list` has none of the four forms.
         ValueError: An entry matches nothing; names the nearest paths.
     """
     named = trees.leaves_with_paths(params)
@@ -67,10 +67,10 @@ def meant(params: Params, var_list: VarList, argument: str) -> list[bool]:
 
 
 def check_form(var_list: VarList, argument: str) -> None:
-    """Refuses at once what has none of the four forms, before there are parameters to look at.
+    """Validate the form of `var_list` early, before the parameters are known.
 
     Raises:
-        TypeError: It has none.
+        TypeError: `var_list` has none of the four forms.
     """
     if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
         raise TypeError(
@@ -134,7 +134,7 @@ def _by_bools(params: Params, named: list[tuple[str, Any]], tree: Any, argument:
 def _as_bool(flag: Any, path: str, argument: str) -> bool:
     if not isinstance(flag, bool | np.bool_):
         raise TypeError(
-            f"{argument}: at {trees.quoted(path)} stands {_shown(flag)}, which is no bool. It takes None, a predicate "
+            f"{argument}: at {trees.quoted(path)}: must be a bool, got {_shown(flag)}. It takes None, a predicate "
             "(path, leaf) -> bool, a list of paths or globs, or a tree of bools."
         )
     return bool(flag)

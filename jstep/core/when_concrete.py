@@ -1,4 +1,4 @@
-"""Checks of values that are not known yet: of parameters while their slots are made in a compiled program."""
+"""Deferred checks of values that are still traced, such as parameters during a compiled creation of slots."""
 
 import contextlib
 import contextvars
@@ -15,12 +15,12 @@ _WAITING: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("jstep
 
 
 def when_concrete(path: str, check: Check, *args: Hashable) -> None:
-    """Calls `check(path, leaf, *args)` when the leaf of params at `path` has a value, if that is to be known at all.
+    """Defer `check(path, leaf, *args)` until the leaf of params at `path` is concrete; see `collecting_checks`.
 
     Args:
         path: The path among the state's parameters.
-        check: A function at module level: what several traces ask for is asked once.
-        *args: What else it is told.
+        check: A module-level function, so that equal checks of several traces run once.
+        *args: Additional arguments of `check`.
     """
     waiting = _WAITING.get()
     if waiting is not None:
@@ -29,7 +29,7 @@ def when_concrete(path: str, check: Check, *args: Hashable) -> None:
 
 @contextlib.contextmanager
 def collecting_checks() -> Iterator[Waiting]:
-    """Within, `when_concrete` collects checks, for `run_checks`."""
+    """Context manager in which `when_concrete` collects checks for `run_checks`."""
     waiting: Waiting = {}
     token = _WAITING.set(waiting)
     try:
@@ -39,7 +39,7 @@ def collecting_checks() -> Iterator[Waiting]:
 
 
 def run_checks(waiting: Waiting, params: Any) -> None:
-    """Runs what was collected on parameters that have values; those that still have none are left alone."""
+    """Run the collected checks on parameters; parameters that are still traced are not checked."""
     if waiting:
         leaves = dict(trees.leaves_with_paths(params))
         with internal_transfers():

@@ -1,4 +1,4 @@
-"""Several processes: who they are, and how they agree."""
+"""Multi-process training: initialization, and agreement between processes."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.distributed.initialize import initialize

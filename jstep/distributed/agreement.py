@@ -1,4 +1,4 @@
-"""What the processes of a run decide together: when to stop, and when to save."""
+"""Collective decisions of the processes of a run: when to stop, and when to save."""
 
 import itertools
 import os
@@ -13,15 +13,15 @@ from jax.experimental import multihost_utils
 
 from jstep.core.contexts import internal_transfers
 
-# JAX counts the calls of its own synchronization point for the whole life of a process.
+# JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
 _calls = itertools.count(1)
 
 
 def reached_stop() -> bool:
-    """Whether this call is the one after which all processes stop, because one of them was sent SIGTERM.
+    """Whether all processes must stop after this call, because one of them received SIGTERM.
 
-    To be called after each call of the compiled step, by all processes. It asks JAX's preemption service, which
-    costs no device work.
+    All processes must call this after each call of the compiled step. It queries JAX's preemption service, without
+    device work.
     """
     try:
         return bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
@@ -30,15 +30,15 @@ def reached_stop() -> bool:
 
 
 def request_stop() -> None:
-    """Starts the protocol that `reached_stop` ends: JAX's service listens for SIGTERM."""
+    """Send SIGTERM to this process, so that JAX's preemption service stops all processes; see `reached_stop`."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class AgreedClock:
-    """A period of seconds that ends for all processes at the same step, by the clock of process 0.
+    """A timer whose period ends for all processes at the same step, by the clock of process 0.
 
-    The processes ask at steps that process 0 chose when they last asked, some ten times a period: asking is a
-    collective, which waits for the device.
+    The processes communicate about ten times a period, at steps that process 0 chose the previous time, because the
+    collective blocks on the device.
     """
 
     def __init__(self, secs: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +48,7 @@ class AgreedClock:
         self._ask_at = 0
 
     def due(self, step: int) -> bool:
-        """Whether the period is over; every process gets the same answer at the same step."""
+        """Whether the period is over; every process gets the same result at the same step."""
         if self._first_step is None:
             self._first_step = step
         if step < self._ask_at:
@@ -63,26 +63,26 @@ class AgreedClock:
         return bool(over)
 
     def done(self) -> None:
-        """The period begins anew."""
+        """Restart the period."""
         self._last = self._clock()
         self._ask_at = 0
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    """What process 0 gives, on every process; to be called by all of them, and a wait for all."""
+    """Return the data of process 0 on every process; a blocking collective that all processes must call."""
     size = int(_of_process_0(np.array([len(data)], np.int32))[0])
     mine = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
     return _of_process_0(mine).astype(np.uint8).tobytes() if size else b""
 
 
 def max_over_processes(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The largest of what the processes give, element by element; to be called by all of them, and a wait for all."""
+    """Return the elementwise maximum over all processes; a blocking collective that all processes must call."""
     with internal_transfers():
         return np.asarray(multihost_utils.process_allgather(mine)).max(axis=0)
 
 
 def _of_process_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array that process 0 gives, on every process; no guard of the caller's stops it."""
+    """Return the array of process 0 on every process, exempt from the caller's transfer guards."""
     with internal_transfers():
         return np.asarray(multihost_utils.broadcast_one_to_all(mine))
 

@@ -1,4 +1,4 @@
-"""What launchers put into the environment of a process: which one it is, of how many, and where process 0 is."""
+"""Launcher environment variables: process index, number of processes, and coordinator address."""
 
 import os
 import zlib
@@ -10,13 +10,13 @@ _JAX = {ADDRESS: "JAX_COORDINATOR_ADDRESS", COUNT: "JAX_NUM_PROCESSES", INDEX: "
 _SKYPILOT = {ADDRESS: "SKYPILOT_NODE_IPS", COUNT: "SKYPILOT_NUM_NODES", INDEX: "SKYPILOT_NODE_RANK"}
 _SLURM = {COUNT: "SLURM_NTASKS", INDEX: "SLURM_PROCID"}
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-"""What JAX needs under SLURM; `srun` sets all of them."""
+"""The variables that JAX needs under SLURM; `srun` sets all of them."""
 _SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
 
 
-class Said(NamedTuple):
-    """A value, and the argument or variable that it is from."""
+class Setting(NamedTuple):
+    """A value and the name of its source, an argument or a variable."""
 
     value: Any
     name: str
@@ -25,19 +25,19 @@ class Said(NamedTuple):
         return f"{self.name}={self.value!r}"
 
 
-Known = Mapping[str, Said]
-"""Some of `FIELDS` → what is known of them."""
+Known = Mapping[str, Setting]
+"""The known values of `FIELDS`."""
 
 
 def known(arguments: Known) -> Known:
-    """What arguments and variables say: arguments win over `JAX_*`, which win over SkyPilot's.
+    """Combine arguments and variables: arguments take precedence over `JAX_*`, and these over SkyPilot's.
 
-    SLURM's are read by JAX itself. Here they are compared with the others, if those are incomplete.
+    JAX itself reads SLURM's variables. Here they are only compared with the others, if those are incomplete.
 
     Raises:
-        ValueError: A variable is not a number or out of range, or two disagree; names them.
+        ValueError: A variable is not a number or is out of range, or two disagree; names them.
     """
-    found: dict[str, Said] = {**_numbers(_JAX), **arguments}
+    found: dict[str, Setting] = {**_numbers(_JAX), **arguments}
     check_range(found)
     for launcher, is_read_here in ((_of_skypilot, True), (_of_slurm, False)):
         if is_complete(found):
@@ -50,18 +50,18 @@ def known(arguments: Known) -> Known:
 
 
 def is_complete(found: Known) -> bool:
-    """Whether all is known that JAX needs."""
+    """Whether all fields that JAX needs are known."""
     return all(field in found for field in FIELDS)
 
 
 def is_alone(found: Known) -> bool:
-    """Whether there is one process, by what is known or by the step that SLURM runs."""
+    """Whether there is a single process, according to the known fields or the current SLURM step."""
     count = found.get(COUNT) or _of_slurm().get(COUNT)
     return count is not None and count.value == 1
 
 
 def several() -> str | None:
-    """A variable that says that there are several processes, as `NAME=value`; None if there is none."""
+    """Return a variable that indicates several processes, as `NAME=value`, or None."""
     for name in _SIZES:
         text = os.environ.get(name, "")
         if text.isdigit() and int(text) > 1:
@@ -71,10 +71,10 @@ def several() -> str | None:
 
 
 def check_range(found: Known) -> None:
-    """Refuses numbers that cannot be, each by the name of what it is from.
+    """Validate the number of processes and the process index; errors name their sources.
 
     Raises:
-        ValueError: There is no process, or the one that this is said to be is not among them.
+        ValueError: The number of processes is below 1, or the process index is out of range.
     """
     count, index = found.get(COUNT), found.get(INDEX)
     for one, low in ((count, 1), (index, 0)):
@@ -85,7 +85,7 @@ def check_range(found: Known) -> None:
 
 
 def missing(found: Known) -> str:
-    """What is not known, and which variables would say it, for an error."""
+    """List the unknown fields and the variables that would set them, for an error."""
     absent = [field for field in FIELDS if field not in found]
     text = ", ".join(f"{field} ({_JAX[field]})" for field in absent)
     step = [name for name in _SLURM_STEP if not os.environ.get(name)]
@@ -94,25 +94,25 @@ def missing(found: Known) -> str:
     return text
 
 
-def _numbers(names: Mapping[str, str]) -> dict[str, Said]:
-    """The variables that are set, numbers read; an empty one is not set."""
-    found: dict[str, Said] = {}
+def _numbers(names: Mapping[str, str]) -> dict[str, Setting]:
+    """Read the variables that are set, and parse numbers; an empty variable counts as unset."""
+    found: dict[str, Setting] = {}
     for field, name in names.items():
         text = os.environ.get(name, "").strip()
         if not text:
             continue
         if field != ADDRESS:
             try:
-                found[field] = Said(int(text), name)
+                found[field] = Setting(int(text), name)
             except ValueError:
                 raise ValueError(f"{name}={text!r}: must be an integer") from None
         else:
-            found[field] = Said(text, name)
+            found[field] = Setting(text, name)
     return found
 
 
-def _of_skypilot() -> dict[str, Said]:
-    """One process for each node; process 0 is on the first of them.
+def _of_skypilot() -> dict[str, Setting]:
+    """Read SkyPilot's variables: one process for each node, process 0 on the first node.
 
     Raises:
         ValueError: One of the variables is missing, or they disagree.
@@ -131,17 +131,17 @@ def _of_skypilot() -> dict[str, Said]:
     if len(nodes) != found[COUNT].value:
         raise ValueError(f"{found[COUNT]}: must be the number of addresses in {found[ADDRESS]}, which is {len(nodes)}")
     host = f"[{nodes[0]}]" if ":" in nodes[0] else nodes[0]
-    return {**found, ADDRESS: Said(f"{host}:{_port()}", _SKYPILOT[ADDRESS])}
+    return {**found, ADDRESS: Setting(f"{host}:{_port()}", _SKYPILOT[ADDRESS])}
 
 
 def _port() -> str:
-    """JAX's own variable for it; else a port of the task's own, above those that Linux hands out."""
+    """Return JAX's variable for the port, or a port derived from the task, above Linux's ephemeral ports."""
     task = os.environ.get("SKYPILOT_TASK_ID", "")
     return os.environ.get("JAX_COORDINATOR_PORT") or str(61440 + zlib.crc32(task.encode()) % 4096)
 
 
-def _of_slurm() -> dict[str, Said]:
-    """What `srun` says, if it started this process."""
+def _of_slurm() -> dict[str, Setting]:
+    """Read the variables of `srun`, if it started this process."""
     return _numbers(_SLURM) if all(os.environ.get(name) for name in _SLURM_STEP) else {}
 
 

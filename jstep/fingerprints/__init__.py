@@ -1,4 +1,4 @@
-"""Fingerprints: two words that stand for every bit of a tree, and logs of them."""
+"""Fingerprints (64-bit hashes) of trees of arrays, and logs of fingerprints."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.fingerprints.fingerprint import fingerprint

@@ -1,4 +1,4 @@
-"""Fingerprints as each device computed them: replicas are looked at one by one."""
+"""Fingerprints computed separately by each device, to compare replicas."""
 
 from typing import Any, NamedTuple
 
@@ -9,25 +9,25 @@ from jstep.core.contexts import internal_transfers
 from jstep.fingerprints.fingerprint import named_leaves, stacked
 
 _ABSENT = -1
-"""Stands where a device holds nothing of a leaf: no word of a fingerprint is negative."""
+"""Placeholder for a leaf that a device does not hold; words of fingerprints are never negative."""
 
 
 class ByDevice(NamedTuple):
-    """The fingerprints of a tree's leaves, computed by each device from what it holds.
+    """Fingerprints of a tree's leaves, computed by each device from its own data.
 
-    Of an array that is replicated, each device reads its own copy; of one that is split, all of its devices together
-    compute one sum. Those of devices of other processes are not here.
+    For a replicated array each device reads its own copy; for a split array its devices compute one sum together.
+    Results of devices of other processes are not included.
 
     Attributes:
         paths: The paths of the leaves.
-        parts: Which leaves, and their fingerprints `[n, 2]` on each device that holds them.
+        parts: Indices of leaves, and their fingerprints `[n, 2]` on each device that holds them.
     """
 
     paths: list[str]
     parts: list[tuple[list[int], Any]]
 
     def words(self) -> dict[Any, np.ndarray[Any, Any]]:
-        """Device → int64 `[leaves, 2]`, −1 where it holds nothing of a leaf; waits. The host's are under None."""
+        """Return device (None: host) → int64 `[leaves, 2]`, −1 for leaves that the device does not hold. Blocks."""
         found: dict[Any, np.ndarray[Any, Any]] = {}
         with internal_transfers():
             for numbers, part in self.parts:
@@ -38,12 +38,12 @@ class ByDevice(NamedTuple):
 
 
 def by_device(tree: Any) -> ByDevice:
-    """Start the fingerprints of a tree's leaves, without waiting for them.
+    """Start computing the fingerprints of a tree's leaves, without blocking.
 
     Raises:
         RuntimeError: A leaf was donated.
         TypeError: A leaf is not an array.
-        ValueError: Two leaves have one path.
+        ValueError: Two leaves have the same path.
     """
     paths, leaves, keys = named_leaves(tree)
     return ByDevice(paths, stacked(leaves, keys))

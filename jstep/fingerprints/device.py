@@ -1,4 +1,4 @@
-"""Sums over arrays on devices: each element is read once, wherever its shard lies."""
+"""Sums of fingerprints over arrays on devices: each element is read once, on the device of its shard."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ HOST = np.ndarray | np.generic
 
 
 def device_sums(array: Any) -> Any:
-    """The sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
+    """Return the sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
     array = on_devices(array)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
@@ -30,7 +30,7 @@ def device_sums(array: Any) -> Any:
 
 
 def _words(array: Any) -> list[tuple[Any, Any]]:
-    """The elements as pairs of words of 32 bits; two such where an element has 128 bits."""
+    """Return the elements as pairs of 32-bit words; two pairs for 128-bit elements."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = [_words(part)[0] for part in (lax.real(array), lax.imag(array))]
@@ -52,7 +52,7 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
 
 
 def _keys(array: Any) -> Any:
-    """The keys of all positions in the whole array, by its own axes, so that no shard has to move."""
+    """Return the keys of all positions in the whole array, in its own shape, so that shards do not move."""
     shape, split = array.shape, split_at(array.shape)
     key = jnp.zeros((), U)
     stride = 1
@@ -65,7 +65,7 @@ def _keys(array: Any) -> Any:
 
 
 def _reduced(first: Any, second: Any) -> Any:
-    """Both sums in one pass, which XLA also makes a quick one."""
+    """Compute both sums in one fast pass."""
     sums = lax.reduce(
         (first, second), (U(0), U(0)), lambda one, other: (one[0] + other[0], one[1] + other[1]), range(first.ndim)
     )
@@ -73,7 +73,7 @@ def _reduced(first: Any, second: Any) -> Any:
 
 
 def fingerprints(leaves: list[Any], keys: Any) -> Any:
-    """The fingerprints of leaves, uint32 `[n, 2]`; to be traced. What lies in host memory is a constant of it."""
+    """Return the fingerprints of leaves, uint32 `[n, 2]`; to be traced. Leaves in host memory become constants."""
     sums = [host_sums(np.asarray(leaf)) if isinstance(leaf, HOST) else device_sums(leaf) for leaf in leaves]
     return jnp.stack(sealed(jnp.stack(sums), keys), axis=-1)
 
@@ -91,7 +91,7 @@ def _summed(leaves: list[Any], keys: Any) -> Any:
 
 
 FORMS = {"stacked": _stacked, "apart": _apart, "summed": _summed}
-"""What is wanted of several leaves: `[n, 2]`, n of `[2]`, or their sum `[2]`."""
+"""The form of the result for n leaves: `[n, 2]`, n arrays `[2]`, or their sum `[2]`."""
 
 
 @functools.cache
@@ -100,16 +100,16 @@ def _compiled(form: str, mesh: Any) -> Any:
 
 
 def of_one_place(form: str, leaves: list[Any], keys: Any, mesh: Any) -> Any:
-    """One of `FORMS`, compiled, of arrays that `place_of` puts together; the result lies on every device of the mesh.
+    """Compute one of `FORMS` for arrays with the same `place_of`; the result is replicated over the mesh.
 
-    The mesh that the caller has set, if any, is another matter: the arrays know theirs.
+    The caller's current mesh is ignored in favor of the mesh of the arrays.
     """
     with contextlib.nullcontext() if mesh is None or mesh == jax.sharding.get_mesh() else jax.set_mesh(mesh):
         return _compiled(form, mesh)(leaves, keys)
 
 
 def place_of(leaf: Any) -> tuple[Any, Any]:
-    """Something that says on which devices an array lies, None where that is left to JAX; and its mesh, if any."""
+    """Return a key for the devices of an array, None if JAX may choose them; and its mesh, if any."""
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
         return tuple(sharding.mesh.devices.flat), sharding.mesh

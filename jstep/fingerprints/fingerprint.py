@@ -1,4 +1,4 @@
-"""Two words that stand for every bit of a tree."""
+"""Fingerprint (64-bit hash) of a tree of arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,29 +16,29 @@ from jstep.fingerprints.mix import U, leaf_key, sealed
 
 
 def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
-    """A hash of all leaves' paths, dtypes, shapes and bits, and of nothing else.
+    """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
 
     Leaf: h = seal(Σᵢ mix(bits of element i, i)), i its index in the whole array, two sums modulo 2³²; tree: Σ h. `mix`
-    is a bijection for each i, and `seal` one for each path, dtype and shape: any change of a single element's bits
-    changes the fingerprint, any other with a chance of 1 − 2⁻⁶⁴. It finds accidents; it is no signature against
-    someone who wants two trees to have the same one.
+    is a bijection for each i, and `seal` for each path, dtype and shape: any change of a single element's bits changes
+    the fingerprint, any other change with probability 1 − 2⁻⁶⁴. This detects accidental differences; it is not a
+    cryptographic hash.
 
-    Containers, the order of insertion, NumPy or JAX, and how arrays are sharded over how many processes make no
-    difference: what is meant is `params/dense/kernel: float32[784,10]` and its bits. (0.0 and −0.0 differ, as do NaNs
-    of other bits.) Each element is read once, on the device where it lies, and nothing waits.
+    Containers, insertion order, NumPy or JAX, sharding and the number of processes do not matter: the hash is of
+    `params/dense/kernel: float32[784,10]` and its bits. (0.0 and −0.0 differ, as do NaNs with different bits.) Each
+    element is read once, on its own device, without blocking.
 
     Args:
-        tree: Any pytree of arrays, of JAX (traced too, PRNG keys too) or NumPy; None is no leaf.
+        tree: Any pytree of JAX arrays (also traced, also PRNG keys) or NumPy arrays; None is not a leaf.
         per_leaf: Whether to return the fingerprint of each leaf.
 
     Returns:
-        uint32 `[2]`; as text `f"{a:08x}{b:08x}"`. With `per_leaf` a dict from path to uint32 `[2]`, whose sum modulo
-        2³² is the fingerprint of the tree.
+        uint32 `[2]`; as a string `f"{a:08x}{b:08x}"`. With `per_leaf` a dict from path to uint32 `[2]`, whose sum
+        modulo 2³² is the fingerprint of the tree.
 
     Raises:
         RuntimeError: A leaf was donated to an earlier step.
-        TypeError: A leaf is no array (names its path): a Python number has no dtype of its own.
-        ValueError: Two leaves have one path.
+        TypeError: A leaf is not an array (names its path); Python numbers have no fixed dtype.
+        ValueError: Two leaves have the same path.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, jstep
@@ -53,7 +53,7 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
     if any(trees.is_traced(leaf) for leaf in leaves):
         found = list(device.fingerprints(leaves, keys))
         return dict(zip(paths, found, strict=True)) if per_leaf else _sum(found)
-    # Inside a function that is being traced, what is concrete stays so.
+    # Inside a traced function, concrete leaves are hashed without tracing.
     with contexts.internal_transfers(), jax.ensure_compile_time_eval():
         parts = _by_place(leaves, keys, "apart" if per_leaf else "summed")
         if not per_leaf:
@@ -66,12 +66,12 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
 
 
 def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
-    """The paths, the leaves, and a key `[4]` for each leaf.
+    """Return the paths, the leaves, and a key `[4]` for each leaf.
 
     Raises:
         RuntimeError: A leaf was donated.
-        TypeError: A leaf is no array.
-        ValueError: Two leaves have one path.
+        TypeError: A leaf is not an array.
+        ValueError: Two leaves have the same path.
     """
     named = trees.leaves_with_paths(tree)
     for path, leaf in named:
@@ -79,25 +79,25 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]
     donated = trees.donated_leaf(tree)
     if donated is not None:
         raise RuntimeError(
-            f"tree: {trees.quoted(donated)} was donated to an earlier step, whose result holds its memory now; take "
-            "the fingerprint of the state that the step returned"
+            f"tree: {trees.quoted(donated)} was donated to an earlier step and deleted; take the fingerprint of the "
+            "state that the step returned"
         )
     paths = [path for path, _ in named]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise ValueError(f"tree: two leaves have the path {twice!r}, so none could be named; rename a key with a '/'")
+        raise ValueError(f"tree: two leaves have the path {twice!r}, which must be unique; rename a key with a '/'")
     keys = [leaf_key(path, _dtype_name(leaf), tuple(leaf.shape)) for path, leaf in named]
     return paths, [leaf for _, leaf in named], np.stack(keys) if keys else np.zeros((0, 4), U)
 
 
 def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
-    """The fingerprints of leaves, started and not waited for: which leaves, and theirs as uint32 `[n, 2]`."""
+    """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
     with contexts.internal_transfers():
         return _by_place(leaves, keys, "stacked")
 
 
 def as_text(pair: Any) -> str:
-    """A fingerprint as 16 hexadecimal digits."""
+    """Format a fingerprint as 16 hexadecimal digits."""
     first, second = (int(word) for word in np.asarray(pair))
     return f"{first:08x}{second:08x}"
 
@@ -113,7 +113,7 @@ def _check(path: str, leaf: Any) -> None:
         refuse_shapes(leaf, "tree")
         what = f"dtype {leaf.dtype}" if isinstance(leaf, np.ndarray | np.generic) else kind(leaf)
         raise TypeError(
-            f"tree: the leaf at {trees.quoted(path)} must be an array of numbers, got {what}; keep arrays alone in the "
+            f"tree: the leaf at {trees.quoted(path)} must be an array of numbers, got {what}; keep only arrays in the "
             "tree, numbers as jnp.float32(…)"
         )
 
@@ -132,7 +132,7 @@ def _sum(found: Sequence[Any]) -> Any:
 
 
 def _by_place(leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: str) -> list[tuple[list[int], Any]]:
-    """The fingerprints, in one call for the leaves on the same devices, and those of host memory."""
+    """Compute the fingerprints, with one call for all leaves on the same devices, and for leaves in host memory."""
     places: dict[Any, list[int]] = {}
     meshes: dict[Any, Any] = {}
     on_host = []
@@ -143,7 +143,7 @@ def _by_place(leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: str) -> l
             meshes.setdefault(place, mesh)
         else:
             on_host.append(number)
-    if None in places and len(places) > 1:  # what is nowhere in particular joins the others
+    if None in places and len(places) > 1:  # uncommitted leaves join the others
         anywhere = places.pop(None)
         next(iter(places.values())).extend(anywhere)
     parts = []
@@ -161,6 +161,6 @@ def _sum_over_places(parts: Sequence[Any]) -> Any:
         return jnp.zeros(2, U)
     first, *rest = parts
     if rest or not isinstance(first, jax.Array):
-        # Sums that lie apart are brought together on the host: two words each.
+        # Sums on different devices are combined on the host: two words each.
         return jnp.asarray(np.sum([np.asarray(part) for part in parts], axis=0, dtype=U))
     return first

@@ -1,4 +1,4 @@
-"""Sums over arrays in host memory, in pieces that fit a core's cache."""
+"""Sums of fingerprints over arrays in host memory, in chunks that fit a core's cache."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ _PIECE = 2**15
 
 
 def host_sums(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The sums of the two lanes over all elements, uint32 `[2]`."""
+    """Return the sums of the two lanes over all elements, uint32 `[2]`."""
     halves = [_sums(words, split_at(array.shape), half) for half, words in enumerate(_words(array))]
     return (sum(halves, np.zeros(2, np.uint64)) & np.uint64(MASK)).astype(U)
 
 
 def _words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """The elements as unsigned words, `[n]` or `[n, 2]`; two arrays of them where an element has 128 bits."""
+    """Return the elements as unsigned words, `[n]` or `[n, 2]`; two such arrays for 128-bit elements."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if not flat.dtype.isnative:
         flat = flat.astype(flat.dtype.newbyteorder("="))

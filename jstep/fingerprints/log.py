@@ -1,4 +1,4 @@
-"""Logs of fingerprints: a JSON object a line, `{"step": N, "state": hex, "leaves": {path: hex}}`."""
+"""Logs of fingerprints, one JSON object per line: `{"step": N, "state": hex, "leaves": {path: hex}}`."""
 
 import dataclasses
 import json
@@ -18,12 +18,12 @@ _HEX = re.compile("[0-9a-f]{16}")
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A line.
+    """An entry (line) of a log.
 
     Attributes:
         step: The global step.
-        state: The fingerprint of the state as text.
-        leaves: Path → that of the leaf; None where they were not kept.
+        state: The fingerprint of the state as a string.
+        leaves: Path → fingerprint of the leaf; None if they were not recorded.
     """
 
     step: int
@@ -31,20 +31,20 @@ class Entry:
     leaves: Mapping[str, str] | None = None
 
     def line(self) -> str:
-        """As it stands in the file."""
+        """Format the entry as a line of the file."""
         leaves = {} if self.leaves is None else {"leaves": dict(self.leaves)}
         return json.dumps({"step": self.step, "state": self.state, **leaves}, allow_nan=False) + "\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """What a log says.
+    """The contents of a log.
 
     Attributes:
-        entries: Step → its last line.
-        damaged: What is wrong, in words, for each line that is none.
-        whole: How many bytes end with a whole line; what follows was being written when its process ended.
-        torn: Whether anything follows.
+        entries: Step → its last entry.
+        damaged: A description of the problem for each invalid line.
+        whole: The number of bytes up to the end of the last complete line; the rest is an interrupted write.
+        torn: Whether there is such a rest.
     """
 
     entries: Mapping[int, Entry]
@@ -54,17 +54,17 @@ class Log:
 
 
 def read(path: str) -> Log:
-    """Reads a log, a file or an object; the later of two lines of a step counts.
+    """Read a log from a file or an object store; the last line of a step takes precedence.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The log cannot be read.
     """
     with opened(path) as file:
         return parsed(file.read())
 
 
 def parsed(data: bytes) -> Log:
-    """What a log says, from its bytes."""
+    """Parse the bytes of a log."""
     entries, damaged, at = {}, [], 0
     for number, raw in enumerate(data.splitlines(keepends=True), 1):
         entry = _entry(raw)
@@ -72,7 +72,7 @@ def parsed(data: bytes) -> Log:
         if entry is None and last and not raw.endswith(b"\n"):
             break
         if entry is None and raw.strip():
-            damaged.append(f"line {number} is no fingerprint: {shown(raw.decode(errors='replace').strip(), 60)}")
+            damaged.append(f"line {number} is not a fingerprint: {shown(raw.decode(errors='replace').strip(), 60)}")
         elif entry is not None:
             entries[entry.step] = entry
         at += len(raw)
@@ -94,23 +94,23 @@ def _entry(raw: bytes) -> Entry | None:
 
 
 class Appender(Protocol):
-    """Adds lines to a log."""
+    """Appends entries to a log."""
 
     def append(self, entry: Entry) -> None:
-        """Adds a line."""
+        """Append an entry."""
 
     def flush(self, *, to_disk: bool) -> None:
-        """Hands the lines on: to the system, or, where asked, to where a crash does not reach them."""
+        """Flush the entries to the system, or durably with `to_disk`."""
 
     def close(self) -> None:
-        """Ends it; raises where lines would be lost."""
+        """Close the log; raises if entries would be lost."""
 
 
 def appender(path: str) -> Appender:
-    """What adds to a log; its torn last line, if any, is cut off first.
+    """Open a log for appending; an incomplete last line is removed first.
 
     Raises:
-        OSError: It cannot be made or written.
+        OSError: The log cannot be created or written.
     """
     return _ObjectAppender(path) if is_url(path) else _FileAppender(path)
 
@@ -129,24 +129,24 @@ class _FileAppender:
                 self._file.write(b"\n")
 
     def append(self, entry: Entry) -> None:
-        """Adds a line."""
+        """Append an entry."""
         self._file.write(entry.line().encode())
 
     def flush(self, *, to_disk: bool) -> None:
-        """Hands the lines to the system, and to the disk where asked."""
+        """Flush the entries to the system, and to disk with `to_disk`."""
         self._file.flush()
         if to_disk:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Ends it; all lines are on disk."""
+        """Flush all entries to disk and close the file."""
         if not self._file.closed:
             self.flush(to_disk=True)
             self._file.close()
 
 
 class _ObjectAppender:
-    """One object, kept in memory and written anew in the background every so many seconds."""
+    """An object that is kept in memory and periodically uploaded in the background."""
 
     def __init__(self, path: str) -> None:
         above, name = split(path)
@@ -163,7 +163,7 @@ class _ObjectAppender:
         self._growing.write(entry.line().encode())
 
     def flush(self, *, to_disk: bool) -> None:
-        """As `Appender.flush`: the step never waits for an upload, a checkpoint does."""
+        """As `Appender.flush`: steps never block on an upload, checkpoints do."""
         if to_disk:
             self._wait()
             self._growing.upload()
@@ -189,13 +189,13 @@ def _ends_line(path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How two fingerprints of one step differ.
+    """Difference between two fingerprints of one step.
 
     Attributes:
         step: The step.
-        leaves: The paths whose fingerprints differ, or that one of them alone has; None where nothing is known of them.
-        first_only: The paths that the first alone has.
-        second_only: The paths that the second alone has.
+        leaves: The paths whose fingerprints differ, or that only one of the two has; None if leaves were not recorded.
+        first_only: The paths that only the first has.
+        second_only: The paths that only the second has.
     """
 
     step: int
@@ -204,17 +204,17 @@ class Difference:
     second_only: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Which leaves, in words."""
+        """Describe which leaves differ."""
         if self.leaves is None:
             return "which leaves is not known (a log without leaves)"
         names = ", ".join(self.leaves[:8]) + (f" and {len(self.leaves) - 8} more" if len(self.leaves) > 8 else "")
         other = len(self.first_only) + len(self.second_only)
-        model = f"; {other} of them in one alone: fingerprints of another model" if other else ""
+        model = f"; {other} of them in only one of the two: fingerprints of another model" if other else ""
         return f"{len(self.leaves)} {'leaf differs' if len(self.leaves) == 1 else 'leaves differ'}: {names}{model}"
 
 
 def difference(first: Entry, second: Entry) -> Difference | None:
-    """How two entries of one step differ; None where they do not."""
+    """Compare two entries of one step; None if they are equal."""
     if first.state == second.state:
         return None
     if first.leaves is None or second.leaves is None:
@@ -227,13 +227,13 @@ def difference(first: Entry, second: Entry) -> Difference | None:
 
 
 def as_entry(step: int, paths: Any, words: Any, *, per_leaf: bool) -> Entry:
-    """The entry of a step.
+    """Create the entry of a step.
 
     Args:
         step: The step.
-        paths: Of the leaves.
-        words: Their fingerprints, uint32 `[n, 2]`, in host memory.
-        per_leaf: Whether to keep those of the leaves.
+        paths: The paths of the leaves.
+        words: The fingerprints of the leaves, uint32 `[n, 2]`, in host memory.
+        per_leaf: Whether to record the fingerprints of the leaves.
     """
     pairs = [(int(a), int(b)) for a, b in words]
     a, b = (sum(lane) % 2**32 for lane in zip(*pairs, strict=True)) if pairs else (0, 0)

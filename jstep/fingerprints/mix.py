@@ -1,8 +1,8 @@
-"""The arithmetic of a fingerprint: words of 32 bits, mixed with their position, summed modulo 2^32 in two lanes.
+"""Arithmetic of fingerprints: 32-bit words are mixed with their position and summed modulo 2^32 in two lanes.
 
-An element is a pair of words (low, high), the high one 0 where it has 32 bits or fewer. At each position the pair
-goes through a bijection of 64 bits into the two lanes, so that a change of one element always changes the sums, and
-of several with a chance of 1 − 2⁻⁶⁴. Sums do not depend on the order, so that shards and pieces may be summed apart.
+An element is a pair of words (low, high); high is 0 for elements of 32 bits or fewer. At each position a 64-bit
+bijection maps the pair to the two lanes, so that a change of one element always changes the sums, and a change of
+several with probability 1 − 2⁻⁶⁴. Sums do not depend on order, so shards and chunks may be summed separately.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import numpy as np
 
 U = np.uint32
 STRIDE = 0x9E3779B9
-"""Odd, so that positions up to 2^32 get keys that all differ: 2^32 divided by the golden ratio."""
+"""2^32 divided by the golden ratio; odd, so that all positions up to 2^32 have different keys."""
 SECOND = 0x7F4A7C15
 HIGH = 0xC2B2AE3D
 HALF = 0x27D4EB2F
@@ -21,19 +21,19 @@ MASK = 0xFFFFFFFF
 
 
 def scrambled(x: Any) -> Any:
-    """A bijection of 32 bits in which every bit depends on every other: the finalizer of MurmurHash3."""
+    """The finalizer of MurmurHash3, a 32-bit bijection with full avalanche."""
     x = (x ^ (x >> U(16))) * U(MULTIPLIERS[0])
     x = (x ^ (x >> U(13))) * U(MULTIPLIERS[1])
     return x ^ (x >> U(16))
 
 
 def lanes(low: Any, high: Any, key: Any) -> tuple[Any, Any]:
-    """The two lanes of elements.
+    """Compute the two lanes of elements.
 
     Args:
-        low: Their low words, uint32.
-        high: Their high words, uint32; None where all are 0.
-        key: Of their positions: `position · STRIDE` modulo 2^32, uint32.
+        low: The low words, uint32.
+        high: The high words, uint32; None if all are 0.
+        key: The keys of the positions: `position · STRIDE` modulo 2^32, uint32.
     """
     first = scrambled(low ^ key)
     second = first + (key ^ U(SECOND))
@@ -42,7 +42,7 @@ def lanes(low: Any, high: Any, key: Any) -> tuple[Any, Any]:
 
 
 def lanes_in_place(low: Any, high: Any, key: Any, first: Any, spare: Any) -> tuple[Any, Any]:
-    """As `lanes`, of NumPy arrays: the results lie in `first` and `key`, and `spare` is written over."""
+    """As `lanes`, for NumPy arrays: writes the results to `first` and `key`, and overwrites `spare`."""
     np.bitwise_xor(low, key, out=first)
     _scramble(first, spare)
     np.bitwise_xor(key, U(SECOND), out=key)
@@ -64,7 +64,7 @@ def _scramble(x: Any, spare: Any) -> None:
 
 
 def split_at(shape: tuple[int, ...]) -> int:
-    """How many elements the last axes hold that 32 bits can number: all of them, but in huge arrays."""
+    """Return how many elements of the last axes 32 bits can index: all of them, except in huge arrays."""
     size = 1
     for length in reversed(shape):
         if size * length > 2**32:
@@ -74,18 +74,18 @@ def split_at(shape: tuple[int, ...]) -> int:
 
 
 def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Four words that stand for a leaf's path, dtype and shape."""
+    """Hash a leaf's path, dtype and shape to four words."""
     text = "\0".join((path, dtype, ",".join(map(str, shape))))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, person=b"jstep").digest()
     return np.frombuffer(digest, "<u4").astype(U)
 
 
 def sealed(sums: Any, key: Any) -> Any:
-    """The fingerprints of leaves, from the sums over their elements: a bijection for each leaf.
+    """Compute the fingerprints of leaves from the sums over their elements, by a bijection for each leaf.
 
     Args:
-        sums: Of the two lanes, uint32 `[..., 2]`.
-        key: From `leaf_key`, uint32 `[..., 4]`.
+        sums: The sums of the two lanes, uint32 `[..., 2]`.
+        key: The keys from `leaf_key`, uint32 `[..., 4]`.
     """
     a, b = sums[..., 0] ^ key[..., 0], sums[..., 1] ^ key[..., 1]
     a = a + scrambled(b + key[..., 2])

@@ -1,4 +1,4 @@
-"""Metrics that are not means over examples: objects for `jstep.evaluator`, with `merge` and `compute`."""
+"""Metrics for `jstep.evaluator` that are not means over examples: objects with `merge` and `compute`."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.metrics.accuracy import accuracy

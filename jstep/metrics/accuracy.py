@@ -14,11 +14,11 @@ from jstep.metrics.counts import Count, counted, how_many
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """What `accuracy` returns: counts of a batch, or of several merged.
+    """Result of `accuracy`: counts of one batch or several merged batches.
 
     Attributes:
-        right: How many labels are predicted.
-        total: How many there are.
+        right: The number of correct predictions.
+        total: The number of labels.
     """
 
     right: Count
@@ -35,9 +35,9 @@ class Accuracy:
 
 
 def accuracy(logits: Any, labels: Any) -> Accuracy:
-    """How many labels have the largest logit: `sklearn.metrics.accuracy_score(labels, argmax(logits))`.
+    """Accuracy of a classifier: `sklearn.metrics.accuracy_score(labels, argmax(logits))`.
 
-    Counted exactly, up to 2⁴⁴ labels. Of equal logits the first counts.
+    Counts are exact up to 2⁴⁴ labels. Of equal logits the first is the prediction.
 
     Args:
         logits: `[..., classes]`, logits or probabilities.
@@ -48,7 +48,7 @@ def accuracy(logits: Any, labels: Any) -> Accuracy:
 
     Raises:
         TypeError: Labels are not integers.
-        ValueError: The shapes do not fit.
+        ValueError: The shapes do not match.
 
     Example:
         >>> import jax.numpy as jnp, jstep

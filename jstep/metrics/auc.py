@@ -16,14 +16,14 @@ from jstep.metrics.counts import counted
 from jstep.metrics.thresholds import Thresholds, both, fewer
 
 _FINER = 32
-"""Thresholds are that many times as many as are asked for: what they cost is nothing beside a batch."""
+"""Multiplier of the requested number of thresholds: their cost is negligible compared with a batch."""
 _MOST = 2**14
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AUC:
-    """What `auc` returns: the scores of a batch, or of several merged, as counts by threshold.
+    """Result of `auc`: the scores of one batch or several merged batches, as counts by threshold.
 
     Attributes:
         thresholds: The counts.
@@ -38,7 +38,7 @@ class AUC:
         return AUC(fewer(both(self.thresholds, other.thresholds), self.thresholds.low.size), self.curve)
 
     def compute(self) -> float:
-        """The area; NaN where it is not defined, or a score is NaN."""
+        """The area; NaN if it is undefined or a score is NaN."""
         kept = self.thresholds
         positive, negative = (count.exact()[::-1].astype(np.float64) for count in (kept.positive, kept.negative))
         with internal_transfers():
@@ -51,14 +51,14 @@ class AUC:
 
 
 def _roc(positive: Any, negative: Any, is_span: Any) -> float:
-    """Of all pairs of a positive and a negative example, how many are in order; half of those with equal scores."""
+    """The fraction of pairs of a positive and a negative example in the right order; equal scores count half."""
     pairs = float(positive.sum() * negative.sum())
     above = np.cumsum(positive) - positive
     return float(np.sum(negative * (above + positive / 2))) / pairs if pairs else math.nan
 
 
 def _average_precision(positive: Any, negative: Any, is_span: Any) -> float:
-    """Precision at each threshold, weighted by the positive examples there; over a span of scores, its mean."""
+    """The mean precision over thresholds, weighted by positive examples; averaged over each span of scores."""
     total = float(positive.sum())
     if not total:
         return 0.0  # as scikit-learn
@@ -73,23 +73,23 @@ def _average_precision(positive: Any, negative: Any, is_span: Any) -> float:
 
 
 def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200) -> AUC:
-    """The area under the ROC curve, or the average precision, of scores.
+    """Area under the ROC curve, or average precision, of a binary classifier.
 
-    As `sklearn.metrics.roc_auc_score(labels, scores)` and `average_precision_score(labels, scores)`: equal as long as
-    there are at most `32 · num_thresholds` different scores (6400 by default), counted exactly, up to 2⁴⁴ examples. If
-    there are more, neighbouring scores are counted as one threshold, about equally many examples in each. For a million
-    different scores and the default, the area then differs by less than 1e-4 and the average precision by less than
-    1e-3; both shrink with `num_thresholds`. Scores may be any numbers: probabilities or logits.
+    Equal to `sklearn.metrics.roc_auc_score(labels, scores)` and `average_precision_score(labels, scores)` for at most
+    `32 · num_thresholds` different scores (6400 by default), with exact counts up to 2⁴⁴ examples. If there are more,
+    neighboring scores share a threshold, with about equally many examples for each. For a million different scores and
+    the default, the area then differs by less than 1e-4 and the average precision by less than 1e-3; both errors
+    shrink as `num_thresholds` grows. Scores may be any numbers: probabilities or logits.
 
     Args:
-        scores: Of any shape; the larger, the more likely is the label 1.
-        labels: As many; true where they are 1, bools or numbers.
+        scores: Scores of any shape; larger scores mean that label 1 is more likely.
+        labels: Labels of the same shape, bools or numbers; positive where they are 1.
         curve: `"ROC"`, or `"PR"` for the average precision.
-        num_thresholds: How many, from 2 up to 16384.
+        num_thresholds: The number of thresholds, from 2 to 16384.
 
     Returns:
-        An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`: NaN without an example, with a
-        score of NaN, and for ROC with labels of one kind only.
+        An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`: NaN without examples, with a NaN
+        score, and for ROC if all labels are equal.
 
     Raises:
         TypeError: An argument is not an array of numbers.
@@ -103,7 +103,7 @@ def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200)
         >>> round(jstep.metrics.auc(scores, labels, curve="PR").compute(), 4)
         0.8333
 
-    Source: Fawcett, "An introduction to ROC analysis" (2006); `tf.metrics.auc`, whose thresholds lie on a grid.
+    Source: Fawcett, "An introduction to ROC analysis" (2006); `tf.metrics.auc`, whose thresholds form a grid.
     """
     one_of(curve, "curve", ("ROC", "PR"))
     number = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")

@@ -1,4 +1,4 @@
-"""Checks of what metrics are given."""
+"""Validation of the arguments of metrics."""
 
 import math
 from typing import Any
@@ -14,10 +14,10 @@ from jstep.core.types import Array
 
 
 def numbers(value: Any, argument: str) -> Array:
-    """An array of real numbers or bools.
+    """Convert to an array of real numbers or bools.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The value is something else.
     """
     if not (trees.is_array(value) or isinstance(value, bool | int | float | list | tuple | np.generic)):
         raise TypeError(f"{argument}: must be an array of numbers, got {kind(value)}")
@@ -28,10 +28,10 @@ def numbers(value: Any, argument: str) -> Array:
 
 
 def indices(value: Any, argument: str) -> Array:
-    """An array of the indices of classes.
+    """Convert to an array of class indices.
 
     Raises:
-        TypeError: It has other numbers than integers.
+        TypeError: The numbers are not integers.
     """
     array = numbers(value, argument)
     if jnp.issubdtype(array.dtype, jnp.floating):
@@ -40,10 +40,10 @@ def indices(value: Any, argument: str) -> Array:
 
 
 def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Array]:
-    """Two arrays of one shape, as vectors.
+    """Flatten two arrays of the same shape.
 
     Raises:
-        ValueError: Their shapes differ.
+        ValueError: The shapes differ.
     """
     if first.shape != second.shape:
         raise ValueError(
@@ -54,22 +54,22 @@ def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Ar
 
 
 def scores_and_truth(scores: Any, labels: Any) -> tuple[Array, Array]:
-    """Scores in float32 at least, and which labels are 1: vectors.
+    """Return the scores in float32 or wider, and a mask of the labels that are 1, both flattened.
 
     Raises:
-        TypeError: One of them is not an array of numbers.
-        ValueError: Their shapes differ.
+        TypeError: An argument is not an array of numbers.
+        ValueError: The shapes differ.
     """
     given, truth = pair(numbers(scores, "scores"), numbers(labels, "labels"), ("scores", "labels"))
     return at_least_float32(given), truth == jnp.ones((), truth.dtype)
 
 
 def logits_and_labels(logits: Any, labels: Any) -> tuple[Array, Array]:
-    """Logits `[examples, classes]` in float32 at least, and labels `[examples]`.
+    """Return logits `[examples, classes]` in float32 or wider, and labels `[examples]`.
 
     Raises:
-        TypeError: Logits are not numbers, or labels not integers.
-        ValueError: Logits are not of the shape of labels with one axis more.
+        TypeError: Logits are not numbers, or labels are not integers.
+        ValueError: Logits do not have the shape of labels plus one axis.
     """
     given, truth = numbers(logits, "logits"), indices(labels, "labels")
     if given.ndim == 0 or given.shape[:-1] != truth.shape:
@@ -81,12 +81,12 @@ def logits_and_labels(logits: Any, labels: Any) -> tuple[Array, Array]:
 
 
 def at_least_float32(array: Array) -> Array:
-    """The array in float32, or in float64 if it is that already."""
+    """Convert an array to float32, or keep it in float64."""
     return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
 
 
 def whole(vector: Array) -> Array:
-    """The vector on all devices, if it lies on an Explicit mesh, over whose axes JAX does not sort or scatter."""
+    """Replicate a vector on an Explicit mesh, because JAX does not sort or scatter over Explicit axes."""
     sharding = jax.typeof(vector).sharding
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return vector
@@ -95,6 +95,6 @@ def whole(vector: Array) -> Array:
 
 
 def is_class(labels: Array, num_classes: int) -> Array:
-    """Which labels are in 0 … num_classes − 1."""
+    """Return a mask of the labels in 0 … num_classes − 1."""
     with jax.numpy_dtype_promotion("standard"):
         return (labels >= 0) & (labels < num_classes)

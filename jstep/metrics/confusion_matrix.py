@@ -1,4 +1,4 @@
-"""Which classes are taken for which."""
+"""Confusion matrix of a classifier."""
 
 import dataclasses
 from typing import Any
@@ -14,11 +14,11 @@ from jstep.metrics.counts import Count, counted, how_many
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ConfusionMatrix:
-    """What `confusion_matrix` returns: counts of a batch, or of several merged.
+    """Result of `confusion_matrix`: counts of one batch or several merged batches.
 
     Attributes:
-        matrix: Counts `[num_classes, num_classes]`, rows the truth.
-        unknown: How many predictions or labels are not indices of classes.
+        matrix: Counts `[num_classes, num_classes]`; rows are true classes.
+        unknown: The number of examples whose prediction or label is not a class index.
     """
 
     matrix: Count
@@ -29,10 +29,10 @@ class ConfusionMatrix:
         return ConfusionMatrix(self.matrix + other.matrix, self.unknown + other.unknown)
 
     def compute(self) -> dict[str, int]:
-        """`i/j` → how many of class i were taken for class j.
+        """Map `i/j` to the number of examples of class i that were predicted as class j.
 
         Raises:
-            ValueError: A prediction or a label is not the index of a class.
+            ValueError: A prediction or a label is not a class index.
         """
         matrix, unknown = self.matrix.exact(), int(self.unknown.exact())
         if unknown:
@@ -44,22 +44,22 @@ class ConfusionMatrix:
 
 
 def confusion_matrix(predictions: Any, labels: Any, num_classes: int) -> ConfusionMatrix:
-    """How many examples of each class were taken for which: `sklearn.metrics.confusion_matrix(labels, predictions)`.
+    """Confusion matrix of a classifier: `sklearn.metrics.confusion_matrix(labels, predictions)`.
 
-    Counted exactly, up to 2⁴⁴ examples.
+    Counts are exact up to 2⁴⁴ examples.
 
     Args:
         predictions: The indices of the predicted classes, of any shape.
-        labels: The indices of the true classes, as many.
-        num_classes: How many classes there are.
+        labels: The indices of the true classes, of the same shape.
+        num_classes: The number of classes.
 
     Returns:
-        An object for `jstep.evaluator`, with `merge(other)` and `compute()`, a dict with keys `"i/j"`: truth i was
-        predicted as j.
+        An object for `jstep.evaluator`, with `merge(other)` and `compute()`, a dict with keys `"i/j"`: examples of
+        class i that were predicted as j.
 
     Raises:
         TypeError: Predictions or labels are not integers.
-        ValueError: The shapes differ. From `compute`: a prediction or a label is not the index of a class.
+        ValueError: The shapes differ. From `compute`: a prediction or a label is not a class index.
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -1,4 +1,4 @@
-"""Exact counts on a device that has no 64-bit integers."""
+"""Exact counts beyond 32 bits, without 64-bit integers on the device."""
 
 import dataclasses
 
@@ -10,13 +10,13 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.types import Array
 
 _BITS = 12
-"""Of the low part. So 2²⁰ low parts can be summed in 32 bits, and a count goes up to 2⁴⁴."""
+"""Bits of the low part: 2²⁰ low parts can be summed in 32 bits, and a count can be up to 2⁴⁴."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Counts, of any shape: high · 2¹² + low, both uint32. Exact up to 2⁴⁴.
+    """Counts of any shape: high · 2¹² + low, both uint32. Exact up to 2⁴⁴.
 
     Attributes:
         high: The high part.
@@ -33,7 +33,7 @@ class Count:
         return Count(self.high[index], self.low[index])
 
     def segment_sum(self, segments: Array, num_segments: int) -> "Count":
-        """The sums of up to 2²⁰ counts by segment, as `jax.ops.segment_sum`; those out of range are left out."""
+        """Sum up to 2²⁰ counts by segment, as `jax.ops.segment_sum`; counts out of range are dropped."""
         high, low = (jax.ops.segment_sum(part, segments, num_segments) for part in (self.high, self.low))
         return _carried(high, low)
 
@@ -42,7 +42,7 @@ class Count:
         return self.high.astype(jnp.float32) * 2**_BITS + self.low.astype(jnp.float32)
 
     def exact(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-        """On the host."""
+        """Return the exact counts on the host."""
         with internal_transfers():
             high, low = (np.asarray(part).astype(np.int64) for part in (self.high, self.low))
         return (high << _BITS) + low
@@ -53,16 +53,16 @@ def _carried(high: Array, low: Array) -> Count:
 
 
 def counted(number: Array) -> Count:
-    """Counts of one batch, each below 2³²."""
+    """Convert the counts of one batch, each below 2³²."""
     number = number.astype(jnp.uint32)
     return _carried(jnp.zeros_like(number), number)
 
 
 def joined(first: Count, second: Count) -> Count:
-    """Two vectors of counts, one behind the other."""
+    """Concatenate two vectors of counts."""
     return Count(jnp.concatenate([first.high, second.high]), jnp.concatenate([first.low, second.low]))
 
 
 def how_many(condition: Array) -> Count:
-    """How many are true."""
+    """Count the true elements."""
     return counted(jnp.sum(condition, dtype=jnp.uint32))

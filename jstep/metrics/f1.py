@@ -14,12 +14,12 @@ from jstep.metrics.counts import Count, how_many
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class F1:
-    """What `f1` returns: counts of a batch, or of several merged.
+    """Result of `f1`: counts of one batch or several merged batches.
 
     Attributes:
-        both: How many are predicted and true.
-        predicted: How many are predicted.
-        true: How many are true.
+        both: The number of true positives.
+        predicted: The number of predicted positives.
+        true: The number of positive labels.
     """
 
     both: Count
@@ -31,20 +31,20 @@ class F1:
         return F1(self.both + other.both, self.predicted + other.predicted, self.true + other.true)
 
     def compute(self) -> float:
-        """2 · both / (predicted + true); 0 where neither is, as in scikit-learn."""
+        """2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn."""
         either = int(self.predicted.exact()) + int(self.true.exact())
         return 2 * int(self.both.exact()) / either if either else 0.0
 
 
 def f1(scores: Any, labels: Any, threshold: float = 0.5) -> F1:
-    """The F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold)`.
+    """F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold)`.
 
-    Counted exactly, up to 2⁴⁴ examples.
+    Counts are exact up to 2⁴⁴ examples.
 
     Args:
-        scores: Probabilities, or other scores, of any shape.
-        labels: As many; true where they are 1, bools or numbers.
-        threshold: A score above it predicts that the label is 1.
+        scores: Probabilities or other scores, of any shape.
+        labels: Labels of the same shape, bools or numbers; positive where they are 1.
+        threshold: Scores above it are predicted positive.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.

@@ -17,12 +17,12 @@ from jstep.metrics.counts import Count, counted
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """What `perplexity` returns: sums of a batch, or of several merged.
+    """Result of `perplexity`: sums over one batch or several merged batches.
 
     Attributes:
         loss: The sum of −log p(label), rounded.
-        rest: What rounding left of it, so that the sum of many batches has twice the digits.
-        total: How many labels there are.
+        rest: The rounding error of `loss`, so that the sum over many batches has twice the digits.
+        total: The number of labels.
     """
 
     loss: Array
@@ -51,10 +51,10 @@ class Perplexity:
 
 
 def perplexity(logits: Any, labels: Any) -> Perplexity:
-    """exp(mean of −log p(label)), p = softmax(logits): `exp(sklearn.metrics.log_loss(labels, p))`.
+    """Perplexity of a language model: exp(mean of −log p(label)), p = softmax(logits).
 
-    Logarithms are taken in float32 at least; the sum over the batches has twice the digits of float32. A label that is
-    not the index of a class makes it NaN.
+    Equal to `exp(sklearn.metrics.log_loss(labels, p))`. Logarithms are computed in float32 or wider; the sum over
+    batches has twice the digits of float32. If a label is not a class index, the result is NaN.
 
     Args:
         logits: `[..., classes]`.
@@ -65,7 +65,7 @@ def perplexity(logits: Any, labels: Any) -> Perplexity:
 
     Raises:
         TypeError: Labels are not integers.
-        ValueError: The shapes do not fit.
+        ValueError: The shapes do not match.
 
     Example:
         >>> import jax.numpy as jnp, jstep

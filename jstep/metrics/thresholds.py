@@ -1,4 +1,4 @@
-"""Counts of positive and negative examples by their scores, in a number of places that does not grow."""
+"""Counts of positive and negative examples by score, in a fixed number of bins."""
 
 import dataclasses
 from typing import Any
@@ -13,13 +13,13 @@ from jstep.metrics.counts import Count, joined
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """Examples by score, in places that hold one score each, or a span of scores. Vectors of one length.
+    """Examples in bins of one score or a span of scores each. Vectors of the same length.
 
     Attributes:
-        low: The lowest score of a place.
-        high: The highest.
-        positive: How many positive examples it holds.
-        negative: How many negative ones; a place without examples is empty.
+        low: The lowest score of each bin.
+        high: The highest score of each bin.
+        positive: The number of positive examples in each bin.
+        negative: The number of negative examples in each bin; a bin without examples is empty.
     """
 
     low: Array
@@ -29,7 +29,7 @@ class Thresholds:
 
 
 def both(first: Thresholds, second: Thresholds) -> Thresholds:
-    """The places of both."""
+    """Concatenate the bins of both."""
     return Thresholds(
         jnp.concatenate([first.low, second.low]),
         jnp.concatenate([first.high, second.high]),
@@ -39,10 +39,10 @@ def both(first: Thresholds, second: Thresholds) -> Thresholds:
 
 
 def fewer(given: Thresholds, most: int) -> Thresholds:
-    """The same examples in so many places, in the order of their scores.
+    """Reduce the number of bins to `most`, sorted by score.
 
-    Equal scores come to one place. If different ones are too many, neighbours are joined so that places are about
-    equally large, as `_weight` measures them; a score that is larger by itself stays alone.
+    Equal scores share a bin. If there are too many different scores, neighbors are merged into bins of about equal
+    size, as measured by `_weight`; a score that exceeds this size by itself keeps its own bin.
     """
     given = _sorted(both(given, _empty(given)))
     size = _weight(given.positive.approximate(), given.negative.approximate())
@@ -51,7 +51,7 @@ def fewer(given: Thresholds, most: int) -> Thresholds:
     group = jnp.cumsum(is_new.astype(jnp.int32)) - 1
     count = jnp.sum((is_new & is_seen).astype(jnp.int32))
     place = jnp.where(count <= most, group, _joined_neighbours(size, is_new, group, most // 3))
-    place = jnp.where(is_seen, place, jnp.full_like(place, most))  # out of range: left out
+    place = jnp.where(is_seen, place, jnp.full_like(place, most))  # out of range: dropped
     return Thresholds(
         jax.ops.segment_min(given.low, place, most),
         jax.ops.segment_max(given.high, place, most),
@@ -61,9 +61,9 @@ def fewer(given: Thresholds, most: int) -> Thresholds:
 
 
 def _weight(positive: Array, negative: Array) -> Array:
-    """How much each place matters: by its share of the positive examples, of the negative ones, and of their ranks.
+    """Weight each bin by its share of the positive examples, of the negative examples, and of their log ranks.
 
-    Ranks count by their logarithms: precision changes fastest at the highest scores.
+    Ranks are logarithmic because precision changes fastest at the highest scores.
     """
     each = positive + negative
     above = jnp.cumsum(each[::-1])[::-1] - each
@@ -76,13 +76,13 @@ def _share(size: Array) -> Array:
 
 
 def _empty(like: Thresholds) -> Thresholds:
-    """One empty place: there may be no other."""
+    """Return one empty bin, in case there is no other."""
     end, zero = jnp.zeros((1,), like.low.dtype), jnp.zeros((1,), jnp.uint32)
     return Thresholds(end, end, Count(zero, zero), Count(zero, zero))
 
 
 def _sorted(given: Thresholds) -> Thresholds:
-    """Empty places last; spans by their middle."""
+    """Sort bins by the middle of their span, empty bins last."""
     limits: Any = jnp.finfo(given.low.dtype)  # type: ignore[no-untyped-call]
     half = jnp.asarray(0.5, given.low.dtype)
     low, high = (jnp.clip(end, limits.min, limits.max) for end in (given.low, given.high))
@@ -93,7 +93,7 @@ def _sorted(given: Thresholds) -> Thresholds:
 
 
 def _joined_neighbours(size: Array, is_new: Array, group: Array, parts: int) -> Array:
-    """The number of the place for each entry, at most 3·parts of them: groups stay whole, large ones alone."""
+    """Return the bin of each entry, at most 3·parts bins: groups stay together, large ones keep their own bin."""
     total = jnp.sum(size)
     size_of_group = jax.ops.segment_sum(size, group, size.size)[group]
     is_large = size_of_group * parts > total
@@ -106,5 +106,5 @@ def _joined_neighbours(size: Array, is_new: Array, group: Array, parts: int) -> 
 
 
 def _differs(vector: Array) -> Array:
-    """From the element before it; the first does."""
+    """Whether each element differs from the previous one; the first one does."""
     return jnp.concatenate([jnp.ones((1,), bool), vector[1:] != vector[:-1]])

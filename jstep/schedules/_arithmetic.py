@@ -1,7 +1,7 @@
-"""Step arithmetic that stays exact: whole and fractional parts are split before any float is made.
+"""Exact step arithmetic: steps are split into whole and fractional periods before conversion to float.
 
-float32 cannot tell 16 777 216 from 16 777 217, so `step / decay_steps` in floats misplaces steps, and a
-staircase built on it jumps at the wrong one. Here a step is divided by a rational period in integers.
+float32 cannot distinguish 16 777 216 from 16 777 217, so `step / decay_steps` in floats is inexact, and a staircase
+changes at the wrong step. Here a step is divided by a rational period in integers.
 """
 
 import inspect
@@ -22,11 +22,11 @@ from jstep.schedules._wide import divmod_scaled
 
 
 def steps(step: Any) -> Array:
-    """The step (or an array of steps) as an integer array; a traced negative one counts as 0.
+    """Convert a step (or an array of steps) to an integer array; traced negative steps become 0.
 
     Raises:
         TypeError: The step is not an integer.
-        ValueError: A concrete step is negative, or larger than the dtype of steps holds.
+        ValueError: A concrete step is negative, or does not fit the dtype of steps.
     """
     dtype = trees.default_int()
     kind = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
@@ -39,22 +39,22 @@ def steps(step: Any) -> Array:
         if value.max() > np.iinfo(dtype).max:
             raise ValueError(f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
     if value is not None:
-        step = value  # whatever mesh a state's step is on, and whatever mesh is set
-    # The bound is taken before the cast: an unsigned or wider type would otherwise wrap around.
+        step = value  # independent of the mesh of the step and of the current mesh
+    # Clamp before the cast: an unsigned or wider type would otherwise wrap around.
     array = jnp.asarray(step)
     if array.dtype != dtype and np.iinfo(array.dtype).max > np.iinfo(dtype).max:
         array = jnp.minimum(array, np.iinfo(dtype).max)
     return jnp.maximum(array.astype(dtype), 0)
 
 
-NO_STEP = "a schedule of jstep is made without the step, which is given to what it returns: leave out TF's global_step"
+NO_STEP = "a schedule of jstep is made without the step, and called with it later: leave out TF's global_step"
 
 
 def flag(name: str, value: Any) -> bool:
-    """A bool, and nothing that counts as one: with TF's order of arguments a number stands in its place.
+    """Validate a bool; numbers are rejected, because in TF's argument order a number is in this position.
 
     Raises:
-        TypeError: It is no bool.
+        TypeError: The value is not a bool.
     """
     try:
         return as_bool(value, name)
@@ -63,16 +63,16 @@ def flag(name: str, value: Any) -> bool:
 
 
 def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
-    """A positive, finite number of steps as a fraction.
+    """Convert a positive, finite number of steps to a fraction.
 
     Args:
         name: The argument's name, for the error.
         value: The number.
-        zero: Whether it may be 0.
+        zero: Whether 0 is valid.
 
     Raises:
-        TypeError: It is no number, or traced.
-        ValueError: It is not positive and finite.
+        TypeError: The value is not a number, or is traced.
+        ValueError: The value is not positive and finite.
     """
     sign = "a number ≥ 0" if zero else "a positive number"
     if trees.is_traced(value):
@@ -87,22 +87,22 @@ def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
     if not ((number >= 0 if zero else number > 0) and math.isfinite(number)):
         hint = f"; {NO_STEP}" if isinstance(value, jax.Array) else ""
         raise ValueError(f"{name}={number}: must be {'≥ 0' if zero else 'positive'} and finite{hint}")
-    # The number as it is written: 0.1 is a tenth, not the float nearest to it.
+    # The decimal value: 0.1 is exactly 1/10, not the nearest float.
     return Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
 
 
 def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
-    """A number of steps: an integer, so that a call in another library's order cannot train at a rate of 1000.
+    """Validate a number of steps; a float, as from another library's argument order, is rejected.
 
     Args:
         name: The argument's name, for the error.
         value: The number.
-        schedule: The function it was given to, for the error.
-        zero: Whether it may be 0, which may be a float then.
+        schedule: The schedule function it was passed to, for the error.
+        zero: Whether 0 is valid, also as a float.
 
     Raises:
-        TypeError: It is not an integer, or traced; shows the order of the arguments.
-        ValueError: It is not positive.
+        TypeError: The value is not an integer, or is traced; shows the order of the arguments.
+        ValueError: The value is not positive.
     """
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
@@ -115,11 +115,11 @@ def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = F
 
 
 def scalar(name: str, value: Any) -> Any:
-    """A number as it enters a schedule: a Python float, or a float scalar array (a tracer too).
+    """Convert a number to a Python float, or a scalar array (concrete or traced) to a float array.
 
     Raises:
-        TypeError: It is no real number.
-        ValueError: It is no scalar, or not a number (NaN).
+        TypeError: The value is not a real number.
+        ValueError: The value is not a scalar, or is NaN.
     """
     if isinstance(value, bool | np.bool_) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"{name}={shown(value)}: must be a number, got {kind(value)}")
@@ -141,44 +141,44 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def since(step: Array, start: Fraction) -> Array:
-    """The steps from `start` to `step` as a float: whole ones are subtracted in integers, so that no digit is lost."""
+    """Return step − start as a float; whole steps are subtracted in integers, without rounding."""
     real, largest = trees.default_float(), int(np.iinfo(step.dtype).max)
     whole = math.floor(start)
     inside = max(0, min(whole, largest))
-    # What is beyond the largest step, and the fraction, is subtracted last.
+    # Subtract the fraction, and any part beyond the largest step, last.
     rest = float(start - inside)
     count = (step - inside).astype(real)
     return count - jnp.asarray(rest, real) if rest else count
 
 
 def until(step: Array, end: Fraction) -> Array:
-    """The steps from `step` to `end` as a float, likewise."""
+    """Return end − step as a float, likewise."""
     return -since(step, end)
 
 
 def between(
     first: Any, last: Any, step: Array, start: Fraction, end: Fraction, shape: Callable[..., tuple[Array, Array]]
 ) -> Array:
-    """From `first` (up to step `start`) to `last` (from step `end` on), along a curve.
+    """Interpolate from `first` (up to step `start`) to `last` (from step `end`) along a curve.
 
     Args:
         first: The value at the start.
         last: The value at the end.
         step: Integer steps.
-        start: Where it begins, in steps.
-        end: Where it ends, later than `start`.
-        shape: `shape(passed, left)`, the weights of `first` and `last`; both fractions have all their digits.
+        start: The step at which the curve begins.
+        end: The step at which the curve ends, later than `start`.
+        shape: `shape(passed, left)` returns the weights of `first` and `last`; both fractions have full precision.
     """
     length = jnp.asarray(float(end - start), trees.default_float())
     passed, left = since(step, start) / length, until(step, end) / length
     early, late = shape(jnp.clip(passed, 0.0, 1.0), jnp.clip(left, 0.0, 1.0))
-    # Each end is met exactly, and what lies near an end that is small has all its digits.
+    # Both ends are exact, and values near a small end keep full precision.
     inside = jnp.where(early < late, last + (first - last) * early, first + (last - first) * late)
     return jnp.where(left >= 1, first, jnp.where(left <= 0, last, inside))
 
 
 def ramp(step: Array, length: Fraction) -> Array:
-    """min(1, (step + 1) / length): the warm-up whose first update has a rate above zero; 1 where length is 0."""
+    """Linear warmup with a nonzero first rate: min(1, (step + 1) / length), or 1 if length is 0."""
     real, largest = trees.default_float(), int(np.iinfo(step.dtype).max)
     # The first step N with N + 1 ≥ length; N + 1 itself could overflow.
     full = min(math.ceil(length) - 1, largest)
@@ -190,24 +190,24 @@ def ramp(step: Array, length: Fraction) -> Array:
 
 
 def half_cosine(remaining: Array) -> Array:
-    """(1 + cos π(1 − remaining)) / 2 as sin²(π·remaining / 2), which keeps its digits near the end of a decay."""
+    """Compute (1 + cos π(1 − remaining)) / 2 as sin²(π·remaining / 2), which is accurate near the end of a decay."""
     return jnp.square(jnp.sin(remaining * (math.pi / 2)))
 
 
 def straight(passed: Array, left: Array) -> tuple[Array, Array]:
-    """The weights of a line's first and last value, for `between`."""
+    """Weights of a linear interpolation, for `between`."""
     return left, passed
 
 
 def cosine(passed: Array, left: Array) -> tuple[Array, Array]:
-    """Likewise of half a cosine's."""
+    """Weights of a half-cosine interpolation, for `between`."""
     return half_cosine(left), half_cosine(passed)
 
 
 class Periods(NamedTuple):
-    """How many periods a step holds: Σ multiplier · count + fraction, `remaining = 1 - fraction`.
+    """A step in units of a period: Σ multiplier · count + fraction, `remaining = 1 - fraction`.
 
-    The whole part comes in pieces since it may be more than an integer of the step's dtype can hold.
+    The whole part is a sum of terms, because it may overflow the step's dtype.
     """
 
     counts: tuple[tuple[int, Array], ...]
@@ -216,19 +216,18 @@ class Periods(NamedTuple):
 
     @property
     def whole(self) -> Array:
-        """The whole part in floats."""
+        """The whole part as a float."""
         real = self.fraction.dtype
         pieces = [count.astype(real) * multiplier for multiplier, count in self.counts]
         return pieces[0] if len(pieces) == 1 else pieces[0] + pieces[1]
 
 
 def split(step: Array, length: Fraction) -> Periods:
-    """Divides an integer step by a period: step / length = whole + fraction, exactly.
+    """Divide an integer step by a period: step / length = whole + fraction, exactly.
 
-    With length = n/d and step = u·n + v: step / length = u·d + v·d/n, whose every product fits the integers of
-    the step where n·d does. Where it does not, the product is made in 64 bits; a length that even that cannot
-    hold is replaced by the nearest one it can, which no step tells from it but at a whole period that is missed
-    by less than 2^-31.
+    With length = n/d and step = u·n + v: step / length = u·d + v·d/n, and every product fits the dtype of the step if
+    n·d does. If not, products are computed in 64 bits. A length that does not fit these either is replaced by the
+    nearest one that does; the result differs only if a step misses a whole period by less than 2^-31.
     """
     largest, real = int(np.iinfo(step.dtype).max), trees.default_float()
     if length > largest:
@@ -244,7 +243,7 @@ def split(step: Array, length: Fraction) -> Periods:
         length = length.limit_denominator(max(1, min(largest, math.isqrt(int(largest / length)))))
         length = max(length, Fraction(1, largest))
     n, d = length.numerator, length.denominator
-    # lax.div rounds towards zero, which for steps ≥ 0 is what // does in several operations more.
+    # lax.div rounds towards zero: for steps ≥ 0 the result of //, in fewer operations.
     size = jnp.full_like(step, n)
     u, v = jax.lax.div(step, size), jax.lax.rem(step, size)
     counts: tuple[tuple[int, Array], ...] = ((1, u),)
@@ -256,13 +255,13 @@ def split(step: Array, length: Fraction) -> Periods:
 
 
 def power(base: Any, log_base: float | None, periods: Periods, *, staircase: bool) -> Array:
-    """base^whole · base^fraction, the whole powers from factors computed in double precision.
+    """Compute base^whole · base^fraction, the whole powers from factors in double precision.
 
     Args:
         base: A Python float ≥ 0, or a scalar array.
-        log_base: The natural logarithm of a Python base, where the caller knows it better.
+        log_base: The natural logarithm of a Python base, if known more precisely.
         periods: The exponent.
-        staircase: Whether to leave the fraction out.
+        staircase: Whether to omit the fraction.
     """
     if not isinstance(base, float):
         value = jnp.power(base, periods.whole)
@@ -279,19 +278,19 @@ def power(base: Any, log_base: float | None, periods: Periods, *, staircase: boo
 
 
 def exp(x: float) -> float:
-    """e^x, infinite where it overflows."""
+    """Compute e^x; infinite on overflow."""
     return math.exp(x) if x < 700 else math.inf
 
 
 def _whole_power(base: float, exponent: Array, real: Any) -> Array:
-    """base^exponent by the bits of the exponent: exact for powers of two, within roundings for others."""
+    """Compute base^exponent by binary exponentiation: exact for powers of two, up to rounding for others."""
     value = jnp.ones(exponent.shape, real)
     smallest, largest = float(np.finfo(real).smallest_subnormal), float(np.finfo(real).max)
     factor = base
     for bit in range(np.iinfo(exponent.dtype).bits - 1):
         if factor == 1.0:
             break
-        if not smallest <= factor <= largest:  # so are all later ones
+        if not smallest <= factor <= largest:  # and all later factors
             limit = jnp.asarray(0.0 if factor < 1 else np.inf, real)
             return jnp.where(exponent >> bit > 0, limit, value)
         value = value * jnp.where((exponent >> bit) & 1 == 1, jnp.asarray(factor, real), jnp.ones((), real))

@@ -1,4 +1,4 @@
-"""64-bit products of 32-bit integers, for JAX without x64: what one exact division needs."""
+"""64-bit products of 32-bit integers without x64, for exact division."""
 
 from typing import NamedTuple
 
@@ -27,10 +27,10 @@ def _difference(a: _Wide, b: _Wide) -> _Wide:
 
 
 def divmod_scaled(step: Array, d: int, n: int) -> tuple[Array, Array]:
-    """Quotient and remainder of step · d by n, exact, for int32 steps ≥ 0 and 0 < d ≤ n < 2^31.
+    """Exact quotient and remainder of step · d by n, for int32 steps ≥ 0 and 0 < d ≤ n < 2^31.
 
-    The quotient is estimated in floats, and the estimate mended by its exact remainder: once by what the remainder
-    says, which leaves it off by one at most, and once more by one.
+    The quotient is estimated in floats and corrected twice by its exact remainder: after the first correction the error
+    is at most one.
 
     Returns:
         The quotient, int32, and the remainder, uint32.
@@ -41,7 +41,7 @@ def divmod_scaled(step: Array, d: int, n: int) -> tuple[Array, Array]:
     size = jnp.float32(n)
     quotient = jnp.floor(step.astype(jnp.float32) * jnp.float32(d / n)).astype(u32)
     rest = _difference(whole, _product(quotient, divisor))
-    # The estimate is off by 512 at most, so that this is exact to far less than one.
+    # The error of the estimate is at most 512, so the correction is accurate to far less than one.
     signed_high = jax.lax.bitcast_convert_type(rest.high, jnp.int32).astype(jnp.float32)
     off = jnp.floor((signed_high * 2.0**32 + rest.low.astype(jnp.float32)) / size).astype(jnp.int32)
     quotient = quotient + jax.lax.bitcast_convert_type(off, u32)

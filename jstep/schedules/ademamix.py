@@ -1,4 +1,4 @@
-"""The two schedules that AdEMAMix warms up its slow average by."""
+"""Warmup schedules of AdEMAMix for the weight and the decay of the slow average."""
 
 import math
 from typing import Any
@@ -11,11 +11,11 @@ from jstep.schedules._arithmetic import steps as exact
 
 
 def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
-    """Alpha at the update t = step + 1: min(t · alpha / steps, alpha).
+    """Warmup of AdEMAMix's alpha: min(t · alpha / steps, alpha) at the update t = step + 1.
 
     Args:
-        alpha: The weight of the slow average in the end, ≥ 0.
-        steps: How long the warm-up takes, > 0.
+        alpha: The final weight of the slow average, ≥ 0.
+        steps: The number of warmup steps, > 0.
 
     Returns:
         A function from the step to a scalar, for `ademamix(alpha=…)`.
@@ -42,14 +42,14 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
 
 
 def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
-    """β3 at the update t = step + 1: min(exp(ln β1 · ln β3 / ((1 − x) ln β3 + x ln β1)), β3), x = t / steps.
+    """Warmup of AdEMAMix's β3: min(exp(ln β1 · ln β3 / ((1 − x) ln β3 + x ln β1)), β3), x = (step + 1) / steps.
 
     The half-life of the slow average grows linearly from that of β1 to that of β3.
 
     Args:
-        beta1: Where it starts, in (0, 1).
-        beta3: Where it ends, in (0, 1).
-        steps: How long the warm-up takes, > 0.
+        beta1: The initial value, in (0, 1).
+        beta3: The final value, in (0, 1).
+        steps: The number of warmup steps, > 0.
 
     Returns:
         A function from the step to a scalar, for `ademamix(beta3=…)`.

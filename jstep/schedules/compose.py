@@ -1,4 +1,4 @@
-"""Schedules made of others: constant, piecewise constant, warmup, join, shift, times."""
+"""Composition of schedules: constant, piecewise constant, warmup, join, shift, times."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jstep.schedules._arithmetic import count, ramp, scalar, steps
 
 
 def constant(value: Number) -> Schedule:
-    """The same value at every step.
+    """Constant schedule: the same value at every step.
 
     Example:
         >>> import jstep
@@ -39,31 +39,31 @@ def _as_schedule(name: str, schedule: ScalarOrSchedule) -> Any:
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    # A text is a sequence, too, and a number none: both would raise far from here.
+    # Strings are sequences, too, and numbers are not: both would raise a misleading error later.
     if not isinstance(values, list | tuple | np.ndarray | jax.Array) or getattr(values, "ndim", 1) == 0:
         raise TypeError(f"{name}={shown(values)}: must be a list, got {kind(values)}")
     return list(values)
 
 
 def _floating(value: Any) -> Any:
-    # What a user's schedule returns may be a Python number or an integer.
+    # A user's schedule may return a Python number or an integer.
     array = jnp.asarray(value)
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(trees.default_float())
 
 
 def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) -> Schedule:
-    """values[0] up to and including step boundaries[0], then values[1] up to and including boundaries[1], and so on.
+    """Piecewise constant schedule: values[0] through step boundaries[0], then values[1] through boundaries[1], etc.
 
     Args:
         boundaries: Increasing steps.
-        values: One more than there are boundaries.
+        values: The values, one more than boundaries.
 
     Returns:
         A function from the step to a scalar.
 
     Raises:
-        TypeError: A boundary or a value is no number.
-        ValueError: The boundaries do not increase, or the numbers of boundaries and values do not fit.
+        TypeError: A boundary or a value is not a number.
+        ValueError: The boundaries do not increase, or the numbers of boundaries and values do not match.
 
     Example:
         >>> import jstep
@@ -77,7 +77,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     values = _listed("values", values)
     if len(values) != len(edges) + 1:
         raise ValueError(
-            f"values: {len(values)} of them for {len(edges)} boundaries; there must be one more value than boundaries"
+            f"values: got {len(values)} for {len(edges)} boundaries; there must be one more value than boundaries"
         )
     numbers = [scalar(f"values[{i}]", value) for i, value in enumerate(values)]
 
@@ -102,7 +102,7 @@ def _increasing(name: str, values: Sequence[float], *, integers: bool) -> list[i
             raise TypeError(f"{name}[{i}]={value!r}: must be an integer, got {kind(value)}")
         if not math.isfinite(number):
             raise ValueError(f"{name}[{i}]={value!r}: must be finite")
-        # For integer steps, step ≤ 2.5 says step ≤ 2.
+        # For integer steps, step ≤ 2.5 means step ≤ 2.
         edges.append(math.floor(number))
         if i and not number > np.asarray(values[i - 1]).item():
             raise ValueError(f"{name}={list(values)}: must increase, but {values[i - 1]} comes before {value}")
@@ -115,13 +115,13 @@ def _edge_array(edges: list[int], dtype: Any) -> Any:
 
 
 def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
-    """schedule(step) · min(1, (step + 1) / warmup_steps).
+    """Linear warmup of a schedule: schedule(step) · min(1, (step + 1) / warmup_steps).
 
-    The first update already has a rate above zero, and update number `warmup_steps` is the first at full rate.
+    The first update has a rate above zero, and update number `warmup_steps` is the first at the full rate.
 
     Args:
-        schedule: What to warm up to: a schedule or a number.
-        warmup_steps: How many steps it takes, ≥ 0; 0 leaves the schedule as it is.
+        schedule: The schedule or number to warm up to.
+        warmup_steps: The number of warmup steps, ≥ 0; 0 leaves the schedule unchanged.
 
     Returns:
         A function from the step to a scalar.
@@ -149,11 +149,11 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
 
 
 def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
-    """schedule(max(0, step − start_step)): a schedule that begins at `start_step`.
+    """Delay a schedule until `start_step`: schedule(max(0, step − start_step)).
 
     Args:
         schedule: A schedule or a number.
-        start_step: The step at which it begins, an integer ≥ 0.
+        start_step: The step at which the schedule begins, an integer ≥ 0.
 
     Returns:
         A function from the step to a scalar.
@@ -179,20 +179,20 @@ def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
 
 
 def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Schedule:
-    """Schedules one after another: number i for boundaries[i−1] ≤ step < boundaries[i].
+    """Join schedules in sequence: schedules[i] applies for boundaries[i−1] ≤ step < boundaries[i].
 
-    Each sees the steps since it began: step − boundaries[i−1].
+    Each schedule is called with the number of steps since its start: step − boundaries[i−1].
 
     Args:
-        schedules: Schedules or numbers, one more than there are boundaries.
-        boundaries: Increasing integers > 0: the step at which each later schedule begins.
+        schedules: Schedules or numbers, one more than boundaries.
+        boundaries: Increasing integers > 0: the steps at which the second and later schedules begin.
 
     Returns:
         A function from the step to a scalar.
 
     Raises:
-        TypeError: `schedules` or `boundaries` is no list, or a boundary not an integer.
-        ValueError: The boundaries do not increase, or the numbers of schedules and boundaries do not fit.
+        TypeError: `schedules` or `boundaries` is not a list, or a boundary is not an integer.
+        ValueError: The boundaries do not increase, or the numbers of schedules and boundaries do not match.
 
     Example:
         >>> import jstep
@@ -204,7 +204,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
     edges = _increasing("boundaries", boundaries, integers=True)
     if len(schedules) != len(edges) + 1:
         raise ValueError(
-            f"schedules: {len(schedules)} of them for {len(edges)} boundaries; there must be one more schedule "
+            f"schedules: got {len(schedules)} for {len(edges)} boundaries; there must be one more schedule "
             "than boundaries"
         )
     if edges and edges[0] <= 0:
@@ -225,7 +225,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
 
 
 def times(*schedules: ScalarOrSchedule) -> Schedule:
-    """Product: `schedules[0](step) · schedules[1](step) · …`, numbers too.
+    """Product of schedules and numbers: `schedules[0](step) · schedules[1](step) · …`.
 
     Args:
         schedules: Schedules or numbers, at least one.
@@ -234,7 +234,7 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
         A function from the step to a scalar.
 
     Raises:
-        TypeError: There is none, or one is neither a schedule nor a number.
+        TypeError: No schedules are given, or one is neither a schedule nor a number.
 
     Example:
         >>> import jstep
@@ -242,14 +242,14 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
         >>> print(f"{schedule(0):.3g} {schedule(50):.3g}")
         0.05 0.25
 
-    Source: the product that warm-up and layer-wise rates are made by.
+    Source: common practice for warmup and layer-wise rates.
     """
     if not schedules:
         raise TypeError("schedules: must be at least one schedule or number, got none")
     for i, part in enumerate(schedules):
         if isinstance(part, list | tuple):
             raise TypeError(
-                f"schedules[{i}]={shown(part)}: must be a schedule or a number, got a list; say times(*[…])"
+                f"schedules[{i}]={shown(part)}: must be a schedule or a number, got a list; use times(*[…])"
             )
     parts = [_as_schedule(f"schedules[{i}]", part) for i, part in enumerate(schedules)]
 

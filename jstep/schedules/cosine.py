@@ -1,7 +1,7 @@
-"""The cosine decays of `tf.train`: once, with restarts, and with a line.
+"""Cosine decays of `tf.train`: single, with restarts, and linear cosine.
 
-(1 + cos πx) / 2 is computed as sin²(π(1 − x) / 2), with 1 − x exact: near the end of a decay the first
-form has lost all its digits.
+(1 + cos πx) / 2 is computed as sin²(π(1 − x) / 2), with 1 − x exact: the first form loses all precision near the end
+of a decay.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from jstep.schedules._arithmetic import half_cosine, period, power, scalar, spli
 
 
 def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0) -> Schedule:
-    """learning_rate · ((1 − alpha) · (1 + cos(π · min(step, decay_steps) / decay_steps)) / 2 + alpha).
+    """Cosine decay: learning_rate · ((1 − alpha) · (1 + cos(π · min(step, decay_steps) / decay_steps)) / 2 + alpha).
 
     Args:
         learning_rate: The value at step 0.
-        decay_steps: How long the decay takes; > 0, may be fractional.
+        decay_steps: The length of the decay in steps; > 0, may be fractional.
         alpha: The value at the end, as a fraction of `learning_rate`.
 
     Returns:
@@ -61,24 +61,24 @@ def cosine_decay_restarts(
     m_mul: float = 1.0,
     alpha: Number = 0.0,
 ) -> Schedule:
-    """Cosine decay that starts again: period i lasts first_decay_steps · t_mul^i and begins at m_mul^i.
+    """Cosine decay with warm restarts: period i lasts first_decay_steps · t_mul^i and starts at m_mul^i.
 
-    value = learning_rate · ((1 − alpha) · m_mul^i · (1 + cos(π · x)) / 2 + alpha), x the fraction of period i
-    that has passed.
+    value = learning_rate · ((1 − alpha) · m_mul^i · (1 + cos(π · x)) / 2 + alpha), where x is the elapsed fraction of
+    period i.
 
     Args:
         learning_rate: The value at step 0.
         first_decay_steps: The length of the first period in steps; > 0, may be fractional.
-        t_mul: By how much each period is longer than the one before it, ≥ 1.
-        m_mul: By how much each period begins higher than the one before it, ≥ 0.
+        t_mul: The ratio of the length of each period to the previous one, ≥ 1.
+        m_mul: The ratio of the initial value of each period to the previous one, ≥ 0.
         alpha: The value at the end of a period, as a fraction of `learning_rate`.
 
     Returns:
         A function from the step to a scalar.
 
     Raises:
-        ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so little above it that a run could hold
-            more than 100 000 periods), or `m_mul` < 0.
+        ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so close to 1 that a run could have more than 100 000
+            periods), or `m_mul` < 0.
 
     Example:
         >>> import jstep
@@ -86,8 +86,8 @@ def cosine_decay_restarts(
         >>> print([round(float(schedule(n)), 2) for n in (0, 5, 10, 20, 30)])
         [1.0, 0.5, 1.0, 0.5, 1.0]
 
-    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, which finds the period by
-    a float logarithm and so misplaces restarts; here they lie in a table.
+    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, which computes the period with a
+    float logarithm and therefore misplaces restarts; here they are tabulated.
     """
     start, length, floor = (
         scalar("learning_rate", learning_rate),
@@ -127,13 +127,13 @@ def cosine_decay_restarts(
 
 
 def _restarts(length: Fraction, stretch: Fraction, last: int) -> list[Fraction]:
-    """Where periods begin, up to the first beyond `last`."""
+    """Return the starts of the periods, up to the first beyond `last`."""
     begins = [Fraction(0)]
     while begins[-1] <= last:
         if len(begins) > 100_000:
             raise ValueError(f"t_mul={float(stretch)}: more than 100 000 periods in {last} steps; use t_mul=1.0")
         begins.append(begins[-1] + length)
-        # A millionth of a step is enough; the exact number would grow without end.
+        # A millionth of a step is enough; the exact fraction would grow without bound.
         length = Fraction(round(length * stretch * 2**20), 2**20)
     return begins
 
@@ -145,13 +145,15 @@ def linear_cosine_decay(
     alpha: Number = 0.0,
     beta: Number = 0.001,
 ) -> Schedule:
-    """learning_rate · ((alpha + 1 − x) · (1 + cos(2π · num_periods · x)) / 2 + beta), x = min(step/decay_steps, 1).
+    """Linear cosine decay: learning_rate · ((alpha + 1 − x) · (1 + cos(2π · num_periods · x)) / 2 + beta).
+
+    Here x = min(step / decay_steps, 1).
 
     Args:
-        learning_rate: The value at step 0, but for `alpha` and `beta`.
-        decay_steps: How long the decay takes; > 0, may be fractional.
-        num_periods: How many periods of the cosine it holds.
-        alpha: Added to the line.
+        learning_rate: The value at step 0 if `alpha` and `beta` are 0.
+        decay_steps: The length of the decay in steps; > 0, may be fractional.
+        num_periods: The number of cosine periods in the decay.
+        alpha: Added to the linear factor.
         beta: Added to the product.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Schedules that go up and down: one cycle, and triangles again and again."""
+"""Cyclical schedules: one-cycle and triangular."""
 
 from fractions import Fraction
 from typing import Any, Literal
@@ -18,18 +18,20 @@ def one_cycle(
     final_div_factor: Number = 1e4,
     anneal: Literal["cos", "linear"] = "cos",
 ) -> Schedule:
-    """Up from max/div_factor to max at step pct_start·total − 1, down to max/div_factor/final_div_factor at total − 1.
+    """One-cycle schedule: from max/div_factor up to max, then down to max/div_factor/final_div_factor.
+
+    The maximum is at step pct_start·total − 1, the end at step total − 1.
 
     Args:
         max_value: The highest value.
         total_steps: The number of updates; > 0.
-        pct_start: The share of them that goes up, in [0, 1].
+        pct_start: The fraction of updates in the increasing phase, in [0, 1].
         div_factor: The first value is max_value / div_factor; > 0.
-        final_div_factor: The last is the first value / final_div_factor; > 0.
+        final_div_factor: The last value is the first value / final_div_factor; > 0.
         anneal: "cos" or "linear".
 
     Returns:
-        A function from the step to a scalar; from step total_steps − 1 on it stays.
+        A function from the step to a scalar; constant from step total_steps − 1.
 
     Example:
         >>> import jstep
@@ -38,14 +40,14 @@ def one_cycle(
         [0.04, 1.0, 0.500002, 4e-06]
 
     Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR` with its two phases,
-    whose `final_div_factor`, too, divides the first value. Optax's ends at total_steps, one update later.
+    whose `final_div_factor` also divides the first value. Optax's schedule ends at total_steps, one update later.
     """
     top, length = scalar("max_value", max_value), count("total_steps", total_steps, one_cycle)
     first = top / _positive("div_factor", div_factor)
     last = first / _positive("final_div_factor", final_div_factor)
     share = period("pct_start", pct_start, zero=True)
     if share > 1:
-        raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a share of total_steps, got {pct_start}")
+        raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps, got {pct_start}")
     weight = {"cos": cosine, "linear": straight}[one_of(anneal, "anneal", ["cos", "linear"])]
     peak, end = share * length - 1, length - 1
 
@@ -66,13 +68,13 @@ def _positive(name: str, value: Any) -> Any:
 
 
 def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int | None = None) -> Schedule:
-    """Triangles: from `base` up to `peak` in step_size_up steps, down again in step_size_down, and so on.
+    """Triangular cyclical schedule: from `base` up to `peak` in step_size_up steps, down in step_size_down steps.
 
     Args:
-        base: The value at the foot of each triangle.
-        peak: The value at its top.
-        step_size_up: How long it goes up, > 0.
-        step_size_down: How long it goes down, > 0; None for as long as up.
+        base: The lowest value of each cycle.
+        peak: The highest value of each cycle.
+        step_size_up: The number of increasing steps, > 0.
+        step_size_down: The number of decreasing steps, > 0; None for step_size_up.
 
     Returns:
         A function from the step to a scalar.
@@ -97,7 +99,7 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
     def schedule(step: Step, /) -> Any:
         periods = split(steps(step), length)
         real = periods.fraction.dtype
-        # The triangle is the lower of its two lines.
+        # The triangle is the minimum of two lines.
         rising = periods.fraction * jnp.asarray(float(length / up), real)
         falling = periods.remaining * jnp.asarray(float(length / down), real)
         height = jnp.minimum(jnp.minimum(rising, falling), 1.0)

@@ -1,4 +1,4 @@
-"""The decays of `tf.train`: exponential, natural exponential, inverse time, polynomial; and the plain line."""
+"""Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule."""
 
 import math
 from fractions import Fraction
@@ -21,13 +21,13 @@ def _nonnegative(name: str, value: Any) -> Any:
 def exponential_decay(
     learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
-    """learning_rate · decay_rate^(step / decay_steps); with staircase the exponent is rounded down.
+    """Exponential decay: learning_rate · decay_rate^(step / decay_steps).
 
     Args:
         learning_rate: The value at step 0.
-        decay_steps: In how many steps the value is multiplied by `decay_rate` once; > 0, may be fractional.
+        decay_steps: The number of steps in which the value decays by the factor `decay_rate`; > 0, may be fractional.
         decay_rate: The factor, ≥ 0.
-        staircase: Whether to decay at whole multiples of `decay_steps` only.
+        staircase: Whether to round the exponent down, so that the value changes only at multiples of `decay_steps`.
 
     Returns:
         A function from the step to a scalar.
@@ -42,8 +42,8 @@ def exponential_decay(
         >>> print(schedule(10))
         0.2
 
-    Source: `tf.train.exponential_decay`. The quotient is split in integers, so that it is right at every
-    step; TF divides in floats, which confuses steps from 2^24 on.
+    Source: `tf.train.exponential_decay`. The quotient is computed in integers and is exact at every step; TF divides
+    in floats, which cannot represent every step from 2^24.
     """
     start, length, rate = (
         scalar("learning_rate", learning_rate),
@@ -61,13 +61,14 @@ def exponential_decay(
 def natural_exp_decay(
     learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
-    """learning_rate · exp(−decay_rate · step / decay_steps); with staircase the quotient is rounded down.
+    """Natural exponential decay: learning_rate · exp(−decay_rate · step / decay_steps).
 
     Args:
         learning_rate: The value at step 0.
         decay_steps: The unit of time in steps; > 0, may be fractional.
         decay_rate: The rate of decay per unit of time.
-        staircase: Whether to decay at whole multiples of `decay_steps` only.
+        staircase: Whether to round step / decay_steps down, so that the value changes only at multiples of
+            `decay_steps`.
 
     Returns:
         A function from the step to a scalar.
@@ -100,13 +101,14 @@ def natural_exp_decay(
 def inverse_time_decay(
     learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
-    """learning_rate / (1 + decay_rate · step / decay_steps); with staircase the quotient is rounded down.
+    """Inverse time decay: learning_rate / (1 + decay_rate · step / decay_steps).
 
     Args:
         learning_rate: The value at step 0.
         decay_steps: The unit of time in steps; > 0, may be fractional.
         decay_rate: The rate of decay per unit of time, ≥ 0.
-        staircase: Whether to decay at whole multiples of `decay_steps` only.
+        staircase: Whether to round step / decay_steps down, so that the value changes only at multiples of
+            `decay_steps`.
 
     Returns:
         A function from the step to a scalar.
@@ -143,14 +145,14 @@ def polynomial_decay(
     power: Number = 1.0,
     cycle: bool = False,
 ) -> Schedule:
-    """(learning_rate − end) · (1 − step / decay_steps)^power + end, and end from decay_steps on.
+    """Polynomial decay: (learning_rate − end) · (1 − step / decay_steps)^power + end; constant from decay_steps.
 
     Args:
         learning_rate: The value at step 0.
-        decay_steps: How long the decay takes; > 0, may be fractional.
+        decay_steps: The length of the decay in steps; > 0, may be fractional.
         end_learning_rate: The value at the end.
-        power: The exponent, ≥ 0; 1 is a line.
-        cycle: Whether to start again: decay_steps is stretched to its next multiple that is ≥ step.
+        power: The exponent, ≥ 0; 1 is a linear decay.
+        cycle: Whether to repeat the decay: decay_steps is extended to its smallest multiple ≥ step.
 
     Returns:
         A function from the step to a scalar.
@@ -187,18 +189,18 @@ def polynomial_decay(
 
 
 def _cycled(step: Any, periods: Periods) -> Any:
-    # 1 − step / (decay_steps · ⌈step / decay_steps⌉), the ceiling being 1 at step 0 as in TF.
+    # 1 − step / (decay_steps · ⌈step / decay_steps⌉); the ceiling is 1 at step 0, as in TF.
     at_end = (periods.fraction == 0) & (step > 0)
     return jnp.where(at_end, 0.0, periods.remaining / (periods.whole + 1))
 
 
 def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
-    """Line: init_value + (end_value − init_value) · step / steps, and end_value from `steps` on.
+    """Linear schedule: init_value + (end_value − init_value) · step / steps; constant from `steps`.
 
     Args:
         init_value: The value at step 0.
         end_value: The value at step `steps` and later.
-        steps: How long it takes, > 0.
+        steps: The number of steps, > 0.
 
     Returns:
         A function from the step to a scalar.
@@ -212,8 +214,8 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
         >>> print([float(schedule(n)) for n in (0, 1, 4, 9)])
         [0.0, 0.25, 1.0, 1.0]
 
-    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warm-up it begins with an update of
-    rate 0 where init_value is 0; `linear_warmup` does not.
+    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from init_value 0 its first update
+    has rate 0; `linear_warmup` has a first rate above zero.
     """
     start, end = scalar("init_value", init_value), scalar("end_value", end_value)
     length = count("steps", steps, linear)

@@ -1,4 +1,4 @@
-"""Schedules that begin with a warm-up: to a cosine, a plateau, a root."""
+"""Schedules with a linear warmup: cosine, warmup-stable-decay, and inverse square root."""
 
 import math
 from fractions import Fraction
@@ -17,7 +17,7 @@ SHAPES = {
     # 1 − √x without the cancellation near x = 1.
     "sqrt": lambda passed, left: (left / (1 + jnp.sqrt(passed)), jnp.sqrt(passed)),
 }
-"""The weights of a decay's first and last value."""
+"""Name → function that returns the weights of a decay's first and last value."""
 
 
 def warmup_cosine_decay(
@@ -27,15 +27,15 @@ def warmup_cosine_decay(
     init_value: Number = 0.0,
     end_value: Number = 0.0,
 ) -> Schedule:
-    """Warm-up: init_value + (peak − init_value) · step / warmup_steps, then a cosine to end_value at decay_steps.
+    """Linear warmup init_value + (peak − init_value) · step / warmup_steps, then cosine decay to end_value.
 
     Args:
         peak: The value at step `warmup_steps`.
-        warmup_steps: How long the warm-up takes, ≥ 0.
-        decay_steps: The length of the whole, warm-up included; > warmup_steps.
-        init_value: The value at step 0. Where it is 0, as in Optax, the first update moves nothing; `linear_warmup` of
-            a `cosine_decay` has a first rate above zero.
-        end_value: The value from step `decay_steps` on.
+        warmup_steps: The number of warmup steps, ≥ 0.
+        decay_steps: The length of the whole schedule, warmup included; > warmup_steps.
+        init_value: The value at step 0. If it is 0, as in Optax, the first update is zero; `linear_warmup` of a
+            `cosine_decay` has a first rate above zero.
+        end_value: The value from step `decay_steps`.
 
     Returns:
         A function from the step to a scalar.
@@ -58,7 +58,7 @@ def warmup_cosine_decay(
     if length <= warm:
         raise ValueError(
             f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, got {decay_steps}; "
-            "it is the length of the whole, warm-up included"
+            "it is the length of the whole schedule, warmup included"
         )
 
     def schedule(step: Step, /) -> Any:
@@ -79,18 +79,18 @@ def warmup_stable_decay(
     end_value: Number = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> Schedule:
-    """Warm-up, plateau, decay: peak · min(1, (step + 1) / warmup_steps), peak, then down to end_value by `shape`.
+    """Warmup-stable-decay (WSD): peak · min(1, (step + 1) / warmup_steps), then peak, then a decay to end_value.
 
     With x = (step − warmup_steps − stable_steps) / decay_steps the decay is end_value + (peak − end_value) · s(x),
-    s(x) = 1 − x, (1 + cos πx) / 2 or 1 − √x. A decay that branches off at any checkpoint of the plateau is another
-    schedule with the same past: nothing else has to change.
+    s(x) = 1 − x, (1 + cos πx) / 2 or 1 − √x. To start the decay from any checkpoint of the plateau, change
+    `stable_steps`: all earlier values stay the same.
 
     Args:
         peak: The value of the plateau.
-        warmup_steps: How long the warm-up takes, ≥ 0; the first update already has a rate above zero.
-        stable_steps: How long the plateau lasts, ≥ 0.
-        decay_steps: How long the decay takes, > 0.
-        end_value: The value after it.
+        warmup_steps: The number of warmup steps, ≥ 0; the first update has a rate above zero.
+        stable_steps: The number of steps at the peak, ≥ 0.
+        decay_steps: The number of decay steps, > 0.
+        end_value: The value after the decay.
         shape: "linear", "cosine", or "sqrt" for 1 − √x.
 
     Returns:
@@ -98,7 +98,7 @@ def warmup_stable_decay(
 
     Raises:
         TypeError: A number of steps is not an integer.
-        ValueError: A length is out of its range, or `shape` is none of the three.
+        ValueError: A length is out of range, or `shape` is not one of the three.
 
     Example:
         >>> import jstep
@@ -107,7 +107,7 @@ def warmup_stable_decay(
         [0.25, 1.0, 1.0, 0.5, 0.0]
 
     Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
-    Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warm-up is step / warmup_steps.
+    Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warmup is step / warmup_steps.
     """
     top, end = scalar("peak", peak), scalar("end_value", end_value)
     warm = count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
@@ -123,11 +123,11 @@ def warmup_stable_decay(
 
 
 def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
-    """Warm-up and root: peak · min(1, (step + 1) / w) · √(w / max(step, w)), w = warmup_steps.
+    """Warmup and inverse square root decay: peak · min(1, (step + 1) / w) · √(w / max(step, w)), w = warmup_steps.
 
     Args:
-        peak: The highest value, reached by the update number w and kept by the next.
-        warmup_steps: How long the warm-up takes, and the time scale of the decay; > 0.
+        peak: The highest value, at the updates number w and w + 1.
+        warmup_steps: The number of warmup steps, and the time scale of the decay; > 0.
 
     Returns:
         A function from the step to a scalar.
@@ -143,7 +143,7 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
         [0.01, 1.0, 1.0, 0.5, 0.1]
 
     Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, whose
-    warm-up is step / w.
+    warmup is step / w.
     """
     top, length = scalar("peak", peak), count("warmup_steps", warmup_steps, inverse_sqrt_decay)
 
@@ -156,5 +156,5 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
 
 
 def _first_at(step: Array, edge: Fraction) -> Array:
-    """The first step ≥ edge, or the last step there is."""
+    """Return the first step ≥ edge, or the largest representable step."""
     return jnp.full_like(step, min(math.ceil(edge), int(np.iinfo(step.dtype).max)))

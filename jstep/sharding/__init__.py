@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh: specs, layouts, rows."""
+"""Shardings of states and batches over a mesh."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.sharding.fsdp_specs import fsdp_specs

@@ -1,4 +1,4 @@
-"""Which parameters to split over an axis of the mesh, and along which dimension."""
+"""Partition specs for fully sharded data parallelism (FSDP)."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from jstep.sharding.layout import axis_size, largest_divisible
 
 
 def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2**16) -> Any:
-    """Specs that split each large parameter over an axis, along its largest dimension that divides.
+    """Return specs that split each large parameter over a mesh axis, along its largest divisible dimension.
 
     Args:
         params: Arrays, or shapes from `jax.eval_shape`.
         mesh: A `jax.sharding.Mesh`.
-        axis: The axis of the mesh, or a tuple of axes.
-        min_size: The least number of elements worth splitting; smaller leaves are replicated.
+        axis: The mesh axis, or a tuple of axes.
+        min_size: The minimum number of elements of a split leaf; smaller leaves are replicated.
 
     Returns:
         A tree of `PartitionSpec`, for `shard_state` and `TrainState.create`.

@@ -1,4 +1,4 @@
-"""Where the leaves of a state lie on a mesh: from what users say to a sharding for each leaf."""
+"""Shardings of the leaves of a state, from the user's specs and rules."""
 
 import itertools
 import math
@@ -23,10 +23,10 @@ ParamSpecs = Any
 
 
 def axis_size(mesh: AnyMesh, axis: Any, argument: str) -> int:
-    """How many devices an axis (or a tuple of axes) spans.
+    """Return the number of devices along an axis (or a tuple of axes).
 
     Raises:
-        TypeError: It is no name and no tuple of names.
+        TypeError: `axis` is neither a name nor a tuple of names.
         ValueError: The mesh has no such axis.
     """
     names = axis if isinstance(axis, tuple) else (axis,)
@@ -43,11 +43,11 @@ def axis_size(mesh: AnyMesh, axis: Any, argument: str) -> int:
 
 
 def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
-    """A spec for each leaf of params, in order.
+    """Return a spec for each leaf of params, in order.
 
     Raises:
-        TypeError: `param_specs` has none of its forms, or a spec is none.
-        ValueError: A tree of specs has not the structure of params, or a rule matches no leaf.
+        TypeError: `param_specs` has an invalid form, or a spec is not a `PartitionSpec`.
+        ValueError: A tree of specs does not have the structure of params, or a rule matches no leaf.
     """
     named = trees.leaves_with_paths(params)
     if param_specs is None or isinstance(param_specs, PartitionSpec):
@@ -88,22 +88,23 @@ def _as_spec(spec: Any, path: str) -> PartitionSpec:
     if spec is None:
         return PartitionSpec()
     if not isinstance(spec, PartitionSpec):
-        raise TypeError(f"param_specs: at {trees.quoted(path)} stands {spec!r}, which is no jax.sharding.PartitionSpec")
+        raise TypeError(f"param_specs: at {trees.quoted(path)}: must be a jax.sharding.PartitionSpec, got {spec!r}")
     return spec
 
 
 def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
-    """The sharding of a leaf.
+    """Return the sharding of a leaf, after validation of its spec.
 
     Raises:
-        ValueError: The spec is longer than the shape, names an axis that the mesh has not, or does not divide it.
+        ValueError: The spec is longer than the shape, names an axis that is not in the mesh, or does not divide the
+            shape.
     """
     where = f"param_specs: {spec} at {trees.quoted(path)}"
     if len(spec) > len(shape):
         raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
     names = [name for axis in spec for name in mesh_axes_of(axis)]
     if len(set(names)) < len(names):
-        raise ValueError(f"{where} has an axis twice; an axis of the mesh splits one dimension")
+        raise ValueError(f"{where} has an axis twice; each mesh axis can split only one dimension")
     for dim, axis in enumerate(spec):
         if axis is None:
             continue
@@ -119,13 +120,13 @@ def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: st
 def state_shardings(
     params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: Any = None
 ) -> tuple[Any, Slots, NamedSharding]:
-    """A sharding for each leaf of params and slots (arrays or shapes), and one for scalars.
+    """Return a sharding for each leaf of params and slots (arrays or shapes), and one for scalars.
 
     Args:
         params: The parameters.
-        slots: Their slots: a leaf lies as the parameter at its path does, also where it has not all of its dimensions,
-            everything else on every device.
-        mesh: The mesh; an abstract one will do.
+        slots: The slots. A leaf is sharded like the parameter at its path, even if it lacks some of its dimensions;
+            everything else is replicated.
+        mesh: The mesh; may be abstract.
         param_specs: See `specs_of`.
         slot_axis: The axis over which slots of replicated parameters are split.
     """
@@ -158,14 +159,14 @@ def state_shardings(
         )
 
     def wherever(name: str, tree: Any) -> Any:
-        # Variables that are not trained may happen to look like the parameters; they are no slot of theirs.
+        # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
         return jax.tree.map(lambda _: on_all, tree) if name == MODEL_STATE else slot(name, tree)
 
     return treedef.unflatten(placed), {name: wherever(name, tree) for name, tree in slots.items()}, on_all
 
 
 def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
-    """Shardings of slots, those of one dimension or more in another memory; model_state stays where it is."""
+    """Change the memory kind of slots with one dimension or more; model_state is unchanged."""
     if kind is None:
         return shardings
 
@@ -179,12 +180,12 @@ def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
 
 
 def everywhere(mesh: AnyMesh) -> NamedSharding:
-    """On every device."""
+    """The replicated sharding."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def split_replicated(mesh: AnyMesh, sharding: NamedSharding, shape: tuple[int, ...], axis: Any) -> NamedSharding:
-    """The sharding of a slot: its parameter's, or split over `axis` where the parameter is replicated (ZeRO-1)."""
+    """Return the sharding of a slot: its parameter's, or split over `axis` if the parameter is replicated (ZeRO-1)."""
     if axis is None or any(part is not None for part in sharding.spec):
         return sharding
     dim = largest_divisible(shape, axis_size(mesh, axis, "slot_axis"))
@@ -199,16 +200,16 @@ def of_slot(
     slot_axis: Any,
     name: str = "",
 ) -> NamedSharding:
-    """The sharding of a slot's leaf: its parameter's, without the dimensions that the slot has not.
+    """Return the sharding of a slot's leaf: its parameter's, without the dimensions that the slot lacks.
 
     Args:
         mesh: The mesh.
-        sharding: How slots of the parameter's shape lie.
+        sharding: The sharding of slots of the parameter's shape.
         shape: The parameter's shape.
-        slot_shape: The slot's: the parameter's, that without some dimensions (a mean over them) or with 1 in their
-            place, or any other, which lies on every device.
+        slot_shape: The slot's shape: the parameter's shape, the same with some dimensions reduced (removed or 1), or
+            any other shape, which is replicated.
         slot_axis: The axis over which slots of replicated parameters are split.
-        name: The slot's, which says what the shapes of a square parameter do not: `…_row` has one number for each row,
+        name: The slot's name, which resolves the ambiguity of square parameters: `…_row` has one number for each row,
             `…_col` one for each column.
     """
     if slot_shape == shape:
@@ -226,49 +227,49 @@ def of_slot(
         return everywhere(mesh)
     if len(kept) > 1 and name.endswith(("_row", "_col")):
         chosen = kept[0] if name.endswith("_row") else kept[1]
-    else:  # either dimension may be the one that is gone: the more parts, the less memory
+    else:  # either dimension may be the reduced one: prefer more parts, to save memory
         chosen = max(kept, key=lambda one: sum(part is not None for part in one))
     return split_replicated(mesh, NamedSharding(mesh, chosen), slot_shape, slot_axis)
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
-    """The largest dimension that divides into `size` parts, the first of several; None where none does."""
+    """Return the (first) largest dimension divisible by `size`; None if no dimension is divisible."""
     fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
     return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
-    """The leaf where the sharding says, in memory of its own.
+    """Place a copy of a leaf with a sharding.
 
-    Of a shape, and on devices that only compile, it is the shape with the sharding.
+    For a shape, or on compile-only devices, return the shape with the sharding.
     """
     if is_shape(leaf) or (compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
-        # Without a copy the part on the leaf's own device would be the leaf itself, and donated with the state.
+        # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with the state.
         if isinstance(leaf, jax.Array):
             return jax.device_put(leaf.copy(), sharding)
-        # On a CPU may_alias=False is not kept to: parts of NumPy's memory would be those of the state.
+        # On a CPU may_alias=False is not honored: the state could alias NumPy's memory.
         return jax.device_put(np.array(leaf), sharding)
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
-    # Every process has the whole leaf and keeps its own part of it.
+    # Every process has the whole leaf and keeps its own shards.
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
 def planned(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) -> Any:
-    """The shapes of what `build` returns, with their shardings; nothing is made."""
+    """Return the shapes and shardings of the result of `build`, without computing it."""
     shapes = jax.eval_shape(make, *given)
     return jax.tree.map(put, shapes, place(shapes))
 
 
 def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) -> Any:
-    """What `make(*given)` returns, made where it is to lie: no device ever holds more than its part.
+    """Compute `make(*given)` with the given shardings: no device ever holds more than its shards.
 
     Args:
-        make: Makes a tree of arrays.
-        place: From the tree's shapes to its shardings.
-        *given: Arrays that lie on the mesh already; captured ones would become constants of the program.
+        make: Returns a tree of arrays.
+        place: Maps the tree's shapes to its shardings.
+        *given: Arrays that are already on the mesh; closed-over arrays would become constants of the program.
     """
     return jax.jit(make, out_shardings=place(jax.eval_shape(make, *given)))(*given)

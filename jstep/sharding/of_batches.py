@@ -9,11 +9,11 @@ from jstep.core.layouts import mesh_axes_of
 
 
 def named(sharding: Any, *, stacked: bool = False) -> Any:
-    """A tree of shardings, of shardings or specs; specs mean the mesh that is set.
+    """Convert a tree of shardings or specs to a tree of shardings; specs refer to the current mesh.
 
     Args:
-        sharding: What the user gave.
-        stacked: Whether batches are stacked, with the steps in front.
+        sharding: The user's value.
+        stacked: Whether batches are stacked, with the steps on the leading axis.
     """
 
     def leaf(one: Any) -> Any:
@@ -28,14 +28,14 @@ def named(sharding: Any, *, stacked: bool = False) -> Any:
 
 
 def fitting(sharding: Any, shape: tuple[int, ...]) -> Any:
-    """The sharding without the axes that an array of this shape does not divide over: there it lies on all devices."""
+    """Drop from a sharding the axes that do not divide an array of this shape: it is replicated over them."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, fitting_spec(sharding.mesh, sharding.spec, shape))
 
 
 def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-    """The spec without the axes of the mesh that an array of this shape does not divide over."""
+    """Drop from a spec the mesh axes that do not divide an array of this shape."""
     kept = []
     for dim, axis in enumerate(spec.partitions[: len(shape)]):
         parts = 1

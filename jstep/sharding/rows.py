@@ -1,4 +1,4 @@
-"""The rows of each process, as one global array."""
+"""Assembly of global arrays from the rows of each process."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import numpy as np
 
 
 def place_rows(rows: Any, sharding: Any) -> jax.Array:
-    """An array where a sharding says: of rows of this process its part of a global one, of all processes together.
+    """Assemble a global array with a sharding from the local rows of each process.
 
     Args:
-        rows: This process's own rows; or a global array, which is laid out anew.
-        sharding: Any sharding. Where it lies on this process alone, the rows are all there are.
+        rows: The rows of this process, or a global array, which is resharded.
+        sharding: Any sharding. If all its devices belong to this process, the rows are the whole array.
     """
     is_global = isinstance(rows, jax.Array) and not rows.is_fully_addressable
     if is_global or getattr(sharding, "is_fully_addressable", True):
         return jax.device_put(rows, sharding)
-    # Also of an array on this process's device: device_put would take it for the whole, the same on all processes.
+    # Also for an array on a device of this process: device_put would assume the same whole array on all processes.
     return jax.make_array_from_process_local_data(sharding, np.asarray(rows))

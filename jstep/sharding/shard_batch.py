@@ -1,4 +1,4 @@
-"""Rows of each process become one global array."""
+"""Sharding of batches over a mesh."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ from jstep.sharding.rows import place_rows
 
 
 def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
-    """A global batch from each process's own rows.
+    """Assemble a global batch, sharded over a mesh axis, from the local rows of each process.
 
     Args:
-        local_batch: A tree of arrays with equally many rows; on one process, the whole batch.
+        local_batch: A tree of arrays with the same number of rows; with one process, the whole batch.
         mesh: A `jax.sharding.Mesh`.
-        axis: The axis of the mesh (or a tuple of axes) over which rows are split.
+        axis: The mesh axis (or a tuple of axes) over which rows are split.
 
     Returns:
-        The tree of global arrays, of (rows of all processes, …). Of shapes, and on a mesh of `jstep.topology`, it is
-        one of shapes with their shardings.
+        A tree of global arrays of shape (rows of all processes, …). For shapes, and on a mesh from `jstep.topology`, a
+        tree of shapes with shardings.
 
     Raises:
         ValueError: The mesh has no such axis, or the rows do not divide over it (names the leaf).
@@ -41,7 +41,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     sizes = {np.shape(rows)[:1]: trees.quoted(path) for path, rows in trees.leaves_with_paths(local_batch)}
     if len(sizes) > 1:
         each = ", ".join(f"{shape[0] if shape else 'none (a scalar)'} at {path}" for shape, path in sizes.items())
-        raise ValueError(f"local_batch: all leaves must have the same number of rows; there are {each}")
+        raise ValueError(f"local_batch: all leaves must have the same number of rows; got {each}")
 
     def leaf(keys: Any, rows: Any) -> Any:
         path = trees.quoted(trees.path_str(keys))
@@ -50,7 +50,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
         if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
             return jax.device_put(rows, sharding)
         here = np.shape(rows)[0]
-        # On devices that only compile there are no other processes: the rows are all there are.
+        # With compile-only devices there are no other processes: the rows are the whole batch.
         processes = 1 if compiles_only(mesh) else _processes_along(sharding)
         local_parts = max(1, parts // processes)
         if here % local_parts:
@@ -67,7 +67,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
 
 
 def _processes_along(sharding: NamedSharding) -> int:
-    """Over how many processes the rows are split: processes that hold the same rows count once."""
+    """Return the number of processes over which rows are split; processes with the same rows count once."""
     size = int(sharding.mesh.devices.size)
     owners: dict[int, set[Any]] = {}
     places: Any = sharding.devices_indices_map((size,))

@@ -1,4 +1,4 @@
-"""The training state: its fields, its one clock, its slots, and where it lies."""
+"""The training state: parameters, slots and the global step, and how to shard them."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.state.global_step import (

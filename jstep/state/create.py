@@ -1,4 +1,4 @@
-"""A fresh state, made where it is to be: on a mesh, no device ever holds more than its part."""
+"""Creation of a sharded state: no device ever holds more than its shards."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jstep.sharding import layout
 
 
 def is_abstract(mesh: Mesh | None, *given: Any) -> bool:
-    """Whether a state is to be one of shapes: it is made of shapes, or for devices that only compile."""
+    """Whether to create an abstract state: from shapes, or for compile-only devices."""
     return any(map(is_shape, jax.tree.leaves(given))) or (compiles_only(mesh) and not _is_tracing())
 
 
@@ -28,15 +28,15 @@ def made_on(
     shardings: Callable[[Any], Any],
     of_params: Callable[[Any], Any],
 ) -> Any:
-    """The state that `make(params, model_state)` returns, on a mesh; of shapes where `is_abstract` says so.
+    """Return the state `make(params, model_state)`, sharded over a mesh; shapes only if `is_abstract`.
 
     Args:
         mesh: The mesh.
-        make: Makes the state.
+        make: Creates the state.
         params: The parameters, or a function that returns them.
-        model_state: Variables that are not trained.
-        shardings: From the state's shapes to its shardings.
-        of_params: From the parameters to theirs.
+        model_state: Non-trained variables.
+        shardings: Maps the state's shapes to its shardings.
+        of_params: Maps the parameters to their shardings.
     """
     abstract = is_abstract(mesh, params, model_state)
     is_function = trees.is_function(params)
@@ -62,15 +62,15 @@ def made_on(
     build = layout.planned if abstract else layout.build
     with using_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
-            # On Auto axes each device draws its own part of random numbers, on Explicit ones the whole, unless
-            # the function says otherwise; then it is refused on Auto axes.
+            # With Auto axes each device generates its own shard of random numbers; with Explicit axes each generates
+            # the whole array, unless the function annotates shardings. JAX then rejects it with Auto axes.
             with contextlib.suppress(Exception):
                 return build(split, shardings, given, others)
         return build(whole, shardings, given, others)
 
 
 def _shape_of(keys: Any, leaf: Any) -> Any:
-    """The shape of a leaf; a number, and what cannot be a leaf, is looked at as the state is made."""
+    """Return the shape of a leaf. Numbers and invalid leaves are treated as in an actual creation."""
     if is_shape(leaf) or trees.is_traced(leaf):
         return leaf
     if isinstance(leaf, jax.Array):
@@ -83,6 +83,6 @@ def _shape_of(keys: Any, leaf: Any) -> Any:
 def _is_tracing() -> bool:
     try:
         jax.sharding.get_mesh()
-    except ValueError:  # no mesh of devices can be asked for inside a function that JAX is tracing
+    except ValueError:  # get_mesh raises inside a function that JAX is tracing
         return True
     return False

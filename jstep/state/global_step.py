@@ -1,4 +1,4 @@
-"""The one clock: the number of updates that have been applied."""
+"""The global step: the number of updates that have been applied."""
 
 import operator
 from collections.abc import Mapping
@@ -19,17 +19,17 @@ NO_STEP = "the state has no global step: give it one with state.replace(global_s
 
 @on_any_mesh
 def create_global_step(value: Step = 0) -> Array:
-    """A global step: the integer scalar that counts the updates applied.
+    """Create a global step: the integer scalar that counts the updates applied.
 
     Args:
-        value: Where to start, ≥ 0; an integer or an integer scalar array, traced or not.
+        value: The initial value, ≥ 0; an integer or an integer scalar array, traced or not.
 
     Returns:
-        An int32 scalar (int64 under `jax_enable_x64`), a buffer of its own.
+        An int32 scalar (int64 under `jax_enable_x64`) in a new buffer.
 
     Raises:
         TypeError: `value` is not an integer.
-        ValueError: `value` is negative, no scalar, or larger than the dtype holds.
+        ValueError: `value` is negative, not a scalar, or does not fit the dtype.
 
     Example:
         >>> import jstep
@@ -57,13 +57,13 @@ def _dtype_of(value: Any) -> Any:
 
 
 def get_global_step(state: Any) -> Array | None:
-    """The global step of a state as an array, or None where the state has none.
+    """Return the global step of a state as an array, or None if the state has no global step.
 
     Args:
-        state: A state, or anything else with a `global_step`; or a step itself, an integer scalar.
+        state: A state, any other object with a `global_step`, or a step itself (an integer scalar).
 
     Raises:
-        TypeError: It is neither a step nor has one.
+        TypeError: `state` neither is a step nor has one.
 
     Example:
         >>> import jstep
@@ -91,13 +91,13 @@ def _is_step(x: Any) -> bool:
 
 
 def get_or_create_global_step(state: Any) -> Array:
-    """The global step of a state as an array, or a zero where the state has none.
+    """Return the global step of a state as an array, or 0 if the state has no global step.
 
     Args:
         state: A state, or a step itself.
 
     Raises:
-        TypeError: It is neither a step nor has one.
+        TypeError: `state` neither is a step nor has one.
 
     Example:
         >>> import jstep
@@ -110,14 +110,14 @@ def get_or_create_global_step(state: Any) -> Array:
 
 
 def global_step(state: Any) -> int:
-    """The global step as a Python int. Waits for the device: keep it out of the training loop.
+    """Return the global step as a Python int. This blocks on the device: avoid it in the training loop.
 
     Args:
         state: A state, or a step itself.
 
     Raises:
-        TypeError: It is neither a step nor has one.
-        ValueError: The state's global step is None, or no scalar.
+        TypeError: `state` neither is a step nor has one.
+        ValueError: The state's global step is None or not a scalar.
 
     Example:
         >>> import jstep
@@ -127,8 +127,8 @@ def global_step(state: Any) -> int:
     step = _scalar_step(state)
     if isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted():
         raise RuntimeError(
-            "the state's global_step was donated to an earlier step, whose result holds its memory now. Go on with the "
-            "state a step returns, or keep old states alive with minimize(..., donate=False)."
+            "the state's global_step was donated to an earlier step and deleted. Use the state that the step returned, "
+            "or keep old states alive with minimize(..., donate=False)."
         )
     refuse_shapes(step, "state")
     return int(step)
@@ -140,24 +140,24 @@ def _scalar_step(state: Any) -> Array:
         raise ValueError(NO_STEP)
     if np.ndim(step):
         raise ValueError(
-            f"global_step: must be a scalar, got shape {np.shape(step)}; of stacked states take one, or map over them "
-            "with jax.vmap"
+            f"global_step: must be a scalar, got shape {np.shape(step)}; select one of the stacked states, or map over "
+            "them with jax.vmap"
         )
     return step
 
 
 @on_any_mesh
 def increment_global_step(state: Any, amount: Step = 1) -> Any:
-    """A new state whose global step is larger by `amount`; of a step itself, the step + amount.
+    """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
 
     Args:
-        state: A state, or a step.
+        state: A state, or a step itself.
         amount: An integer ≥ 0, traced or not.
 
     Raises:
-        TypeError: `state` is neither a step nor has one, or `amount` is not an integer.
-        ValueError: The state's global step is None, `amount` is negative, or the count would not fit. Traced, a count
-            that would not fit stays at the last one that does.
+        TypeError: `state` neither is a step nor has one, or `amount` is not an integer.
+        ValueError: The state's global step is None, `amount` is negative, or the sum does not fit the dtype. A traced
+            step saturates at the largest value of the dtype instead.
 
     Example:
         >>> import jstep
@@ -176,10 +176,10 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
 
 
 def later_step(step: Array, by: Any = 1) -> Array:
-    """The step that comes `by` later; where it is traced and would not fit its dtype, the last one that does.
+    """Return step + by; a traced step saturates at the largest value of its dtype.
 
     Raises:
-        ValueError: It is not traced, and does not fit.
+        ValueError: The step is concrete, and the sum does not fit the dtype.
     """
     last = int(np.iinfo(step.dtype).max)
     before, more = trees.concrete(step), trees.concrete(by)

@@ -1,4 +1,4 @@
-"""The checks of a state that several packages make, each once."""
+"""Validation of states, shared by several packages."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from jstep.state.train_state import TrainState
 
 
 def require_state(value: Any, argument: str = "state") -> TrainState:
-    """The value, which must be a state.
+    """Return the value, which must be a `TrainState`.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a `TrainState`.
     """
     if not isinstance(value, TrainState):
         raise TypeError(f"{argument}: must be a TrainState, got {kind(value)}; make one with TrainState.create")
@@ -21,7 +21,7 @@ def require_state(value: Any, argument: str = "state") -> TrainState:
 
 
 def step_of(state: TrainState) -> Array:
-    """The global step of a state, which must have one.
+    """Return the global step of a state, which must have one.
 
     Raises:
         ValueError: Its global step is None.
@@ -32,19 +32,18 @@ def step_of(state: TrainState) -> Array:
 
 
 def require_alive(state: Any, cause: BaseException | None = None) -> None:
-    """Refuses a state whose memory a compiled step has taken over.
+    """Reject a state that was donated to a compiled step.
 
     Args:
         state: Any tree of arrays.
-        cause: What JAX said of it, where it did.
+        cause: JAX's own exception, if there is one.
 
     Raises:
-        RuntimeError: A leaf was donated; names it.
+        RuntimeError: A leaf was donated; names its path.
     """
     path = trees.donated_leaf(state)
     if path is not None:
         raise RuntimeError(
-            f"the state's {path!r} was donated to an earlier step, whose result holds its memory now. Go on with "
-            "the state a step returns, `state, metrics = train_step(state, ...)`, or keep old states alive with "
-            "minimize(..., donate=False)."
+            f"the state's {path!r} was donated to an earlier step and deleted. Use the state that the step returned, "
+            "`state, metrics = train_step(state, ...)`, or keep old states alive with minimize(..., donate=False)."
         ) from cause

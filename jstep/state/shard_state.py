@@ -1,4 +1,4 @@
-"""One program over a mesh: where states and batches lie."""
+"""Sharding of a training state over a mesh."""
 
 from typing import Any
 
@@ -20,28 +20,28 @@ def shard_state(
     *,
     slots_memory: str | None = None,
 ) -> TrainState:
-    """The same state, sharded over a mesh. Compiled steps keep the sharding of every leaf.
+    """Shard a state over a mesh. Compiled steps preserve the sharding of every leaf.
 
     Args:
-        state: Any state, whose arrays stay as they are. To make one that no single device could hold, give the mesh
-            to `TrainState.create`. Of a state of shapes, from `jax.eval_shape`, come shapes with their shardings: a
-            target for `Saver.restore`.
-        mesh: A `jax.sharding.Mesh`. The state keeps the types of its axes, Explicit or Auto.
-        param_specs: How parameters lie: a `PartitionSpec` for all, a tree of them (or a prefix of one), rules
-            `[(glob, spec), …]` of which the first match counts, or a function `(path, leaf) -> spec`. What none
-            speaks of is replicated.
-        slot_axis: An axis of the mesh over which the slots of replicated parameters are split (ZeRO-1); other
-            slots lie as their parameters do, scalars and model_state on every device.
-        slots_memory: The memory that slots of one dimension or more are in: `"pinned_host"` for that of the host, from
-            where a step brings them in and sends them back; None or `"device"` for that of the devices.
+        state: Any state; its arrays are not modified. To create a state too large for one device, pass the mesh to
+            `TrainState.create` instead. For a state of shapes, from `jax.eval_shape`, the result has shapes with
+            shardings: a target for `Saver.restore`.
+        mesh: A `jax.sharding.Mesh`. The state keeps its axis types, Explicit or Auto.
+        param_specs: Sharding of the parameters: one `PartitionSpec` for all, a tree of them (or a prefix of one), rules
+            `[(glob, spec), …]` of which the first match applies, or a function `(path, leaf) -> spec`. Other
+            parameters are replicated.
+        slot_axis: A mesh axis over which the slots of replicated parameters are split (ZeRO-1). Other slots are
+            sharded like their parameters; scalars and model_state are replicated.
+        slots_memory: The memory kind of slots with one dimension or more: `"pinned_host"` for host memory, from which
+            each step loads them and to which it writes them back; None or `"device"` for device memory.
 
     Returns:
         A new state.
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: A spec names an axis that the mesh has not, or does not divide its leaf (names the path); or the
-            devices do not have that memory.
+        ValueError: A spec names an axis that is not in the mesh, or does not divide its leaf (names the path); or the
+            devices do not have that memory kind.
 
     Example:
         >>> import jax, jstep

@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the parameters: slots, and which kinds there are."""
+"""Access to slots (optimizer state) by name and by parameter."""
 
 from typing import Any
 
@@ -13,44 +13,44 @@ from jstep.state.require import require_state
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
 
 _OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max", "mu_product", "weight_sum"})
-"""Slots of jstep's optimizers that are one number for all parameters, besides steps and held hyperparameters."""
+"""Scalar slots of jstep's optimizers, other than steps and held hyperparameters."""
 
 
 def _is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
     """Whether a slot is one scalar for all parameters, such as `start_step` or `embed/start_step`.
 
-    There is only a state here, and no optimizer that knows: the shape decides, and the name where shapes are the same.
+    The optimizer is not known here: the shape decides, or the name if the shape is ambiguous.
     """
     if not jax.tree_util.all_leaves([tree]):
         return False
     if not jax.tree_util.all_leaves([params]):
         return True
-    # Of params that are one bare leaf, a slot looks like a scalar: then the name or the dtype tells.
+    # If params is a single leaf, its slots look like scalars: then the name or the dtype decides.
     *prefixes, last = name.split("/")
     counts = np.issubdtype(getattr(tree, "dtype", np.float32), np.integer)
     if np.ndim(tree):
-        return bool(counts and last == START_STEP)  # of a population of states
+        return bool(counts and last == START_STEP)  # a population of states
     return bool(counts or last in _OF_ALL or "held" in prefixes)
 
 
 def owners(name: str, tree: Any, params: Params) -> list[int | None]:
-    """For each leaf of a slot, in order, the place of the parameter it belongs to; None where it belongs to none.
+    """Return, for each leaf of a slot in order, the index of its parameter, or None.
 
-    A slot of parameters has their structure, with None or any tree where a parameter stands. What it is called makes
-    no difference, but for `model_state`, whose variables may happen to look like the parameters.
+    A per-parameter slot has the structure of the parameters, with None or any tree in place of each parameter. Its name
+    does not matter, except for `model_state`, whose variables may have the same structure by accident.
     """
-    nobody: list[int | None] = [None] * len(jax.tree.leaves(tree))
+    unowned: list[int | None] = [None] * len(jax.tree.leaves(tree))
     if name == MODEL_STATE or _is_scalar_slot(name, tree, params):
-        return nobody
+        return unowned
     try:
         found: list[Any] = trees.structure(params).flatten_up_to(tree)
     except (ValueError, TypeError):
-        return nobody
+        return unowned
     return [place for place, part in enumerate(found) for _ in jax.tree.leaves(part)]
 
 
 def get_slot_names(state: TrainState) -> list[str]:
-    """The names of the per-parameter slots, sorted; scalars and model_state are not among them.
+    """Return the sorted names of the per-parameter slots, without scalar slots and model_state.
 
     Example:
         >>> import jstep
@@ -65,13 +65,13 @@ def get_slot_names(state: TrainState) -> list[str]:
 
 
 def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
-    """The tree of a slot, or its one leaf at `path`; None where there is none.
+    """Return a slot as a tree, or its leaf for the parameter at `path`; None if it does not exist.
 
     Args:
         state: The state.
         name: The name of the slot, such as `"m"` or `"embed/accumulator"`.
-        path: The path of a parameter, such as `"dense/kernel"`. A variable of Flax NNX is found without the `/value` at
-            the end of its path.
+        path: The path of a parameter, such as `"dense/kernel"`. The trailing `/value` of a Flax NNX variable may be
+            omitted.
 
     Raises:
         ValueError: Several leaves share the path.

@@ -1,7 +1,7 @@
-"""The training state and its one clock, the global step.
+"""The training state: parameters, slots and the global step.
 
-`global_step` counts the updates that have been applied, and nothing else in jstep counts: schedules,
-bias corrections, averages, checkpoints, logs and the stop condition all read it.
+`global_step`, the number of updates applied, is the only counter in jstep: schedules, bias corrections, averages,
+checkpoints, logs and the stop condition all read it.
 """
 
 import dataclasses
@@ -30,12 +30,14 @@ START_STEP = "start_step"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class TrainState:
-    """What training changes: parameters, slots and the global step; an immutable pytree of arrays.
+    """Training state: parameters, optimizer state, called *slots* as in TensorFlow, and the global step.
+
+    An immutable pytree of arrays.
 
     Attributes:
         params: The trained variables, any pytree of arrays.
-        slots: Slot name → tree with the structure of `params` (None where a leaf has no slot), or a
-            scalar. Non-trained variables lie under `slots["model_state"]`.
+        slots: Slot name → tree with the structure of `params` (None for a leaf without a slot), or a scalar.
+            Non-trained variables are stored in `slots["model_state"]`.
         global_step: The number of updates applied so far, an int32 scalar (int64 under x64).
 
     Example:
@@ -46,7 +48,7 @@ class TrainState:
         >>> state.replace(params={"w": [0.0, 0.0]}).params
         {'w': [0.0, 0.0]}
 
-    `state == other` is a bool: whether both have the same structure and, bit for bit, the same arrays.
+    `state == other` returns a bool: whether both have the same structure and bitwise identical arrays.
     """
 
     params: Params
@@ -67,32 +69,32 @@ class TrainState:
         slot_axis: Any = None,
         slots_memory: str | None = None,
     ) -> "TrainState":
-        """A fresh state, whose slots are created at `global_step`.
+        """Create a state with new slots at `global_step`.
 
         Args:
-            params: Any pytree of arrays and numbers. None and integer leaves stay as they are. Or a function of no
-                arguments that returns one: with a mesh it is compiled, so that no device ever holds the whole. Of
-                shapes (`jax.ShapeDtypeStruct`), and on a mesh of `jstep.topology`, comes a state of shapes.
-            optimizer: Makes the slots.
+            params: Any pytree of arrays and numbers; None and integer leaves are kept. Or a function without arguments
+                that returns one: with a mesh it is compiled, so that no device ever holds the whole tree. Shapes
+                (`jax.ShapeDtypeStruct`), or a mesh from `jstep.topology`, give a state of shapes.
+            optimizer: The optimizer that creates the slots.
             global_step: The number of updates applied so far, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
-            copy: Whether to copy params and model_state, so that the caller's arrays survive the
-                donation of the state to a compiled step. False saves the memory of a huge model, and
-                the arrays handed over are gone after the first step.
-            mesh: A `jax.sharding.Mesh` to lay the state out over; see `shard_state` for this and what follows.
-            param_specs: How parameters lie on the mesh.
-            slot_axis: The axis over which slots of replicated parameters are split.
-            slots_memory: The memory that slots are in, such as `"pinned_host"`.
+            copy: Whether to copy params and model_state, so that the caller's arrays survive when the state is donated
+                to a compiled step. False saves the memory of the copy; the caller's arrays are then deleted by the
+                first step.
+            mesh: A `jax.sharding.Mesh` to shard the state over; see `shard_state` for this and the next arguments.
+            param_specs: Sharding of the parameters.
+            slot_axis: The mesh axis over which slots of replicated parameters are split.
+            slots_memory: The memory kind of the slots, such as `"pinned_host"`.
 
         Raises:
-            TypeError: A leaf is no array and no number (names its path), or `global_step` is not an integer.
+            TypeError: A leaf is neither an array nor a number (names its path), or `global_step` is not an integer.
             ValueError: `global_step` is negative, or with `copy=False` two leaves share one buffer.
         """
         require_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
         if mesh is None and (param_specs is not None or slot_axis is not None or slots_memory is not None):
             raise ValueError(
-                "param_specs, slot_axis and slots_memory say how the state lies on a mesh: give mesh as well"
+                "param_specs, slot_axis and slots_memory describe the sharding over a mesh: give mesh as well"
             )
         is_function = trees.is_function(params)
 
@@ -109,7 +111,7 @@ class TrainState:
                 state = make(params, model_state)
             run_checks(waiting, state.params)
             return state
-        jax.eval_shape(lambda: create_global_step(global_step))  # refused before anything large is laid out
+        jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
         mesh = require_mesh(mesh)
         memory = checked_memory(slots_memory, mesh, "slots_memory")
 
@@ -126,7 +128,7 @@ class TrainState:
         return state
 
     def replace(self, **changes: Any) -> "TrainState":
-        """A new state with some of the fields `params`, `slots` and `global_step` changed.
+        """Return a new state with some of the fields `params`, `slots` and `global_step` replaced.
 
         Raises:
             TypeError: There is no such field.
@@ -134,8 +136,8 @@ class TrainState:
         for name in changes:
             if name not in _FIELDS:
                 raise TypeError(
-                    f"replace({name}=…): a TrainState has the fields {', '.join(_FIELDS)} and no more"
-                    f"{trees.nearest(name, _FIELDS)}; what an optimizer keeps is in slots, what is not trained in "
+                    f"replace({name}=…): a TrainState has the fields {', '.join(_FIELDS)}"
+                    f"{trees.nearest(name, _FIELDS)}; optimizer state is in slots, non-trained variables are in "
                     "slots['model_state']"
                 )
         return dataclasses.replace(self, **changes)
@@ -174,7 +176,9 @@ def _fresh(
     slots = _unshared(params, dict(_slots_of(params, optimizer, step)))
     if model_state is not None:
         if MODEL_STATE in slots:
-            raise ValueError(f"the optimizer has a slot named {MODEL_STATE!r}, which the state keeps for itself")
+            raise ValueError(
+                f"the optimizer has a slot named {MODEL_STATE!r}, a name reserved for non-trained variables"
+            )
         slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
     if not copy:
         _refuse_shared_buffers(params, slots)
@@ -195,7 +199,7 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array) -> Slots:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Whether two trees are the same, bit for bit; of leaves that have no values to look at, whether they are one."""
+    """Whether two trees are bitwise identical; leaves without accessible values are compared by identity."""
     (leaves, structure), (others, other) = trees.flatten(a), trees.flatten(b)
     try:
         with internal_transfers():
@@ -219,7 +223,7 @@ def _has_same_bits(a: Any, b: Any) -> bool:
 
 
 def _unshared(params: Params, slots: Slots) -> Slots:
-    """The slots, in memory of their own: one that starts as the parameters could not be donated beside them."""
+    """Return the slots with copies of all arrays that they share with params: a shared buffer cannot be donated."""
     seen = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def own(leaf: Any) -> Any:
@@ -243,8 +247,8 @@ def _refuse_shared_buffers(params: Params, slots: Slots) -> None:
     for path, leaf in trees.leaves_with_paths({"params": params, "slots": slots}):
         if seen.setdefault(id(leaf), path) != path:
             raise ValueError(
-                f"copy=False: {seen[id(leaf)]!r} and {path!r} are one and the same array, which a compiled step "
-                "cannot donate twice. Use copy=True, or keep a shared array in one place of the tree."
+                f"copy=False: {seen[id(leaf)]!r} and {path!r} are the same array, which cannot be donated twice "
+                "to a compiled step. Use copy=True, or store a shared array only once in the tree."
             )
 
 
@@ -258,7 +262,7 @@ def _bytes_text(tree: Any) -> str:
 
 
 def _bytes(leaf: Any) -> int:
-    # A ShapeDtypeStruct has no nbytes of its own.
+    # A ShapeDtypeStruct has no nbytes.
     return int(getattr(leaf, "nbytes", 0) or np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 0))
 
 

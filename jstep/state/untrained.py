@@ -1,4 +1,4 @@
-"""Variables that say of themselves that they are not trained."""
+"""Rejection of Flax NNX variables that are not trainable."""
 
 from typing import Any
 
@@ -7,24 +7,24 @@ import jax
 from jstep.core import trees
 
 NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "RngState"})
-"""Of Flax NNX, by name: jstep imports no network library."""
+"""Variable types of Flax NNX, by name: jstep does not import neural-network libraries."""
 
 
 def refuse_untrained(params: Any) -> None:
-    """Refuses a whole `nnx.Module` as params, whose running statistics and random state nobody would move.
+    """Reject a whole `nnx.Module` as params, because its running statistics and random state would not be updated.
 
     Raises:
-        TypeError: There is a variable that is not trained; names it, and the right way.
+        TypeError: A variable is not trainable; names it, and how to split the model.
     """
     for keys, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable):
         kinds = _kinds(node) & NOT_TRAINED if _is_variable(node) else set()
         if kinds:
             raise TypeError(
                 f"params: the variable at {trees.quoted(trees.path_str(keys))} is an nnx.{type(node).__name__}, which "
-                "is not trained. Split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, make "
-                "TrainState.create(params, optimizer, model_state=rest), and in a loss with has_model_state=True put "
-                "it together: `model = nnx.merge(graphdef, params, rest, copy=True)`; return `nnx.state(model, ...)` "
-                "of what is not nnx.Param as the new model_state."
+                "is not trained. Split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, call "
+                "TrainState.create(params, optimizer, model_state=rest), and in a loss with has_model_state=True merge "
+                "it again: `model = nnx.merge(graphdef, params, rest, copy=True)`; return `nnx.state(model, ...)` "
+                "without the nnx.Param variables as the new model_state."
             )
 
 

@@ -1,4 +1,4 @@
-"""From a small model to a wide one: factors by which hyperparameters transfer, and a check that they do."""
+"""Hyperparameter transfer from a small model to a wide one: μP factors and the coordinate check."""
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.transfer.coord_check import CoordCheck, coord_check

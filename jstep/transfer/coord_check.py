@@ -1,4 +1,4 @@
-"""The coordinate check: whether activations move as much in a wide model as in a narrow one."""
+"""The coordinate check of μP: whether activations change equally at all widths."""
 
 import dataclasses
 import math
@@ -17,14 +17,14 @@ from jstep.tools.figures import figure
 
 @dataclasses.dataclass(frozen=True)
 class CoordCheck:
-    """What `coord_check` measured.
+    """Result of `coord_check`.
 
     Attributes:
-        sizes: The name of each activation → width → its mean absolute value before training.
-        changes: Name → width → the mean absolute change of it by training.
+        sizes: Name of an activation → width → its mean absolute value before training.
+        changes: Name → width → its mean absolute change by training.
         growth: Name → the slope of log change over log width: about 0 if the rate transfers, 1 if the change grows like
             the width; NaN if an activation does not change at some width, or is not finite.
-        steps: After how many steps the changes are.
+        steps: The number of steps after which changes are measured.
     """
 
     sizes: Mapping[str, Mapping[int, float]]
@@ -58,10 +58,10 @@ class CoordCheck:
         return "\n".join([title, "", line(head), *map(line, rows)])
 
     def plot(self, path: str) -> None:
-        """Draws sizes and changes over widths, a line for each activation, both axes logarithmic.
+        """Plot sizes and changes over widths, a line for each activation, on logarithmic axes.
 
         Args:
-            path: Where to write the picture; its ending says of which kind.
+            path: The output file; its extension selects the format.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -91,22 +91,22 @@ def coord_check(
     activations: Callable[..., Mapping[str, Array]],
     steps: int = 5,
 ) -> CoordCheck:
-    """How much activations change by a few steps of training, at several widths and one batch.
+    """Measure how much activations change in a few training steps on one batch, at several widths.
 
     With rates and initial values that transfer (`mup`), the change of each activation is about the same at all widths:
-    a growth within ±0.1 or so. Without, that of a hidden layer and of the output grows like the width, or falls. The
-    size of the output before training may fall like 1/√width, as it should.
+    a growth within ±0.1 or so. Otherwise the changes of hidden layers and of the output grow with the width, or shrink.
+    It is expected that the size of the output before training shrinks like 1/√width.
 
     Args:
-        make: `make(width) -> (train_step, state, batch)`: a training step, as of `minimize`, a fresh state, and a
-            batch: a tuple is several arguments of the step, anything else one. Give the same batch at each width.
+        make: `make(width) -> (train_step, state, batch)`: a training step, as from `minimize`, a new state, and a
+            batch: a tuple is passed as several arguments, anything else as one. Return the same batch at each width.
         widths: Two widths or more, such as (64, 128, 256, 512).
         activations: `activations(params, *batch) -> {name: array}`, of any shapes; the same names at each width.
-        steps: After how many steps, each on the same batch, the change is measured; ≥ 1.
+        steps: The number of training steps, each on the same batch, ≥ 1.
 
     Returns:
-        A `CoordCheck`: `sizes[name][width]`, `changes[name][width]`, `growth[name]`; `str()` is a table, `plot(path)` a
-        picture.
+        A `CoordCheck`: `sizes[name][width]`, `changes[name][width]`, `growth[name]`; `str()` formats a table,
+        `plot(path)` draws a figure.
 
     Raises:
         TypeError: `make` or `activations` returns something else.
@@ -156,12 +156,12 @@ def _checked_widths(widths: Any) -> list[int]:
         raise TypeError(f"widths={shown(widths)}: must be several integers, such as (64, 128, 256), got {kind(widths)}")
     given = [as_int(width, "widths", at_least=1) for width in widths]
     if len(given) < 2 or len(set(given)) < len(given):
-        raise ValueError(f"widths={given}: must be two different widths or more, of which a slope can be told")
+        raise ValueError(f"widths={given}: must be two different widths or more, to fit a slope")
     return given
 
 
 def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, tuple[float, float]]:
-    """The size and the change of each activation at a width."""
+    """Return the size and the change of each activation at a width."""
     made = make(width)
     if not (isinstance(made, tuple | list) and len(made) == 3 and isinstance(made[1], TrainState)):
         raise TypeError(
@@ -182,7 +182,7 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
 
 
 def _checked(found: Any, width: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Activations on the host, in float32 at least."""
+    """Return the activations on the host, in float32 or wider."""
     if not isinstance(found, Mapping) or not found:
         raise TypeError(f"activations: must return name -> array, at least one, got {kind(found)} at width {width}")
     arrays = {}
@@ -203,7 +203,7 @@ def _mean(x: np.ndarray[Any, Any]) -> float:
 
 
 def _slope(by_width: Mapping[int, float]) -> float:
-    """The slope of a line through the logarithms of both, by least squares."""
+    """Fit the slope of log value over log width by least squares."""
     values = np.array(list(by_width.values()))
     if not (np.isfinite(values).all() and (values > 0).all()):
         return math.nan

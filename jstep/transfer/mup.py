@@ -1,4 +1,4 @@
-"""Maximal update parametrization: hyperparameters of a small model for a wide one."""
+"""Maximal update parametrization (μP): hyperparameter transfer from a small model to a wide one."""
 
 import dataclasses
 import math
@@ -18,13 +18,14 @@ OPTIMIZERS = ("adam", "sgd", "muon", "muon_original", "hyperball")
 
 @dataclasses.dataclass(frozen=True)
 class MupFactors:
-    """Factors on what the small model uses, by the path of each trainable leaf.
+    """Factors on the hyperparameters of the small model, by the path of each trainable leaf.
 
     Attributes:
-        rates: On the learning rate, for `scale_updates`.
-        decays: On a decay that is multiplied by the rate, for `add_weight_decay`: the inverse of the rate's factor.
-        initials: On the initial values, for `initial`.
-        widths: How much wider each leaf is: `kind`, `r_in`, `r_out`, and its shapes.
+        rates: Factors on the learning rate, for `scale_updates`.
+        decays: Factors on a weight decay that is multiplied by the rate, for `add_weight_decay`: the inverse of
+            `rates`.
+        initials: Factors on the initial values, for `initial`.
+        widths: The width ratios of each leaf: `kind`, `r_in`, `r_out`, and its shapes.
     """
 
     rates: Mapping[str, float]
@@ -33,16 +34,16 @@ class MupFactors:
     widths: Mapping[str, Widths] = dataclasses.field(repr=False)
 
     def initial(self, params: Params) -> Params:
-        """The initial parameters of the wide model, from what its initializers draw.
+        """Scale the output of the wide model's initializers to its initial parameters.
 
         Args:
-            params: The wide model's parameters: arrays of the target's shapes; traced, too.
+            params: The wide model's parameters: arrays of the target's shapes, traced or not.
 
         Returns:
-            The same tree and dtypes, each trainable leaf times its factor.
+            The same tree and dtypes, with each trainable leaf multiplied by its factor.
 
         Raises:
-            ValueError: A leaf is not one of the target's, or has another shape there; names the path.
+            ValueError: A leaf is not in the target, or has another shape there; names the path.
         """
         leaves = [(path, leaf) for path, leaf in trees.leaves_with_paths(params) if trees.is_trainable(leaf)]
         missing = sorted(self.widths.keys() - {path for path, _ in leaves})
@@ -102,9 +103,9 @@ def mup(
     init: str = "fan_in",
     optimizer: str = "adam",
 ) -> MupFactors:
-    """Factors by which the rates of a small model are right for a wide one, with no change of the model (μP).
+    """Compute μP factors that transfer hyperparameters from a small model to a wide one, without model changes.
 
-    With r_in and r_out the ratios of a leaf's fan-in and fan-out, target over base (table 3 of Tensor Programs V):
+    r_in and r_out are the ratios of a leaf's fan-in and fan-out, target over base (table 3 of Tensor Programs V):
 
     | factor on | input, vectors (only r_out ≠ 1) | hidden (both) | output (only r_in) |
     |---|---|---|---|
@@ -112,36 +113,35 @@ def mup(
     | initial values, drawn with a constant variance | 1 | 1/√r_in | 1/r_in |
     | rate, `"adam"` (and AdamW, Lion, RMSProp) | 1 | 1/r_in | 1/r_in |
     | rate, `"sgd"` | r_out | r_out/r_in | 1/r_in |
-    | rate, `"muon"` (scale "rms"; Adam beside it) | 1 | √(r_out/r_in)/√(growth of the larger fan) | 1/r_in |
-    | rate, `"muon_original"` (scale "original"; Adam beside it) | 1 | 1 | 1/r_in |
-    | rate, `"hyperball"` (Adam beside it) | 1 | 1 | 1 |
+    | rate, `"muon"` (scale "rms"; Adam for other leaves) | 1 | √(r_out/r_in)/√(growth of the larger fan) | 1/r_in |
+    | rate, `"muon_original"` (scale "original"; Adam for other leaves) | 1 | 1 | 1/r_in |
+    | rate, `"hyperball"` (Adam for other leaves) | 1 | 1 | 1 |
 
-    The best learning rate of the small model is then about that of the wide one. That is a claim about width: not
-    about depth, batch size or the length of the run. Three things the shapes do not show: an embedding that is also
-    the output layer (tied) has no factor of table 3, so multiply its logits by 1/r in the model, and it counts as
-    input; attention whose heads grow wider needs 1/d in place of 1/√d; and Adam's ε is relative to gradients that fall
-    with the width: keep it at 1e-12 or so.
+    The best learning rate of the small model then transfers approximately to the wide one. This holds for width, not
+    for depth, batch size or the length of the run. Three adjustments cannot be inferred from shapes: a tied embedding
+    and output layer has no factor in table 3, so multiply its logits by 1/r in the model, and it counts as input;
+    attention with wider heads needs 1/d in place of 1/√d; and Adam's ε is relative to gradients that shrink with the
+    width: set it to about 1e-12.
 
     Args:
-        base: The shapes of the small model's parameters, by `jax.eval_shape`, or its parameters.
-        target: Those of the wide one: the same tree and depth, no axis smaller.
-        delta: Those of a third model, for axes that are equal in base and target or only by accident different: an axis
-            is a width if it differs between base and delta; the ratio is target's over base's all the same.
-        axes: `axes(path, leaf) -> (in, out)`: the axes of each leaf that are its fan-in and fan-out, each a number,
-            several or None. By default the last two, (in, out) as in Flax, and of a vector the last, an output. Needed
-            for kernels [out, in] (`(1, 0)`), for stacked vectors [layers, d] and biases [heads, head_dim]
-            (`(None, out)`).
-        init: What the model's initializers draw with: `"fan_in"`, a variance of 1/fan_in, or `"constant"`.
-        optimizer: Which of the table: `"adam"`, `"sgd"`, `"muon"`, `"muon_original"` or `"hyperball"`.
+        base: The shapes of the small model's parameters, from `jax.eval_shape`, or its parameters.
+        target: The same of the wide model, with the same tree and depth and no smaller axis.
+        delta: The same of a third model, for axes that are equal in base and target or differ only by accident: an axis
+            is a width if it differs between base and delta; the ratio is still target over base.
+        axes: `axes(path, leaf) -> (in, out)`: the fan-in and fan-out axes of each leaf, each a number, several or None.
+            By default the last two, (in, out) as in Flax; for a vector the last, an output. Needed for kernels [out,
+            in] (`(1, 0)`), for stacked vectors [layers, d] and biases [heads, head_dim] (`(None, out)`).
+        init: The variance of the model's initializers: `"fan_in"` for 1/fan_in, or `"constant"`.
+        optimizer: The row of the table: `"adam"`, `"sgd"`, `"muon"`, `"muon_original"` or `"hyperball"`.
 
     Returns:
-        A `MupFactors`: `rates` for `scale_updates`, `decays` for `add_weight_decay`, `initial(params)`; `str()` is a
-        table. All trainable leaves are in it; where nothing grows, factors are exactly 1.
+        A `MupFactors`: `rates` for `scale_updates`, `decays` for `add_weight_decay`, `initial(params)`; `str()` formats
+        a table. It covers all trainable leaves; factors of leaves that do not grow are exactly 1.
 
     Raises:
-        TypeError: A leaf has no shape, or `axes` returns something else than a pair of axes.
-        ValueError: The trees do not match, a dimension shrinks, one grows that is neither in nor out (names the
-            path), or `init` or `optimizer` is not one of those.
+        TypeError: A leaf has no shape, or `axes` does not return a pair of axes.
+        ValueError: The trees do not match, a dimension shrinks, a dimension grows that is neither in nor out (names the
+            path), or `init` or `optimizer` is not one of the values above.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
@@ -173,7 +173,7 @@ def mup(
             raise TypeError(f"{name}={tree}: must be a tree of shapes or arrays, got {kind(tree)}")
     widths = widths_of(base, target, delta, axes)
     if not widths:
-        raise ValueError("target: has no floating-point leaf; give the shapes of the parameters that are trained")
+        raise ValueError("target: has no floating-point leaf; give the shapes of the trained parameters")
     rates = {path: _rate(one, optimizer) for path, one in widths.items()}
     return MupFactors(
         rates=rates,

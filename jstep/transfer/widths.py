@@ -1,4 +1,4 @@
-"""How much wider a leaf of a model is than in a smaller one: what feeds it, and what it feeds."""
+"""Width ratios of the leaves of two models: fan-in and fan-out of the wide model over the small one."""
 
 import dataclasses
 import math
@@ -11,20 +11,20 @@ from jstep.core import trees
 from jstep.core.checks import kind, shown
 
 WidthAxes: TypeAlias = Callable[[str, Any], Any]
-"""`axes(path, leaf) -> (in, out)`: each an axis, several, or None for no such axis."""
+"""`axes(path, leaf) -> (in, out)`: each an axis, several axes, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """How wide a leaf is.
+    """Width ratios of a leaf.
 
     Attributes:
         base: Its shape in the small model.
-        target: Its shape in the wide one.
+        target: Its shape in the wide model.
         r_in: The ratio of its fan-in, target over base.
-        r_out: That of its fan-out.
-        in_base: Its fan-in in the small model; 1 if no axis is one.
-        out_base: Its fan-out there, likewise.
+        r_out: The ratio of its fan-out, target over base.
+        in_base: Its fan-in in the small model; 1 without an input axis.
+        out_base: Its fan-out in the small model; 1 without an output axis.
     """
 
     base: tuple[int, ...]
@@ -36,7 +36,7 @@ class Widths:
 
     @property
     def kind(self) -> str:
-        """Which: "hidden" (wider both ways), "input" (only the outputs), "output" (only the inputs) or "none"."""
+        """Which axes are wider: "hidden" (inputs and outputs), "input" (outputs), "output" (inputs) or "none"."""
         return {(1, 1): "hidden", (0, 1): "input", (1, 0): "output", (0, 0): "none"}[self.r_in != 1, self.r_out != 1]
 
     @property
@@ -47,18 +47,18 @@ class Widths:
 
 
 def widths_of(base: Any, target: Any, delta: Any, axes: WidthAxes | None) -> dict[str, Widths]:
-    """The widths of all trainable leaves by their paths.
+    """Return the widths of all trainable leaves by path.
 
     Args:
         base: The shapes of the small model.
-        target: Those of the wide one.
-        delta: Those of a third one, or None: an axis is a width if it differs between base and delta.
-        axes: The axes of each leaf.
+        target: The shapes of the wide model.
+        delta: The shapes of a third model, or None: an axis is a width if it differs between base and delta.
+        axes: The input and output axes of each leaf, see `mup`.
 
     Raises:
-        TypeError: A leaf has no shape, or `axes` returns something else than a pair of axes.
-        ValueError: The trees do not match, an axis shrinks, or one is wide that is neither fed nor feeds; names the
-            path.
+        TypeError: A leaf has no shape, or `axes` does not return a pair of axes.
+        ValueError: The trees do not match, an axis shrinks, or a wider axis is neither an input nor an output; names
+            the path.
     """
     leaves = trees.leaves_with_paths(target)
     if not leaves:
@@ -78,19 +78,19 @@ def widths_of(base: Any, target: Any, delta: Any, axes: WidthAxes | None) -> dic
 
 
 def _like(target: Any, tree: Any, what: str) -> list[Any]:
-    # By their keys: modules of Equinox and others have their width in the structure.
+    # Compare keys, not structures: modules of Equinox and others store their width in the structure.
     keys, own = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(one)] for one in (target, tree))
     if keys == own:
         return jax.tree.leaves(tree)
     paths = [set(trees.paths_of(one)) for one in (target, tree)]
     missing, extra = sorted(paths[0] - paths[1])[:10], sorted(paths[1] - paths[0])[:10]
     if missing or extra:
-        told = f"it lacks {missing} and has {extra} besides"
+        difference = f"it lacks {missing} and has {extra} in addition"
     else:
-        told = f"{trees.structure(tree)} instead of {trees.structure(target)}"
+        difference = f"has {trees.structure(tree)} instead of {trees.structure(target)}"
     raise ValueError(
-        f"{what}: must have the structure of target, but {told}; both have to be one model at two widths, of the same "
-        "depth"
+        f"{what}: must have the structure of target, but {difference}; both must be the same model at two widths, of "
+        "the same depth"
     )
 
 
@@ -108,10 +108,11 @@ def _shape(leaf: Any, path: str, what: str) -> tuple[int, ...]:
 def _wide_axes(
     path: str, base: tuple[int, ...], target: tuple[int, ...], delta: tuple[int, ...], *, has_delta: bool
 ) -> list[int]:
-    """The axes that are widths.
+    """Return the axes that are widths.
 
     Raises:
-        ValueError: The numbers of axes differ, one shrinks, or one differs that delta says is not a width.
+        ValueError: The numbers of axes differ, an axis shrinks, or an axis differs although it is equal in base and
+            delta.
     """
     for what, shape in (("base", base), ("delta", delta)):
         if len(shape) != len(target):
@@ -134,7 +135,7 @@ def _wide_axes(
         if base[axis] != target[axis] and axis not in wide_axes:
             raise ValueError(
                 f"delta: axis {axis} of the leaf at {trees.quoted(path)} is {base[axis]} in base and delta, so not a "
-                f"width, but {target[axis]} in target; give target the same there, or delta another"
+                f"width, but {target[axis]} in target; make target equal to base there, or delta different"
             )
     return wide_axes
 
@@ -166,7 +167,7 @@ def _widths(
 
 
 def _pair_of_axes(path: str, leaf: Any, axes: WidthAxes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The input and the output axes of a leaf, counted from 0."""
+    """Return the input and output axes of a leaf as nonnegative indices."""
     ndim = len(getattr(leaf, "shape", ()))
     if axes is None:
         return (() if ndim < 2 else (ndim - 2,)), (() if ndim < 1 else (ndim - 1,))
@@ -187,5 +188,5 @@ def _counted(given: Any, ndim: int, path: str) -> tuple[int, ...]:
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise TypeError(f"axes: must return integers at {trees.quoted(path)}, got {shown(axis)}")
         if not -ndim <= axis < ndim:
-            raise ValueError(f"axes: the leaf at {trees.quoted(path)} has {ndim} axes, and no axis {axis}")
+            raise ValueError(f"axes: the leaf at {trees.quoted(path)} has {ndim} axes and no axis {axis}")
     return tuple(axis % ndim for axis in some)

@@ -198,7 +198,7 @@ def test_logs_that_are_in_trouble(tmp_path, capsys):
     assert "no step in common" in capsys.readouterr().err
     b.write_text('{"step": 2, "state"\n' + entry(4, w=2))
     assert main(["diff", str(a), str(b)]) == 2
-    assert "line 1 is no fingerprint" in capsys.readouterr().err
+    assert "line 1 is not a fingerprint" in capsys.readouterr().err
     b.write_text(entry(2, w=1) + entry(4, w=3)[:-9])  # a run that is writing, or was killed
     assert main(["diff", str(a), str(b)]) == 0
     b.write_text(json.dumps({"step": 2, "state": "f" * 16}) + "\n")

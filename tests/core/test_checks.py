@@ -65,7 +65,7 @@ def test_functions() -> None:
 
 def test_texts() -> None:
     assert checks.as_text("a", "name") == "a"
-    with pytest.raises(TypeError, match="name=3: must be a text, got an int"):
+    with pytest.raises(TypeError, match="name=3: must be a string, got an int"):
         checks.as_text(3, "name")
     with pytest.raises(ValueError, match="must not be empty"):
         checks.as_text("", "name")

@@ -150,7 +150,7 @@ def test_a_damaged_line_is_passed_over(tmp_path, caplog):
     path.write_text(first[:20] + "\n" + second)
     with caplog.at_level(logging.WARNING, "jstep"):
         run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
-    assert "line 1 is no fingerprint" in caplog.text
+    assert "line 1 is not a fingerprint" in caplog.text
     assert "other bits" not in caplog.text
 
 

@@ -99,7 +99,7 @@ def test_bools_are_bools(value):
         (lambda: QueueRunner("q", [len]), "queue='q': must be a FIFOQueue"),
         (lambda: QueueRunner(FIFOQueue(1), [len]).create_threads(3), "coord=3: must be a Coordinator"),
         (lambda: add_queue_runner(3), "qr=3: must be a QueueRunner"),
-        (lambda: start_queue_runners(collection=3), "collection=3: must be a text"),
+        (lambda: start_queue_runners(collection=3), "collection=3: must be a string"),
     ],
 )
 def test_errors_speak_of_the_argument(call, match):

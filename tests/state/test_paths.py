@@ -27,7 +27,7 @@ def test_what_is_no_state_and_no_field() -> None:
         with pytest.raises(TypeError, match="state: must be a TrainState, got"):
             act()
     for act in (lambda: jstep.get_slot(state, 3), lambda: jstep.get_slot(state, "m", 3)):
-        with pytest.raises(TypeError, match="must be a text, got an int"):
+        with pytest.raises(TypeError, match="must be a string, got an int"):
             act()
     assert jstep.get_slot(state, "nothing") is None
     assert jstep.get_slot(state, "m", "nothing") is None

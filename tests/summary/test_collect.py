@@ -260,7 +260,7 @@ def test_collections_are_names(collections):
 def test_bad_arguments():
     with pytest.raises(TypeError, match=r"fn=1\.0: must be a function"):
         collect(1.0)
-    with pytest.raises(TypeError, match="key=3: must be a text"):
+    with pytest.raises(TypeError, match="key=3: must be a string"):
         collect(model, key=3)
-    with pytest.raises(TypeError, match=r"key=.*: must be a text"):
+    with pytest.raises(TypeError, match=r"key=.*: must be a string"):
         merge_all(key=("summaries",))

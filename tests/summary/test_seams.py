@@ -39,7 +39,7 @@ def test_none_means_the_default():
         (lambda: summary.zero_fraction(None), TypeError, "value=None: must be an array of numbers"),
         (lambda: summary.image("x", jnp.ones((1, 2, 2, 1)), "3"), TypeError, "max_images='3': must be an integer"),
         (lambda: summary.merge(3), TypeError, "summaries=3: must be a list of summaries, got an int"),
-        (lambda: summary.merge_all(3), TypeError, "key=3: must be a text"),
+        (lambda: summary.merge_all(3), TypeError, "key=3: must be a string"),
         (lambda: summary.collect(3), TypeError, "fn=3: must be a function"),
         (lambda: summary.write_graph(lambda: 1.0, ".", "x", as_text="no"), TypeError, "as_text='no': must be True"),
         (lambda: summary.write_graph(lambda: 1.0, 3, "x"), TypeError, "logdir=3: must be a path"),

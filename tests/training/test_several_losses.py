@@ -191,7 +191,7 @@ def test_names_of_steps():
         ({"c": ("critic/*", critic_loss)}, {}, TypeError, r"loss_fn\['c'\]\[0\]='critic/\*': must be a function"),
         ({"c": (critic_loss, 3)}, {}, TypeError, r"loss_fn\['c'\]\[1\]=3: must be None, a predicate"),
         ({"": (critic_loss, None)}, {}, ValueError, "a name in loss_fn='': must not be empty"),
-        ({1: (critic_loss, None)}, {}, TypeError, "a name in loss_fn=1: must be a text"),
+        ({1: (critic_loss, None)}, {}, TypeError, "a name in loss_fn=1: must be a string"),
         (LOSSES, {"var_list": "*"}, ValueError, "var_list: must not be given beside a mapping"),
         (LOSSES, {"has_model_state": True}, ValueError, "has_model_state: must not be given beside a mapping"),
         (LOSSES, {"num_microbatches": 0}, ValueError, "num_microbatches=0"),
