@@ -1,4 +1,4 @@
-"""What a notebook shows of jstep's objects, for the pages: a script that makes it, and a hook of MkDocs that embeds it.
+"""Notebook outputs of jstep's objects for the pages: a script that makes them, and a MkDocs hook that embeds them.
 
     python docs/notebook.py    # writes docs/notebook/*.html
 

@@ -137,7 +137,7 @@ def _text(pair) -> str:
 
 
 def digits_loss(path: pathlib.Path) -> None:
-    """What the digits example logs, drawn by the command line."""
+    """The logs of the digits example, drawn by the command line."""
     with tempfile.TemporaryDirectory() as directory:
         run = [sys.executable, EXAMPLES / "digits.py", "--dir", directory]
         subprocess.run(run, check=True, cwd=directory, stdout=subprocess.DEVNULL)
@@ -147,7 +147,7 @@ def digits_loss(path: pathlib.Path) -> None:
 
 
 def plan(path: pathlib.Path) -> None:
-    """What will be."""
+    """A plan: hyperparameters over the steps, and when hooks are due."""
     rate = jstep.warmup_stable_decay(3e-4, warmup_steps=100, stable_steps=700, decay_steps=200)
     optimizer = jstep.adamw(rate, weight_decay=jstep.cosine_decay(0.1, 1000))
     hooks = [jstep.LoggingHook(every_n_steps=100), jstep.NanLossHook()]
@@ -217,7 +217,7 @@ def _losses(width, rates, batches, with_factors):
 
 
 def _minimum(rates, losses):
-    """Where the parabola through the five points around the smallest loss, in log rate, is smallest."""
+    """The minimum of the parabola, in log rate, through the five points around the smallest loss."""
     best = int(np.clip(np.argmin(losses), 2, len(rates) - 3))
     a, b, _ = np.polyfit(np.log2(rates[best - 2 : best + 3]), np.log(losses[best - 2 : best + 3]), 2)
     return 2 ** (-b / (2 * a))
@@ -425,7 +425,7 @@ def early_stopping(path: pathlib.Path) -> None:
 
 
 def goodput(path: pathlib.Path) -> None:
-    """Where the time of a run goes that is killed twice."""
+    """The time of a run that is killed twice, by its parts."""
     with tempfile.TemporaryDirectory() as folder:
         for kill_at in (200, 400, None):
             process = subprocess.Popen([sys.executable, __file__, "--language", folder])
@@ -485,7 +485,7 @@ def _svg(path: pathlib.Path, width: int, height: int, *parts: str) -> None:
 
 
 def clock(path: pathlib.Path) -> None:
-    """What reads the one step."""
+    """The parts of a run that read the global step."""
     readers = [
         ("batch\nbatches[N]", 20),
         ("key\nfold_in(key, N)", 170),

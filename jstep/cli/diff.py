@@ -85,7 +85,7 @@ def _side(path: str) -> _Side:
     elif not is_url(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is neither a directory nor a regular file")
     found = _log.read(path)
-    problems = [f"{path}: {problem}; the other lines are compared" for problem in found.damaged]
+    problems = [f"{path}: {problem}; the other lines are compared" for problem in found.corrupted]
     if not found.entries:
         why = problems[0] if problems else f"{path} is empty"
         raise ValueError(

@@ -42,13 +42,13 @@ class Log:
 
     Attributes:
         entries: Step → its last entry.
-        damaged: A description of the problem for each invalid line.
+        corrupted: A description of the problem for each invalid line.
         whole: The number of bytes up to the end of the last complete line; the rest is an interrupted write.
         torn: Whether there is such a rest.
     """
 
     entries: Mapping[int, Entry]
-    damaged: tuple[str, ...]
+    corrupted: tuple[str, ...]
     whole: int
     torn: bool
 
@@ -65,18 +65,18 @@ def read(path: str) -> Log:
 
 def parsed(data: bytes) -> Log:
     """Parse the bytes of a log."""
-    entries, damaged, at = {}, [], 0
+    entries, corrupted, at = {}, [], 0
     for number, raw in enumerate(data.splitlines(keepends=True), 1):
         entry = _entry(raw)
         last = at + len(raw) == len(data)
         if entry is None and last and not raw.endswith(b"\n"):
             break
         if entry is None and raw.strip():
-            damaged.append(f"line {number} is not a fingerprint: {shown(raw.decode(errors='replace').strip(), 60)}")
+            corrupted.append(f"line {number} is not a fingerprint: {shown(raw.decode(errors='replace').strip(), 60)}")
         elif entry is not None:
             entries[entry.step] = entry
         at += len(raw)
-    return Log(entries, tuple(damaged), at, at < len(data))
+    return Log(entries, tuple(corrupted), at, at < len(data))
 
 
 def _entry(raw: bytes) -> Entry | None:

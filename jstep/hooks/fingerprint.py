@@ -234,7 +234,7 @@ def _entries_of(path: str) -> dict[int, _log.Entry]:
         found = _log.read(path)
     except FileNotFoundError:
         return {}
-    for problem in found.damaged:
+    for problem in found.corrupted:
         _logger.warning("%s: %s; it is skipped", path, problem)
     return dict(found.entries)
 

@@ -19,7 +19,7 @@ Metrics = Mapping[str, Any]
 class Hook:
     """Callbacks around the steps of `train`. Subclass it, or define any of its methods.
 
-    Besides these, `train` only calls `get_state` and `set_state`.
+    In addition, `train` only calls `get_state` and `set_state`.
 
     Steps are integers on the host, the number of updates applied. Reading values of `state` or `metrics` waits for the
     device: do it only when due. A state that a hook stores is donated to the next step, which deletes its arrays: copy

@@ -1,0 +1,117 @@
+"""Public words use the field's terms: no phrase of the list below in strings, comments and pages."""
+
+import ast
+import inspect
+import io
+import pathlib
+import re
+import tokenize
+
+import pytest
+
+import jstep
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
+MODULES = [path for name in ("jstep", "examples", "docs") for path in sorted((ROOT / name).rglob("*.py"))]
+MODULES.append(ROOT / "jstep" / "__init__.pyi")
+
+# Phrase → what to write. Case matters only for `none` (not the value None) and `Besides` (the start of a sentence).
+BANNED = {
+    r"\b(goes|gone|going|go|went) on\b": "resumes, continues",
+    r"\b(makes?|made|making) (a|no|one|the|its|some|\d+) (further |next |single |more )?steps?\b": "run or take a step",
+    r"\bsteps? (is|are|was|were|have been|has been) made\b": "steps are run",
+    r"(?<!there )\b(is|are|was|were|be|being) no "
+    r"(?!(longer|more|less|later|earlier|larger|smaller|worse|better|such|greater|fewer|need)\b)": "is not a …",
+    r"(?<!there )\b(is|are|was|be) none\b": "is not one",
+    r"\bunless told\b": "by default",
+    r"\bbeg(in|an|un|ins|inning) anew\b": "start from scratch",
+    r"\bBesides\b": "Additionally",
+    r"\bendure[sd]?\b": "tolerate",
+    r"\bone's own\b": "custom, user-defined",
+    r"\bwhere (it|they) (lies?|lay)\b|\bhow (it|they) (is|are) laid\b": "placement, sharding",
+    r"\b(uses?|used|using) (it |the state |them |its state |a state )?up\b": "donate",
+    r"\bdamaged?\b": "corrupted",
+    r"\bforged\b": "malicious",
+    r"\bgone through\b": "split into microbatches",
+    r"\bless pains\b": "a lower optimization level",
+    r"\bis the truth\b": "source of truth",
+    r"\bevery bit\b": "bitwise",
+    r"\bhunts? for\b": "debugging",
+    r"\bsteering\b": "callbacks, early stopping",
+    r"\btold\b": "configured, given",
+    r"\basked\b": "requested, queried",
+    r"\banswer(s|ed|ing)\b": "returns, reports",
+    r"\bwhole or not (there|at all)\b": "atomic",
+    r"\bpassed over\b": "skipped",
+    r"\bwhat (becomes|comes) of\b": "say what it is",
+    r"\bwhat there is\b": "say what it is",
+    r"\bstoreys?\b": "packages, layers",
+    r"\bnobody\b": "name the part of the program",
+}
+
+
+def pattern_of(phrase: str) -> re.Pattern[str]:
+    return re.compile(phrase, 0 if "none" in phrase or "Besides" in phrase else re.IGNORECASE)
+
+
+PATTERNS = {pattern_of(phrase): instead for phrase, instead in BANNED.items()}
+
+
+def found_in(text: str) -> list[str]:
+    prose = re.sub(r"`[^`\n]*`", "`…`", text)  # code is code
+    return [
+        f"{match[0]!r} (write: {instead})" for pattern, instead in PATTERNS.items() for match in pattern.finditer(prose)
+    ]
+
+
+def words_of(module: pathlib.Path) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(module.read_text(encoding="utf-8")).readline)
+    return [token.string for token in tokens if token.type in (tokenize.STRING, tokenize.COMMENT)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages(page: pathlib.Path) -> None:
+    assert not found_in(page.read_text(encoding="utf-8"))
+
+
+def test_strings_and_comments() -> None:
+    found = {str(module.relative_to(ROOT)): found_in("\n".join(words_of(module))) for module in MODULES}
+    assert not {module: phrases for module, phrases in found.items() if phrases}
+
+
+def test_the_list_finds_what_it_bans() -> None:
+    dialect = "The run goes on. x is no number. The run makes a step. Besides, it is damaged. The step must be none."
+    assert len(found_in(dialect)) == 6
+    assert not found_in("There is no file, and x is no longer None. `told` is a name.")
+
+
+def riddles(module: pathlib.Path) -> list[str]:
+    """First lines of docstrings that do not say what the thing is."""
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = [
+        ast.get_docstring(n) for n in ast.walk(ast.parse(module.read_text(encoding="utf-8"))) if isinstance(n, nodes)
+    ]
+    return [doc.split("\n")[0] for doc in docs if doc and re.match(r"(What|Where|How|Whose) (?!.*\?)", doc)]
+
+
+def test_docstrings_begin_with_a_noun_or_an_imperative() -> None:
+    found = {str(module.relative_to(ROOT)): riddles(module) for module in MODULES if module.suffix == ".py"}
+    assert not {module: lines for module, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/tutorial/state-and-step.md"])
+def test_slots_are_defined_where_they_first_appear(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    sentence = next(
+        one for one in re.split(r"(?<=[.:])\s", text) if "slots" in re.sub(r"`[^`\n]*slots[^`\n]*`", "", one)
+    )
+    assert "optimizer state" in " ".join(sentence.split())
+
+
+def test_train_state_defines_slots() -> None:
+    first = inspect.getdoc(jstep.TrainState).split("\n\n")[:2]
+    assert "optimizer state" in " ".join(first)
+    assert "slots" in " ".join(first)
