@@ -18,7 +18,7 @@ def report_early_end(loop: LoopState, run_start: RunStart, last_step: int) -> No
     """
     start = run_start.step
     if loop.step == start and run_start.restored is not None:
-        _logger.info("the batches end at step %d, at which the run was restored: it is finished", start)
+        _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
     if loop.step == start:
         raise ValueError(

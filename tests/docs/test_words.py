@@ -32,7 +32,7 @@ BANNED = {
     r"\bendure[sd]?\b": "tolerate",
     r"\bone's own\b": "custom, user-defined",
     r"\bwhere (it|they) (lies?|lay)\b|\bhow (it|they) (is|are) laid\b": "placement, sharding",
-    r"\b(uses?|used|using) (it |the state |them |its state |a state )?up\b": "donate",
+    r"\b(uses?|used|using) (it|the state|its state|a state) up\b|\bstate is used up\b": "donate",
     r"\bdamaged?\b": "corrupted",
     r"\bforged\b": "malicious",
     r"\bgone through\b": "split into microbatches",

@@ -143,7 +143,7 @@ def test_a_torn_last_line_is_mended(tmp_path, cut):
     assert [line["step"] for line in lines(path)] == expected
 
 
-def test_a_damaged_line_is_passed_over(tmp_path, caplog):
+def test_a_corrupted_line_is_skipped(tmp_path, caplog):
     path = tmp_path / "log"
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     first, second = path.read_text().splitlines(keepends=True)
