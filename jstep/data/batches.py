@@ -27,7 +27,8 @@ def batches(
     """Batches by step: `batches[N]` is a pure function of the seed and N.
 
     Update N of a run uses batch N, so a restored run resumes with the right rows and no data position
-    needs to be saved. Each epoch contains every row once and has its own permutation:
+    needs to be saved. Each epoch has its own permutation of the rows and contains each at most once; with
+    `drop_remainder`, those that do not fill a batch at its end are left out. For a constant batch size:
 
         row i of batch N  =  permutation(seed, N // steps_per_epoch)[(N % steps_per_epoch)·batch_size + i]
 
@@ -45,8 +46,8 @@ def batches(
             returns the same rows, it is called once per batch. A list is one source of examples.
         batch_size: Global batch size, over all processes. A mapping from step to size is a schedule:
             `{0: 64, 1000: 128}` uses 64 from step 0 and 128 from step 1000. A new size takes effect
-            within the current epoch, which still contains every row once: its remaining rows form
-            batches of the new size, and `drop_remainder` applies to those that do not fill one.
+            within the current epoch, in which no row is repeated: its remaining rows form batches of the
+            new size, and `drop_remainder` applies to those that do not fill one.
         seed: Determines the permutations, together with the epoch; must not be negative.
         shuffle: Whether to shuffle the rows in each epoch; otherwise they keep their order.
         num_epochs: The number of epochs; None for an endless sequence.

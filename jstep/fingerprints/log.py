@@ -206,7 +206,7 @@ class Difference:
     def text(self) -> str:
         """Describe which leaves differ."""
         if self.leaves is None:
-            return "which leaves is not known (a log without leaves)"
+            return "which leaves differ is not known (a log without leaves)"
         names = ", ".join(self.leaves[:8]) + (f" and {len(self.leaves) - 8} more" if len(self.leaves) > 8 else "")
         other = len(self.first_only) + len(self.second_only)
         model = f"; {other} of them in only one of the two: fingerprints of another model" if other else ""

@@ -33,6 +33,10 @@ def one_cycle(
     Returns:
         A function from the step to a scalar; constant from step total_steps − 1.
 
+    Raises:
+        TypeError: A value is not a number, or `total_steps` not an integer.
+        ValueError: `total_steps` or a factor is not positive, or `pct_start` is not in [0, 1].
+
     Example:
         >>> import jstep
         >>> schedule = jstep.one_cycle(1.0, 100)

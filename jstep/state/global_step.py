@@ -117,7 +117,8 @@ def global_step(state: Any) -> int:
 
     Raises:
         TypeError: `state` neither is a step nor has one.
-        ValueError: The state's global step is None or not a scalar.
+        ValueError: The state's global step is None or not a scalar, or the state holds shapes.
+        RuntimeError: The state was donated to an earlier step.
 
     Example:
         >>> import jstep

@@ -74,6 +74,7 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
             omitted.
 
     Raises:
+        TypeError: `state` is not a TrainState, or `name` or `path` is not a string.
         ValueError: Several leaves share the path.
 
     Example:

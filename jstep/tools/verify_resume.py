@@ -29,9 +29,9 @@ class ResumeReport:
     """Result of `verify_resume`; true if resuming changes nothing.
 
     Attributes:
-        ok: Whether a resumed run ends in the same state, bit for bit.
+        ok: Whether a run that is resumed in a new process ends in the same state, bit for bit.
         first_difference: The path of the first leaf that differs; None if none does.
-        cause: The likely cause; empty if `ok`.
+        cause: The likely cause; empty if `ok`. Without a leaf that differs: why a new process would get other batches.
         differing: The paths of all leaves that differ.
     """
 

@@ -117,7 +117,7 @@ def test_without_leaves_the_step_is_told(tmp_path, caplog):
     run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log", per_leaf=False))
     with caplog.at_level(logging.WARNING, "jstep"):
         run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), batches=lambda step: batch(step + 1))
-    assert "which leaves is not known" in caplog.text
+    assert "which leaves differ is not known" in caplog.text
 
 
 def test_another_model_is_told(tmp_path, caplog):
