@@ -68,7 +68,7 @@ CASES: dict[str, Case] = {
     "clip_by_global_norm of a function": (
         lambda: jstep.clip_by_norm({"a": {"f": jnp.tanh}}, 1.0),
         TypeError,
-        ("'a/f'", "no array"),
+        ("'a/f'", "not an array"),
     ),
     "clip_by_value reversed": (lambda: jstep.clip_by_value(jnp.ones(2), 2, 1), ValueError, ("min", "2", "max", "1")),
     # Averages.

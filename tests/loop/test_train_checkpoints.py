@@ -111,7 +111,7 @@ def test_the_error_under_way_is_the_one_to_see(tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="failed at") as caught:  # noqa: PT012
         patched.setattr(jstep.Saver, "close", close)
         train(3, hooks=[calls], checkpoint_dir=tmp_path)
-    assert "Besides, the disk is full" in caught.value.__notes__
+    assert "Additionally, the disk is full" in caught.value.__notes__
 
 
 def test_a_failed_save_at_the_end_is_an_error(tmp_path):
