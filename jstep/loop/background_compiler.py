@@ -138,7 +138,7 @@ class BackgroundCompiler:
             self._begun = len(self._jobs)
         self._closed.set()
         if self._thread is not None and self._thread.is_alive():
-            _logger.info("the compiler is at work on a later program and cannot be stopped: the process ends after it")
+            _logger.info("a compilation in the background cannot be stopped: the process ends when it has finished")
 
     def _next(self) -> int | None:
         """The index of the job to start now, or None."""
