@@ -31,7 +31,7 @@ class LoggingHook(ReportingHook):
         every_n_steps: Interval in steps.
         every_n_secs: Interval in seconds. If both are given, whichever comes first.
         counter: The `StepCounterHook` whose rate to log; None for that of `train`.
-        leave_out: A function that returns names to omit, such as hyperparameters that never change.
+        leave_out: A function without arguments that returns names to omit, such as hyperparameters that never change.
         level: The level of the log lines.
         mean: Whether to log means over the steps since the last line, in place of the values of the step.
         clock: Returns seconds; replaced in tests.

@@ -23,7 +23,8 @@ class SummarySaverHook(ReportingHook):
         save_secs: Interval in seconds. If both are given, whichever comes first.
         histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`, `"params/dense/*"`) and slots
             (`"slots/m/*"`); a string or several.
-        leave_out: A function that returns names of metrics to omit, such as hyperparameters that never change.
+        leave_out: A function without arguments that returns names of metrics to omit, such as hyperparameters that
+            never change.
         mean: Whether to write means over the steps since the last summary, in place of the values of the step. They are
             written a little later, when they have arrived from the device. Summaries among the metrics are always those
             of the step.
