@@ -32,11 +32,12 @@ class SummaryWriter:
     In a run of several processes only process 0 writes; on the others the methods do nothing.
 
     Args:
-        logdir: The directory; created if it does not exist. TensorBoard treats each directory as a run; it should not be
-            the `logdir` of `train`, whose restart marks hide the points of another writer. It can be the URL of an object store, `gs://bucket/run` or `s3://bucket/run`: events are buffered in memory and uploaded
-            at most every 10 seconds or `flush_secs`, whichever is longer, by `flush` and by `close`; past a megabyte
-            the next object is started. A failed upload is retried, and `close` raises if it keeps failing. A process
-            that is killed loses the events that it has not uploaded.
+        logdir: The directory; created if it does not exist. TensorBoard treats each directory as a run. Do not use the
+            `logdir` of `train`: its restart marks hide the points of another writer. The logdir can be the URL of an
+            object store, `gs://bucket/run` or `s3://bucket/run`: events are buffered in memory and uploaded at most
+            every 10 seconds or `flush_secs`, whichever is longer, by `flush` and by `close`; past a megabyte the next
+            object is started. A failed upload is retried, and `close` raises if it keeps failing. A process that is
+            killed loses the events that it has not uploaded.
         graph: A graph to write at once, as for `add_graph`.
         max_queue: Number of buffered events at which they are written to the file. (In TensorFlow, the caller waited at
             that number.)
