@@ -1,14 +1,11 @@
 """Sums of fingerprints over arrays on devices: each element is read once, on the device of its shard."""
 
-import contextlib
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.memory import on_devices
 from jstep.fingerprints.host import host_sums
@@ -92,27 +89,3 @@ def _summed(leaves: list[Any], keys: Any) -> Any:
 
 FORMS = {"stacked": _stacked, "apart": _apart, "summed": _summed}
 """The form of the result for n leaves: `[n, 2]`, n arrays `[2]`, or their sum `[2]`."""
-
-
-@functools.cache
-def _compiled(form: str, mesh: Any) -> Any:
-    return jax.jit(FORMS[form], out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
-
-
-def of_one_place(form: str, leaves: list[Any], keys: Any, mesh: Any) -> Any:
-    """Compute one of `FORMS` for arrays with the same `place_of`; the result is replicated over the mesh.
-
-    The caller's current mesh is ignored in favor of the mesh of the arrays.
-    """
-    with contextlib.nullcontext() if mesh is None or mesh == jax.sharding.get_mesh() else jax.set_mesh(mesh):
-        return _compiled(form, mesh)(leaves, keys)
-
-
-def place_of(leaf: Any) -> tuple[Any, Any]:
-    """Return a key for the devices of an array, None if JAX may choose them; and its mesh, if any."""
-    sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
-        return tuple(sharding.mesh.devices.flat), sharding.mesh
-    if not leaf.committed:
-        return None, None
-    return tuple(sorted(sharding.device_set, key=lambda device: device.id)), None

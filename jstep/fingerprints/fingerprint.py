@@ -10,6 +10,7 @@ import numpy as np
 from jstep.core import contexts, trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.compile_only import refuse_shapes
+from jstep.core.places import compute_on, places_of
 from jstep.fingerprints import device
 from jstep.fingerprints.host import host_sums
 from jstep.fingerprints.mix import U, leaf_key, sealed
@@ -133,26 +134,14 @@ def _sum(found: Sequence[Any]) -> Any:
 
 def _by_place(leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: str) -> list[tuple[list[int], Any]]:
     """Compute the fingerprints, with one call for all leaves on the same devices, and for leaves in host memory."""
-    places: dict[Any, list[int]] = {}
-    meshes: dict[Any, Any] = {}
-    on_host = []
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array):
-            place, mesh = device.place_of(leaf)
-            places.setdefault(place, []).append(number)
-            meshes.setdefault(place, mesh)
-        else:
-            on_host.append(number)
-    if None in places and len(places) > 1:  # uncommitted leaves join the others
-        anywhere = places.pop(None)
-        next(iter(places.values())).extend(anywhere)
-    parts = []
-    for place, numbers in places.items():
+    places = places_of(leaves)
+    parts: list[tuple[list[int], Any]] = []
+    for numbers, mesh in places.on_devices:
         some = [leaves[number] for number in numbers]
-        parts.append((numbers, device.of_one_place(form, some, keys[np.array(numbers)], meshes[place])))
-    if on_host:
-        of_host = _of_host([leaves[number] for number in on_host], keys[np.array(on_host)])
-        parts.append((on_host, of_host.sum(axis=0, dtype=U) if form == "summed" else of_host))
+        parts.append((numbers, compute_on(mesh, device.FORMS[form], some, keys[np.array(numbers)])))
+    if places.on_host:
+        of_host = _of_host([leaves[number] for number in places.on_host], keys[np.array(places.on_host)])
+        parts.append((places.on_host, of_host.sum(axis=0, dtype=U) if form == "summed" else of_host))
     return parts
 
 
