@@ -92,6 +92,7 @@ class RunInfo:
         stop_requested: Returns whether a signal requests a stop; must be called equally often on all processes.
         dispatched: The steps that were dispatched to the devices, a `DispatchedSteps`.
         watch: The stopwatch of the run.
+        current_state: Returns the state after the latest step, with the changes that hooks made.
     """
 
     last_step: int
@@ -107,6 +108,7 @@ class RunInfo:
     stop_requested: Callable[[], bool] = lambda: False
     dispatched: Any = None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+    current_state: Callable[[], Any] = lambda: None
 
 
 def name_of(hook: Any) -> str:

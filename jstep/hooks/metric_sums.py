@@ -9,17 +9,24 @@ import numpy as np
 
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import Metrics
-from jstep.hooks.metric_sums_layout import LOSS, Layout, Part
-from jstep.hooks.metric_sums_program import BAD, TOO_MANY, VALUE
+from jstep.hooks.metric_sums_layout import GRAD_NORM, LOSS, Layout, Part
+from jstep.hooks.metric_sums_program import BAD, BAD_GRADIENTS, GRADIENTS, TOO_MANY, VALUE
 from jstep.hooks.skipped_updates import SKIPPED, SkipMetric
 from jstep.hooks.values import host, shown
 
 
 class BadStep(NamedTuple):
-    """A step whose loss is not finite and whose update was applied."""
+    """A step whose loss is not finite and whose update was applied.
+
+    Attributes:
+        step: The step.
+        loss: Its loss.
+        gradients: The number of consecutive steps up to this one whose `grad_norm` is not finite.
+    """
 
     step: int
     loss: float
+    gradients: int
 
 
 class MetricSums:
@@ -88,7 +95,7 @@ class MetricSums:
             self._layouts[(*key, len(self._layouts))] = old  # its sums have not been taken yet
         skip = self._skip_metric()
         if not self._has_means:
-            metrics = {name: value for name, value in metrics.items() if name in (LOSS, skip)}
+            metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
         layout = self._layouts[key] = Layout(metrics, stacked, self._limits, frozenset(self._constants()), skip)
         return layout
 
@@ -128,8 +135,20 @@ class Interval:
 
     def first_bad(self) -> BadStep | None:
         """The first step whose loss was not finite and whose update was applied; waits for the device."""
-        bad = [BadStep(part.step_of(int(row[BAD])), float(row[VALUE])) for part, row in self._rows if row[BAD] >= 0]
+        bad = [
+            BadStep(part.step_of(int(row[BAD])), float(row[VALUE]), int(row[BAD_GRADIENTS]))
+            for part, row in self._rows
+            if row[BAD] >= 0
+        ]
         return min(bad, default=None)
+
+    def nonfinite_gradients(self) -> int | None:
+        """The number of consecutive steps, up to the last one, whose `grad_norm` is not finite; waits for the device.
+
+        None if there are no steps.
+        """
+        last = [(part.step_of(part.steps - 1), int(row[GRADIENTS])) for part, row in self._rows]
+        return max(0, max(last)[1]) if last else None
 
     def first_over_limit(self) -> int | None:
         """The step at which the limit of consecutive skipped updates was reached; waits for the device."""

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core.contexts import internal_transfers
 from jstep.hooks import metric_sums_program
 from jstep.hooks.hook import Metrics
-from jstep.hooks.metric_sums_program import SKIPS
+from jstep.hooks.metric_sums_program import STREAKS
 from jstep.hooks.values import host, is_number, is_numeric
 
-LOSS = "loss"
+LOSS, GRAD_NORM = "loss", "grad_norm"
 _CALLS, _VALUES = 16, 128
 """The maximum number of calls, and of values, to add in one dispatch, which costs as much as a small step."""
 
@@ -52,8 +52,9 @@ class Layout:
         if loss is None and isinstance(metrics.get(LOSS), jax.Array) and is_numeric(metrics[LOSS]):
             loss = -1  # several numbers per step, or a constant
         self._wanted = [*devices, LOSS] if loss == -1 else devices
+        index = {name: i for i, name in enumerate(self.names)}
         self._program = metric_sums_program.program(
-            loss, self.names.index(skip) if skip in self.names else None, stacked
+            loss, None if skip is None else index.get(skip), index.get(GRAD_NORM), stacked
         )
         self._room = 1 if stacked or loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(devices))))
         values = [metrics[name] for name in self._wanted]
@@ -108,10 +109,10 @@ class Layout:
             self.sums = self._program(self.sums, calls, plain, np.int32(count))
 
     def resume_from(self, sums: Any) -> None:
-        """Continues the counts of consecutive skipped steps of another layout."""
+        """Continues the counts of consecutive steps of another layout."""
         if self.sums is not None:
             with internal_transfers(), _without_nan_checks():
-                self.sums = metric_sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
+                self.sums = metric_sums_program.with_streaks(self.sums, host(sums)[:, STREAKS])
 
     def take(self, number: int) -> Part | None:
         """Returns the sums that a subscriber has not taken yet; None if there are no new steps."""

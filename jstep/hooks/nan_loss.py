@@ -6,8 +6,9 @@ from typing import Any
 from jstep.core.checks import as_bool, as_int
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import Metrics, RunInfo
-from jstep.hooks.metric_sums import BadStep, Interval, MetricSums
+from jstep.hooks.metric_sums import Interval, MetricSums
 from jstep.hooks.metric_sums_layout import LOSS
+from jstep.hooks.nonfinite_params import NAN, NonfiniteParams, listed
 from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState, global_step
 
@@ -15,12 +16,12 @@ _logger = logging.getLogger("jstep")
 
 
 class NanLossDuringTrainingError(RuntimeError):
-    """The loss was NaN or infinite, or too many consecutive updates were skipped.
+    """The loss or a parameter was NaN or infinite, or too many consecutive updates were skipped.
 
     Attributes:
-        step: The step of the update that has this loss, or that reached the limit of skipped updates.
-        prevents_saving: Whether the last state of the run must not be saved: True for a loss that is not finite, False
-            if the run ended because too many consecutive updates were skipped.
+        step: The step of the update that has this loss or this gradient, or that reached the limit of skipped updates.
+        prevents_saving: Whether the last state of the run must not be saved: True for a loss or a parameter that is not
+            finite, False if the run ended because too many consecutive updates were skipped.
     """
 
     def __init__(self, message: str, step: int, *, prevents_saving: bool = True) -> None:
@@ -35,10 +36,14 @@ class NanLossHook(RunHook):
     """Stops the run when the loss is NaN or infinite, and names the step.
 
     All losses are checked on the device. The hook reads the result one interval later, when it has long been computed,
-    and also before each checkpoint and at the end, so `train` saves no checkpoint after a NaN loss. If a finite loss
-    has a gradient that is not finite, only the next loss shows it, and a checkpoint between the two contains the bad
-    update. Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count, so the hook can
-    be combined with these guards. A custom step reports a skipped update by a metric `skipped`, 1 or 0.
+    and also before each checkpoint and at the end. There it also checks the parameters, because a finite loss can have
+    a gradient that is not finite, which only the next loss would show. `train` therefore saves no checkpoint with a
+    parameter that became NaN or infinite during the run. If such a gradient came first, the metric `grad_norm`
+    (`minimize(metrics=["grad_norm"])`), if there is one, tells its step. Parameters that contain NaN when the run
+    begins are logged.
+
+    Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count, so the hook can be
+    combined with these guards. A custom step reports a skipped update by a metric `skipped`, 1 or 0.
 
     Args:
         every_n_steps: Interval in steps between checks; at its multiples, the losses up to the previous one are read.
@@ -66,6 +71,9 @@ class NanLossHook(RunHook):
         self._held: Interval | None = None
         self._looked = 0
         self._bad = self._over = False
+        self._gradients = 0
+        self._at_start: NonfiniteParams | None = None
+        self._nan_at_start: list[str] = []
 
     def use_run(self, run: RunInfo) -> None:
         """Uses the sums of the run."""
@@ -80,6 +88,8 @@ class NanLossHook(RunHook):
         self._held = None
         with internal_transfers():
             self._looked, self._bad, self._over = global_step(state), False, False
+        self._began, self._gradients, self._nan_at_start = self._looked, 0, []
+        self._at_start = None if self.run is None else NonfiniteParams(state)
 
     def close(self) -> None:
         """Releases the run."""
@@ -106,21 +116,24 @@ class NanLossHook(RunHook):
         return self._bad or self._over
 
     def before_save(self, step: int) -> bool:
-        """Checks all losses so far; returns True, to prevent the save, if one of them is not finite.
+        """Checks all losses so far and the parameters; returns True, to prevent the save, if one is not finite.
 
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
         """
         self._look_at_all()
+        if self.run is not None:
+            self._look_at_params(step, self.run.current_state())
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
-        """Checks the remaining losses.
+        """Checks the remaining losses and the parameters.
 
         Raises:
-            NanLossDuringTrainingError: One of the losses is not finite.
+            NanLossDuringTrainingError: One of them is not finite.
         """
         self._look_at_all()
+        self._look_at_params(step, state)
 
     def _look_at_all(self) -> None:
         before, self._held = self._held, None
@@ -130,11 +143,18 @@ class NanLossHook(RunHook):
     def _look_at(self, interval: Interval | None) -> None:
         if interval is None or self._bad or self._over:
             return
+        self._warn_of_nan_at_start()
+        gradients = interval.nonfinite_gradients()
+        self._gradients = self._gradients if gradients is None else gradients
         bad, over = interval.first_bad(), interval.first_over_limit()
         if bad is not None and (over is None or bad.step <= over):
             # Set before raising, so that the state is not saved when the run fails.
             self._bad = True
-            self._stop(_nan_message(bad), bad.step, prevents_saving=True)
+            origin = bad.step - max(0, bad.gradients - 1)
+            message = f"the loss is {bad.loss} at step {bad.step} (the update {bad.step - 1} → {bad.step})"
+            if origin < bad.step:
+                message += f", after a gradient that is not finite {_at(origin)}"
+            self._stop(message + _advice(origin) + self._about_start(), origin, prevents_saving=True)
         elif over is not None:
             self._over = True
             self._bad = bad is not None
@@ -146,18 +166,53 @@ class NanLossHook(RunHook):
                 prevents_saving=self._bad,
             )
 
+    def _look_at_params(self, step: int, state: TrainState) -> None:
+        """Checks the parameters; they are up to date with the losses that were checked."""
+        if self._at_start is None or self._bad or self._over or step == self._began:
+            return
+        worse = NonfiniteParams(state).worse_than(self._at_start)
+        if not worse:
+            return
+        self._bad = True
+        numbers = "NaN" if NAN in worse.values() else "infinite numbers"
+        origin = step - max(0, self._gradients - 1)
+        why = (
+            f"the gradient is not finite {_at(origin)}"
+            if self._gradients
+            else 'an update made them; with minimize(metrics=["grad_norm"]) this hook tells which one'
+        )
+        message = f"the parameters contain {numbers} after step {step}, though each loss is finite: {listed([*worse])}"
+        self._stop(f"{message}; {why}" + _advice(origin), origin, prevents_saving=True)
+
+    def _warn_of_nan_at_start(self) -> None:
+        if self._at_start is None or self._nan_at_start:
+            return
+        self._nan_at_start = self._at_start.with_nan()
+        if self._nan_at_start:
+            _logger.warning("NanLossHook: %s", self._about_start().strip())
+
+    def _about_start(self) -> str:
+        if not self._nan_at_start:
+            return ""
+        return (
+            f" {listed(self._nan_at_start)} contained NaN when this run began, at step {self._began}: delete the "
+            "checkpoint of that step, and the run resumes from the one before it."
+        )
+
     def _stop(self, message: str, step: int, *, prevents_saving: bool) -> None:
         if self._fail:
             raise NanLossDuringTrainingError(message, step, prevents_saving=prevents_saving)
         _logger.warning("%s Stopping.", message)
 
 
-def _nan_message(bad: BadStep) -> str:
-    step = bad.step
+def _at(step: int) -> str:
+    return f"at step {step} (the update {step - 1} → {step})"
+
+
+def _advice(step: int) -> str:
     return (
-        f"the loss is {bad.loss} at step {step} (the update {step - 1} → {step}). Look at batch {step - 1}, lower the "
-        "learning rate, clip gradients, or guard with jstep.skip_nonfinite: this hook does not count updates that it "
-        "skips, and the run resumes from the same checkpoint_dir. To find the operation: replay = "
-        f"jstep.replay(train_step, state, batches, checkpoint_dir, {step - 1}), then "
+        f". Look at batch {step - 1}, lower the learning rate, clip gradients, or guard with jstep.skip_nonfinite: "
+        "this hook does not count updates that it skips, and the run resumes from the same checkpoint_dir. To find the "
+        f"operation: replay = jstep.replay(train_step, state, batches, checkpoint_dir, {step - 1}), then "
         "jstep.find_nonfinite(train_step, replay.state, *replay.args)."
     )

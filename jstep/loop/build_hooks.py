@@ -105,6 +105,7 @@ def build_hooks(
         stop_requested=stop_requested,
         dispatched=programs.dispatched,
         watch=callbacks.watch,
+        current_state=callbacks.current_state,
     )
     for hook in hooks:
         if isinstance(hook, RunHook):

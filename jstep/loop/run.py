@@ -86,7 +86,12 @@ class Run:
                 self._programs.cards = cards_of(write, self._options, self._stages, start, batches, stack)
                 written = recorder.before_save
                 callbacks = SaverCallbacks(
-                    self._positions, self._stopped_by, self._before_save, recorder.watch, written
+                    self._positions,
+                    self._stopped_by,
+                    self._before_save,
+                    recorder.watch,
+                    written,
+                    lambda: self._loop.state,
                 )
                 hook_set = self._hook_set = build_hooks(
                     self._options, start, self._programs, callbacks, stack, self._signals.to_stop

@@ -27,6 +27,7 @@ class SaverCallbacks(NamedTuple):
         before_save: Called before each save; if it returns True, nothing is saved.
         watch: The stopwatch of the run.
         account: Writes the times to the timeline; called when a save is certain, before it.
+        current_state: Returns the state after the latest step.
     """
 
     positions: Callable[[], dict[str, Any]]
@@ -34,6 +35,7 @@ class SaverCallbacks(NamedTuple):
     before_save: Callable[[int], bool]
     watch: Stopwatch
     account: Callable[[], None]
+    current_state: Callable[[], TrainState]
 
 
 class RunSaverHook(CheckpointSaverHook):

@@ -13,6 +13,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.notes import note
 from jstep.distributed import agreement
 from jstep.hooks import CheckpointSaverHook
+from jstep.hooks.nonfinite_params import NonfiniteParams, listed
 from jstep.hooks.skipped_updates import is_bad_loss
 from jstep.hooks.values import host
 from jstep.loop.run_steps import LoopState
@@ -64,6 +65,8 @@ def _saved(
     if is_loss_nonfinite(loop, skip_metric):
         return ", and is not saved: its loss is not finite"
     try:
+        if nan := NonfiniteParams(loop.state).with_nan():
+            return f", and is not saved: {listed(nan)} contain{'s' if len(nan) == 1 else ''} NaN"
         saved = [saver.save(loop.step, loop.state, wait=True) for saver in savers]
         if not all(saved):
             return ", and is not saved, as a hook demands"

@@ -52,7 +52,7 @@ class Steps(jstep.Hook):
 
 
 def one_round(number, compiled):
-    """Seconds of the steps, and of each compilation in the background, in order; the first program may be among them."""
+    """Seconds of the steps, and of the compilations in the background, in order, perhaps with the first program."""
     optimizer = jstep.adam(1e-4)
     weights = list(np.random.default_rng(1).normal(size=(LAYERS, WIDTH)).astype(np.float32))
     data = jstep.batches(

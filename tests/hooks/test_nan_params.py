@@ -1,0 +1,182 @@
+"""`NanLossHook` and parameters that are not finite although each loss is."""
+
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jstep
+from jstep.hooks.nonfinite_params import FINITE, INFINITE, NAN, NonfiniteParams
+
+BAD = 6  # the update BAD − 1 → BAD has a finite loss whose gradient is not
+DATA = [0.0 if n == BAD - 1 else 1.0 for n in range(40)]
+
+
+def root_loss(params, x):
+    return jnp.sqrt(x * jnp.sum(params["w"] ** 2))  # the derivative at 0 is NaN: infinity times zero
+
+
+def batches(step):
+    return np.float32(DATA[step])
+
+
+def run(last_step=20, *, hooks=None, optimizer=None, metrics=(), loss_fn=root_loss, params=None, **options):
+    optimizer = optimizer or jstep.adamw(1e-2)
+    state = jstep.TrainState.create(params or {"w": jnp.ones(2), "other": {"v": jnp.ones(3)}}, optimizer)
+    step = jstep.minimize(loss_fn, optimizer, metrics=metrics)
+    hooks = [jstep.NanLossHook(every_n_steps=3)] if hooks is None else hooks
+    return step, state, jstep.train(step, state, batches, last_step, hooks=hooks, progress=False, **options)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("metrics", [(), ("grad_norm",)])
+@pytest.mark.parametrize("save_steps", [2, 3, 4])
+def test_nan_made_by_the_gradient_is_never_saved(tmp_path, save_steps, metrics, steps_per_call):
+    with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
+        run(
+            metrics=metrics, checkpoint_dir=tmp_path, save_checkpoint_steps=save_steps, steps_per_call=steps_per_call
+        )  # fmt: skip
+    assert jstep.Saver(tmp_path).all_steps() == list(range(save_steps, BAD, save_steps))
+    saved_at_once = BAD % save_steps == 0
+    assert caught.value.step == BAD if metrics or saved_at_once else BAD + 1
+    assert caught.value.prevents_saving
+    text = str(caught.value)
+    if saved_at_once:
+        assert "params/w" in text
+        assert f"contain NaN after step {BAD}, though each loss is finite" in text
+    if metrics:
+        assert f"the gradient is not finite at step {BAD}" in text or f"not finite at step {BAD} (the update" in text
+    assert f"checkpoint_dir, {caught.value.step - 1})" in text
+
+
+def test_the_step_that_grad_norm_tells_leads_to_the_operation(tmp_path):
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="after a gradient that is not finite") as caught:
+        run(metrics=["grad_norm"], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    optimizer = jstep.adamw(1e-2)
+    step = jstep.minimize(root_loss, optimizer, metrics=["grad_norm"])
+    fresh = jstep.TrainState.create({"w": jnp.ones(2), "other": {"v": jnp.ones(3)}}, optimizer)
+    found = jstep.replay(step, fresh, batches, tmp_path, step=caught.value.step - 1)
+    assert jstep.find_nonfinite(step, found.state, *found.args) is not None
+    assert float(found.args[0]) == 0.0
+
+
+def test_nan_in_the_last_update_is_an_error_at_the_end():
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="params/w; an update made them; with minimize"):
+        run(BAD)
+    hook = jstep.NanLossHook(fail_on_nan_loss=False)
+    _, _, state = run(BAD, hooks=[hook])
+    assert jnp.isnan(state.params["w"]).all()
+
+
+def test_a_hook_that_does_not_raise_prevents_the_save(tmp_path, caplog):
+    run(hooks=[jstep.NanLossHook(fail_on_nan_loss=False)], checkpoint_dir=tmp_path, save_checkpoint_steps=BAD)
+    assert jstep.Saver(tmp_path).all_steps() == []
+    assert "params/w" in caplog.text
+
+
+def edge_loss(params, x):
+    scores = params["w"] + jax.lax.stop_gradient(params["mask"])
+    return jnp.sqrt(params["b"] + x) + jnp.sum(jax.nn.softmax(scores) ** 2)  # the derivative by b at 0 is infinite
+
+
+def masked():
+    return {"w": jnp.ones(3), "mask": jnp.array([0.0, -jnp.inf, 0.0]), "b": jnp.zeros(())}
+
+
+def edge_run(optimizer, directory, first):
+    step = jstep.minimize(edge_loss, optimizer, metrics=["grad_norm"])
+    state = jstep.TrainState.create(masked(), optimizer)
+    norms = []
+    hooks = [
+        jstep.NanLossHook(every_n_steps=1),
+        jstep.MetricsHook(lambda step, values: norms.append(values["grad_norm"]), every_n_steps=1),
+    ]
+    options = {"checkpoint_dir": directory, "save_checkpoint_steps": 1}
+    jstep.train(step, state, lambda n: np.float32(first if n == 0 else 1.0), 4, hooks=hooks, progress=False, **options)
+    return norms
+
+
+def test_infinity_counts_if_an_update_made_it_and_a_mask_of_infinities_does_not(tmp_path):
+    sgd = jstep.gradient_descent(1e-9)
+    edge_run(sgd, tmp_path / "finite", 1.0)
+    assert jstep.Saver(tmp_path / "finite").all_steps() == [1, 2, 3, 4]
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"contain infinite numbers after step 1.*params/b; "):
+        edge_run(sgd, tmp_path / "infinite", 0.0)
+    assert jstep.Saver(tmp_path / "infinite").all_steps() == []
+
+
+def test_infinite_gradients_that_clipping_makes_finite_do_not_stop_the_run(tmp_path):
+    optimizer = jstep.chain(jstep.clip_gradients(by_value=(-1.0, 1.0)), jstep.gradient_descent(1e-9))
+    norms = edge_run(optimizer, tmp_path, 0.0)
+    assert [math.isfinite(norm) for norm in norms] == [False, True, True, True]
+    assert jstep.Saver(tmp_path).all_steps() == [1, 2, 3, 4]
+
+
+def test_gradients_of_skipped_updates_are_not_blamed():
+    guarded = jstep.skip_nonfinite(jstep.adamw(1e-2))
+    data = [*DATA[:8], math.nan, *DATA[9:]]
+    step = jstep.minimize(root_loss, guarded, metrics=["grad_norm"])
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, guarded)
+    hooks = [jstep.NanLossHook(every_n_steps=1)]
+    state = jstep.train(step, state, lambda n: np.float32(data[n]), 12, hooks=hooks, progress=False)
+    assert jnp.isfinite(state.params["w"]).all()
+
+
+def test_nan_that_a_checkpoint_holds_is_named(tmp_path, caplog):
+    for optimizer, ends in ((jstep.adamw(1e-2), False), (jstep.skip_nonfinite(jstep.adamw(1e-2)), True)):
+        poisoned = jstep.TrainState.create(
+            {"w": jnp.array([1.0, math.nan]), "other": {"v": jnp.ones(3)}}, optimizer, global_step=7
+        )
+        directory = tmp_path / str(ends)
+        with jstep.Saver(directory) as saver:
+            saver.save(poisoned)
+        caplog.clear()
+        if ends:
+            run(optimizer=optimizer, checkpoint_dir=directory)
+        else:
+            with pytest.raises(jstep.NanLossDuringTrainingError, match="params/w contained NaN when this run began"):
+                run(optimizer=optimizer, checkpoint_dir=directory)
+        said = [record for record in caplog.records if "contained NaN when this run began, at step 7" in record.message]
+        assert [record.levelno for record in said] == [logging.WARNING]
+
+
+def test_the_state_of_another_hooks_error_is_not_saved_with_nan(tmp_path):
+    def stop(step, state, metrics):
+        if not math.isfinite(float(metrics["grad_norm"])):
+            raise ValueError("my check")
+
+    with pytest.raises(ValueError, match="my check") as caught:
+        run(hooks=[jstep.every(1, stop)], metrics=["grad_norm"], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    assert jstep.Saver(tmp_path).all_steps() == [4]
+    assert "is not saved: params/w contains NaN" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_contents_of_arrays_everywhere(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    x = np.ones((8, 8), np.float32)
+    x[3, 5] = math.nan
+    params = {
+        "split": jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", "model"))),
+        "rows": jax.device_put(np.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data"))),
+        "one": jnp.array(-jnp.inf),
+        "device": jax.device_put(jnp.ones(3), jax.devices()[3]),
+        "host": np.array([1.0, np.inf]),
+        "half": jnp.array([math.nan, 1], jnp.bfloat16),
+        "quarter": jnp.ones(4, jnp.float8_e4m3fn),
+        "complex": jnp.array([complex(0, math.inf)]),
+        "int": jnp.arange(3),
+        "key": jax.random.key(0),
+        "empty": jnp.zeros((0, 3)),
+        "none": None,
+    }
+    contents = NonfiniteParams(jstep.TrainState(params, {}, jnp.int32(0))).contents()
+    assert contents == {
+        "params/split": NAN, "params/rows": FINITE, "params/one": INFINITE, "params/device": FINITE,
+        "params/host": INFINITE, "params/half": NAN, "params/quarter": FINITE, "params/complex": INFINITE,
+    }  # fmt: skip
+    assert NonfiniteParams(object()).contents() == {}
