@@ -5,9 +5,9 @@ from typing import Any
 
 from jax.extend import core
 
+from jstep.core.equations import is_differentiated
+
 _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
-_OF_THE_LOSS = "jvp"
-"""The mark in the name stacks of operations traced for gradients, forward and backward."""
 
 
 def is_annotated(traced: Any) -> bool:
@@ -21,7 +21,7 @@ def is_annotated(traced: Any) -> bool:
 
 def _places_activations(jaxpr: core.Jaxpr, *, in_loss: bool) -> bool:
     for eqn in jaxpr.eqns:
-        here = in_loss or _OF_THE_LOSS in str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
+        here = in_loss or is_differentiated(eqn)
         if here and (eqn.primitive.name in _PLACING or any(map(_is_explicit, eqn.outvars))):
             return True
         if any(_places_activations(inner, in_loss=here) for inner in _inner(eqn)):

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from jstep.core import contexts, trees
 from jstep.core.checks import as_function
+from jstep.core.equations import is_differentiated
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.operations import Subprogram, body_of
+from jstep.state import TrainState, global_step
 from jstep.tools.nonfinite.loop_arguments import evaluated
 from jstep.tools.nonfinite.numbers import Range, is_inexact, range_of
 from jstep.tools.nonfinite.origin import Reader, origin
@@ -31,10 +33,12 @@ class NonFinite:
             "shard_map (data 2)"; empty at the top level.
         inputs: The range of each operand.
         outputs: The range of each result.
-        reaches: Whether a result of the function is non-finite as well. If not, a later operation, such as `where`,
-            hides the number.
+        reaches: Whether a result of the function is non-finite as well. If not, a later operation, such as `where` or
+            the guard of a skipped step, discards the number.
         constant: The range of the non-finite constant if no operation made the number, else None. `primitive` and
             `source` are then the operation that reads it first.
+        differentiated: Whether the operation is in code that is differentiated. It may then be part of the derivative:
+            `sqrt` divides in its backward pass.
     """
 
     primitive: str
@@ -44,6 +48,7 @@ class NonFinite:
     outputs: tuple[Range, ...] = ()
     reaches: bool = True
     constant: Range | None = None
+    differentiated: bool = False
 
     def __str__(self) -> str:
         if self.constant is None:
@@ -56,8 +61,13 @@ class NonFinite:
             lines.append(f"  inside of  {self.where}")
         lines += [f"  operand {i}  {one}" for i, one in enumerate(self.inputs)]
         lines += [f"  result     {one}" for one in self.outputs]
+        if self.differentiated and self.primitive and self.constant is None:
+            lines.append(f"  If that line has no {self.primitive}, it is part of the derivative of the line.")
         if not self.reaches:
-            lines.append("  All results of the function are finite: a later operation selects other numbers.")
+            lines.append(
+                "  All results of the function are finite: a later operation, such as `where` or the guard of a "
+                "skipped step, selects other numbers."
+            )
         return "\n".join(lines)
 
 
@@ -148,14 +158,16 @@ def _found(body: Subprogram, given: list[Any]) -> NonFinite | None:
 
 def _report(found: Found | Reader, reaches: bool, constant: Range | None = None) -> NonFinite:
     operation, path = found.operation, found.path
+    eqns = [operation.eqn, *(step.operation.eqn for step in reversed(path))]
     return NonFinite(
         operation.eqn.primitive.name,
-        line_of([operation.eqn, *(step.operation.eqn for step in reversed(path))], operation.jaxpr.eqns),
+        line_of(eqns, operation.jaxpr.eqns),
         ", ".join(step.words for step in path),
         tuple(map(range_of, found.ins)),
         tuple(range_of(out) for out in found.outs if out is not None),
         reaches,
         constant,
+        any(is_differentiated(eqn) for eqn in eqns),
     )
 
 
@@ -182,5 +194,12 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         raise ValueError(
             f"args: must be finite, got {'; '.join(bad[:8])}{more}. They were made before this call: go back to an "
-            "earlier step (jstep.replay)"
+            f"earlier step (jstep.replay{_step_before(args)})"
         )
+
+
+def _step_before(args: tuple[Any, ...]) -> str:
+    """The argument of `replay` for the update that made the state; empty if there is none."""
+    states = [one for one in args if isinstance(one, TrainState) and trees.concrete(one.global_step) is not None]
+    step = global_step(states[0]) if states else 0
+    return f"(…, step={step - 1})" if step else ""

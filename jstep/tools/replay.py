@@ -1,11 +1,12 @@
 """Replaying a run up to a step."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core.checks import as_int, shown
 from jstep.core.contexts import internal_transfers
 from jstep.loop.batch_feeder import Call, copied_batches, make_calls
@@ -17,6 +18,8 @@ from jstep.loop.run_steps import run_steps
 from jstep.loop.sources import Source, source_of
 from jstep.loop.stages import StageBoundaries, call_lengths, stages_of
 from jstep.state import TrainState, global_step
+
+_logger = logging.getLogger("jstep")
 
 
 class Replay(NamedTuple):
@@ -135,6 +138,7 @@ def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: i
             there = saver.all_steps()
             before = [one for one in there if one <= step]
             if before:
+                _log(checkpoint_name(saver.prefix, before[-1]), before[-1], step)
                 with internal_transfers():
                     state = saver.restore(state, step=before[-1])
                     extra = saver.extra(before[-1])
@@ -150,7 +154,16 @@ def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: i
             f"step={step}: nothing lies before it: {where}, and the state given {given}. Give the state that the run "
             "started from, or a later step"
         )
+    _log(
+        "the given state" if checkpoint_dir is None else "the given state, because there is no checkpoint before it",
+        start,
+        step,
+    )
     return start, state, None
+
+
+def _log(origin: str, start: int, step: int) -> None:
+    _logger.info("replay: from %s (step %d), %d steps to step %d", origin, start, step - start, step)
 
 
 def _donated(state: TrainState) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core
 
+from jstep.core.equations import name_stack
 from jstep.core.scans import counts_of
 from jstep.core.trees import path_str
 from jstep.summary.graph.builder import GraphBuilder, Ref, Tensor, scopes_of
@@ -78,7 +79,7 @@ class _Walker:
 
     def equations(self, jaxpr: Any, env: Env, scope: str) -> None:
         for eqn in jaxpr.eqns:
-            inner = "/".join(filter(None, [scope, *scopes_of(_name_stack(eqn))]))
+            inner = "/".join(filter(None, [scope, *scopes_of(name_stack(eqn))]))
             results = self._equation(eqn, env, inner)
             env.update(zip(eqn.outvars, results, strict=True))
 
@@ -162,11 +163,6 @@ class _Walker:
             self.builder.add([opened], "merge", "Merge", [which, *refs], [_tensor(var)])[0]
             for var, *refs in zip(eqn.outvars, *branches, strict=True)
         ]
-
-
-def _name_stack(eqn: Any) -> str:
-    """Return the name stack of an equation; empty if this version of JAX does not have the attribute."""
-    return str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
 
 
 def _body(eqn: Any) -> Any:
