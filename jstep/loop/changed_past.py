@@ -104,11 +104,14 @@ def _first_steps(parts: list[Any], count: int) -> list[range]:
 
 
 def _stages(value: Any, end: int) -> dict[int, Any]:
-    """First step → value, for the stages before `end`; without stages that change nothing, and sources of weight 0."""
+    """First step → value, for the stages before `end`; without stages that change nothing, and sources of weight 0.
+
+    Weights are rounded, as those of 70 and 10 and of 0.7 and 0.1 may differ in their last digit.
+    """
     found: dict[int, Any] = {}
     last = None
     for first, of in sorted((int(key), of) for key, of in value.items()) if isinstance(value, Mapping) else ():
-        kept = {name: weight for name, weight in of.items() if weight} if isinstance(of, Mapping) else of
+        kept = {name: round(weight, 12) for name, weight in of.items() if weight} if isinstance(of, Mapping) else of
         if first < end and kept != last:
             found[first] = last = kept
     return found

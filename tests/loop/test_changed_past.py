@@ -73,6 +73,7 @@ UNCHANGED = {
     "a source that grows before its end": (batches(shuffle=False), batches(rows=200, shuffle=False)),
     "a seed without a use": (batches(shuffle=False), batches(shuffle=False, seed=2)),
     "weights": (mixture(WEB), mixture({0: WEB, 4: BOTH})),
+    "the same weights in percent": (mixture({"web": 0.7, "code": 0.1}), mixture({"web": 70, "code": 10})),
     "a new source": (mixture({"web": 1.0}, sources=["web"]), mixture({0: WEB, 4: BOTH})),
     "a source without rows so far": (mixture(WEB), mixture({0: {**WEB, "other": 0}}, sources=[*WEB, "other"])),
     "a loader": ([np.ones(2)] * 9, batches()),
