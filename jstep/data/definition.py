@@ -2,8 +2,34 @@
 
 from typing import Any
 
-from jstep.data._steps import NO_END
+from jstep.data._steps import NO_END, within
+from jstep.data.mixture import Mixture
 from jstep.data.sequence import BatchSequence
+
+
+def weights_of(batches: BatchSequence) -> dict[int, dict[str, float]]:
+    """Return the weights of a mixture's sources by the step from which they hold; empty for other batches.
+
+    Example:
+        >>> import numpy as np, jstep
+        >>> from jstep.data.definition import weights_of
+        >>> weights = {0: {"a": 3, "b": 1}, 10: {"a": 1, "b": 1}}
+        >>> mix = jstep.mixture({"a": np.arange(9), "b": np.arange(9)}, 4, weights)
+        >>> weights_of(mix.skip(2, 5))
+        {0: {'a': 0.75, 'b': 0.25}, 7: {'a': 0.5, 'b': 0.5}}
+    """
+    found: dict[int, dict[str, float]] = {}
+    if not isinstance(batches, Mixture):
+        return found
+    last = None
+    for number, part in batches._steps.numbered(0):
+        for stage in list(batches._mix.weights.stages())[:: 1 if part.step > 0 else -1]:
+            inner = within(part, stage.first, NO_END if stage.stop is None else stage.stop)
+            if inner and stage.value != last:
+                last = stage.value
+                first = number + (inner.start - part.start) // part.step
+                found[first] = dict(zip(sorted(batches._rows), map(float, last), strict=True))
+    return found
 
 
 def definition_of(batches: BatchSequence) -> dict[str, Any]:

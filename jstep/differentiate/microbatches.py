@@ -107,7 +107,8 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
     first, size = _rows(args, f"num_microbatches={n}")
     if size % n or size == 0:
         raise ValueError(
-            f"num_microbatches={n} does not divide the batch: {first} has {size} rows; use a batch of a multiple of {n}"
+            f"num_microbatches={n} does not divide the batch: {first} has {size} rows; use a batch of a multiple of "
+            f"{n}, or max_rows_per_device instead of num_microbatches"
         )
 
     all_leaves: list[Any]

@@ -14,7 +14,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList, check_form
 from jstep.evaluating.scores import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo
-from jstep.state import TrainState
+from jstep.state import TrainState, global_step
 from jstep.stores import is_url, location
 
 _logger = logging.getLogger("jstep")
@@ -24,7 +24,8 @@ class KeepBest:
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), so a resumed run knows the best
-    ones from the directory. On a tie the earlier checkpoint is kept; NaN is never kept. To use the checkpoints, call
+    ones from the directory. A run that starts at step 0 also competes with those that it finds there, and logs a
+    warning. On a tie the earlier checkpoint is kept; NaN is never kept. To use the checkpoints, call
     `jstep.Saver(directory, prefix="best").restore(state)`. It restores the newest one kept, which with keep=1 is the
     best.
 
@@ -100,6 +101,10 @@ class KeepBest:
             OSError: The directory is not writable.
         """
         self._open()
+        with internal_transfers():
+            is_fresh = global_step(state) == 0
+        if is_fresh and self.values and jax.process_index() == 0:
+            self._warn_of_an_earlier_run()
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
         """Save the state if it is among the best, and delete checkpoints that no longer are.
@@ -127,6 +132,17 @@ class KeepBest:
         if self._saver is not None:
             saver, self._saver = self._saver, None
             saver.close()
+
+    def _warn_of_an_earlier_run(self) -> None:
+        best = max(self.values, key=self._worse_first)
+        _logger.warning(
+            "KeepBest: this run starts at step 0, but %s holds %s of an earlier run, with %s=%g, which counts like a "
+            "checkpoint of this run; give a new directory to keep only those of this run",
+            self._directory,
+            checkpoint_name(self._prefix, best),
+            self.metric,
+            self.values[best],
+        )
 
     def _is_among_the_best(self, step: int, value: float) -> bool:
         if step in self.values:  # the run was resumed from an earlier step

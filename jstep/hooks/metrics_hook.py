@@ -31,7 +31,8 @@ class MetricsHook(ReportingHook):
             and a note that names the step.
         every_n_steps: Interval in steps; due at its multiples.
         mean: Whether to pass means over the steps since the last row, in place of the values of the step. They are
-            accumulated on the device. A value that is not finite is ignored if the update of its step was skipped.
+            accumulated on the device. A value that is not finite is ignored if the update of its step was skipped. The
+            last row of an interrupted run and the first one after the restart cover the two parts of the interval.
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -115,6 +115,10 @@ class NanLossHook(RunHook):
         self._look_at(before)
         return self._bad or self._over
 
+    def read_steps(self, start: int, last_step: int) -> range:
+        """The steps after which the hook reads losses, in a run from `start` to `last_step`."""
+        return range((start // self._n + 1) * self._n, last_step + 1, self._n)
+
     def before_save(self, step: int) -> bool:
         """Checks all losses so far and the parameters; returns True, to prevent the save, if one is not finite.
 

@@ -114,9 +114,8 @@ def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> Cop
     fetched = fetched or FetchCounter()
     at, fresh = source.position, source.fresh
     for batch in source.items:
-        own = copied(batch, fresh=fresh)
-        fetched.count += 1
-        yield own, None if at is None else at()
+        yield copied(batch, fresh=fresh), None if at is None else at()
+        fetched.count += 1  # after it was placed, too: errors name the batch that was not
 
 
 def _stacked(some: list[Any]) -> Any:

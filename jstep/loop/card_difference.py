@@ -141,7 +141,8 @@ def _programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     same_batches = _section(a, "batches") == _section(b, "batches")
     for key in sorted(in_a.keys() & in_b.keys()):
         one, other = in_a[key], in_b[key]
-        if one.get("batch") != other.get("batch"):
+        same_shapes = one.get("batch") == other.get("batch")
+        if not same_shapes:
             if same_batches and "rows" in _section(a, "batches"):
                 continue  # one run began at a step with another batch size
             yield from _differences("batch", one.get("batch"), other.get("batch"))
@@ -152,7 +153,13 @@ def _programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
             stage, steps = key
             name = _section(a, "stages").get(str(stage), "train_step")
             call = f", {steps} steps a call" if steps > 1 else ""
-            yield f"step: the traced {name} (stage from step {stage}{call}) differs: {_why(one, other)}"
+            traced = f"step: the traced {name} (stage from step {stage}{call})"
+            if same_shapes:
+                yield f"{traced} differs: {_why(one, other)}"
+            elif operations := _counts("operations", one, other):
+                yield f"{traced} differs, on batches of different shapes: {operations}"
+            else:
+                yield f"{traced} has the same operations; its numbers were not compared, as the batches differ in shape"
 
 
 def _by_call(card: Mapping[str, Any]) -> dict[tuple[int, int], Mapping[str, Any]]:
@@ -165,11 +172,14 @@ def _by_call(card: Mapping[str, Any]) -> dict[tuple[int, int], Mapping[str, Any]
 
 
 def _why(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    parts = []
-    for section, what in (("numbers", "numbers"), ("operations", "operations")):
-        one, other = _section(a, section), _section(b, section)
-        changed = [name for name in _names(one, other) if one.get(name, 0) != other.get(name, 0)]
-        if changed:
-            some = ", ".join(f"{name} ({one.get(name, 0)} in A, {other.get(name, 0)} in B)" for name in changed[:_MOST])
-            parts.append(f"{what} {some}" + (f" and {len(changed) - _MOST} more" if len(changed) > _MOST else ""))
+    parts = [part for what in ("numbers", "operations") if (part := _counts(what, a, b))]
     return "; ".join(parts) or "the same numbers and operations, in another order or on other shapes and constants"
+
+
+def _counts(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """The numbers or operations that the programs have in different counts; empty if there are none."""
+    one, other = _section(a, what), _section(b, what)
+    changed = [name for name in _names(one, other) if one.get(name, 0) != other.get(name, 0)]
+    some = ", ".join(f"{name} ({one.get(name, 0)} in A, {other.get(name, 0)} in B)" for name in changed[:_MOST])
+    more = f" and {len(changed) - _MOST} more" if len(changed) > _MOST else ""
+    return f"{what} {some}{more}" if changed else ""

@@ -12,6 +12,7 @@ import numpy as np
 from jstep.core.contexts import Thread
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.loop.card import card, program_card, trace_of
+from jstep.loop.changed_past import warn_if_past_changed
 from jstep.loop.options import Options
 from jstep.loop.restore_or_init import RunStart
 from jstep.loop.stages import TrainSteps
@@ -36,10 +37,14 @@ class Cards:
     Args:
         write: Receives the lines; called from another thread.
         make: Makes the card without its programs.
+        check: Receives that card once a step was run.
     """
 
-    def __init__(self, write: Write, make: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, write: Write, make: Callable[[], dict[str, Any]], check: Callable[[dict[str, Any]], None]
+    ) -> None:
         self._write, self._make = write, make  # called once: later lines hold programs only
+        self._check = check
         self._is_begun = False
         self._lock = threading.Lock()  # lines are written one at a time
         self._threads: list[Thread] = []
@@ -83,8 +88,11 @@ class Cards:
                     for stage, steps, traced, constants, args in programs
                 ]
                 make, self._make = self._make, dict
-                self._is_begun = True
-                self._write("card", **make(), programs=found)
+                is_first, self._is_begun = not self._is_begun, True
+                made = make()
+                self._write("card", **made, programs=found)
+                if is_first and programs:
+                    self._check(made)
             except Exception as error:
                 self._log_error(error)
 
@@ -113,7 +121,9 @@ def cards_of(
     if write is None:
         return None
     make = functools.partial(card, options, stages, start.state, batches, start.step, start.held)
-    found = Cards(write, make)
+    saver, restored = start.saver, start.restored or 0
+    place = ("", "") if saver is None else (saver.directory, saver.prefix)
+    found = Cards(write, make, functools.partial(warn_if_past_changed, batches, *place, restored))
     stack.callback(found.close)
     return found
 

@@ -9,6 +9,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core.notes import note
 from jstep.data.placement import copied, placement
 from jstep.loop.background_compiler import BackgroundCompiler, CompileJob, shapes_of, stacked_shapes
 from jstep.loop.programs import Programs, is_compiled
@@ -18,6 +19,8 @@ from jstep.loop.start_times import FirstBatch, StartTimes, first_call_steps, int
 from jstep.loop.trace_step import trace_step
 from jstep.sharding.of_batches import named
 from jstep.state import TrainState
+
+_HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
 
 
 def compile_ahead(
@@ -140,7 +143,11 @@ def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[An
         batch = copied(source.at(step), fresh=True)
     except IndexError:
         return None
-    return _shapes_as_args(batch, batch_sharding)
+    try:
+        return _shapes_as_args(batch, batch_sharding)
+    except ValueError as error:
+        note(error, f"This is batch {step}, whose shapes are checked before the first step{_HINT}.")
+        raise
 
 
 def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
@@ -156,9 +163,12 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
     try:
         new = trace_step(step, state, args).out_info[0]
     except Exception as error:
+        which = ", its first one, with the state and the batch of that step"
+        if not segment.is_edge:
+            which = f" with batch {segment.first}, whose shapes differ from those of the batch before"
         raise ValueError(
-            f"{name}: it cannot take step {segment.first}, its first one, with the state and the batch of that step: "
-            f"{type(error).__name__}: {error}"
+            f"{name}: it cannot take step {segment.first}{which}: {type(error).__name__}: {error}"
+            f"{'' if segment.is_edge else _HINT}"
         ) from error
     different = first_difference(state, new)
     if different is not None:

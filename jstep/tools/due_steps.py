@@ -5,6 +5,7 @@ from typing import Any
 from jstep.hooks.audit import AuditHook
 from jstep.hooks.hook import NEVER, Hook
 from jstep.hooks.hook import name_of as _name_of
+from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.stop_at_step import StopAtStepHook
 
 _MAX_LISTED = 64
@@ -19,10 +20,13 @@ def name_of(hook: Any) -> str:
 def steps_of(hook: Any, start: int, last_step: int) -> Any:
     """Return the steps after which a hook is called: a range if they are evenly spaced, else a tuple.
 
-    For an `AuditHook`, these are the steps that it repeats. None if the hook is due only by time, or never.
+    For an `AuditHook`, these are the steps that it repeats; for a `NanLossHook`, those after which it reads losses.
+    None if the hook is due only by time, or never.
     """
     if isinstance(hook, AuditHook):
         return hook.audited_steps(start, last_step)
+    if isinstance(hook, NanLossHook):
+        return hook.read_steps(start, last_step)
     own = getattr(type(hook), "after_step", None)
     if own is None or own is Hook.after_step:
         return None

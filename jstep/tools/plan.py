@@ -72,10 +72,11 @@ class Plan:
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     passes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     _rows_at: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict, repr=False)
+    _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         text = _table.plan_text(self.steps, self.hyperparameters, self._dues(), self.last_step)
-        schedule = _table.schedule_text(self.stages, self.batch_size, self.rows, self.passes)
+        schedule = self._schedule()
         return f"{text}\n\n{schedule}" if schedule else text
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -104,9 +105,12 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        schedule = _table.schedule_text(self.stages, self.batch_size, self.rows, self.passes)
+        schedule = self._schedule()
         text = _table.plan_html(self.steps, self.hyperparameters, self._dues(), self.last_step, schedule)
         return text + html.picture(self._picture(), "the plan, drawn")
+
+    def _schedule(self) -> str:
+        return _table.schedule_text(self.stages, self.batch_size, self.rows, self.passes, self._weights)
 
     def _picture(self) -> bytes | None:
         """Return the plot as a PNG; None if matplotlib is not installed."""
@@ -197,6 +201,7 @@ def plan(
         data.rows,
         data.passes,
         data.rows_at,
+        data.weights,
     )
 
 

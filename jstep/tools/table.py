@@ -66,9 +66,13 @@ def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
 
 
 def schedule_text(
-    stages: Mapping[int, str], sizes: Mapping[int, int], rows: Mapping[str, int], passes: Mapping[str, float]
+    stages: Mapping[int, str],
+    sizes: Mapping[int, int],
+    rows: Mapping[str, int],
+    passes: Mapping[str, float],
+    weights: Mapping[int, Mapping[str, float]],
 ) -> str:
-    """Format stages, batch sizes and rows of each source; empty if none is known."""
+    """Format stages, batch sizes, rows of each source and weights; empty if none is known."""
     lines = []
     if stages:
         lines += wrapped("stages    ", [f"{_count(first)}: {name}" for first, name in stages.items()])
@@ -78,6 +82,13 @@ def schedule_text(
         is_one = list(rows) == ["rows"]
         words = [f"{_count(count)} ({passes[name]:.3g} passes)" for name, count in rows.items()]
         lines += wrapped("rows      ", words if is_one else [f"{n} {w}" for n, w in zip(rows, words, strict=True)])
+    if weights:
+        words = [
+            (f"{_count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
+            for first, of in weights.items()
+            for i, (name, weight) in enumerate(of.items())
+        ]
+        lines += wrapped("weights   ", words)
     return "\n".join(lines)
 
 

@@ -213,6 +213,17 @@ def test_checkpoints_without_the_metric_are_left_alone(tmp_path, caplog):
     assert "KeepBest skips best-1" in caplog.text
 
 
+@pytest.mark.parametrize(("mode", "best"), [("max", "best-2 of an earlier run, with accuracy=0.9"), ("min", "best-1 ")])
+def test_a_fresh_run_is_told_of_the_best_of_an_earlier_run(mode, best, tmp_path, caplog):
+    keep(tmp_path, [0.5, 0.9], mode=mode, keep=2)
+    assert not caplog.records
+    jstep.KeepBest(tmp_path, "accuracy", mode=mode).begin(state_at(1))  # it resumes
+    assert not caplog.records
+    jstep.KeepBest(tmp_path, "accuracy", mode=mode).begin(state_at(0))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"this run starts at step 0, but {tmp_path} holds {best}" in caplog.text
+
+
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):

@@ -65,6 +65,18 @@ def test_a_planted_difference_is_named(base, name):
     assert any(line in one for one in found), found
 
 
+def test_steps_on_batches_of_different_shapes_are_compared_by_their_operations(base):
+    """The numbers of a mean depend on the batch size."""
+    found = card_difference(base, card_of(batch_size=16))
+    assert found[-1] == (
+        "step: the traced loss (stage from step 0) has the same operations; its numbers were not compared, as the "
+        "batches differ in shape"
+    )
+    *_, other = card_difference(base, card_of(batch_size=16, loss_fn=lambda params, x: 2 * loss(params, x)))
+    assert "differs, on batches of different shapes: operations " in other
+    assert "numbers" not in other
+
+
 def test_weights_of_a_mixture_are_named():
     one, other = (card_of(batches=mixture(code)) for code in (1.0, 3.0))
     assert card_difference(one, other) == [

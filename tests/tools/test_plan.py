@@ -74,6 +74,7 @@ def test_when_hooks_are_due(tmp_path):
         Each(),
         AtTheEnd(),
         Powers(),
+        jstep.NanLossHook(every_n_steps=20),
     ]
     due = jstep.plan(RATE, 1000, start=250, hooks=hooks).due
     assert due[hooks[0]] == due["LoggingHook"] == range(300, 1001, 100)
@@ -84,6 +85,7 @@ def test_when_hooks_are_due(tmp_path):
     assert due[hooks[5]] == range(251, 1001)
     assert hooks[6] not in due
     assert due[hooks[7]] == (256, 512)
+    assert due[hooks[8]] == range(260, 1001, 20)  # called after every step, but it reads losses only then
     with pytest.raises(KeyError, match="0 hooks match 'Nobody'; the hooks are: LoggingHook"):
         due["Nobody"]
 
@@ -162,6 +164,7 @@ def test_the_whole_score(tmp_path):
     assert "stages      0: short_loss, 600: long_loss" in text
     assert "batch size  0: 4, 190: 8" in text
     assert f"code {plan.rows['code']:,} (".replace(",", " ") in text
+    assert text.endswith("\nweights     0: code 0.25, web 0.75, 490: code 0.5, web 0.5")
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 5000
 

@@ -1,0 +1,113 @@
+"""A run that resumes with other batches in its past says so once; a change of its future is no news."""
+
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+OPTIMIZER = jstep.gradient_descent(0.1)
+STEP = jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER)
+WEB = {"web": 1.0, "code": 0.0}
+BOTH = {"web": 1.0, "code": 1.0}
+
+
+def batches(rows=100, batch_size=8, seed=1, skip=None, **more):
+    data = jstep.batches(np.ones(rows, np.float32), batch_size, seed=seed, **more)
+    return data if skip is None else data.skip(*skip)
+
+
+def mixture(weights, rows=64, batch_size=4, sources=("web", "code"), **more):
+    return jstep.mixture({name: np.ones(rows, np.float32) for name in sources}, batch_size, weights, **more)
+
+
+def run(directory, data, last_step, **more):
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    jstep.train(STEP, state, data, last_step, checkpoint_dir=directory, progress=False, **more)
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+CHANGED = {
+    "seed": (batches(), batches(seed=2), "seed: 1 then, 2 now"),
+    "shuffle": (batches(), batches(shuffle=False), "shuffle: true then, false now"),
+    "rows": (batches(), batches(rows=101), "rows: 100 then, 101 now"),
+    "a grown source that began again": (batches(20, shuffle=False), batches(24, shuffle=False), "rows: 20 then, 24"),
+    "batch size": (batches(), batches(batch_size={0: 8, 2: 4}), "batch_size from step 2: 8 then, 4 now"),
+    "skip": (batches(), batches(skip=(2, 3)), "steps: [[0, 4, 1]] then, [[0, 2, 1], [3, 5, 1]] now"),
+    "kind": (batches(), mixture(BOTH), 'kind: "Batches" then, "Mixture" now'),
+    "weights": (
+        mixture({0: WEB, 2: BOTH}),
+        mixture({0: WEB, 3: BOTH}),
+        'weights from step 2: {"code": 0.5, "web": 0.5} then, {"web": 1.0} now',
+    ),
+    "rows of a source": (mixture(WEB), mixture(WEB, rows=65), "rows of 'web': 64 then, 65 now"),
+    "dropped rows": (batches(20), batches(20, drop_remainder=False), "drop_remainder: true then, false now"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_change_of_the_past_is_named_once(name, tmp_path, caplog):
+    before, after, text = CHANGED[name]
+    run(tmp_path, before, 4)
+    run(tmp_path, after, 6)
+    found = warnings(caplog)
+    assert len(found) == 1, found
+    assert found[0].startswith(f"batches: those before step 4 are not the ones that model-4 was trained on: {text}")
+    run(tmp_path, after, 8)  # its past is now that of the run before
+    assert warnings(caplog) == found
+
+
+UNCHANGED = {
+    "the same": (batches(), batches()),
+    "batch size": (batches(), batches(batch_size={0: 8, 4: 4})),
+    "a stage that changes nothing": (batches(), batches(batch_size={0: 8, 2: 8})),
+    "skip": (batches(), batches(skip=(4, 6))),
+    "epochs": (batches(), batches(num_epochs=3)),
+    "dropped rows of an epoch that is not over": (batches(), batches(drop_remainder=False)),
+    "no rows to drop": (batches(16), batches(16, drop_remainder=False)),
+    "a source that grows before its end": (batches(shuffle=False), batches(rows=200, shuffle=False)),
+    "a seed without a use": (batches(shuffle=False), batches(shuffle=False, seed=2)),
+    "weights": (mixture(WEB), mixture({0: WEB, 4: BOTH})),
+    "the same weights in percent": (mixture({"web": 0.7, "code": 0.1}), mixture({"web": 70, "code": 10})),
+    "a new source": (mixture({"web": 1.0}, sources=["web"]), mixture({0: WEB, 4: BOTH})),
+    "a source without rows so far": (mixture(WEB), mixture({0: {**WEB, "other": 0}}, sources=[*WEB, "other"])),
+    "a loader": ([np.ones(2)] * 9, batches()),
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_change_of_the_future_is_not(name, tmp_path, caplog):
+    before, after = UNCHANGED[name]
+    run(tmp_path, before, 4)
+    run(tmp_path, after, 6)
+    assert not warnings(caplog)
+
+
+def test_the_run_that_saved_the_checkpoint_counts(tmp_path, caplog):
+    """Not one that began later and saved nothing."""
+
+    def stop(step, state, metrics):
+        raise OSError("lost")
+
+    run(tmp_path, batches(), 4)
+    with jstep.Saver(tmp_path) as saver:
+        saver.save = lambda *args, **kwargs: None
+        with pytest.raises(OSError, match="lost"):
+            run(saver, batches(seed=2), 6, hooks=[jstep.every(1, stop)])
+    assert len(warnings(caplog)) >= 1
+    caplog.clear()
+    run(tmp_path, batches(), 6)
+    assert not warnings(caplog)
+
+
+def test_nothing_is_said_without_a_timeline_or_a_step(tmp_path, caplog):
+    run(tmp_path, batches(), 4)
+    run(tmp_path, batches(seed=2), 4)
+    (tmp_path / "timeline.jsonl").unlink()
+    run(tmp_path, batches(seed=2), 6)
+    assert not warnings(caplog)
