@@ -167,8 +167,8 @@ def _check_left_out(found: Match, where: str) -> None:
         raise ValueError(
             f"target: some leaves were left out of {where} by Saver(leave_out=…), so target must have their values, "
             f"which has only shapes, or arrays that were donated{listing('without values', without)}. Pass the values "
-            "that the run started with, such as the pretrained parameters, or restore without these leaves: "
-            "restore_params(…) takes a part of the parameters, such as {'lora': …}."
+            "that the run started with, such as the pretrained parameters, or restore the other parameters alone: "
+            "restore_params takes a part of them."
         )
 
 
