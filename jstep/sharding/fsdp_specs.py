@@ -53,7 +53,9 @@ def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2*
 
     specs = jax.tree.map(spec, params)
     shapes = {path: np.shape(leaf) for path, leaf in trees.leaves_with_paths(params)}
-    is_split = [one != PartitionSpec() for one in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))]
+    is_split = [
+        one != PartitionSpec() for one in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    ]
     if size > 1 and shapes and not any(is_split):
         _logger.warning(
             "fsdp_specs: no leaf is split over axis=%r (%d devices), so every device stores all parameters: %s",

@@ -107,7 +107,9 @@ def load_weights(
                     leaves[i] = from_host(wanted, array)
         if found.problems():
             nothing = "" if any(wanted.tensor for wanted in found.wanted) else ", and nothing was loaded"
-            _logger.warning("load_weights: %s does not fit target%s%s", weights.path, nothing, found.problems() + found.hint)
+            _logger.warning(
+                "load_weights: %s does not fit target%s%s", weights.path, nothing, found.problems() + found.hint
+            )
         for i, wanted in enumerate(found.wanted):
             if wanted.tensor is not None and wanted.rule.transform is None:
                 leaves[i] = placed(wanted, files[wanted.tensor.file])

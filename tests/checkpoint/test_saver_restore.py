@@ -47,7 +47,9 @@ class TestRestore:
         base = {"layers": [{"w": jnp.zeros(1), "b": jnp.zeros(1)} for _ in range(12)]}
         with Saver(tmp_path) as saver:
             saver.save(state(lora=jnp.zeros(2)))
-            with pytest.raises(ValueError, match=r"missing in the checkpoint \(75\): 'params/base/layers/0/b'") as error:
+            with pytest.raises(
+                ValueError, match=r"missing in the checkpoint \(75\): 'params/base/layers/0/b'"
+            ) as error:
                 saver.restore(state(lora=jnp.zeros(2), base=base, new=jnp.zeros(1)))
             assert (
                 "… and 55 more, that is, 'params/base/layers/*' (24 leaves), 'params/new', 'slots/m/*' (25 leaves), "
