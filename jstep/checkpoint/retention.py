@@ -153,8 +153,8 @@ class RetentionManager:
         again = [repr(leaf.path) for leaf in before.left_out if leaf.path in saved]
         if again:
             _logger.warning(
-                "%s holds leaves that were left out of %s by Saver(leave_out=…)%s. To leave them out again, use the same "
-                "leave_out; with train, checkpoint_dir=jstep.Saver(directory, leave_out=…)",
+                "%s holds leaves that were left out of %s by Saver(leave_out=…)%s. To leave them out again, pass the "
+                "same leave_out; with train, checkpoint_dir=jstep.Saver(directory, leave_out=…)",
                 name(self._prefix, new.step),
                 name(self._prefix, before.step),
                 listing("not left out any more", again),

@@ -25,9 +25,9 @@ class LoggingHook(ReportingHook):
     """Logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
     If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`): `(812 steps/s, mfu
-    0.412)`. Results of evaluations are included in the first line after them, with their step if it is another. Logging never blocks: if the values of a
-    line are not ready, the line is printed later. The last step is always logged. On several processes, only the first
-    one logs.
+    0.412)`. Results of evaluations are included in the first line after them, with their step if it is another. Logging
+    never blocks: if the values of a line are not ready, the line is printed later. The last step is always logged. On
+    several processes, only the first one logs.
 
     Args:
         every_n_steps: Interval in steps.

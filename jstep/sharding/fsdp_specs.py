@@ -52,23 +52,17 @@ def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2*
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis)
 
     specs = jax.tree.map(spec, params)
-    shapes = {path: np.shape(leaf) for path, leaf in trees.leaves_with_paths(params)}
-    is_split = [
-        one != PartitionSpec() for one in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    ]
-    if size > 1 and shapes and not any(is_split):
-        _logger.warning(
-            "fsdp_specs: no leaf is split over axis=%r (%d devices), so every device stores all parameters: %s",
-            axis,
-            size,
-            _why_none(shapes, size, min_size),
-        )
+    found = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if size > 1 and found and all(one == PartitionSpec() for one in found):
+        why = _why_none(params, size, min_size)
+        _logger.warning("fsdp_specs: no leaf is split over axis=%r (%d devices): %s", axis, size, why)
     return specs
 
 
-def _why_none(shapes: dict[str, tuple[int, ...]], size: int, min_size: int) -> str:
-    path, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))
+def _why_none(params: Params, size: int, min_size: int) -> str:
+    shapes = [(path, np.shape(leaf)) for path, leaf in trees.leaves_with_paths(params)]
+    path, shape = max(shapes, key=lambda one: math.prod(one[1]))
     leaf, count = f"the largest leaf, {trees.quoted(path)} of shape {shape},", math.prod(shape)
     if count < min_size:
-        return f"{leaf} has {count} elements, fewer than min_size={min_size}; pass a smaller min_size to split it"
+        return f"{leaf} has {count} elements, fewer than min_size={min_size}; pass a smaller min_size to split smaller leaves"
     return f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least min_size={min_size}"
