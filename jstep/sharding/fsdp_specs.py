@@ -64,5 +64,5 @@ def _why_none(params: Params, size: int, min_size: int) -> str:
     path, shape = max(shapes, key=lambda one: math.prod(one[1]))
     leaf, count = f"the largest leaf, {trees.quoted(path)} of shape {shape},", math.prod(shape)
     if count < min_size:
-        return f"{leaf} has {count} elements, fewer than min_size={min_size}; pass a smaller min_size to split smaller leaves"
+        return f"{leaf} has {count} elements, fewer than min_size={min_size}; pass a smaller min_size"
     return f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least min_size={min_size}"
