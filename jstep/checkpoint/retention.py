@@ -11,6 +11,7 @@ import jax
 
 from jstep.checkpoint import processes
 from jstep.checkpoint.format.manifest import CheckpointError, LeftOut, Manifest
+from jstep.checkpoint.format.match import listing
 from jstep.checkpoint.store.listing import name
 from jstep.checkpoint.store.protocol import Files, Store
 
@@ -96,7 +97,7 @@ class RetentionManager:
 
     def decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
         """Return the paths of the checkpoints to delete once this one exists, and the new retention state."""
-        retained = self._retained or self._load_retained()
+        retained = self._retained or self._load_retained(manifest)
         if self._max_to_keep is None:
             return [], retained
         found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._whole))
@@ -147,6 +148,18 @@ class RetentionManager:
                 name(self._prefix, highest),
             )
 
+    def _warn_of_saved_again(self, before: Manifest, new: Manifest) -> None:
+        saved = {leaf.path for leaf in new.leaves}
+        again = [repr(leaf.path) for leaf in before.left_out if leaf.path in saved]
+        if again:
+            _logger.warning(
+                "%s holds leaves that were left out of %s by Saver(leave_out=…)%s. To leave them out again, pass the "
+                "same leave_out; with train, checkpoint_dir=jstep.Saver(directory, leave_out=…)",
+                name(self._prefix, new.step),
+                name(self._prefix, before.step),
+                listing("not left out any more", again),
+            )
+
     def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
         if self._every_n_hours is None or step in retained.steps:
             return 0.0
@@ -157,10 +170,14 @@ class RetentionManager:
                 self._times[step] = retained.since  # too young to keep permanently
         return self._times[step]
 
-    def _load_retained(self) -> RetainedSteps:
+    def _load_retained(self, new: Manifest | None = None) -> RetainedSteps:
+        """Load the retention state from the newest checkpoint, which the first save of this Saver is compared with."""
         for _, path in self._store.newest_first(self._prefix):
             with contextlib.suppress(CheckpointError, OSError):
-                retention = self._store.manifest(path).retention
+                newest = self._store.manifest(path)
+                if new is not None:
+                    self._warn_of_saved_again(newest, new)
+                retention = newest.retention
                 return (
                     RetainedSteps.from_json(retention)
                     if "kept" in retention

@@ -11,8 +11,6 @@ from jstep.state import TrainState
 
 EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
-_WHERE = "EvaluationHook(then=…)"
-
 
 class Callbacks:
     """Functions `(step, state, results)`, called in order.
@@ -30,6 +28,7 @@ class Callbacks:
 
     def __init__(self, functions: Sequence[EvaluationCallback], argument: str) -> None:
         self._functions = _checked(functions, argument)
+        self._argument, self._where = argument, f"EvaluationHook({argument}=…)"
         self.stopped_by: str | None = None
 
     def __len__(self) -> int:
@@ -46,17 +45,17 @@ class Callbacks:
         Raises:
             ValueError: Two callbacks have the same `key`.
         """
-        hook_state.check_keys(self._functions, _WHERE)
+        hook_state.check_keys(self._functions, self._where)
         self.stopped_by = None
         return any(self.each("begin", state))
 
     def get_state(self) -> Any:
         """Returns the states of the callbacks."""
-        return hook_state.get_states(self._functions, _WHERE)
+        return hook_state.get_states(self._functions, self._where)
 
     def set_state(self, value: Any) -> bool:
         """Restores the states; returns whether one of the callbacks ends the run."""
-        return hook_state.set_states(self._functions, value, _WHERE)
+        return hook_state.set_states(self._functions, value, self._where)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any], *, on_cadence: bool) -> Any:
         """Calls the callbacks and combines their results: one may stop the run while another replaces the state.
@@ -72,7 +71,7 @@ class Callbacks:
             if not on_cadence and getattr(function, "on_cadence_only", False):
                 continue
             result = function(step, given, results)
-            stop_now, given = check_hook_result(result, given, step, f"then: {name_of(function)}")
+            stop_now, given = check_hook_result(result, given, step, f"{self._argument}: {name_of(function)}")
             if stop_now and self.stopped_by is None:
                 self.stopped_by = hook_state.key_of(function)
             stop = stop or stop_now

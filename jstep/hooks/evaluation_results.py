@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.hooks.async_transfer import PendingScalars, PendingValues
 from jstep.hooks.values import is_number
 
 
@@ -18,14 +17,14 @@ class NewResults:
         self._evaluations = evaluations
         self._taken: dict[int, int] = {}
 
-    def take(self) -> dict[str, Any]:
-        """Returns the new results."""
-        found: dict[str, Any] = {}
+    def take(self) -> list[tuple[int, dict[str, Any]]]:
+        """Returns the new results of each hook, with their step."""
+        found = []
         for i, evaluation in enumerate(self._evaluations):
             newest = evaluation.newest
             if newest is not None and self._taken.get(i) != newest[0]:
                 self._taken[i] = newest[0]
-                found |= numbers_of(newest[1])
+                found.append((newest[0], numbers_of(newest[1])))
         return found
 
     def all(self) -> dict[str, Any]:
@@ -35,26 +34,6 @@ class NewResults:
             if evaluation.newest is not None:
                 found |= numbers_of(evaluation.newest[1])
         return found
-
-
-class PendingWithResults:
-    """Numbers of a step that are being transferred to the host, followed by results of evaluations."""
-
-    def __init__(self, numbers: PendingValues, results: Mapping[str, Any]) -> None:
-        self._parts = (numbers, PendingScalars(results))
-
-    def start(self) -> None:
-        """Starts the transfer, without waiting."""
-        for part in self._parts:
-            part.start()
-
-    def is_ready(self) -> bool:
-        """Whether `read` would not wait."""
-        return all(part.is_ready() for part in self._parts)
-
-    def read(self) -> dict[str, Any]:
-        """Waits for the numbers and returns them."""
-        return {name: value for part in self._parts for name, value in part.read().items()}
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """Log metrics."""
 
+import functools
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jstep.core.checks import as_function
 from jstep.hooks.cadence import UNSET, cadence
-from jstep.hooks.evaluation_results import NewResults, PendingWithResults
+from jstep.hooks.evaluation_results import NewResults
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.log_every_n import as_level
 from jstep.hooks.reporting_hook import ReportingHook
@@ -23,9 +25,9 @@ class LoggingHook(ReportingHook):
     """Logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
     If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`): `(812 steps/s, mfu
-    0.412)`. Results of evaluations are included in the first line after them. Logging never blocks: if the values of a
-    line are not ready, the line is printed later. The last step is always logged. On several processes, only the first
-    one logs.
+    0.412)`. Results of evaluations are included in the first line after them, with their step if it is another. Logging
+    never blocks: if the values of a line are not ready, the line is printed later. The last step is always logged. On
+    several processes, only the first one logs.
 
     Args:
         every_n_steps: Interval in steps.
@@ -69,12 +71,13 @@ class LoggingHook(ReportingHook):
         self._results = NewResults(run.evaluations)
 
     def _hold(self, step: int, metrics: Metrics) -> None:
-        values = PendingWithResults(self._numbers(step, metrics, self._leave_out()), self._results.take())
-        self._transfers.add(step, values, self._deliver, self)
+        deliver = functools.partial(self._log, evaluated=self._results.take())
+        self._transfers.add(step, self._numbers(step, metrics, self._leave_out()), deliver, self)
 
-    def _log(self, step: int, values: dict[str, Any]) -> None:
+    def _log(self, step: int, values: dict[str, Any], evaluated: Sequence[tuple[int, dict[str, Any]]] = ()) -> None:
         if jax.process_index() == 0:
-            _logger.log(self._level, "step %d  %s%s", step, text(values), self._speed(step))
+            words = [text(values), *(_of_step(at, results, step) for at, results in evaluated)]
+            _logger.log(self._level, "step %d  %s%s", step, "  ".join(filter(None, words)), self._speed(step))
 
     def _speed(self, step: int) -> str:
         counter, share = self._counter, None
@@ -89,3 +92,9 @@ class LoggingHook(ReportingHook):
             [f"{steps:.4g} steps/s"] if examples is None else [f"{examples:.4g} examples/s", f"{steps:.4g} steps/s"]
         )
         return f"  ({', '.join([*figures, *shown_share(share)])})"
+
+
+def _of_step(at: int, results: dict[str, Any], step: int) -> str:
+    """Format results of an evaluation, each with the step of the evaluation if that is not the step of the line."""
+    note = "" if at == step else f" (step {at})"
+    return "  ".join(text({name: value}) + note for name, value in results.items())

@@ -1,19 +1,26 @@
 """Partition specs for fully sharded data parallelism (FSDP)."""
 
+import logging
+import math
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.meshes import require_mesh
 from jstep.core.types import Params
 from jstep.sharding.layout import axis_size, largest_divisible
 
+_logger = logging.getLogger("jstep")
+
 
 def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2**16) -> Any:
     """Return specs that split each large parameter over a mesh axis, along its largest divisible dimension.
+
+    If no leaf is split, a warning is logged, with the reason.
 
     Args:
         params: Arrays, or shapes from `jax.eval_shape`.
@@ -41,7 +48,21 @@ def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2*
 
     def spec(leaf: Any) -> PartitionSpec:
         shape = np.shape(leaf)
-        dim = largest_divisible(shape, size) if int(np.prod(shape)) >= min_size else None
+        dim = largest_divisible(shape, size) if math.prod(shape) >= min_size else None
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis)
 
-    return jax.tree.map(spec, params)
+    specs = jax.tree.map(spec, params)
+    found = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if size > 1 and found and all(one == PartitionSpec() for one in found):
+        why = _why_none(params, size, min_size)
+        _logger.warning("fsdp_specs: no leaf is split over axis=%r (%d devices): %s", axis, size, why)
+    return specs
+
+
+def _why_none(params: Params, size: int, min_size: int) -> str:
+    shapes = [(path, np.shape(leaf)) for path, leaf in trees.leaves_with_paths(params)]
+    path, shape = max(shapes, key=lambda one: math.prod(one[1]))
+    leaf, count = f"the largest leaf, {trees.quoted(path)} of shape {shape},", math.prod(shape)
+    if count < min_size:
+        return f"{leaf} has {count} elements, fewer than min_size={min_size}; pass a smaller min_size"
+    return f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least min_size={min_size}"

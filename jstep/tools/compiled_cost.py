@@ -17,7 +17,7 @@ from jstep.core.memory import is_of_host
 from jstep.core.operations import body_of
 from jstep.state import TrainState
 from jstep.tools.collectives import collectives_of
-from jstep.tools.cost_warnings import warnings_of, warnings_without_a_program
+from jstep.tools.cost_warnings import unplaced_batch, warnings_of, warnings_without_a_program
 from jstep.tools.device_memory import device_peak
 from jstep.tools.recomputed import recomputes
 from jstep.topologies.compilers import name_of
@@ -65,7 +65,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
             "memory_bytes": memory or needed[1],
             "fits": False,
         }
-        found = tuple(warnings_without_a_program(state, args, traced))
+        found = (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced))
         return known | dict.fromkeys(lacking) | needs | {"warnings": found}
     figures = _memory(compiled, state, args, host, device.platform)
     peak = figures["peak_bytes"]
@@ -80,7 +80,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
             "bytes_accessed": None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
             "collectives": collectives_of(text),
             "recomputes": recomputes(text),
-            "warnings": tuple(warnings_of(text, state, args, traced, compiled.out_info)),
+            "warnings": (*unplaced_batch(state, args), *warnings_of(text, state, args, traced, compiled.out_info)),
             "memory_bytes": memory,
             "fits": None if memory is None or peak is None else peak <= memory,
         }

@@ -84,7 +84,8 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
     Args:
         train_step: The result of `minimize` or `scan_steps`, or any function `(state, *args)`.
         state: The state, or its shapes (`jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))`).
-        *args: The batch, or its shapes.
+        *args: The batch, or its shapes. On a mesh, place it as `train` does with `batch_sharding`, for instance by
+            `shard_batch`.
         topology: The name of a topology (see `jstep.topology`) to compile for data-parallel training: the state is
             replicated and the rows of the batch are split over all devices. For other layouts, place state and batch on
             the mesh of the topology.

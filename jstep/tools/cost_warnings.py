@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
+from jstep.core.meshes import mesh_of
 from jstep.core.sizes import size
 from jstep.tools.activation_annotations import is_annotated
 from jstep.tools.argument_uses import uses_of
@@ -70,6 +72,23 @@ def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> 
         "parameters are split over the axis of the batch, and the loss does not place its activations. If they are "
         f"resharded, temporaries grow with the number of devices: {_remedy(axis)}"
     ]
+
+
+def unplaced_batch(state: Any, args: Sequence[Any]) -> list[str]:
+    """Return a warning if the state is on a mesh of several devices and no array of the batch is on it."""
+    mesh = mesh_of(state)
+    has_rows = any(np.ndim(leaf) > 0 and not _is_key(leaf) for leaf in jax.tree.leaves(args))
+    if mesh is None or mesh.size == 1 or not has_rows or mesh_of(args) is not None:
+        return []
+    return [
+        f"the batch is not on the mesh of the state, so each of its {mesh.size} devices gets all of it, as in train "
+        "without batch_sharding. With batch_sharding, train runs another program; to measure that one, place the "
+        "batch in the same way, such as jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))"
+    ]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
 
 
 def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:

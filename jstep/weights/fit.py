@@ -1,7 +1,7 @@
 """Matching of tensors to the leaves of a target, with a list of everything that does not fit."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -71,12 +71,14 @@ class Fit:
         missing: Descriptions of leaves whose tensor does not exist.
         unused: Tensors that no leaf uses.
         mismatched: Descriptions of leaves that differ in shape or dtype.
+        hint: The end of a message: the separator that finds what is missing; the empty string if none does.
     """
 
     wanted: list[Wanted]
     missing: list[str]
     unused: list[str]
     mismatched: list[str]
+    hint: str = ""
 
     def problems(self) -> str:
         """Describe everything that does not fit; the empty string if everything fits."""
@@ -116,8 +118,23 @@ def fit(target: Any, tensors: Mapping[str, Tensor], names: Any, float_dtype: Any
         elif rule.name is not None:
             found.missing.append(repr(path) if rule.name == path else f"{rule.name!r} (for {path!r})")
         found.wanted.append(wanted)
-    found.unused.extend(repr(name) for name in tensors if name not in used)
-    return found
+    unused = [name for name in tensors if name not in used]
+    found.unused.extend(map(repr, unused))
+    return dataclasses.replace(found, hint=_separator_hint(found.wanted, used, set(unused)))
+
+
+def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) -> str:
+    """Describe the `names` that find all missing or all unused tensors, if paths and tensors differ by separator."""
+    if not all(one.rule == Rule(one.path) for one in wanted):
+        return ""
+    missing = {one.path for one in wanted} - used
+    for here, there in (("/", "."), (".", "/")):
+        renamed = {path.replace(here, there) for path in missing}
+        found = renamed & unused
+        if found and found in (renamed, unused) and not any(here in path for path in used):
+            quoted = f'names=lambda path: path.replace("{here}", "{there}")'
+            return f". The names in the file have {there!r} where paths have {here!r}: pass {quoted}"
+    return ""
 
 
 def with_transform_problems(found: Fit) -> Fit:

@@ -107,7 +107,9 @@ def load_weights(
                     leaves[i] = from_host(wanted, array)
         if found.problems():
             nothing = "" if any(wanted.tensor for wanted in found.wanted) else ", and nothing was loaded"
-            _logger.warning("load_weights: %s does not fit target%s%s", weights.path, nothing, found.problems())
+            _logger.warning(
+                "load_weights: %s does not fit target%s%s", weights.path, nothing, found.problems() + found.hint
+            )
         for i, wanted in enumerate(found.wanted):
             if wanted.tensor is not None and wanted.rule.transform is None:
                 leaves[i] = placed(wanted, files[wanted.tensor.file])
@@ -125,7 +127,7 @@ def _transformed(wanted: Wanted, file: io.RawIOBase) -> np.ndarray[Any, Any]:
 def _misfit(found: Fit, path: str) -> ValueError:
     return ValueError(
         f"target does not fit {path}{found.problems()}. Nothing was loaded; names= maps leaves to tensors (None: "
-        "none), dtype= casts floating tensors, and partial=True loads what fits"
+        f"none), dtype= casts floating tensors, and partial=True loads what fits{found.hint}"
     )
 
 

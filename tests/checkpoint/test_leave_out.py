@@ -102,6 +102,26 @@ def test_other_values_are_warned_about(tmp_path, caplog):
             assert "'params/base/scale'" not in record.getMessage()
 
 
+def test_a_saver_that_leaves_out_less_than_the_last_one_says_so_once(tmp_path, caplog):
+    def save(*steps, **options):
+        caplog.clear()
+        with Saver(tmp_path, **options) as saver, caplog.at_level(logging.WARNING):
+            for step in steps:
+                saver.save(state_of(step=step))
+        return caplog.messages
+
+    assert not save(1, 2, leave_out="base/*")
+    assert not save(3, leave_out=["base/*", "lora/*"])
+    (again,) = save(4, 5, leave_out="base/*")
+    assert "model-4 holds leaves that were left out of model-3 by Saver(leave_out=…)" in again
+    assert "(4): 'params/lora/base/w'" in again
+    (again,) = save(6, 7)
+    assert "'params/base/scale', 'params/base/w'" in again
+    assert "checkpoint_dir=jstep.Saver(directory, leave_out=…)" in again
+    assert not save(8)
+    assert not save(9, leave_out="base/*")
+
+
 @pytest.mark.parametrize("options", [{}, {"partial": True}], ids=repr)
 def test_shapes_alone_are_an_error(tmp_path, options):
     with Saver(tmp_path, leave_out="base/*") as saver:

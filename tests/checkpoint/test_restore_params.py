@@ -86,6 +86,29 @@ def test_what_does_not_fit_is_listed(saver):
         saver.restore_params({"other": jnp.zeros(3)})
 
 
+def test_entries_that_the_checkpoint_lacks_are_named(tmp_path):
+    lora, base = {"a": jnp.ones(2), "b": jnp.ones(3)}, {f"w{i:02}": jnp.zeros(1) for i in range(30)}
+    with Saver(tmp_path) as saver:
+        saver.save(jstep.TrainState.create({"lora": lora}, jstep.adam()))
+        with pytest.raises(ValueError, match="target_params does not fit") as error:
+            saver.restore_params({"base": base, "lora": lora})
+        assert "… and 10 more, that is, 'params/base/*' (30 leaves)" in str(error.value)
+        hint = "The checkpoint has nothing of 'base': restore_params({'lora': …}) restores the rest."
+        assert str(error.value).endswith(hint)
+        assert_same(saver.restore_params({"lora": lora}), {"lora": lora})
+        # Without 'base' the rest would not fit either, or nothing would be left.
+        for target in (
+            {"base": base, "lora": lora | {"c": jnp.zeros(1)}},
+            {"base": base, "lora": {"a": lora["a"]}},
+            {"base": base, "lora": lora | {"a": jnp.ones(3)}},
+            [base, lora],
+            {"base": base},
+        ):
+            with pytest.raises(ValueError, match=r"Nothing was restored|nothing in common") as error:
+                saver.restore_params(target)
+            assert "nothing of" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "names",
     [

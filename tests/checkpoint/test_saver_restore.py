@@ -40,6 +40,25 @@ class TestRestore:
         assert "'params/p19', … and 10 more" in str(error.value)
         assert "p20" not in str(error.value)
 
+    def test_long_lists_are_counted_by_prefix(self, tmp_path):
+        def state(**params):
+            return jstep.TrainState.create(params, jstep.adam())
+
+        base = {"layers": [{"w": jnp.zeros(1), "b": jnp.zeros(1)} for _ in range(12)]}
+        with Saver(tmp_path) as saver:
+            saver.save(state(lora=jnp.zeros(2)))
+            with pytest.raises(
+                ValueError, match=r"missing in the checkpoint \(75\): 'params/base/layers/0/b'"
+            ) as error:
+                saver.restore(state(lora=jnp.zeros(2), base=base, new=jnp.zeros(1)))
+            assert (
+                "… and 55 more, that is, 'params/base/layers/*' (24 leaves), 'params/new', 'slots/m/*' (25 leaves), "
+                "'slots/v/*' (25 leaves). Nothing was restored"
+            ) in str(error.value)
+            many = {f"p{i:02}": {"a": jnp.zeros(1), "b": jnp.zeros(1)} for i in range(11)}
+            with pytest.raises(ValueError, match=r"more, that is, 'params/\*' \(22 leaves\), 'slots/\*' \(44 leaves\)"):
+                saver.restore(state(lora=jnp.zeros(2), **many))
+
     def test_partial(self, tmp_path):
         with Saver(tmp_path) as saver:
             saver.save(state_at(7, 2.0))

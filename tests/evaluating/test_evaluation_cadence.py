@@ -135,6 +135,11 @@ def test_then_is_also_called_callbacks():
         jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[3])
     with pytest.raises(TypeError, match="callbacks: must be a sequence of functions"):
         jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=seen)
+    with pytest.raises(TypeError, match=r"callbacks: .*<lambda> returned an int"):
+        train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[lambda *args: 1])])
+    twice = [jstep.EarlyStopping("loss", 2, key="same") for _ in range(2)]
+    with pytest.raises(ValueError, match=r"EvaluationHook\(callbacks=…\): key='same'"):
+        train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=twice)])
 
 
 def test_all_but_what_is_evaluated_is_given_by_name():

@@ -229,6 +229,20 @@ def test_results_and_held_hyperparameters_are_in_the_lines(caplog):
     assert all("learning_rate 0.25" in line for line in lines)
 
 
+def test_results_of_an_earlier_step_are_in_the_next_line_with_that_step(caplog):
+    caplog.set_level(logging.INFO)
+    hooks = [
+        jstep.EvaluationHook(lambda state: {"loss": 0.5}, every_n_steps=3),
+        jstep.EvaluationHook(lambda state: {"loss": 0.25}, every_n_steps=4, prefix="test"),
+    ]
+    train(6, hooks, progress=None, log_steps=4)
+    at_4, at_6 = (record.getMessage() for record in caplog.records if record.filename == "logging_hook.py")
+    assert "eval/loss 0.5 (step 3)  test/loss 0.25" in at_4
+    assert at_4.count("(step ") == 1
+    assert "eval/loss 0.5" in at_6
+    assert "(step 6)" not in at_6
+
+
 def test_results_and_held_hyperparameters_are_in_the_bar(capsys):
     pytest.importorskip("tqdm")
     train(6, [jstep.EvaluationHook(lambda state: {"accuracy": 0.5}, every_n_steps=4)], progress=True)

@@ -153,6 +153,23 @@ def test_fsdp_specs():
     assert jstep.fsdp_specs(params, DATA, min_size=64 * 64 + 1)["square"] == P()
 
 
+def test_specs_that_split_nothing_are_warned_about(caplog):
+    params = {"odd": jax.ShapeDtypeStruct((63, 129), np.float32), "w": jnp.ones((64, 8))}
+    jstep.fsdp_specs(params, DATA, min_size=512)
+    jstep.fsdp_specs(params, jax.make_mesh((1, 8), ("data", "model")))
+    jstep.fsdp_specs({}, DATA)
+    assert not caplog.records
+
+    jstep.fsdp_specs(params, DATA)
+    jstep.fsdp_specs(params, BOTH, axis="model", min_size=513)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    small, odd = (record.getMessage() for record in caplog.records)
+    assert "no leaf is split over axis='data' (8 devices)" in small
+    assert "'odd' of shape (63, 129), has 8127 elements, fewer than min_size=65536; pass a smaller" in small
+    assert "axis='model' (2 devices)" in odd
+    assert "no dimension of the largest leaf, 'odd' of shape (63, 129), is divisible by 2" in odd
+
+
 def test_what_was_laid_out_survives_its_source_and_the_other_way():
     """Donation takes the new state alone, whatever memory it might have shared."""
     optimizer = jstep.adam(0.1)

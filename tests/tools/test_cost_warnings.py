@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -204,6 +205,26 @@ def test_slots_that_are_gathered():
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     (found,) = warned(jax.jit(step, donate_argnums=0, out_shardings=(places, {})), state, *PAIRS)
     assert found.startswith(f"slots are gathered (slots['m']['a']; {4 * 64 * 32 // 1024} KiB per step)")
+
+
+def test_a_batch_that_is_not_on_the_mesh():
+    """Then the program is another one than that of a run that splits the batch."""
+    state, (x, y) = fsdp(mlp), (np.ones((64, 64), np.float32), jnp.ones((64, 64)))
+    for batch in ((x, y), jax.eval_shape(lambda: (x, y))):
+        found, *_ = jstep.cost(STEP, state, *batch).warnings
+        assert found.startswith("the batch is not on the mesh of the state, so each of its 8 devices gets all of it")
+        assert "jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))" in found
+    for given in ((state, *jstep.shard_batch((x, y), MESH)), (state, x, PAIRS[1])):
+        assert jstep.cost(STEP, *given).warnings == ()
+    for one_device in (create(mlp, jax.make_mesh((1,), ("data",))), jstep.TrainState.create(mlp, OPTIMIZER)):
+        assert jstep.cost(STEP, one_device, x, y).warnings == ()
+
+    def without_rows(params, key, scale):
+        x = jax.random.normal(key, (64, 64))
+        return scale * regression(params, x, x)
+
+    step = jstep.minimize(without_rows, OPTIMIZER)
+    assert not any("batch" in found for found in jstep.cost(step, state, jax.random.key(0), 2.0).warnings)
 
 
 def stacked():

@@ -1,6 +1,7 @@
 """Matching of the leaves of a target to the leaves of a checkpoint."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jstep.core.checks import kind, shown
 
 STEP = counts.GLOBAL_STEP
 _SHOWN = 20  # paths listed in a message
+_GROUPS = 8  # prefixes listed in a message
 
 Names = Mapping[str, str] | Callable[[str], str | None]
 """Path in the target → path in the checkpoint; leaves that are not mentioned (None) have the same path in both."""
@@ -59,7 +61,9 @@ class Match:
         """Describe everything that does not fit; the empty string if everything fits."""
         return (
             listing("missing in the checkpoint", [repr(path) for path in self.missing])
+            + _by_prefix(self.missing)
             + listing("extra in the checkpoint", [repr(path) for path in self.extra])
+            + _by_prefix(self.extra)
             + listing("differing", self.differing)
         )
 
@@ -163,7 +167,8 @@ def _check_left_out(found: Match, where: str) -> None:
         raise ValueError(
             f"target: some leaves were left out of {where} by Saver(leave_out=…), so target must have their values, "
             f"which has only shapes, or arrays that were donated{listing('without values', without)}. Pass the values "
-            "that the run started with, such as the pretrained parameters."
+            "that the run started with, such as the pretrained parameters, or restore the other parameters alone: "
+            "restore_params takes a part of them."
         )
 
 
@@ -254,3 +259,32 @@ def listing(title: str, items: Sequence[str], most: int = _SHOWN) -> str:
         return ""
     more = f", … and {len(items) - most} more" if len(items) > most else ""
     return f"; {title} ({len(items)}): " + ", ".join(items[:most]) + more
+
+
+def _by_prefix(paths: Sequence[str]) -> str:
+    """Count paths by their common prefixes, for the end of a listing that does not show all of them."""
+    if len(paths) <= _SHOWN:
+        return ""
+    split = [path.split("/") for path in paths]
+    by_entry, by_field = (_groups(split, depth) for depth in (2, 1))
+    chosen = by_entry if len(by_entry) <= _GROUPS else by_field
+    return f", that is, {', '.join(map(_counted, chosen))}"
+
+
+def _groups(split: Sequence[list[str]], depth: int) -> list[list[list[str]]]:
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for parts in split:
+        groups.setdefault(tuple(parts[:depth]), []).append(parts)
+    return list(groups.values())
+
+
+def _counted(split: Sequence[list[str]]) -> str:
+    if len(split) == 1:
+        return repr("/".join(split[0]))
+    return f"'{'/'.join([*split[0][: _common(split)], '*'])}' ({len(split)} leaves)"
+
+
+def _common(split: Sequence[list[str]]) -> int:
+    """Return the number of leading parts that all paths share, not counting the last part of a path."""
+    columns = zip(*(parts[:-1] for parts in split), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

@@ -9,6 +9,7 @@ from jstep.checkpoint.format.match import Match, Names, match
 from jstep.core import trees
 
 PARAMS = "params"
+_NAMED = 5  # entries of params named in a message
 
 
 def match_params(
@@ -42,8 +43,24 @@ def match_params(
         raise ValueError(
             f"target_params does not fit the params of {where}{found.differences()}. Nothing was restored. names={{…}} "
             "maps leaves with another path; Saver.restore({'params': target_params}, partial=True) restores what fits."
+            + _without_absent(target[PARAMS], found)
         )
     return found
+
+
+def _without_absent(params: Any, found: Match) -> str:
+    """Describe how to restore the rest if all that does not fit are entries of params that the checkpoint lacks."""
+    if not isinstance(params, Mapping) or found.extra or found.differing:
+        return ""
+    missing = set(found.missing)
+    of_entries = {name: set(trees.paths_of({PARAMS: {name: params[name]}})) for name in params}
+    absent = [name for name, paths in of_entries.items() if paths and paths <= missing]
+    rest = [name for name, paths in of_entries.items() if paths - missing]
+    if not rest or set().union(*(of_entries[name] for name in absent)) != missing:
+        return ""
+    whole = f" The checkpoint has nothing of {', '.join(map(repr, absent[:_NAMED]))}{', …' * (len(absent) > _NAMED)}: "
+    entries = ", ".join(f"{name!r}: …" for name in rest[:_NAMED]) + ", …" * (len(rest) > _NAMED)
+    return f"{whole}restore_params({{{entries}}}) restores the rest."
 
 
 def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
