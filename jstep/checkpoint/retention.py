@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -87,7 +87,7 @@ class RetentionManager:
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
         self._retained: RetainedSteps | None = None
-        self._warned = False
+        self._warned = self._compared = False
         self._times: dict[int, float] = {}
         self._whole: set[int] = set()
 
@@ -97,7 +97,8 @@ class RetentionManager:
 
     def decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
         """Return the paths of the checkpoints to delete once this one exists, and the new retention state."""
-        retained = self._retained or self._load_retained(manifest)
+        self.warn_of_saved_again(leaf.path for leaf in manifest.leaves)
+        retained = self._retained or self._load_retained()
         if self._max_to_keep is None:
             return [], retained
         found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._whole))
@@ -148,16 +149,20 @@ class RetentionManager:
                 name(self._prefix, highest),
             )
 
-    def _warn_of_saved_again(self, before: Manifest, new: Manifest) -> None:
-        saved = {leaf.path for leaf in new.leaves}
-        again = [repr(leaf.path) for leaf in before.left_out if leaf.path in saved]
-        if again:
+    def warn_of_saved_again(self, saved: Iterable[str]) -> None:
+        """Log a warning, once, if the newest checkpoint left out some of the leaves that this Saver saves."""
+        if self._compared:
+            return
+        self._compared = True
+        newest = self._newest_manifest()
+        absent = {} if newest is None else {leaf.path: leaf for leaf in newest.left_out}
+        again = [repr(path) for path in saved if path in absent]
+        if newest is not None and again:
             _logger.warning(
-                "%s holds leaves that were left out of %s by Saver(leave_out=…)%s. To leave them out again, pass the "
-                "same leave_out; with train, checkpoint_dir=jstep.Saver(directory, leave_out=…)",
-                name(self._prefix, new.step),
-                name(self._prefix, before.step),
-                listing("not left out any more", again),
+                "%s left out leaves that the next checkpoint contains, because leave_out changed%s. To leave them out "
+                "again, pass the same leave_out; with train, checkpoint_dir=jstep.Saver(directory, leave_out=…)",
+                name(self._prefix, newest.step),
+                listing("saved again", again),
             )
 
     def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
@@ -170,20 +175,17 @@ class RetentionManager:
                 self._times[step] = retained.since  # too young to keep permanently
         return self._times[step]
 
-    def _load_retained(self, new: Manifest | None = None) -> RetainedSteps:
-        """Load the retention state from the newest checkpoint, which the first save of this Saver is compared with."""
+    def _newest_manifest(self) -> Manifest | None:
         for _, path in self._store.newest_first(self._prefix):
             with contextlib.suppress(CheckpointError, OSError):
-                newest = self._store.manifest(path)
-                if new is not None:
-                    self._warn_of_saved_again(newest, new)
-                retention = newest.retention
-                return (
-                    RetainedSteps.from_json(retention)
-                    if "kept" in retention
-                    else RetainedSteps(frozenset(), self._since)
-                )
-        return RetainedSteps(frozenset(), self._since)
+                return self._store.manifest(path)
+        return None
+
+    def _load_retained(self) -> RetainedSteps:
+        newest = self._newest_manifest()
+        if newest is None or "kept" not in newest.retention:
+            return RetainedSteps(frozenset(), self._since)
+        return RetainedSteps.from_json(newest.retention)
 
 
 class PendingCommit:

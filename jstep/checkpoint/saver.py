@@ -117,21 +117,25 @@ class Saver(Restorer):
         self._closed = False
         weakref.finalize(self, leave, self._store).atexit = False
 
-    def claim(self) -> None:
+    def claim(self, state: Any = None) -> None:
         """Claim the prefix before the first save: check that this Saver can write and that no other one does.
 
         `save` does this automatically; long runs call it before their first step. A second call costs almost nothing.
+
+        Args:
+            state: The state to save later, or its shapes, to check `leave_out` before the first save: a warning is
+                logged if it selects fewer leaves than that of the newest checkpoint.
 
         Raises:
             CheckpointError: Another Saver writes this prefix here; names its host and process. Or an earlier save
                 failed in the background.
             OSError: The directory cannot be created or written.
-            ValueError: The Saver is closed.
+            ValueError: The Saver is closed, or leave_out matches no parameter of the state.
         """
         with self._lock:
             self._check_open()
             self.wait()
-            self._writer.claim()
+            self._writer.claim(state)
 
     def save(self, state: Any, extra: Any = None, *, step: int | None = None) -> str:
         """Save a state under the name of its global_step.

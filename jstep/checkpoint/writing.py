@@ -13,6 +13,7 @@ from jstep.checkpoint.retention import RetentionManager
 from jstep.checkpoint.stage import Stage
 from jstep.checkpoint.step_of import step_of
 from jstep.checkpoint.store.protocol import Store
+from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList
 
@@ -34,11 +35,15 @@ class Writer:
         self._compress, self._stage = compress, Stage() if stage else None
         self._saving: str | None = None
 
-    def claim(self) -> None:
+    def claim(self, state: Any = None) -> None:
         """Claim the prefix as `Store.claim` does; if the first process fails, all processes raise.
 
         A process that continued alone would wait for the others forever.
+
+        Args:
+            state: The state to save, if known, or its shapes; see `Saver.claim`.
         """
+        absent = left_out.left_out_indices(state, self._leave_out) if state is not None else set()
         error = None
         if jax.process_index() == 0:
             try:
@@ -49,6 +54,9 @@ class Writer:
             raise error or CheckpointError(
                 f"{self._prefix}-* in {self._store.directory} cannot be written; see the error of process 0"
             )
+        if state is not None and jax.process_index() == 0:
+            paths = trees.paths_of(state)
+            self._retention.warn_of_saved_again(path for i, path in enumerate(paths) if i not in absent)
 
     def settle(self) -> None:
         """Call `wait`, and raise on all processes if one has failed, so that all of them start the next save.

@@ -24,10 +24,10 @@ class KeepBest:
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), so a resumed run knows the best
-    ones from the directory. A run that starts at step 0 also competes with those that it finds there, and logs a
-    warning. On a tie the earlier checkpoint is kept; NaN is never kept. To use the checkpoints, call
-    `jstep.Saver(directory, prefix="best").restore(state)`. It restores the newest one kept, which with keep=1 is the
-    best.
+    ones from the directory. Every run competes with the checkpoints that it finds there; one that resumes from no
+    checkpoint logs a warning, since they are those of another run. On a tie the earlier checkpoint is kept; NaN is
+    never kept. To use the checkpoints, call `jstep.Saver(directory, prefix="best").restore(state)`. It restores the
+    newest one kept, which with keep=1 is the best.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
@@ -76,6 +76,7 @@ class KeepBest:
         check_form(leave_out, "leave_out")
         self._given = self._leave_out = leave_out
         self._saver: Saver | None = None
+        self._is_fresh = False
         self.values: dict[int, float] = {}
 
     def use_run(self, run: RunInfo) -> None:
@@ -84,7 +85,7 @@ class KeepBest:
         Raises:
             ValueError: They have the same directory and prefix as those of the run.
         """
-        saver = run.saver
+        saver, self._is_fresh = run.saver, run.restored is None
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -101,10 +102,9 @@ class KeepBest:
             OSError: The directory is not writable.
         """
         self._open()
-        with internal_transfers():
-            is_fresh = global_step(state) == 0
-        if is_fresh and self.values and jax.process_index() == 0:
-            self._warn_of_an_earlier_run()
+        if self._is_fresh and self.values and jax.process_index() == 0:
+            with internal_transfers():
+                self._warn_of_another_run(global_step(state))
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
         """Save the state if it is among the best, and delete checkpoints that no longer are.
@@ -133,11 +133,12 @@ class KeepBest:
             saver, self._saver = self._saver, None
             saver.close()
 
-    def _warn_of_an_earlier_run(self) -> None:
+    def _warn_of_another_run(self, start: int) -> None:
         best = max(self.values, key=self._worse_first)
         _logger.warning(
-            "KeepBest: this run starts at step 0, but %s holds %s of an earlier run, with %s=%g, which counts like a "
-            "checkpoint of this run; give a new directory to keep only those of this run",
+            "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another run "
+            "with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
+            start,
             self._directory,
             checkpoint_name(self._prefix, best),
             self.metric,
@@ -170,7 +171,12 @@ class KeepBest:
                     raise ValueError(f"its extra {kept!r} has no {self.metric!r}")
             except (CheckpointError, ValueError) as error:
                 if jax.process_index() == 0:
-                    _logger.warning("KeepBest skips %s: %s", checkpoint_name(self._prefix, step), error)
+                    _logger.warning(
+                        "KeepBest skips %s: %s. Saver.restore may still return it, if it is the newest; give a new "
+                        "directory",
+                        checkpoint_name(self._prefix, step),
+                        error,
+                    )
                 continue
             self.values[step] = float(value)
         saver.claim()

@@ -86,6 +86,7 @@ class RunInfo:
         logdir: The directory of event files, or None.
         writer: The writer of event files, or None.
         saver: The run's `Saver`, or None.
+        restored: The step of the checkpoint that the run resumes from, or None.
         constant_metrics: Returns the names of metrics that never change; known after the first step.
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
@@ -102,6 +103,7 @@ class RunInfo:
     logdir: str | os.PathLike[str] | None = None
     writer: Any = None
     saver: Any = None
+    restored: int | None = None
     constant_metrics: Callable[[], Collection[str]] = tuple
     counter: Any = None
     evaluations: tuple[Any, ...] = ()

@@ -99,6 +99,7 @@ def build_hooks(
         logdir=options.logdir,
         writer=writer,
         saver=start.saver,
+        restored=start.restored,
         constant_metrics=constants,
         counter=counter,
         evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),

@@ -91,7 +91,7 @@ def open_checkpoints(
     held = _held(state) if given is not None else {}
     latest = saver.latest_step()
     if latest is None or latest < options.last_step:
-        saver.claim()
+        saver.claim(state)
     may_write()
     if latest is None:
         return CheckpointInfo(given, saver, None, {}, given, held)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.hooks.hook import RunInfo
 
 
 def state_at(step=0, rate=0.5):
@@ -211,17 +212,22 @@ def test_checkpoints_without_the_metric_are_left_alone(tmp_path, caplog):
     other.close()
     assert set(steps(tmp_path)) == {1, 9}
     assert "KeepBest skips best-1" in caplog.text
+    assert "Saver.restore may still return it" in caplog.text
 
 
-@pytest.mark.parametrize(("mode", "best"), [("max", "best-2 of an earlier run, with accuracy=0.9"), ("min", "best-1 ")])
-def test_a_fresh_run_is_told_of_the_best_of_an_earlier_run(mode, best, tmp_path, caplog):
+@pytest.mark.parametrize(("mode", "best"), [("max", "best-2 of another run with accuracy=0.9"), ("min", "best-1 ")])
+@pytest.mark.parametrize("start", [0, 60])
+def test_a_run_that_resumes_from_nothing_is_told_of_the_best_of_another(mode, best, start, tmp_path, caplog):
     keep(tmp_path, [0.5, 0.9], mode=mode, keep=2)
-    assert not caplog.records
-    jstep.KeepBest(tmp_path, "accuracy", mode=mode).begin(state_at(1))  # it resumes
-    assert not caplog.records
-    jstep.KeepBest(tmp_path, "accuracy", mode=mode).begin(state_at(0))
+    for restored in (60, None):
+        assert not caplog.records
+        one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
+        one.use_run(RunInfo(100, None, None, restored=restored))
+        one.begin(state_at(start))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert f"this run starts at step 0, but {tmp_path} holds {best}" in caplog.text
+    assert (
+        f"this run starts at step {start}, not from a checkpoint of its own, but {tmp_path} holds {best}" in caplog.text
+    )
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):

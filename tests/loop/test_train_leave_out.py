@@ -66,6 +66,19 @@ def test_another_base_is_warned_about_and_shapes_are_an_error(tmp_path, caplog):
     assert "target has other values" in caplog.text
 
 
+def test_a_restart_that_leaves_out_less_is_warned_about_before_its_first_step(tmp_path, caplog):
+    train(tmp_path, 5)
+
+    def told(step):
+        assert "model-5 left out leaves that the next checkpoint contains" in caplog.text
+        assert "saved again (1): 'params/base/w'" in caplog.text
+        return batches(step)
+
+    jstep.train(STEP, state(), told, 8, checkpoint_dir=tmp_path, save_checkpoint_steps=2, progress=False)
+    assert caplog.text.count("left out leaves that") == 1
+    assert leaves(tmp_path / "model-8")[1] == set()
+
+
 def test_a_wrong_name_is_found_before_the_first_step(tmp_path):
     def never(step):
         raise AssertionError("a batch was asked for")
