@@ -14,6 +14,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList, check_form
 from jstep.evaluating.scores import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo
+from jstep.hooks.state_contents import StateContents, listed
 from jstep.state import TrainState, global_step
 from jstep.stores import is_url, location
 
@@ -25,8 +26,8 @@ class KeepBest:
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), so a resumed run knows the best
     ones from the directory. Every run competes with the checkpoints that it finds there; one that resumes from no
-    checkpoint logs a warning, since they are those of another run. On a tie the earlier checkpoint is kept; NaN is
-    never kept. To use the checkpoints, call `jstep.Saver(directory, prefix="best").restore(state)`. It restores the
+    checkpoint logs a warning, since they are those of another run. On a tie the earlier checkpoint is kept. A value
+    that is not finite is never kept, nor are parameters with NaN. To use the checkpoints, call `jstep.Saver(directory, prefix="best").restore(state)`. It restores the
     newest one kept, which with keep=1 is the best.
 
     Args:
@@ -116,6 +117,11 @@ class KeepBest:
         value = score(results, self.metric, "KeepBest")
         saver = self._saver or self._open()
         if not math.isfinite(value) or not self._is_among_the_best(step, value):
+            return
+        if nan := StateContents(state, params_only=True).with_nan():  # for which a metric may be the best ever
+            _logger.warning(
+                "KeepBest: step %d is not kept, though %s=%g: NaN in %s", step, self.metric, value, listed(nan)
+            )
             return
         with internal_transfers():
             saver.save(state, extra={self.metric: value})

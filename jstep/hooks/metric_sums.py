@@ -10,23 +10,16 @@ import numpy as np
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums_layout import GRAD_NORM, LOSS, Layout, Part
-from jstep.hooks.metric_sums_program import BAD, BAD_GRADIENTS, GRADIENTS, TOO_MANY, VALUE
+from jstep.hooks.metric_sums_program import BAD, GRADIENT, SKIPS, TOO_MANY, VALUE
 from jstep.hooks.skipped_updates import SKIPPED, SkipMetric
 from jstep.hooks.values import host, shown
 
 
 class BadStep(NamedTuple):
-    """A step whose loss is not finite and whose update was applied.
-
-    Attributes:
-        step: The step.
-        loss: Its loss.
-        gradients: The number of consecutive steps up to this one whose `grad_norm` is not finite.
-    """
+    """A step whose loss is not finite and whose update was applied."""
 
     step: int
     loss: float
-    gradients: int
 
 
 class MetricSums:
@@ -135,20 +128,18 @@ class Interval:
 
     def first_bad(self) -> BadStep | None:
         """The first step whose loss was not finite and whose update was applied; waits for the device."""
-        bad = [
-            BadStep(part.step_of(int(row[BAD])), float(row[VALUE]), int(row[BAD_GRADIENTS]))
-            for part, row in self._rows
-            if row[BAD] >= 0
-        ]
+        bad = [BadStep(part.step_of(int(row[BAD])), float(row[VALUE])) for part, row in self._rows if row[BAD] >= 0]
         return min(bad, default=None)
 
-    def nonfinite_gradients(self) -> int | None:
-        """The number of consecutive steps, up to the last one, whose `grad_norm` is not finite; waits for the device.
+    def first_bad_gradient(self) -> int | None:
+        """The first step whose `grad_norm` was not finite and whose update was applied; waits for the device."""
+        steps = [part.step_of(int(row[GRADIENT])) for part, row in self._rows if row[GRADIENT] >= 0]
+        return min(steps, default=None)
 
-        None if there are no steps.
-        """
-        last = [(part.step_of(part.steps - 1), int(row[GRADIENTS])) for part, row in self._rows]
-        return max(0, max(last)[1]) if last else None
+    def skipped_since(self, start: int) -> bool:
+        """Whether all updates after a step were skipped, up to the last step of the interval; waits for the device."""
+        last = [(part.step_of(part.steps - 1), int(row[SKIPS])) for part, row in self._rows]
+        return bool(last) and max(last)[1] >= max(last)[0] - start
 
     def first_over_limit(self) -> int | None:
         """The step at which the limit of consecutive skipped updates was reached; waits for the device."""

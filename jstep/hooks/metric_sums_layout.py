@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core.contexts import internal_transfers
 from jstep.hooks import metric_sums_program
 from jstep.hooks.hook import Metrics
-from jstep.hooks.metric_sums_program import STREAKS
+from jstep.hooks.metric_sums_program import SKIPS
 from jstep.hooks.values import host, is_number, is_numeric
 
 LOSS, GRAD_NORM = "loss", "grad_norm"
@@ -109,10 +109,10 @@ class Layout:
             self.sums = self._program(self.sums, calls, plain, np.int32(count))
 
     def resume_from(self, sums: Any) -> None:
-        """Continues the counts of consecutive steps of another layout."""
+        """Continues the counts of consecutive skipped steps of another layout."""
         if self.sums is not None:
             with internal_transfers(), _without_nan_checks():
-                self.sums = metric_sums_program.with_streaks(self.sums, host(sums)[:, STREAKS])
+                self.sums = metric_sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
 
     def take(self, number: int) -> Part | None:
         """Returns the sums that a subscriber has not taken yet; None if there are no new steps."""

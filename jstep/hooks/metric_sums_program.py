@@ -14,19 +14,18 @@ import numpy as np
 
 from jstep.hooks.skipped_updates import is_bad_loss
 
-WATCHED = 8
-SEEN, BAD, VALUE, BAD_GRADIENTS, SKIPS, GRADIENTS, LIMIT, TOO_MANY = range(-WATCHED, 0)
-"""Columns from the end: the number of steps; the first bad step, counted from 0, or −1, its loss, and `GRADIENTS` at
-that step; the current numbers of consecutive steps that were skipped, and that applied a gradient whose norm is not
-finite; the limit of the former; the step at which it was reached, or −1."""
-STREAKS = [SKIPS, GRADIENTS]
-"""The columns that continue from one interval to the next."""
+WATCHED = 7
+SEEN, BAD, VALUE, GRADIENT, SKIPS, LIMIT, TOO_MANY = range(-WATCHED, 0)
+"""Columns from the end: the number of steps; the first bad step, counted from 0, or −1, and its loss; the first step
+that applied a gradient whose norm is not finite, or −1; the current number of consecutive skipped steps; its limit; the
+step at which the limit was reached, or −1."""
+_FIRSTS = (BAD, GRADIENT, TOO_MANY)
 
 
 def empty(num_metrics: int, limits: list[float], dtype: Any) -> np.ndarray[Any, Any]:
     """The array before the first step, with a row for each limit of skipped steps."""
     rows = np.zeros((len(limits), 3 * num_metrics + WATCHED), dtype)
-    rows[:, BAD] = rows[:, TOO_MANY] = -1
+    rows[:, _FIRSTS] = -1
     rows[:, LIMIT] = limits
     return rows
 
@@ -67,7 +66,7 @@ def program(loss: int | None, skip: int | None, gradient: int | None, stacked: b
             is_bad_loss(finite, skipped) & counts,
             value.astype(sums.dtype),
             skipped,
-            no_gradient,
+            no_gradient & counts,
             count,
         )
         parts = [
@@ -85,18 +84,17 @@ def program(loss: int | None, skip: int | None, gradient: int | None, stacked: b
 def take(sums: Any, number: Any) -> tuple[Any, Any]:
     """Return one row, and the array with that row reset."""
     watched = sums[:, -WATCHED:]
-    fresh = [jnp.full_like(watched[:, column], -1 if column in (BAD, TOO_MANY) else 0) for column in range(-WATCHED, 0)]
-    for column in (*STREAKS, LIMIT):
-        fresh[column] = watched[:, column]
+    fresh = [jnp.full_like(watched[:, column], -1 if column in _FIRSTS else 0) for column in range(-WATCHED, 0)]
+    fresh[SKIPS], fresh[LIMIT] = watched[:, SKIPS], watched[:, LIMIT]
     begun = jnp.concatenate([jnp.zeros_like(sums[:, :-WATCHED]), jnp.stack(fresh, axis=1)], axis=1)
     here = jnp.arange(len(sums), dtype=np.int32) == number
     return sums[number], jnp.where(here[:, None], begun, sums)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def with_streaks(sums: Any, streaks: Any) -> Any:
-    """Set the counts of consecutive steps, `STREAKS`."""
-    return sums.at[:, np.array(STREAKS)].set(streaks.astype(sums.dtype))
+def with_skips(sums: Any, skips: Any) -> Any:
+    """Set the counts of consecutive skipped steps."""
+    return sums.at[:, SKIPS].set(skips.astype(sums.dtype))
 
 
 def _columns(calls: list[list[Any]], plain: Any, dtype: Any, stacked: bool) -> tuple[Any, Any, Any]:
@@ -158,37 +156,24 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
     return x, error
 
 
-def _in_a_row(before: Any, happened: Any, dtype: Any) -> Any:
-    """After each step, the number of consecutive steps up to it at which something happened: [rows, steps].
-
-    Args:
-        before: The number before the first step, [rows].
-        happened: Whether it happened, [steps].
-        dtype: The dtype of the result.
-    """
-    steps = jnp.arange(len(happened), dtype=np.int32)
-    last = jax.lax.cummax(jnp.where(happened, jnp.int32(-1), steps))
-    since = (steps - last).astype(dtype)[None]
-    return jnp.where((last < 0)[None], before[:, None] + since, since)
-
-
 def _watch(watched: Any, bad: Any, value: Any, skipped: Any, no_gradient: Any, count: Any) -> Any:
     """The watched columns after the first `count` steps."""
     dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
     column = {name: watched[:, name] for name in range(-WATCHED, 0)}
+    first = column[SEEN] + jnp.argmax(no_gradient).astype(dtype)
     at = jnp.argmax(bad)
     is_first = (column[BAD] < 0) & bad.any()
-    skips = _in_a_row(column[SKIPS], skipped, dtype)
-    gradients = _in_a_row(column[GRADIENTS], no_gradient, dtype)
-    over = (skips >= column[LIMIT][:, None]) & (steps < count)[None]
+    last_made = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), steps))
+    since = (steps - last_made).astype(dtype)
+    in_a_row = jnp.where((last_made < 0)[None], column[SKIPS][:, None] + since[None], since[None])
+    over = (in_a_row >= column[LIMIT][:, None]) & (steps < count)[None]
     is_over = (column[TOO_MANY] < 0) & over.any(axis=1)
     new = {
         SEEN: column[SEEN] + count.astype(dtype),
         BAD: jnp.where(is_first, column[SEEN] + at.astype(dtype), column[BAD]),
         VALUE: jnp.where(is_first, value[at], column[VALUE]),
-        BAD_GRADIENTS: jnp.where(is_first, gradients[:, at], column[BAD_GRADIENTS]),
-        SKIPS: jnp.take(skips, count - 1, axis=1),
-        GRADIENTS: jnp.take(gradients, count - 1, axis=1),
+        GRADIENT: jnp.where((column[GRADIENT] < 0) & no_gradient.any(), first, column[GRADIENT]),
+        SKIPS: jnp.take(in_a_row, count - 1, axis=1),
         LIMIT: column[LIMIT],
         TOO_MANY: jnp.where(is_over, column[SEEN] + jnp.argmax(over, axis=1).astype(dtype), column[TOO_MANY]),
     }

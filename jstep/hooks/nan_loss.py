@@ -6,21 +6,21 @@ from typing import Any
 from jstep.core.checks import as_bool, as_int
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import Metrics, RunInfo
-from jstep.hooks.metric_sums import Interval, MetricSums
-from jstep.hooks.metric_sums_layout import LOSS
-from jstep.hooks.nonfinite_params import NAN, NonfiniteParams, listed
+from jstep.hooks.metric_sums import BadStep, Interval, MetricSums
+from jstep.hooks.metric_sums_layout import GRAD_NORM, LOSS
 from jstep.hooks.run_hook import RunHook
+from jstep.hooks.state_contents import NAN, StateContents, listed
 from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")
 
 
 class NanLossDuringTrainingError(RuntimeError):
-    """The loss or a parameter was NaN or infinite, or too many consecutive updates were skipped.
+    """The loss, a parameter or a slot was not finite, or too many consecutive updates were skipped.
 
     Attributes:
         step: The step of the update that has this loss or this gradient, or that reached the limit of skipped updates.
-        prevents_saving: Whether the last state of the run must not be saved: True for a loss or a parameter that is not
+        prevents_saving: Whether the last state of the run must not be saved: True for a loss or a state that is not
             finite, False if the run ended because too many consecutive updates were skipped.
     """
 
@@ -36,11 +36,11 @@ class NanLossHook(RunHook):
     """Stops the run when the loss is NaN or infinite, and names the step.
 
     All losses are checked on the device. The hook reads the result one interval later, when it has long been computed,
-    and also before each checkpoint and at the end. There it also checks the parameters, because a finite loss can have
-    a gradient that is not finite, which only the next loss would show. `train` therefore saves no checkpoint with a
-    parameter that became NaN or infinite during the run. If such a gradient came first, the metric `grad_norm`
-    (`minimize(metrics=["grad_norm"])`), if there is one, tells its step. Parameters that contain NaN when the run
-    begins are logged.
+    and also before each checkpoint and at the end. There it also checks the state, because a finite loss can have a
+    gradient that is not finite, which only a later loss would show. `train` therefore saves no checkpoint with a
+    parameter that became NaN or infinite during the run, or a slot that became NaN (model_state is not checked). The
+    metric `grad_norm` (`minimize(metrics=["grad_norm"])`), if there is one, tells the step of the gradient. If the
+    state contains NaN when the run begins, a warning is logged, and the run stops if it skips every update.
 
     Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count, so the hook can be
     combined with these guards. A custom step reports a skipped update by a metric `skipped`, 1 or 0.
@@ -71,9 +71,11 @@ class NanLossHook(RunHook):
         self._held: Interval | None = None
         self._looked = 0
         self._bad = self._over = False
-        self._gradients = 0
-        self._at_start: NonfiniteParams | None = None
-        self._nan_at_start: list[str] = []
+        self._began = self._checked = 0
+        self._gradient: int | None = None
+        self._has_norm = False
+        self._at_start: StateContents | None = None
+        self._nan_at_start: list[str] | None = None
 
     def use_run(self, run: RunInfo) -> None:
         """Uses the sums of the run."""
@@ -88,8 +90,9 @@ class NanLossHook(RunHook):
         self._held = None
         with internal_transfers():
             self._looked, self._bad, self._over = global_step(state), False, False
-        self._began, self._gradients, self._nan_at_start = self._looked, 0, []
-        self._at_start = None if self.run is None else NonfiniteParams(state)
+        self._began = self._checked = self._looked
+        self._gradient, self._nan_at_start = None, None
+        self._at_start = None if self.run is None else StateContents(state)
 
     def close(self) -> None:
         """Releases the run."""
@@ -120,24 +123,24 @@ class NanLossHook(RunHook):
         return range((start // self._n + 1) * self._n, last_step + 1, self._n)
 
     def before_save(self, step: int) -> bool:
-        """Checks all losses so far and the parameters; returns True, to prevent the save, if one is not finite.
+        """Checks all losses so far and the state; returns True, to prevent the save, if one is not finite.
 
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
         """
         self._look_at_all()
         if self.run is not None:
-            self._look_at_params(step, self.run.current_state())
+            self._look_at_state(step, self.run.current_state())
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
-        """Checks the remaining losses and the parameters.
+        """Checks the remaining losses and the state.
 
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
         """
         self._look_at_all()
-        self._look_at_params(step, state)
+        self._look_at_state(step, state)
 
     def _look_at_all(self) -> None:
         before, self._held = self._held, None
@@ -147,18 +150,21 @@ class NanLossHook(RunHook):
     def _look_at(self, interval: Interval | None) -> None:
         if interval is None or self._bad or self._over:
             return
-        self._warn_of_nan_at_start()
-        gradients = interval.nonfinite_gradients()
-        self._gradients = self._gradients if gradients is None else gradients
+        self._look_at_start()
+        self._has_norm = GRAD_NORM in interval.names()
+        if self._gradient is None:
+            self._gradient = interval.first_bad_gradient()
         bad, over = interval.first_bad(), interval.first_over_limit()
-        if bad is not None and (over is None or bad.step <= over):
+        if self._nan_at_start and (bad is not None or interval.skipped_since(self._began)):
+            self._bad = True
+            step, what = (self._began + 1, "every update was skipped") if bad is None else (bad.step, _loss(bad))
+            self._stop(f"{self._about_start()} Since then, {what}.", step, prevents_saving=True)
+        elif bad is not None and (over is None or bad.step <= over):
             # Set before raising, so that the state is not saved when the run fails.
             self._bad = True
-            origin = bad.step - max(0, bad.gradients - 1)
-            message = f"the loss is {bad.loss} at step {bad.step} (the update {bad.step - 1} → {bad.step})"
-            if origin < bad.step:
-                message += f", after a gradient that is not finite {_at(origin)}"
-            self._stop(message + _advice(origin) + self._about_start(), origin, prevents_saving=True)
+            origin = bad.step if self._gradient is None else min(bad.step, self._gradient)
+            before = f", after a gradient that is not finite {_at(origin)}" if origin < bad.step else ""
+            self._stop(f"{_loss(bad)}{before}{_advice(origin)}", origin, prevents_saving=True)
         elif over is not None:
             self._over = True
             self._bad = bad is not None
@@ -170,43 +176,47 @@ class NanLossHook(RunHook):
                 prevents_saving=self._bad,
             )
 
-    def _look_at_params(self, step: int, state: TrainState) -> None:
-        """Checks the parameters; they are up to date with the losses that were checked."""
+    def _look_at_state(self, step: int, state: TrainState) -> None:
+        """Checks the state; the losses up to it were checked."""
         if self._at_start is None or self._bad or self._over or step == self._began:
             return
-        worse = NonfiniteParams(state).worse_than(self._at_start)
-        if not worse:
+        spoiled = StateContents(state).spoiled_since(self._at_start)
+        if not spoiled:
+            self._checked, self._gradient = step, None
             return
         self._bad = True
-        numbers = "NaN" if NAN in worse.values() else "infinite numbers"
-        origin = step - max(0, self._gradients - 1)
-        why = (
-            f"the gradient is not finite {_at(origin)}"
-            if self._gradients
-            else 'an update made them; with minimize(metrics=["grad_norm"]) this hook tells which one'
-        )
-        message = f"the parameters contain {numbers} after step {step}, though each loss is finite: {listed([*worse])}"
-        self._stop(f"{message}; {why}" + _advice(origin), origin, prevents_saving=True)
+        numbers = "NaN" if NAN in spoiled.values() else "infinite numbers"
+        message = f"the state contains {numbers} after step {step}, though each loss is finite: {listed([*spoiled])}"
+        if self._gradient is not None:
+            message += f"; the gradient is not finite {_at(self._gradient)}"
+        elif self._checked < step - 1:
+            hint = "" if self._has_norm else '; minimize(metrics=["grad_norm"]) tells which one'
+            message += f"; one of the updates {self._checked} → {step} made it{hint}"
+        origin = self._gradient or step
+        self._stop(message + _advice(origin), origin, prevents_saving=True)
 
-    def _warn_of_nan_at_start(self) -> None:
-        if self._at_start is None or self._nan_at_start:
+    def _look_at_start(self) -> None:
+        if self._at_start is None or self._nan_at_start is not None:
             return
         self._nan_at_start = self._at_start.with_nan()
         if self._nan_at_start:
-            _logger.warning("NanLossHook: %s", self._about_start().strip())
+            _logger.warning("NanLossHook: %s", self._about_start())
 
     def _about_start(self) -> str:
-        if not self._nan_at_start:
-            return ""
         return (
-            f" {listed(self._nan_at_start)} contained NaN when this run began, at step {self._began}: delete the "
-            "checkpoint of that step, and the run resumes from the one before it."
+            f"{listed(self._nan_at_start or [])} contained NaN when this run began, at step {self._began}. If it "
+            "resumed from a checkpoint, delete all that contain NaN (python -m jstep inspect shows it for each leaf); "
+            "the run then resumes from the newest of the others."
         )
 
     def _stop(self, message: str, step: int, *, prevents_saving: bool) -> None:
         if self._fail:
             raise NanLossDuringTrainingError(message, step, prevents_saving=prevents_saving)
         _logger.warning("%s Stopping.", message)
+
+
+def _loss(bad: BadStep) -> str:
+    return f"the loss is {bad.loss} {_at(bad.step)}"
 
 
 def _at(step: int) -> str:

@@ -22,7 +22,7 @@ from jstep.loop.programs import Programs
 from jstep.loop.restore_or_init import RunStart, open_checkpoints, restore_or_init
 from jstep.loop.run_saver_hook import HOOKS, STOPPED, SaverCallbacks
 from jstep.loop.run_steps import LoopState, run_steps
-from jstep.loop.save_on_failure import format_batches, is_loss_nonfinite, save_on_failure
+from jstep.loop.save_on_failure import format_batches, save_on_failure, why_not_finite
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import StageBoundaries, TrainSteps
 from jstep.loop.start_times import StartTimes
@@ -234,9 +234,9 @@ class Run:
     def _exit_on_signal(self) -> NoReturn:
         loop, savers = self._loop, self._savers()
         when = f"after step {loop.step}"
-        if savers and is_loss_nonfinite(loop, self._programs.skip_metric):
+        if savers and (why := why_not_finite(loop, self._programs.skip_metric)):
             self._before_save(loop.step)  # `NanLossHook` raises a more specific error
-            raise self._signals.stopped(f"{when}, which is not saved: its loss is not finite")
+            raise self._signals.stopped(f"{when}, which is not saved: {why}")
         saved = [hook.save(loop.step, loop.state, wait=True) for hook in savers]
         if saved:
             outcome = "is saved; start the run again to resume" if all(saved) else "is not saved, as a hook demands"

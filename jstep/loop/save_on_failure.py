@@ -13,8 +13,8 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.notes import note
 from jstep.distributed import agreement
 from jstep.hooks import CheckpointSaverHook
-from jstep.hooks.nonfinite_params import NonfiniteParams, listed
 from jstep.hooks.skipped_updates import is_bad_loss
+from jstep.hooks.state_contents import StateContents, listed
 from jstep.hooks.values import host
 from jstep.loop.run_steps import LoopState
 
@@ -62,11 +62,9 @@ def _saved(
         return ", and is not saved: the other processes may be elsewhere"
     if getattr(error, "prevents_saving", False):
         return ", and is not saved"
-    if is_loss_nonfinite(loop, skip_metric):
-        return ", and is not saved: its loss is not finite"
+    if why := why_not_finite(loop, skip_metric):
+        return f", and is not saved: {why}"
     try:
-        if nan := NonfiniteParams(loop.state).with_nan():
-            return f", and is not saved: {listed(nan)} contain{'s' if len(nan) == 1 else ''} NaN"
         saved = [saver.save(loop.step, loop.state, wait=True) for saver in savers]
         if not all(saved):
             return ", and is not saved, as a hook demands"
@@ -75,6 +73,20 @@ def _saved(
             return ", and is not saved"
         return f", and could not be saved: {type(failure).__name__}: {failure}"
     return f", and is saved as {checkpoint_name(savers[-1].prefix, loop.step)}; start the run again to resume"
+
+
+def why_not_finite(loop: LoopState, skip_metric: str | None) -> str:
+    """Describe why the state must not be saved: a loss that is not finite, or NaN parameters; empty if neither.
+
+    The result is the same on all processes.
+    """
+    if is_loss_nonfinite(loop, skip_metric):
+        return "its loss is not finite"
+    try:
+        nan = StateContents(loop.state, params_only=True).with_nan()
+    except Exception:  # the device failed; the save reports it
+        return ""
+    return f"{listed(nan)} contain{'s' if len(nan) == 1 else ''} NaN" if nan else ""
 
 
 def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:

@@ -21,17 +21,17 @@ from jstep.differentiate.noise import estimated
 from jstep.differentiate.sharpness import checked_radius
 from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.hyper import value_at
-from jstep.optimizers.metrics import SKIPPED, shown_slots, skips, spoiled
-from jstep.optimizers.names import is_guarded, roles_of
+from jstep.optimizers.metrics import SKIPPED, shown_slots
+from jstep.optimizers.names import roles_of
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
-from jstep.optimizers.wrappers.skip_nonfinite import all_finite
 from jstep.state import MODEL_STATE, TrainState, require_state, step_of
-from jstep.training.apply import Applied, applied
+from jstep.training.apply import applied
 from jstep.training.averages import averages_for, checked_averages
 from jstep.training.constants import Constants, split_constants
 from jstep.training.requested_metrics import requested_metrics
 from jstep.training.several_losses import Losses, SeveralLosses, name_of, replaced, several_losses, shown_losses
+from jstep.training.skipped import skip_metrics, unless_skipped
 from jstep.training.step import PureStep, TrainStep
 
 OF_CONTEXT = 0x6A73
@@ -202,8 +202,12 @@ def minimize(
         context = context._replace(noise=None if part.squares is None else estimated(part.squares))
         done = applied(state, part.gradients, optimizer, increment_global_step, context)
         new_state = done.state
+        skipped = skip_metrics(done, state, part.gradients, optimizer)
         if has_model_state:
-            new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: part.model_state})
+            new = part.model_state
+            if skipped:  # one bad row would ruin the statistics of a batch normalization for good
+                new = unless_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], new)
+            new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: new})
 
         def norm(name: str) -> Array:
             if name == "grad_norm":
@@ -211,7 +215,6 @@ def minimize(
                 return found if scale is None else found / scale.astype(found.dtype)
             return global_norm(done.updates if name == "update_norm" else _trainable(new_state.params))
 
-        skipped = _skipped(done, state, part.gradients, optimizer)
         named = {
             "the optimizer's hyperparameters": optimizer.hyperparameters(step),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
@@ -235,18 +238,6 @@ def _value_and_grad(
         return part.loss, part.gradients if inputs.scale is None else unscaled(part.gradients, inputs.scale)
 
     return value_and_grad
-
-
-def _skipped(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
-    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
-    scale = loss_scale_of(done.roles, before.slots)
-    found = skips(done.left_out, None if scale is None else ~all_finite(grads, before.params), done.roles)
-    if not found:
-        return {}
-    overall = functools.reduce(jnp.logical_or, found.values())
-    if not is_guarded(optimizer):
-        overall &= ~spoiled(done.updates, before.slots, done.slots, done.roles)
-    return {name: value.astype(jnp.float32) for name, value in (found | {SKIPPED: overall}).items()}
 
 
 def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:

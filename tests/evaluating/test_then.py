@@ -4,6 +4,7 @@ import json
 import math
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -228,6 +229,18 @@ def test_a_run_that_resumes_from_nothing_is_told_of_the_best_of_another(mode, be
     assert (
         f"this run starts at step {start}, not from a checkpoint of its own, but {tmp_path} holds {best}" in caplog.text
     )
+
+
+def test_parameters_with_nan_are_not_kept_however_good_their_value(tmp_path, caplog):
+    best = jstep.KeepBest(tmp_path, "error")
+    best.begin(state_at())
+    best(1, state_at(1), {"error": 0.5})
+    state = state_at(2)
+    spoiled = jax.tree.map(lambda x: x * math.nan, state.params)
+    best(2, state.replace(params=spoiled), {"error": 0.0})
+    best.close()
+    assert set(steps(tmp_path)) == {1}
+    assert "step 2 is not kept, though error=0: NaN in params" in caplog.text
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):

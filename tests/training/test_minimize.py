@@ -1,5 +1,6 @@
 """The step's meaning: one clock, metrics, variables, model state, keys, microbatches."""
 
+import math
 from typing import Any
 
 import jax
@@ -252,3 +253,33 @@ def test_microbatches_are_one_update() -> None:
     close(parts.params, whole.params, 1e-4)
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
     assert jstep.global_step(parts) == 1
+
+
+@pytest.mark.parametrize("kind", [None, jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_skipped_update_keeps_the_model_state(kind):
+    def loss_fn(params, stats, x):
+        new = {"mean": 0.9 * stats["mean"] + 0.1 * x.mean(0), "count": stats["count"] + 1, "key": stats["key"]}
+        return jnp.mean((x @ params["w"]) ** 2), new
+
+    stats = {"mean": jnp.zeros(4), "count": jnp.int32(0), "key": jax.random.key(3)}
+    for wrap in (jstep.skip_nonfinite, jstep.dynamic_loss_scale):
+        optimizer = wrap(jstep.adam(0.1))
+        step = jstep.minimize(loss_fn, optimizer, has_model_state=True)
+        state = jstep.TrainState.create({"w": jnp.ones((4, 2))}, optimizer, model_state=stats)
+        rows = [np.ones((8, 4), np.float32), np.full((8, 4), math.nan, np.float32)]
+        if kind is not None:
+            mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+            state = jstep.shard_state(state, mesh)
+            rows = [jstep.shard_batch(x, mesh) for x in rows]
+        state, _ = step(state, rows[0])
+        before = jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if x.dtype == stats["key"].dtype else x),
+                              state.slots["model_state"])  # fmt: skip
+        state, metrics = step(state, rows[1])
+        assert metrics["skipped"] == 1
+        after = state.slots["model_state"]
+        assert np.array_equal(after["mean"], before["mean"])
+        assert after["count"] == before["count"] == 1
+        assert np.array_equal(jax.random.key_data(after["key"]), before["key"])
+        state, metrics = step(state, rows[0])
+        assert state.slots["model_state"]["count"] == 2
+        assert np.isfinite(state.slots["model_state"]["mean"]).all()

@@ -22,12 +22,13 @@ LEFT_OUT = -2
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     """Skip updates for which the norm of the gradients is NaN or infinite, leaving params and slots unchanged.
 
+    In a step of `minimize`, the model_state that the loss returns is not used either.
+
     A skipped update still advances the global step, which counts the steps of the run, but not the age of
     the slots: `start_step` advances, too, so that bias corrections count applied updates only.
 
     Args:
-        optimizer: The optimizer to guard. Put the guard outermost: around chains, clipping and moving averages. The
-            model_state returned by loss_fn is not guarded.
+        optimizer: The optimizer to guard. Put the guard outermost: around chains, clipping and moving averages.
 
     Returns:
         An `Optimizer` with the same hyperparameters and slots, and one more: the scalar `last_finite_step`, the

@@ -1,4 +1,4 @@
-"""`NanLossHook` and parameters that are not finite although each loss is."""
+"""`NanLossHook` and states that are not finite although each loss is."""
 
 import logging
 import math
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
-from jstep.hooks.nonfinite_params import FINITE, INFINITE, NAN, NonfiniteParams
+from jstep.hooks.state_contents import FINITE, INFINITE, NAN, StateContents
 
 BAD = 6  # the update BAD − 1 → BAD has a finite loss whose gradient is not
 DATA = [0.0 if n == BAD - 1 else 1.0 for n in range(40)]
@@ -47,7 +47,7 @@ def test_nan_made_by_the_gradient_is_never_saved(tmp_path, save_steps, metrics, 
     text = str(caught.value)
     if saved_at_once:
         assert "params/w" in text
-        assert f"contain NaN after step {BAD}, though each loss is finite" in text
+        assert f"contains NaN after step {BAD}, though each loss is finite" in text
     if metrics:
         assert f"the gradient is not finite at step {BAD}" in text or f"not finite at step {BAD} (the update" in text
     assert f"checkpoint_dir, {caught.value.step - 1})" in text
@@ -65,7 +65,9 @@ def test_the_step_that_grad_norm_tells_leads_to_the_operation(tmp_path):
 
 
 def test_nan_in_the_last_update_is_an_error_at_the_end():
-    with pytest.raises(jstep.NanLossDuringTrainingError, match="params/w; an update made them; with minimize"):
+    with pytest.raises(
+        jstep.NanLossDuringTrainingError, match="params/w and 2 other leaves; one of the updates 0 → 6 made"
+    ):
         run(BAD)
     hook = jstep.NanLossHook(fail_on_nan_loss=False)
     _, _, state = run(BAD, hooks=[hook])
@@ -104,7 +106,7 @@ def test_infinity_counts_if_an_update_made_it_and_a_mask_of_infinities_does_not(
     sgd = jstep.gradient_descent(1e-9)
     edge_run(sgd, tmp_path / "finite", 1.0)
     assert jstep.Saver(tmp_path / "finite").all_steps() == [1, 2, 3, 4]
-    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"contain infinite numbers after step 1.*params/b; "):
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"contains infinite numbers after step 1.*params/b; "):
         edge_run(sgd, tmp_path / "infinite", 0.0)
     assert jstep.Saver(tmp_path / "infinite").all_steps() == []
 
@@ -126,22 +128,51 @@ def test_gradients_of_skipped_updates_are_not_blamed():
     assert jnp.isfinite(state.params["w"]).all()
 
 
-def test_nan_that_a_checkpoint_holds_is_named(tmp_path, caplog):
-    for optimizer, ends in ((jstep.adamw(1e-2), False), (jstep.skip_nonfinite(jstep.adamw(1e-2)), True)):
-        poisoned = jstep.TrainState.create(
-            {"w": jnp.array([1.0, math.nan]), "other": {"v": jnp.ones(3)}}, optimizer, global_step=7
-        )
-        directory = tmp_path / str(ends)
-        with jstep.Saver(directory) as saver:
-            saver.save(poisoned)
-        caplog.clear()
-        if ends:
-            run(optimizer=optimizer, checkpoint_dir=directory)
-        else:
-            with pytest.raises(jstep.NanLossDuringTrainingError, match="params/w contained NaN when this run began"):
-                run(optimizer=optimizer, checkpoint_dir=directory)
-        said = [record for record in caplog.records if "contained NaN when this run began, at step 7" in record.message]
-        assert [record.levelno for record in said] == [logging.WARNING]
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("where", ["params", "m"])
+def test_nan_that_a_checkpoint_holds_is_named(where, guarded, tmp_path, caplog):
+    optimizer = jstep.skip_nonfinite(jstep.adamw(1e-2)) if guarded else jstep.adamw(1e-2)
+    bad = {"w": jnp.array([1.0, math.nan]), "other": {"v": jnp.ones(3)}}
+    good = {"w": jnp.ones(2), "other": {"v": jnp.ones(3)}}
+    state = jstep.TrainState.create(bad if where == "params" else good, optimizer, global_step=7)
+    if where == "m":
+        state = state.replace(slots={**state.slots, "m": bad})
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(state)
+    path = "params/w" if where == "params" else "slots/m/w"
+    with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
+        run(optimizer=optimizer, checkpoint_dir=tmp_path, save_checkpoint_steps=1)
+    text = str(caught.value)
+    said = [record for record in caplog.records if "contained NaN when this run began, at step 7" in record.message]
+    assert [record.levelno for record in said] == [logging.WARNING]
+    assert path in said[0].message
+    if where == "params":
+        assert text.startswith(f"{path} contained NaN when this run began")
+        assert ("every update was skipped" if guarded else "the loss is nan at step 8") in text
+    assert jstep.Saver(tmp_path).all_steps() == [7]
+
+
+def test_nan_in_a_slot_is_found_before_it_is_saved(tmp_path):
+    """An accumulated gradient that is NaN reaches the parameters steps later, after finite gradients."""
+    optimizer = jstep.update_every(4, jstep.adamw(1e-2), accumulate=True)
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=f"slots/.* not finite at step {BAD} ") as caught:
+        run(optimizer=optimizer, metrics=["grad_norm"], checkpoint_dir=tmp_path, save_checkpoint_steps=BAD + 1)
+    assert caught.value.step == BAD
+    assert jstep.Saver(tmp_path).all_steps() == []
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="after a gradient that is not finite at step 6"):
+        run(optimizer=optimizer, metrics=["grad_norm"])
+
+
+def test_slots_that_become_infinite_and_a_model_state_with_nan_are_the_users(tmp_path):
+    optimizer = jstep.adamw(1e-2)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, model_state={"last": jnp.zeros(())})
+    step = jstep.minimize(
+        lambda params, stats, x: (jnp.sum(params["w"]) * x, {"last": jnp.float32(math.nan)}), optimizer,
+        has_model_state=True,
+    )  # fmt: skip
+    hooks = [jstep.NanLossHook(every_n_steps=1)]
+    jstep.train(step, state, lambda n: np.float32(1e25), 4, hooks=hooks, progress=False, checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).all_steps() == [4]
 
 
 def test_the_state_of_another_hooks_error_is_not_saved_with_nan(tmp_path):
@@ -174,9 +205,9 @@ def test_contents_of_arrays_everywhere(kind):
         "empty": jnp.zeros((0, 3)),
         "none": None,
     }
-    contents = NonfiniteParams(jstep.TrainState(params, {}, jnp.int32(0))).contents()
+    contents = StateContents(jstep.TrainState(params, {}, jnp.int32(0))).contents()
     assert contents == {
         "params/split": NAN, "params/rows": FINITE, "params/one": INFINITE, "params/device": FINITE,
         "params/host": INFINITE, "params/half": NAN, "params/quarter": FINITE, "params/complex": INFINITE,
     }  # fmt: skip
-    assert NonfiniteParams(object()).contents() == {}
+    assert StateContents(object()).contents() == {}

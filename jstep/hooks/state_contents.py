@@ -1,0 +1,77 @@
+"""Find NaN and infinity in a state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.contexts import internal_transfers
+from jstep.core.memory import on_devices
+from jstep.core.places import compute_on, places_of
+from jstep.hooks.values import host
+from jstep.state import MODEL_STATE
+
+FINITE, INFINITE, NAN = range(3)
+"""The contents of an array: only finite numbers; infinity but no NaN; NaN."""
+_SLOTS = "slots/"
+
+
+class StateContents:
+    """The contents of each parameter and slot of a state, computed where it is; creating the object does not wait.
+
+    The model_state is not included: it is the user's, and may hold anything.
+
+    Args:
+        state: The state; one without `params` and `slots` has no contents.
+        params_only: Whether to leave out the slots.
+    """
+
+    def __init__(self, state: Any, *, params_only: bool = False) -> None:
+        slots = None if params_only else getattr(state, "slots", None)
+        slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
+        named = trees.leaves_with_paths({"params": getattr(state, "params", None), "slots": slots})
+        self._leaves = {path: leaf for path, leaf in named if _is_inexact(leaf)}
+        paths, leaves = list(self._leaves), list(self._leaves.values())
+        places = places_of(leaves)
+        with internal_transfers():
+            for numbers, mesh in places.on_devices:  # one program for all leaves of a shape
+                self._leaves |= {paths[i]: compute_on(mesh, _contents, leaves[i]) for i in numbers}
+            self._leaves |= {paths[i]: _contents(leaves[i]) for i in places.on_host}
+        for one in self._leaves.values():
+            one.copy_to_host_async()
+
+    def contents(self) -> dict[str, int]:
+        """Wait for the contents of each leaf and return them by path."""
+        with internal_transfers():
+            return {path: int(host(one)) for path, one in self._leaves.items()}
+
+    def with_nan(self) -> list[str]:
+        """Wait, and return the paths of the leaves that contain NaN."""
+        return [path for path, contents in self.contents().items() if contents == NAN]
+
+    def spoiled_since(self, before: "StateContents") -> dict[str, int]:
+        """Wait, and return the leaves that contain NaN, or parameters that contain infinity, and did not before.
+
+        A slot may become infinite: it may be a bound.
+        """
+        then = before.contents()
+        found = {path: now for path, now in self.contents().items() if now > then.get(path, FINITE)}
+        return {path: now for path, now in found.items() if now == NAN or not path.startswith(_SLOTS)}
+
+
+def listed(paths: list[str]) -> str:
+    """Format paths as the first one and the number of others."""
+    others = len(paths) - 1
+    return paths[0] + (f" and {others} other lea{'ves' if others > 1 else 'f'}" if others else "")
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
+
+
+def _contents(leaf: Any) -> jax.Array:
+    leaf = on_devices(leaf)
+    worst = jnp.where(jnp.isnan(leaf), np.int8(NAN), jnp.where(jnp.isinf(leaf), np.int8(INFINITE), np.int8(FINITE)))
+    return worst.max()
