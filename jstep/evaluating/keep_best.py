@@ -27,8 +27,9 @@ class KeepBest:
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), so a resumed run knows the best
     ones from the directory. Every run competes with the checkpoints that it finds there; one that resumes from no
     checkpoint logs a warning, since they are those of another run. On a tie the earlier checkpoint is kept. A value
-    that is not finite is never kept, nor are parameters with NaN. To use the checkpoints, call `jstep.Saver(directory, prefix="best").restore(state)`. It restores the
-    newest one kept, which with keep=1 is the best.
+    that is not finite is never kept, nor are parameters with NaN. To use the checkpoints, call
+    `jstep.Saver(directory, prefix="best").restore(state)`. It restores the newest one kept, which with keep=1 is the
+    best.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.

@@ -48,10 +48,10 @@ def train(
 
     A run that ends early (by a signal, an error in the data loader or in a hook, or a batch of the wrong shape) does
     not lose its state. The last complete state is in the exception's `state` attribute. If there is a checkpoint_dir,
-    it is also saved, unless its loss is not finite or there are several processes (these save only after a signal,
-    which all of them see). A note on the exception names the step and the batch. If a step fails while it runs on the
-    device (out of memory, a host callback that raises), the state was already donated to it and is lost: the run
-    resumes from the last checkpoint.
+    it is also saved, unless its loss is not finite, a parameter is NaN, or there are several processes (these save only
+    after a signal, which all of them see). A note on the exception names the step and the batch. If a step fails while
+    it runs on the device (out of memory, a host callback that raises), the state was already donated to it and is lost:
+    the run resumes from the last checkpoint.
 
     Args:
         train_step: The step that `minimize` returned, or any function `(state, *args) -> (state, metrics)` that

@@ -52,7 +52,10 @@ class Wanted:
         cast = self.casts and trees.is_floating(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
-            return f"{self._named} is {as_text(shape, dtype)}, and {as_text(self.shape, own)} in target"
+            reverse, hint = self.shape[::-1], ""
+            if len(shape) == 2 and tuple(shape) == reverse != self.shape and self.rule.transform is None:
+                hint = f" (transposed: map it to ({self.rule.name!r}, numpy.transpose) in names)"
+            return f"{self._named} is {as_text(shape, dtype)}, and {as_text(self.shape, own)} in target{hint}"
         if not self.on_host and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {as_text(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
@@ -124,16 +127,17 @@ def fit(target: Any, tensors: Mapping[str, Tensor], names: Any, float_dtype: Any
 
 
 def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) -> str:
-    """Describe the `names` that find all missing or all unused tensors, if paths and tensors differ by separator."""
-    if not all(one.rule == Rule(one.path) for one in wanted):
-        return ""
-    missing = {one.path for one in wanted} - used
+    """Describe how to find all missing or all unused tensors, if names and tensors differ by their separator."""
+    is_identity = all(one.rule == Rule(one.path) for one in wanted)
+    missing = {one.rule.name for one in wanted if one.rule.name is not None} - used
     for here, there in (("/", "."), (".", "/")):
-        renamed = {path.replace(here, there) for path in missing}
+        renamed = {name.replace(here, there) for name in missing}
         found = renamed & unused
-        if found and found in (renamed, unused) and not any(here in path for path in used):
-            quoted = f'names=lambda path: path.replace("{here}", "{there}")'
-            return f". The names in the file have {there!r} where paths have {here!r}: pass {quoted}"
+        if found and found in (renamed, unused) and not any(here in name for name in used):
+            differ = f". The names in the file have {there!r} where"
+            if not is_identity:
+                return f"{differ} those that names returns have {here!r}"
+            return f'{differ} paths have {here!r}: pass names=lambda path: path.replace("{here}", "{there}")'
     return ""
 
 

@@ -28,6 +28,24 @@ def test_the_hint_can_be_followed(tmp_path, names):
     assert loaded["a"]["c"]["d"].tolist() == B.tolist()
 
 
+def test_names_that_return_another_separator_than_the_file_has(tmp_path):
+    path = single(tmp_path / "x", **{"a/b": B, "c": B})
+    text = message(path, {"a": {"b": LEAF}, "c": LEAF}, lambda path: path.replace("/", "."))
+    assert text.endswith("The names in the file have '/' where those that names returns have '.'")
+
+
+def test_a_transposed_matrix_is_named(tmp_path):
+    wide = np.zeros((2, 3), np.float32)
+    path = single(tmp_path / "x", w=wide, q=wide)
+    text = message(path, {"w": wide.T, "q": wide})
+    assert (
+        "'w' is float32[2,3], and float32[3,2] in target (transposed: map it to ('w', numpy.transpose) in names)"
+        in text
+    )
+    assert "numpy.transpose" not in message(path, {"w": np.zeros((3, 4), np.float32), "q": wide})
+    assert "numpy.transpose" not in message(path, {"w": wide.T, "q": wide}, {"w": ("w", np.negative)})
+
+
 def test_the_other_way(tmp_path):
     path = single(tmp_path / "x", **{"a/b": B})
     assert message(path, {"a.b": LEAF}).endswith('names=lambda path: path.replace(".", "/")')
