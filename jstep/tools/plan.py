@@ -149,7 +149,8 @@ def plan(
         hooks: As for `train`. Hooks that are due only by time are left out.
         points: Number of steps to evaluate, evenly spaced, including the first and the last.
         train_step: As for `train`; adds the stages to the plan.
-        batches: As for `train`; adds batch sizes and rows, if made by `jstep.batches` or `jstep.mixture`.
+        batches: As for `train`; adds batch sizes, weights, and the rows and passes from step 0 to last_step, if made by
+            `jstep.batches` or `jstep.mixture`.
 
     Returns:
         A `Plan`: `str()` is a table, `plot(path)` draws it.
