@@ -155,7 +155,8 @@ class NanLossHook(RunHook):
         if self._gradient is None:
             self._gradient = interval.first_bad_gradient()
         bad, over = interval.first_bad(), interval.first_over_limit()
-        if self._nan_at_start and (bad is not None or interval.skipped_since(self._began)):
+        # NaN parameters show in the first loss, NaN slots in the second one.
+        if self._nan_at_start and (interval.skipped_since(self._began) if bad is None else bad.step <= self._began + 2):
             self._bad = True
             step, what = (self._began + 1, "every update was skipped") if bad is None else (bad.step, _loss(bad))
             self._stop(f"{self._about_start()} Since then, {what}.", step, prevents_saving=True)
