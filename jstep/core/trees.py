@@ -35,6 +35,11 @@ def quoted(path: str) -> str:
     return repr(path) if path else "the tree itself (a single leaf)"
 
 
+def leaf_at(path: str) -> str:
+    """Name a leaf by its path; a tree that is a single leaf is "the array"."""
+    return f"the leaf at {path!r}" if path else "the array"
+
+
 def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
     """Return all leaves with their paths, in JAX's order; None is not a leaf."""
     return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]

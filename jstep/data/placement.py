@@ -13,7 +13,7 @@ from jstep.core.checks import kind, shown
 from jstep.core.compile_only import refuse_compile_only
 from jstep.core.contexts import internal_transfers
 from jstep.core.layouts import mesh_axes_of
-from jstep.core.trees import leaves_with_paths, path_str, quoted
+from jstep.core.trees import leaf_at, leaves_with_paths, path_str, quoted
 from jstep.sharding.rows import place_rows
 
 
@@ -69,7 +69,7 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
             if dim >= np.ndim(leaf) or np.shape(leaf)[dim] % here:
                 raise ValueError(
                     f"sharding: {one.spec} splits dimension {dim} into {count} parts (axis {axis!r}), {here} of them "
-                    f"here, and the leaf at {quoted(path)} has shape {np.shape(leaf)} on this process; choose a batch "
+                    f"here, and {leaf_at(path)} has shape {np.shape(leaf)} on this process; choose a batch "
                     f"of a multiple of {here} rows"
                 ) from error
 

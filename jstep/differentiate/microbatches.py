@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from jstep.core.meshes import explicit_mesh, reduced, spec_of, without_explicit_
 from jstep.core.types import Array
 from jstep.differentiate.noise import Square, Squares
 from jstep.sharding.of_batches import fitting_spec
+
+_logger = logging.getLogger("jstep")
 
 
 class AggregationMethod(enum.Enum):
@@ -114,7 +117,10 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
     all_leaves: list[Any]
     treedef: Any
     all_leaves, treedef = jax.tree.flatten(args, is_leaf=trees.is_none)
-    strided = any(_devices_of_rows(leaf, spec) > 1 for leaf, spec in zip(all_leaves, specs, strict=True))
+    devices = max(_devices_of_rows(leaf, spec) for leaf, spec in zip(all_leaves, specs, strict=True))
+    strided = devices > 1
+    if size // n % devices:
+        _warn_of_small_microbatches(size, n, devices)
 
     def in_parts(leaf: Any) -> Any:
         rest = np.shape(leaf)[1:]
@@ -138,6 +144,19 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
 
     split_args: tuple[Any, ...] = treedef.unflatten(map(placed, all_leaves, specs))
     return split_args
+
+
+def _warn_of_small_microbatches(size: int, n: int, devices: int) -> None:
+    fitting = [k for k in range(1, n) if size % k == 0 and size // k % devices == 0]
+    advice = f"; use at most {fitting[-1]} microbatches" if fitting else ""
+    _logger.warning(
+        "num_microbatches=%d: microbatches of %d rows do not split over %d devices, so each device computes all of "
+        "their rows%s",
+        n,
+        size // n,
+        devices,
+        advice,
+    )
 
 
 def _mesh_of(leaf: Any) -> Any:

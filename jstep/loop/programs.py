@@ -180,7 +180,8 @@ class Programs:
             for leaf in jax.tree.leaves(call.args)[:5]
         )
         _logger.info(
-            "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s)",
+            "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or its "
+            "state in placement",
             self._name,
             _steps(call.steps),
             shapes,

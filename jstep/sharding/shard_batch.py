@@ -44,9 +44,9 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
         raise ValueError(f"local_batch: all leaves must have the same number of rows; got {each}")
 
     def leaf(keys: Any, rows: Any) -> Any:
-        path = trees.quoted(trees.path_str(keys))
+        named = trees.leaf_at(trees.path_str(keys))
         if np.ndim(rows) == 0:
-            raise ValueError(f"local_batch: the leaf at {path} is a scalar and has no rows; close over it in the loss")
+            raise ValueError(f"local_batch: {named} is a scalar and has no rows; close over it in the loss")
         if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
             return jax.device_put(rows, sharding)
         here = np.shape(rows)[0]
@@ -55,7 +55,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
         local_parts = max(1, parts // processes)
         if here % local_parts:
             raise ValueError(
-                f"local_batch: the leaf at {path} has {here} rows on this process, which do not split over the "
+                f"local_batch: {named} has {here} rows on this process, which do not split over the "
                 f"{local_parts} parts that axis {axis!r} ({parts} in all) has here; use a multiple of {local_parts}"
             )
         if compiles_only(mesh) or is_shape(rows):

@@ -153,6 +153,17 @@ def test_fsdp_specs():
     assert jstep.fsdp_specs(params, DATA, min_size=64 * 64 + 1)["square"] == P()
 
 
+def test_a_large_leaf_that_is_not_split_is_warned_about(caplog):
+    shapes = {"embed": (501, 255), "w": (512, 768), "small": (5, 3), "scalar": ()}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    jstep.fsdp_specs(params, DATA, min_size=1)
+    (record,) = caplog.records
+    assert "'embed' of shape (501, 255) is not split over axis='data' (8 devices)" in record.getMessage()
+    caplog.clear()
+    jstep.fsdp_specs({"w": params["w"], "small": params["small"]}, DATA, min_size=1)
+    assert not caplog.records
+
+
 def test_specs_that_split_nothing_are_warned_about(caplog):
     params = {"odd": jax.ShapeDtypeStruct((63, 129), np.float32), "w": jnp.ones((64, 8))}
     jstep.fsdp_specs(params, DATA, min_size=512)

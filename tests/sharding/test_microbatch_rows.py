@@ -128,3 +128,22 @@ def test_weights_count_the_same_on_any_number_of_devices():
         state = jstep.TrainState.create({"w": jnp.ones(4)}, optimizer, mesh=mesh)
         state, _ = step(state, *jstep.shard_batch((x, mask), mesh))
         np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+def test_microbatches_smaller_than_the_mesh_are_warned_about(types, caplog):
+    _, (x,) = placed("one axis", types, np.ones((32, 16), np.float32))
+    optimizer = jstep.gradient_descent(0.1)
+    state = jstep.shard_state(jstep.TrainState.create({"a": jnp.ones((16, 4))}, optimizer), x.sharding.mesh)
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["a"]) ** 2)
+
+    jstep.minimize(loss_fn, optimizer, num_microbatches=4, donate=False)(state, x)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    jstep.minimize(loss_fn, optimizer, num_microbatches=8, donate=False)(state, x)
+    said = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert said == {
+        "num_microbatches=8: microbatches of 4 rows do not split over 8 devices, so each device computes all of their "
+        "rows; use at most 4 microbatches"
+    }
