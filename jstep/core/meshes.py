@@ -251,22 +251,17 @@ class Attempts:
                 result = without_explicit_axes(fn, *args, place=place)
             except Exception as error:
                 if _signature(error) != _signature(refusal):
-                    refusal.add_note(f"On Auto axes: {_first_line(error)}")
+                    refusal.add_note(f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0])
                     refusal.add_note(_WAYS_OUT)
                 raise refusal from refusal.__cause__
             finally:
-                reason = _first_line(refusal)
+                reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
                 del refusal  # its traceback holds tracers
         if not self._is_logged and jax.process_index() == 0:
             self._is_logged = True
-            _logger.info(
-                "%s is computed on Auto axes: JAX refuses it on the Explicit axes of its mesh (%s)", self._name, reason
-            )
+            text = "%s is computed on Auto axes: JAX refuses it on the Explicit axes of its mesh (%s)"
+            _logger.info(text, self._name, reason)
         return result
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _signature(error: Exception) -> tuple[type, str]:

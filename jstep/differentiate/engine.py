@@ -19,9 +19,10 @@ from jstep.differentiate.connected_params import track_connected
 from jstep.differentiate.gating import GATE_OP, GATES, gated
 from jstep.differentiate.lookup import tables
 from jstep.differentiate.loss_outputs import checked_aux, checked_loss, same_kind, split_outputs
-from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, number_of_parts, specs_of_rows, split
+from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate
 from jstep.differentiate.noise import squared_norm
 from jstep.differentiate.sharpness import checked_sharpness, perturbed
+from jstep.differentiate.split_rows import number_of_parts, specs_of_rows, split
 from jstep.differentiate.unreduced import reduced_once, zeros_of_gradient
 
 

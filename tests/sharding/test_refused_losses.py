@@ -88,3 +88,13 @@ def test_what_is_refused_on_both_types_raises_the_first_error_with_a_note():
         jstep.minimize(half_annotated, OPTIMIZER)(create(EXPLICIT), *batch)
     assert type(caught.value).__name__ == "ShardingTypeError"
     assert [note for note in caught.value.__notes__ if "axis_types=" in note]
+
+
+def test_an_error_on_auto_axes_alone_is_noted():
+    def other_axis(params, x, ids):
+        rows = params["table"][ids] + x  # ambiguous on Explicit axes
+        return jnp.mean((jax.lax.with_sharding_constraint(rows, P("rows")) @ params["w"]) ** 2)
+
+    with pytest.raises(Exception, match="out_sharding") as caught:
+        jstep.minimize(other_axis, OPTIMIZER)(create(EXPLICIT), *jstep.shard_batch((X, IDS), EXPLICIT))
+    assert [note for note in caught.value.__notes__ if "On Auto axes: ValueError: Resource axis: rows" in note]
