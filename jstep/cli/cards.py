@@ -1,10 +1,9 @@
 """Reading and comparing the run cards that are stored next to checkpoints or logs."""
 
-import json
 from typing import Any
 
 from jstep.loop.card_difference import card_difference
-from jstep.stores import join, names_in, opened
+from jstep.timeline.lines import fields_with
 
 _MOST = 40
 
@@ -16,24 +15,15 @@ def last_cards(where: str) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     try:
-        names = [name for name in names_in(where) if name.startswith("timeline.") and name.endswith(".jsonl")]
-        for name in names:  # the names of objects begin with the time
-            with opened(join(where, name)) as file:
-                for raw in file:
-                    _add(found, raw)
+        for line in fields_with(where, "card"):
+            _add(found, line)
     except OSError:
         return found  # a directory that cannot be read is reported by the comparison itself
     return found
 
 
-def _add(found: dict[str, dict[str, Any]], raw: bytes) -> None:
-    if b'"card"' not in raw:
-        return
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return
-    if not isinstance(line, dict) or line.get("kind") != "card" or not isinstance(line.get("prefix", "model"), str):
+def _add(found: dict[str, dict[str, Any]], line: dict[str, Any]) -> None:
+    if line.get("kind") != "card" or not isinstance(line.get("prefix", "model"), str):
         return
     prefix, programs = line.get("prefix", "model"), line.get("programs")
     if "card" in line:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jstep.checkpoint import checkpoint_name
 from jstep.data import BatchSequence
-from jstep.stores import join, names_in, opened
+from jstep.timeline.lines import fields_with
 
 _logger = logging.getLogger("jstep")
 
@@ -137,28 +137,14 @@ def _batches_of_saver(where: str, prefix: str, step: int) -> dict[str, Any] | No
     cards: dict[str, Any] = {}
     saved_by = None
     try:
-        names = [name for name in names_in(where) if name.startswith("timeline.") and name.endswith(".jsonl")]
-        for name in names:  # the names of objects begin with the time
-            with opened(join(where, name)) as file:
-                for line in map(_line, file):
-                    if line.get("prefix") != prefix:
-                        continue
-                    if line.get("card") == 1:
-                        cards[line.get("start", "")] = line.get("batches")
-                    if line.get("checkpoint") == step:
-                        saved_by = line.get("start")
+        for line in fields_with(where, "card", "checkpoint"):
+            if line.get("prefix") != prefix:
+                continue
+            if line.get("card") == 1:
+                cards[line.get("start", "")] = line.get("batches")
+            if line.get("checkpoint") == step:
+                saved_by = line.get("start")
     except OSError:
         return None
     found = cards.get(saved_by) if saved_by is not None else None
     return found if isinstance(found, dict) else None
-
-
-def _line(raw: bytes) -> dict[str, Any]:
-    """A line with a card or a checkpoint; most lines hold neither and are not parsed."""
-    if b'"card"' not in raw and b'"checkpoint"' not in raw:
-        return {}
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return {}
-    return line if isinstance(line, dict) else {}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jstep.core.checks import as_text, shown
-from jstep.stores import Directory, absolute, is_directory, is_url, join, location, opened
+from jstep.stores import Directory, absolute, is_directory, is_url, join, location, names_in, opened
 from jstep.timeline.stopwatch import PARTS
 
 NAME = "timeline.jsonl"
@@ -77,6 +77,33 @@ def read(path: Any, prefix: str = "model") -> list[Line]:
             f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
         )
     return [line for line in found if line.start in known]
+
+
+def fields_with(where: str, *words: str) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each line that has one of these words, of all runs, in the order of their starts.
+
+    The other lines, most of a timeline, are not parsed. Corrupted ones are skipped.
+
+    Args:
+        where: A directory or URL.
+        words: Keys or values of the lines.
+
+    Raises:
+        OSError: The directory or a timeline cannot be read.
+    """
+    marks = [f'"{word}"'.encode() for word in words]
+    for name in filter(_is_timeline, names_in(where)):  # the names of objects begin with the time
+        with opened(join(where, name)) as file:
+            for raw in file:
+                if any(mark in raw for mark in marks) and isinstance(found := _parsed(raw), dict):
+                    yield found
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _places(where: str) -> list[str]:
