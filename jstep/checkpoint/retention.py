@@ -87,7 +87,7 @@ class RetentionManager:
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
         self._retained: RetainedSteps | None = None
-        self._warned = self._compared = False
+        self._warned = False
         self._times: dict[int, float] = {}
         self._whole: set[int] = set()
 
@@ -97,8 +97,7 @@ class RetentionManager:
 
     def decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
         """Return the paths of the checkpoints to delete once this one exists, and the new retention state."""
-        self.warn_of_saved_again(leaf.path for leaf in manifest.leaves)
-        retained = self._retained or self._load_retained()
+        retained = self.load(leaf.path for leaf in manifest.leaves)
         if self._max_to_keep is None:
             return [], retained
         found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._whole))
@@ -137,7 +136,7 @@ class RetentionManager:
     def evictable(self) -> list[str]:
         """Return the paths of the checkpoints that are not kept permanently, lowest step first."""
         found = dict(self._store.newest_first(self._prefix))
-        for_good = (self._retained or self._load_retained()).steps
+        for_good = (self._retained or self._retained_in(self._newest_manifest())).steps
         return [found[step] for step in sorted(found) if step not in for_good]
 
     def _warn_of_later(self, step: int, highest: int) -> None:
@@ -149,15 +148,25 @@ class RetentionManager:
                 name(self._prefix, highest),
             )
 
-    def warn_of_saved_again(self, saved: Iterable[str]) -> None:
-        """Log a warning, once, if the newest checkpoint left out some of the leaves that this Saver saves."""
-        if self._compared:
-            return
-        self._compared = True
-        newest = self._newest_manifest()
-        absent = {} if newest is None else {leaf.path: leaf for leaf in newest.left_out}
+    def load(self, saved: Iterable[str]) -> RetainedSteps:
+        """Return the retention state; the first call reads it from the newest checkpoint.
+
+        A warning is logged then if that checkpoint left out some of the leaves that this Saver saves.
+
+        Args:
+            saved: The paths of these leaves.
+        """
+        if self._retained is None:
+            newest = self._newest_manifest()
+            self._retained = self._retained_in(newest)
+            if newest is not None:
+                self._warn_of_saved_again(newest, saved)
+        return self._retained
+
+    def _warn_of_saved_again(self, newest: Manifest, saved: Iterable[str]) -> None:
+        absent = {leaf.path for leaf in newest.left_out}
         again = [repr(path) for path in saved if path in absent]
-        if newest is not None and again:
+        if again:
             _logger.warning(
                 "%s left out leaves that the next checkpoint contains, because leave_out changed%s. To leave them out "
                 "again, pass the same leave_out; with train, checkpoint_dir=jstep.Saver(directory, leave_out=…)",
@@ -181,8 +190,7 @@ class RetentionManager:
                 return self._store.manifest(path)
         return None
 
-    def _load_retained(self) -> RetainedSteps:
-        newest = self._newest_manifest()
+    def _retained_in(self, newest: Manifest | None) -> RetainedSteps:
         if newest is None or "kept" not in newest.retention:
             return RetainedSteps(frozenset(), self._since)
         return RetainedSteps.from_json(newest.retention)

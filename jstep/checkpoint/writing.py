@@ -56,7 +56,7 @@ class Writer:
             )
         if state is not None and jax.process_index() == 0:
             paths = trees.paths_of(state)
-            self._retention.warn_of_saved_again(path for i, path in enumerate(paths) if i not in absent)
+            self._retention.load(path for i, path in enumerate(paths) if i not in absent)
 
     def settle(self) -> None:
         """Call `wait`, and raise on all processes if one has failed, so that all of them start the next save.

@@ -86,12 +86,13 @@ def open_checkpoints(
         leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
     # Waits for pending writes, also after an error; a second Ctrl-C does not wait.
     stack.push(lambda *error: leave_at_once() if signals.at_once else leave(*error))
-    left_out.left_out_indices(state, saver.leave_out)  # fails now, not at the first save
     given = _step_if_known(state)
     held = _held(state) if given is not None else {}
     latest = saver.latest_step()
     if latest is None or latest < options.last_step:
-        saver.claim(state)
+        saver.claim(state)  # fails now, not at the first save
+    else:
+        left_out.left_out_indices(state, saver.leave_out)
     may_write()
     if latest is None:
         return CheckpointInfo(given, saver, None, {}, given, held)
