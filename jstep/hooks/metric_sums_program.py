@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.hooks.skipped_updates import is_bad_loss
+from jstep.hooks.skipped_updates import is_bad
 
 WATCHED = 7
 SEEN, BAD, VALUE, GRADIENT, SKIPS, LIMIT, TOO_MANY = range(-WATCHED, 0)
@@ -58,15 +58,15 @@ def program(loss: int | None, skip: int | None, gradient: int | None, stacked: b
             finite, value = _losses(calls, stacked)
         elif loss is not None:
             finite, value = jnp.isfinite(high[:, loss]) | ~known[:, loss], high[:, loss]
-        no_gradient = jnp.zeros(steps, bool)
+        bad_gradient = jnp.zeros(steps, bool)
         if gradient is not None:
-            no_gradient = ~(jnp.isfinite(high[:, gradient]) | ~known[:, gradient] | skipped)
+            bad_gradient = is_bad(jnp.isfinite(high[:, gradient]) | ~known[:, gradient], skipped)
         watched = _watch(
             sums[:, -WATCHED:],
-            is_bad_loss(finite, skipped) & counts,
+            is_bad(finite, skipped) & counts,
             value.astype(sums.dtype),
             skipped,
-            no_gradient & counts,
+            bad_gradient & counts,
             count,
         )
         parts = [
@@ -156,11 +156,11 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
     return x, error
 
 
-def _watch(watched: Any, bad: Any, value: Any, skipped: Any, no_gradient: Any, count: Any) -> Any:
+def _watch(watched: Any, bad: Any, value: Any, skipped: Any, bad_gradient: Any, count: Any) -> Any:
     """The watched columns after the first `count` steps."""
     dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
     column = {name: watched[:, name] for name in range(-WATCHED, 0)}
-    first = column[SEEN] + jnp.argmax(no_gradient).astype(dtype)
+    first = column[SEEN] + jnp.argmax(bad_gradient).astype(dtype)
     at = jnp.argmax(bad)
     is_first = (column[BAD] < 0) & bad.any()
     last_made = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), steps))
@@ -172,7 +172,7 @@ def _watch(watched: Any, bad: Any, value: Any, skipped: Any, no_gradient: Any, c
         SEEN: column[SEEN] + count.astype(dtype),
         BAD: jnp.where(is_first, column[SEEN] + at.astype(dtype), column[BAD]),
         VALUE: jnp.where(is_first, value[at], column[VALUE]),
-        GRADIENT: jnp.where((column[GRADIENT] < 0) & no_gradient.any(), first, column[GRADIENT]),
+        GRADIENT: jnp.where((column[GRADIENT] < 0) & bad_gradient.any(), first, column[GRADIENT]),
         SKIPS: jnp.take(in_a_row, count - 1, axis=1),
         LIMIT: column[LIMIT],
         TOO_MANY: jnp.where(is_over, column[SEEN] + jnp.argmax(over, axis=1).astype(dtype), column[TOO_MANY]),

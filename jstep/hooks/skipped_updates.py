@@ -15,11 +15,11 @@ def skip_metric_of(train_step: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def is_bad_loss(finite: Any, skipped: Any) -> Any:
-    """Return which steps applied an update with a loss that is not finite, for NumPy or JAX arrays.
+def is_bad(finite: Any, skipped: Any) -> Any:
+    """Return which steps applied an update whose loss, or gradient, is not finite, for NumPy or JAX arrays.
 
     Args:
-        finite: Whether each loss is finite.
+        finite: Whether each loss, or gradient, is finite.
         skipped: Whether the whole update of each step was skipped.
     """
     return ~(finite | skipped)

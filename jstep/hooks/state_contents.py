@@ -32,20 +32,20 @@ class StateContents:
         slots = None if params_only else getattr(state, "slots", None)
         slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
         named = trees.leaves_with_paths({"params": getattr(state, "params", None), "slots": slots})
-        self._leaves = {path: leaf for path, leaf in named if _is_inexact(leaf)}
-        paths, leaves = list(self._leaves), list(self._leaves.values())
-        places = places_of(leaves)
+        named = [(path, leaf) for path, leaf in named if _is_inexact(leaf)]
+        places = places_of([leaf for _, leaf in named])
+        self._found: dict[str, jax.Array] = {}
         with internal_transfers():
             for numbers, mesh in places.on_devices:  # one program for all leaves of a shape
-                self._leaves |= {paths[i]: compute_on(mesh, _contents, leaves[i]) for i in numbers}
-            self._leaves |= {paths[i]: _contents(leaves[i]) for i in places.on_host}
-        for one in self._leaves.values():
+                self._found |= {named[i][0]: compute_on(mesh, _contents, named[i][1]) for i in numbers}
+            self._found |= {named[i][0]: _contents(named[i][1]) for i in places.on_host}
+        for one in self._found.values():
             one.copy_to_host_async()
 
     def contents(self) -> dict[str, int]:
         """Wait for the contents of each leaf and return them by path."""
         with internal_transfers():
-            return {path: int(host(one)) for path, one in self._leaves.items()}
+            return {path: int(host(one)) for path, one in self._found.items()}
 
     def with_nan(self) -> list[str]:
         """Wait, and return the paths of the leaves that contain NaN."""

@@ -13,7 +13,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.notes import note
 from jstep.distributed import agreement
 from jstep.hooks import CheckpointSaverHook
-from jstep.hooks.skipped_updates import is_bad_loss
+from jstep.hooks.skipped_updates import is_bad
 from jstep.hooks.state_contents import StateContents, listed
 from jstep.hooks.values import host
 from jstep.loop.run_steps import LoopState
@@ -102,7 +102,7 @@ def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:
         with internal_transfers():
             finite = np.isfinite(host(loss).astype(np.float64))
             skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
-            return bool(np.any(is_bad_loss(finite, skipped)))
+            return bool(np.any(is_bad(finite, skipped)))
     except (TypeError, ValueError):
         return False
     except Exception:  # the device failed, so the loss cannot be read
