@@ -46,8 +46,7 @@ def number_of_parts(
         return at_least
     what = f"max_rows_per_device={max_rows}"
     first, size = _rows(args, what)
-    leaves = jax.tree.leaves(args, is_leaf=trees.is_none)
-    devices = max(_devices_of_rows(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True))
+    devices = _devices_of_batch(jax.tree.leaves(args, is_leaf=trees.is_none), specs)
 
     def on_each(n: int) -> int:
         rows = size // n
@@ -88,14 +87,13 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
     all_leaves: list[Any]
     treedef: Any
     all_leaves, treedef = jax.tree.flatten(args, is_leaf=trees.is_none)
-    devices = max(_devices_of_rows(leaf, spec) for leaf, spec in zip(all_leaves, specs, strict=True))
-    strided = devices > 1
+    devices = _devices_of_batch(all_leaves, specs)
     if size // n % devices:
         _warn_of_small_microbatches(size, n, devices)
 
     def in_parts(leaf: Any) -> Any:
         rest = np.shape(leaf)[1:]
-        if strided:
+        if devices > 1:
             return jnp.swapaxes(jnp.reshape(leaf, (size // n, n, *rest)), 0, 1)
         return jnp.reshape(leaf, (n, size // n, *rest))
 
@@ -153,6 +151,10 @@ def _rows(args: tuple[Any, ...], what: str) -> tuple[str, int]:
         if other != size:
             raise ValueError(f"{what}: {first} has {size} rows and {place} has {other}; they must agree")
     return first, size
+
+
+def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> int:
+    return max(_devices_of_rows(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True))
 
 
 def _devices_of_rows(leaf: Any, spec: PartitionSpec | None) -> int:

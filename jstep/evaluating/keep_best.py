@@ -120,9 +120,9 @@ class KeepBest:
         if not math.isfinite(value) or not self._is_among_the_best(step, value):
             return
         if nan := StateContents(state, params_only=True).with_nan():  # for which a metric may be the best ever
-            _logger.warning(
-                "KeepBest: step %d is not kept, though %s=%g: NaN in %s", step, self.metric, value, listed(nan)
-            )
+            if jax.process_index() == 0:
+                text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
+                _logger.warning(text, step, self.metric, value, listed(nan))
             return
         with internal_transfers():
             saver.save(state, extra={self.metric: value})
