@@ -203,6 +203,9 @@ def serve(fd: int, preloaded: str, compiled: str) -> Any:
             os.environ.update(request["env"])
             os.chdir(request["cwd"])
             sys.argv[1:] = request["args"]
+            # A line is one write: `print` has one for each of its words, and XLA's own lines came between them.
+            for output in (sys.stdout, sys.stderr):
+                output.reconfigure(line_buffering=True, write_through=False)
             return compile(request["code"], "<string>", "exec")
         running[pid] = fds.pop()
         for stream in fds:
