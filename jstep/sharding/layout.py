@@ -158,11 +158,11 @@ def state_shardings(
             ]
         )
 
-    def wherever(name: str, tree: Any) -> Any:
+    def slot_placement(name: str, tree: Any) -> Any:
         # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
         return jax.tree.map(lambda _: on_all, tree) if name == MODEL_STATE else slot(name, tree)
 
-    return treedef.unflatten(placed), {name: wherever(name, tree) for name, tree in slots.items()}, on_all
+    return treedef.unflatten(placed), {name: slot_placement(name, tree) for name, tree in slots.items()}, on_all
 
 
 def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
