@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
+from jstep.core.activation_annotations import is_annotated
 from jstep.core.meshes import mesh_of
 from jstep.core.sizes import size
-from jstep.tools.activation_annotations import is_annotated
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.compiled.exchanges import Exchange, exchanges_of
 from jstep.tools.compiled.origins import argument_of
