@@ -4,11 +4,11 @@ import logging
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.activation_annotations import is_annotated
 from jstep.core.meshes import mesh_of
+from jstep.core.trees import is_key
 from jstep.loop.trace_step import trace_step
 
 _logger = logging.getLogger("jstep")
@@ -45,4 +45,4 @@ def warn_of_redundant_rows(step: Any, state: Any, args: tuple[Any, ...]) -> None
 
 
 def _has_rows(leaf: Any) -> bool:
-    return np.ndim(leaf) > 0 and not jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+    return np.ndim(leaf) > 0 and not is_key(leaf)

@@ -251,7 +251,7 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
             return jax.device_put(leaf.copy(), sharding)
         # On a CPU may_alias=False is not honored: the state could alias NumPy's memory.
         return jax.device_put(np.array(leaf), sharding)
-    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if trees.is_key(leaf):
         return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     # Every process has the whole leaf and keeps its own shards.
     host = np.asarray(leaf)
