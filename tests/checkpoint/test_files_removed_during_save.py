@@ -1,4 +1,4 @@
-"""Somebody removes files while a checkpoint is written, such as a cleaner of old files: a failed save, nothing else."""
+"""Files that another program deletes during a save, such as a cleaner of old files: only that save fails."""
 
 import glob
 import os
@@ -13,7 +13,7 @@ from checkpoint_states import listing
 import jstep
 from jstep.checkpoint.store import checksums, place
 
-# Small arrays lie in the index itself.
+# Small arrays are stored in the index itself, so this one is large.
 LARGE = np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32)
 
 
@@ -23,7 +23,7 @@ def state_at(step: int, value: float = 0.0) -> Any:
 
 
 REMOVED = {
-    "all of a process": "ocdbt.process_0",
+    "all files of a process": "ocdbt.process_0",
     "the data of a process": "ocdbt.process_0/d",
     "the joined index": "d",
     "the root of the index": "manifest.ocdbt",
@@ -41,7 +41,7 @@ def _remove(folder: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("what", REMOVED)
-def test_before_it_is_published(tmp_path: Any, monkeypatch: Any, what: str) -> None:
+def test_removal_before_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, what: str) -> None:
     saver = jstep.Saver(tmp_path)
     saver.save(state_at(1, 1.0))
     saver.wait()
@@ -63,7 +63,7 @@ def test_before_it_is_published(tmp_path: Any, monkeypatch: Any, what: str) -> N
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_while_it_gets_its_name(tmp_path: Any, monkeypatch: Any, again: bool) -> None:
+def test_removal_while_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, again: bool) -> None:
     saver = jstep.Saver(tmp_path)
     saver.save(state_at(1, 1.0))
     saver.wait()
