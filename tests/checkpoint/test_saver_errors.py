@@ -102,7 +102,7 @@ class TestErrors:
         with pytest.raises(CheckpointError), Saver(tmp_path) as saver:
             saver.save(state_at(2))
 
-    def test_a_closed_saver_can_only_restore(self, tmp_path):
+    def test_a_saver_can_only_restore_after_close(self, tmp_path):
         saver = Saver(tmp_path)
         saver.save(state_at(2))
         saver.close()
