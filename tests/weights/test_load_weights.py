@@ -226,7 +226,7 @@ def test_partial_loads_what_fits_and_logs_the_rest(path, caplog):
 # Trees.
 
 
-def test_an_equinox_model(tmp_path):
+def test_a_partitioned_model(tmp_path):
     model = equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
     with pytest.raises(TypeError, match="equinox"):
         jstep.save_weights(tmp_path / "x", model)

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 from processes import run, talking
-from safetensors_files import single
+from safetensors_files import write_arrays
 
 import jstep
 
@@ -50,7 +50,7 @@ except RuntimeError as error:
 
 def test_two_processes_load_and_save(tmp_path):
     w = np.arange(32, dtype=np.float32).reshape(8, 4)
-    single(tmp_path / "in.safetensors", rows=w, columns=w + 1, whole=w + 2)
+    write_arrays(tmp_path / "in.safetensors", rows=w, columns=w + 1, whole=w + 2)
     # XLA also prints lines, so those of the script have a prefix.
     outputs = [
         [line.removeprefix("result ") for line in lines if line.startswith("result ")]
