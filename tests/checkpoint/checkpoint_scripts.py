@@ -21,7 +21,7 @@ def state_at(step, value, size=1000):
 
 
 def start(script, *args, **env):
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:  # so tracebacks show lines
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:  # for the source lines in tracebacks
         file.write(PRELUDE + textwrap.dedent(script))
     command = [sys.executable, file.name, *map(str, args)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}

@@ -125,20 +125,20 @@ FAILS = """
         saver.wait()
         if process == broken:
             module, name = ((checksums, "write_part"), (manifest_file, "write"))[1 - broken]
-            whole = getattr(module, name)
+            original = getattr(module, name)
             setattr(module, name, full)
         try:
             saver.save(state(step))
             saver.save(state(step + 1))
         except CheckpointError as error:
-            said = str(error)
+            message = str(error)
             if process == broken:
-                assert "the disk is full" in said, said
-                setattr(module, name, whole)
+                assert "the disk is full" in message, message
+                setattr(module, name, original)
             elif broken == 1:
-                assert "process 1 did not write its part" in said, said
+                assert "process 1 did not write its part" in message, message
             else:
-                assert "see the error of another process" in said, said
+                assert "see the error of another process" in message, message
             print(step)
         saver.save(state(step + 1))
     assert saver.all_steps() == [1, 3, 5], saver.all_steps()
@@ -147,9 +147,9 @@ FAILS = """
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return sock.getsockname()[1]
 
 
 def test_two_processes(tmp_path):
@@ -189,7 +189,7 @@ def test_two_processes(tmp_path):
         saver.restore(shapes)
     except CheckpointError as error:
         assert "model-3" in str(error) and "newest intact checkpoint is step 2" in str(error), error
-        print("found")
+        print("detected")
     saver.delete(3)
     assert saver.all_steps() == [2]
     print("deleted")
@@ -199,7 +199,7 @@ def test_two_processes(tmp_path):
     )
     processes = [start(script, tmp_path, process, port) for process in range(2)]
     outputs = [end(process) for process in processes]
-    assert [out[-6:] for out in outputs] == [["refused", "refused", "found", "deleted", "2", "4"]] * 2
+    assert [out[-6:] for out in outputs] == [["refused", "refused", "detected", "deleted", "2", "4"]] * 2
     assert sorted(os.listdir(tmp_path)) == ["fails", "model-2"]
     assert sorted(os.listdir(tmp_path / "fails")) == ["model-1", "model-3", "model-5"]
     with Saver(tmp_path) as saver:  # one process restores what two saved

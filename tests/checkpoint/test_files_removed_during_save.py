@@ -62,8 +62,8 @@ def test_removal_before_publishing_fails_the_save(tmp_path: Any, monkeypatch: An
     assert saver.restore(state_at(0)).params["w"][0, 0] == 2.0
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_removal_while_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, again: bool) -> None:
+@pytest.mark.parametrize("replaces", [False, True])
+def test_removal_while_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, replaces: bool) -> None:
     saver = jstep.Saver(tmp_path)
     saver.save(state_at(1, 1.0))
     saver.wait()
@@ -75,7 +75,7 @@ def test_removal_while_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any
         sync(folder)
 
     monkeypatch.setattr(place, "sync", removing)
-    saver.save(state_at(1 if again else 2, 2.0))
+    saver.save(state_at(1 if replaces else 2, 2.0))
     with pytest.raises(jstep.CheckpointError, match="was removed while the checkpoint was written"):
         saver.wait()
     assert listing(tmp_path) == ["model-1"]

@@ -71,11 +71,11 @@ def test_an_empty_selection_saves_everything(tmp_path, leave_out):
         assert_same(saver.restore(jax.eval_shape(state_of)), state_of())
 
 
-@pytest.mark.parametrize("again", [{"leave_out": "base/*"}, {}], ids=["same Saver", "any Saver"])
-def test_restore_takes_left_out_leaves_from_the_target(tmp_path, again, caplog):
+@pytest.mark.parametrize("options", [{"leave_out": "base/*"}, {}], ids=["same Saver", "any Saver"])
+def test_restore_takes_left_out_leaves_from_the_target(tmp_path, options, caplog):
     with Saver(tmp_path, leave_out="base/*") as saver:
         saver.save(state_of())
-    with Saver(tmp_path, **again) as saver, caplog.at_level(logging.WARNING):
+    with Saver(tmp_path, **options) as saver, caplog.at_level(logging.WARNING):
         target = state_of(lora=0.0, step=0)
         restored = saver.restore(target)
         assert_same(restored, state_of())

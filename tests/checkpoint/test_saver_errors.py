@@ -197,12 +197,12 @@ def test_filters_of_other_loggers_are_removed_after_the_save(tmp_path, monkeypat
 
 
 def test_only_two_modules_import_orbax_and_tensorstore():
-    found = [
+    modules = [
         path.name
         for path in pathlib.Path(checkpoint.__file__).parent.rglob("*.py")
         if re.search(r"^\s*(import|from) (orbax|tensorstore)", path.read_text(), re.MULTILINE)
     ]
-    assert sorted(found) == ["orbax_arrays.py", "tensors.py"]
+    assert sorted(modules) == ["orbax_arrays.py", "tensors.py"]
 
 
 def test_save_returns_before_the_checkpoint_exists(tmp_path, monkeypatch):

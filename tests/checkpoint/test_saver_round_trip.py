@@ -79,7 +79,7 @@ class TestRoundTrip:
         draw = jax.random.normal(back.slots["keys"]["other"], 3)
         assert as_bits(draw) == as_bits(jax.random.normal(keys["other"], 3))
 
-    def test_odd_keys(self, tmp_path):
+    def test_unusual_keys(self, tmp_path):
         params = {
             "a.b": 1.0,
             "a": {"b": 2.0, ".zarray": 3.0, "..": 4.0, "": 5.0},

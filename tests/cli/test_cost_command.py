@@ -58,7 +58,7 @@ def test_a_file_and_a_module(program, capsys):
 
 
 @pytest.mark.parametrize(
-    ("where", "message"),
+    ("target", "message"),
     [
         ("{file}", "expected PROGRAM:FUNCTION"),
         ("{file}:", "expected PROGRAM:FUNCTION"),
@@ -69,8 +69,8 @@ def test_a_file_and_a_module(program, capsys):
         ("no_such_module_anywhere:make", "No module named"),
     ],
 )
-def test_errors(program, capsys, where, message):
-    assert main(["cost", where.format(file=program)]) == 2
+def test_errors(program, capsys, target, message):
+    assert main(["cost", target.format(file=program)]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""

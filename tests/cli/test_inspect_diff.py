@@ -1,4 +1,4 @@
-"""`inspect` shows the content of a checkpoint, and `diff` where two runs diverge."""
+"""`inspect` shows the content of a checkpoint, and `diff` the step at which two runs diverge."""
 
 import json
 import os
@@ -31,8 +31,8 @@ def state(step=0, **params):
 
 @pytest.fixture
 def save(tmp_path):
-    def save(where, *states, prefix="model", extra=None):
-        with jstep.Saver(tmp_path / where, prefix=prefix, async_save=False) as saver:
+    def save(name, *states, prefix="model", extra=None):
+        with jstep.Saver(tmp_path / name, prefix=prefix, async_save=False) as saver:
             for one in states:
                 path = saver.save(one, extra=extra)
         return os.path.dirname(path), path
@@ -40,12 +40,12 @@ def save(tmp_path):
     return save
 
 
-def flip(path, where):
+def flip(path, offset):
     """Flip a bit in the largest file of a checkpoint."""
     files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
     file = max((f for f in files if not f.endswith("manifest.json")), key=os.path.getsize)
     data = bytearray(pathlib.Path(file).read_bytes())
-    data[where] ^= 1
+    data[offset] ^= 1
     pathlib.Path(file).write_bytes(data)
 
 
@@ -103,15 +103,15 @@ def test_corruption_is_an_error(save, capsys):
 
 
 @pytest.mark.parametrize("command", [["inspect", "{}"], ["diff", "{}", "{}"]])
-@pytest.mark.parametrize("where", ["missing", "empty", "file", "fifo"])
-def test_error_if_there_is_no_checkpoint(tmp_path, capsys, command, where):
+@pytest.mark.parametrize("name", ["missing", "empty", "file", "fifo"])
+def test_error_if_there_is_no_checkpoint(tmp_path, capsys, command, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x\n")
     os.mkfifo(tmp_path / "fifo")
-    assert main([word.format(tmp_path / where) for word in command]) == 2
+    assert main([word.format(tmp_path / name) for word in command]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert str(tmp_path / where) in output.err
+    assert str(tmp_path / name) in output.err
     assert output.err.count("\n") == 1
 
 
@@ -270,8 +270,8 @@ def test_help_fits_a_screen(capsys):
 
 
 def test_left_out_leaves(tmp_path, capsys):
-    def save(where, leave_out, **params):
-        with jstep.Saver(tmp_path / where, leave_out=leave_out, async_save=False) as saver:
+    def save(name, leave_out, **params):
+        with jstep.Saver(tmp_path / name, leave_out=leave_out, async_save=False) as saver:
             return saver.save(state(3, **params))
 
     adapters, complete, other = save("a", ["w", "key"]), save("b", None), save("c", "w", w=jnp.ones((2, 3)))

@@ -19,8 +19,8 @@ def path(tmp_path):
 
 
 def test_a_file(path, tmp_path, capsys):
-    for where in (path, str(tmp_path)):
-        assert main(["inspect", where]) == 0
+    for location in (path, str(tmp_path)):
+        assert main(["inspect", location]) == 0
         out = capsys.readouterr().out
         assert out.splitlines()[0] == path
         assert "3 tensors, 17 parameters, 57 B, in 1 file\n" in out
@@ -31,8 +31,8 @@ def test_a_file(path, tmp_path, capsys):
 
 def test_an_index(tmp_path, capsys):
     path = jstep.save_weights(tmp_path / "model.safetensors", PARAMS, max_shard_bytes=56)
-    for where in (path, str(tmp_path), str(tmp_path / "model.safetensors")):
-        assert main(["inspect", where, "--json"]) == 0
+    for location in (path, str(tmp_path), str(tmp_path / "model.safetensors")):
+        assert main(["inspect", location, "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert result["path"] == path
         assert (result["bytes"], result["parameters"], result["metadata"]) == (57, 17, {"format": "pt"})
@@ -81,8 +81,8 @@ def test_errors_for_bad_files_are_one_line(tmp_path, path, capsys):
         assert line.startswith("jstep inspect: ")
         assert str(bad) in line
     (tmp_path / "empty").mkdir()
-    for where in (tmp_path / "nowhere", tmp_path / "empty"):
-        assert main(["inspect", str(where)]) == 2
+    for location in (tmp_path / "nowhere", tmp_path / "empty"):
+        assert main(["inspect", str(location)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
     assert main(["inspect", path, "--verify"]) == 2
     assert "no checksums" in capsys.readouterr().err

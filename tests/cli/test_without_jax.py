@@ -30,15 +30,17 @@ def run_command(*arguments: str) -> tuple[int, list[str]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    at = tmp_path_factory.mktemp("run")
+    folder = tmp_path_factory.mktemp("run")
     optimizer = jstep.gradient_descent(0.25)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-    jstep.train(train_step, state, [jnp.ones(())] * 3, 3, checkpoint_dir=at / "run", logdir=at / "log", progress=False)
-    jstep.save_weights(at / "run" / "w.safetensors", {"w": jnp.ones(2, jnp.bfloat16)})
-    (at / "broken").mkdir()
-    (at / "broken" / "model-7").mkdir()
-    return at
+    jstep.train(
+        train_step, state, [jnp.ones(())] * 3, 3, checkpoint_dir=folder / "run", logdir=folder / "log", progress=False
+    )
+    jstep.save_weights(folder / "run" / "w.safetensors", {"w": jnp.ones(2, jnp.bfloat16)})
+    (folder / "broken").mkdir()
+    (folder / "broken" / "model-7").mkdir()
+    return folder
 
 
 @pytest.mark.parametrize(

@@ -113,14 +113,14 @@ def test_tensorboard_follows_growing_event_objects(moto, port, monkeypatch):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(growing, "SEGMENT", 600)
     with SummaryWriter("s3://bkt/board") as writer:
-        board, seen = None, []
+        board, counts = None, []
         for step in range(20):
             writer.add_summary(scalar("loss", float(step)), step)
             if step % 5 == 4:
                 writer.flush()
                 board = board or accumulators.EventAccumulator("s3://bkt/board")
-                seen.append(len(board.Reload().Scalars("loss")))
+                counts.append(len(board.Reload().Scalars("loss")))
     del board
     gc.collect()  # frees its unclosed connections here, where warnings are ignored
-    assert seen == [5, 10, 15, 20]
+    assert counts == [5, 10, 15, 20]
     assert len([name for name in Objects("s3://bkt/board").list() if "tfevents" in name]) > 1

@@ -17,11 +17,11 @@ def edit_index(store, change):
     change(index)
     data = json.dumps(index).encode()
     store.put("bkt", key, data)
-    at = "run/model-1/manifest.json"
-    decoded = manifest.decode(store.data(at))
+    manifest_key = "run/model-1/manifest.json"
+    decoded = manifest.decode(store.data(manifest_key))
     name = key.removeprefix("run/model-1/")
     files = dict(decoded.files) | {name: {"bytes": len(data), "crc32": [f"{zlib.crc32(data):08x}"]}}
-    store.put("bkt", at, manifest.encode(manifest.dataclasses.replace(decoded, files=files)))
+    store.put("bkt", manifest_key, manifest.encode(manifest.dataclasses.replace(decoded, files=files)))
 
 
 CHANGES = {

@@ -95,18 +95,18 @@ def test_a_conditional_write_prevents_two_commits(store):
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(1))
         saver.wait()
-        theirs = store.data("run/model-1/manifest.json").replace(b'"step": 1', b'"step": 1 ')
+        other_manifest = store.data("run/model-1/manifest.json").replace(b'"step": 1', b'"step": 1 ')
 
         def commit(number):
             if "pack.0.0" in store.seen[-1]:
                 with store.lock:
-                    store.put("bkt", "run/model-1/manifest.json", theirs)
+                    store.put("bkt", "run/model-1/manifest.json", other_manifest)
 
         store.watch = commit
         saver.save(state_at(1, 5))
         with pytest.raises(jstep.CheckpointError, match="another writer"):
             saver.wait()
-        assert store.data("run/model-1/manifest.json") == theirs
+        assert store.data("run/model-1/manifest.json") == other_manifest
 
 
 def test_a_claim_lost_during_the_commit_reverts_it(store):

@@ -17,12 +17,12 @@ packs.PACK = 64
 state = jstep.TrainState.create(init(), optimizer)
 state = jstep.shard_state(state, mesh, [("w", P("data")), ("*", P())])
 
-def at(step):
+def state_at(step):
     return state.replace(global_step=state.global_step + step)
 
 with jstep.Saver(directory) as saver:
     for step in (1, 2):
-        path = saver.save(at(step))
+        path = saver.save(state_at(step))
     back = saver.restore(state)
     print("STEP", int(back.global_step.addressable_data(0)), weights(back) == weights(state))
     saver.save(back)
@@ -34,13 +34,13 @@ with jstep.Saver(directory) as saver:
                 raise OSError("the disk of this one is on fire")
             return write(*args)
         object_save.packs.write = broken
-        saver.save(at(3))
+        saver.save(state_at(3))
         try:
             saver.wait()
         except jstep.CheckpointError as error:
             print("FAILED", which, "on fire" in str(error), flush=True)
     object_save.packs.write = write
-    saver.save(at(4))
+    saver.save(state_at(4))
 packs.PACK = 2**20
 """
 

@@ -1,4 +1,4 @@
-"""Reads with a fault at each request return the expected values or raise; odd prefixes and kinds of leaves."""
+"""Reads with a fault at each request return the expected values or raise; unusual prefixes and kinds of leaves."""
 
 import jax
 import jax.numpy as jnp

@@ -87,8 +87,8 @@ def test_the_saved_state_may_be_donated_before_it_is_written(store, monkeypatch,
         back = saver.restore(jax.eval_shape(lambda: state))
         assert np.array_equal(back.params["w"], before)
         assert np.array_equal(back.slots["m"]["w"], slot)
-        again, _ = step(back)
-        assert int(again.global_step) == 2
+        stepped, _ = step(back)
+        assert int(stepped.global_step) == 2
 
 
 @pytest.mark.parametrize("compress", [False, True])

@@ -69,19 +69,19 @@ def test_complete_records_of_a_truncated_file_are_read(file, tmp_path):
 
 
 @settings(max_examples=100, deadline=None)
-@given(where=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_error_for_any_flipped_bit_names_the_offset(tmp_path_factory, where, bit):
+@given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_error_for_any_flipped_bit_names_the_offset(tmp_path_factory, position, bit):
     logdir = tmp_path_factory.mktemp("flip")
     with summary.SummaryWriter(logdir) as writer:
         for step in range(1, 4):
             writer.add_summary(summary.scalar("loss", float(step)), step)
     data = bytearray(Path(writer.path).read_bytes())
     begins = offsets(writer.path)
-    where %= len(data)
-    data[where] ^= 1 << bit
+    position %= len(data)
+    data[position] ^= 1 << bit
     with open(writer.path, "wb") as out:
         out.write(data)
-    record = max(i for i, begin in enumerate(begins) if begin <= where)
+    record = max(i for i, begin in enumerate(begins) if begin <= position)
     with pytest.raises(DataLossError, match=f"corrupted record at offset {begins[record]}:") as caught:
         list(summary.summary_iterator(writer.path))
     assert (caught.value.path, caught.value.offset) == (writer.path, begins[record])

@@ -65,9 +65,9 @@ def test_error_for_a_malformed_header_names_the_file(tmp_path, name):
     path = write_raw(tmp_path / "model.safetensors", header, bytes(16), length)
     if name in ("empty", "five bytes"):
         (tmp_path / "model.safetensors").write_bytes(header)
-    for where in (path, tmp_path):
+    for location in (path, tmp_path):
         with pytest.raises(ValueError, match=r"model\.safetensors") as caught:
-            jstep.load_weights(where, TARGET, partial=True)
+            jstep.load_weights(location, TARGET, partial=True)
         assert expected in str(caught.value)
         assert len(str(caught.value)) < 1000
 
@@ -113,9 +113,9 @@ def test_an_index_must_not_leave_its_folder(tmp_path, file):
     write_arrays(tmp_path / "b.safetensors", a=[1, 2])
     (tmp_path / "in").mkdir()
     path = write_index(tmp_path / "in" / "model.safetensors.index.json", {"a": file})
-    for where in (path, tmp_path / "in"):
+    for location in (path, tmp_path / "in"):
         with pytest.raises(ValueError, match="inside the index's folder"):
-            jstep.load_weights(where, TARGET)
+            jstep.load_weights(location, TARGET)
 
 
 def test_a_hub_snapshot_of_links_loads(tmp_path):
@@ -126,8 +126,8 @@ def test_a_hub_snapshot_of_links_loads(tmp_path):
     write_index(blobs / "5678", {"a": "model-00001-of-00001.safetensors"})
     (snapshot / "model-00001-of-00001.safetensors").symlink_to("../../blobs/1234")
     (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/5678")
-    for where in (snapshot, snapshot / "model.safetensors.index.json", snapshot / "model.safetensors"):
-        assert jstep.load_weights(where, TARGET)["a"].tolist() == [1, 2]
+    for location in (snapshot, snapshot / "model.safetensors.index.json", snapshot / "model.safetensors"):
+        assert jstep.load_weights(location, TARGET)["a"].tolist() == [1, 2]
 
 
 def test_an_index_must_agree_with_its_files(tmp_path):

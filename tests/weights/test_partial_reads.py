@@ -1,4 +1,4 @@
-"""Each device reads only its part of a file, and no byte is read twice; the reads are reads."""
+"""Each device reads only its part of a file, and no byte is read twice; a fixture records all reads."""
 
 import jax
 import numpy as np

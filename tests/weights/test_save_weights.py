@@ -157,8 +157,8 @@ def test_shards_are_named_like_those_of_hugging_face(tmp_path):
     one, two, three = shards(3)
     assert index["weight_map"] == {"a": one, "b": two, "c": three, "d": three}
     assert path == str(tmp_path / "model.safetensors.index.json")
-    for where in (path, tmp_path, tmp_path / "model.safetensors"):
-        loaded = jstep.load_weights(where, params)
+    for location in (path, tmp_path, tmp_path / "model.safetensors"):
+        loaded = jstep.load_weights(location, params)
         assert all(same(loaded[name], params[name]) for name in "abc")
     for wrong in (0, -1, "5GB", 2.5, None, True):
         with pytest.raises((TypeError, ValueError), match="max_shard_bytes="):
@@ -220,9 +220,9 @@ def test_a_reader_never_loads_a_mix_of_two_saves(tmp_path, monkeypatch):
 
     def look():
         # If both saves are complete, the folder is ambiguous, but an index or a file is not.
-        for where in ("model.safetensors.index.json", "model.safetensors"):
-            if (tmp_path / where).exists():
-                loaded.append(loaded_values(tmp_path / where))
+        for location in ("model.safetensors.index.json", "model.safetensors"):
+            if (tmp_path / location).exists():
+                loaded.append(loaded_values(tmp_path / location))
         assert loaded or not any(name.endswith(".json") for name in listed(tmp_path))
 
     for name in ("replace", "remove"):

@@ -67,9 +67,9 @@ def gpt2_name(path):
         return outer[path]
     inner = {"norm1": "ln_1", "qkv": "attn.c_attn", "out": "attn.c_proj", "norm2": "ln_2"}
     inner |= {"up": "mlp.c_fc", "down": "mlp.c_proj"}
-    *at, kind, leaf = path.split("/")
+    *layer, kind, leaf = path.split("/")
     leaf = "bias" if leaf == "bias" else "weight"
-    return f"transformer.h.{at[1]}.{inner[kind]}.{leaf}" if at else f"transformer.ln_f.{leaf}"
+    return f"transformer.h.{layer[1]}.{inner[kind]}.{leaf}" if layer else f"transformer.ln_f.{leaf}"
 
 
 def gpt2(params, tokens):
@@ -128,7 +128,7 @@ def test_a_sharded_export_of_transformers_loads(a_gpt2, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    single, sharded = (jstep.load_weights(where, gpt2_init(), gpt2_name) for where in (folder, tmp_path))
+    single, sharded = (jstep.load_weights(location, gpt2_init(), gpt2_name) for location in (folder, tmp_path))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), single, sharded)))
 
 
@@ -151,10 +151,10 @@ def llama_names():
         "head": ("lm_head.weight", np.transpose),
     }
     for i in range(LAYERS):
-        at = f"model.layers.{i}"
-        names |= {f"layers/{i}/{ours}": (f"{at}.{theirs}.weight", np.transpose) for ours, theirs in inner.items()}
-        names |= {f"layers/{i}/n1": f"{at}.input_layernorm.weight"}
-        names |= {f"layers/{i}/n2": f"{at}.post_attention_layernorm.weight"}
+        prefix = f"model.layers.{i}"
+        names |= {f"layers/{i}/{ours}": (f"{prefix}.{theirs}.weight", np.transpose) for ours, theirs in inner.items()}
+        names |= {f"layers/{i}/n1": f"{prefix}.input_layernorm.weight"}
+        names |= {f"layers/{i}/n2": f"{prefix}.post_attention_layernorm.weight"}
     return names
 
 
