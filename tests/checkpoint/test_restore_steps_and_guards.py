@@ -1,4 +1,4 @@
-"""What a restore converts and adds: counts of steps in 32 and 64 bits, and the slots of a guard put on later."""
+"""Restore converts step counters between 32 and 64 bits, and initializes the slots of a guard added later."""
 
 import logging
 from typing import Any
@@ -24,7 +24,7 @@ def _save(directory: Any, state: Any) -> jstep.Saver:
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_steps_and_ages_convert_both_ways(tmp_path: Any, partial: bool) -> None:
+def test_step_counters_convert_both_ways(tmp_path: Any, partial: bool) -> None:
     saver = _save(tmp_path / "32", _state(ADAM, 6))
     with jax.enable_x64(True):
         wide = saver.restore(_state(ADAM), partial=partial)
@@ -36,7 +36,7 @@ def test_steps_and_ages_convert_both_ways(tmp_path: Any, partial: bool) -> None:
     assert (narrow.slots["start_step"].dtype, int(narrow.slots["start_step"])) == (jnp.int32, 6)
 
 
-def test_into_shapes_numbers_and_a_mesh(tmp_path: Any) -> None:
+def test_conversion_for_each_kind_of_target(tmp_path: Any) -> None:
     with jax.enable_x64(True):
         saver = _save(tmp_path, _state(ADAM, 6))
         assert saver.restore(jax.eval_shape(lambda: _state(ADAM))).global_step.dtype == jnp.int64
@@ -49,7 +49,7 @@ def test_into_shapes_numbers_and_a_mesh(tmp_path: Any) -> None:
     assert restored.global_step.sharding == target.global_step.sharding
 
 
-def test_a_population(tmp_path: Any) -> None:
+def test_conversion_in_a_population(tmp_path: Any) -> None:
     make = jax.vmap(lambda w: _state(ADAM, 6, {"a": w}))
     saver = _save(tmp_path, make(jnp.ones((2, 3), jnp.float32)))
     with jax.enable_x64(True):
@@ -57,7 +57,7 @@ def test_a_population(tmp_path: Any) -> None:
         assert restored.global_step.tolist() == restored.slots["start_step"].tolist() == [6, 6]
 
 
-def test_a_step_that_32_bits_do_not_hold(tmp_path: Any) -> None:
+def test_a_step_that_overflows_32_bits_is_an_error(tmp_path: Any) -> None:
     with jax.enable_x64(True):
         saver = _save(tmp_path, _state(ADAM).replace(global_step=jnp.asarray(2**40)))
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_weights_never_convert(tmp_path: Any) -> None:
             saver.restore(_state(ADAM, 0, params | {"a": jnp.ones(3, jnp.float64)}))
 
 
-def test_a_partial_restore_takes_the_step_or_nothing(tmp_path: Any) -> None:
+def test_a_partial_restore_requires_a_step_that_fits(tmp_path: Any) -> None:
     saver = _save(tmp_path, _state(ADAM, 6))
     target = {"global_step": jnp.zeros(2, jnp.int32), "params": {"a": jnp.zeros(3)}}
     with pytest.raises(ValueError, match=r"no global_step that fits.*int32\[2\] in target.*without a step"):
@@ -96,11 +96,11 @@ GUARDS = {
 
 @pytest.mark.parametrize("name", GUARDS)
 @pytest.mark.parametrize("abstract", [False, True])
-def test_a_guard_put_on_later(tmp_path: Any, caplog: Any, name: str, abstract: bool) -> None:
+def test_a_guard_added_later(tmp_path: Any, caplog: Any, name: str, abstract: bool) -> None:
     plain = _state(jstep.gradient_descent(0.1) if name == "scope" else ADAM, 6)
     saver = _save(tmp_path, plain)
     target = _state(GUARDS[name])
-    if abstract and name in ("scale", "both"):  # nothing says what the scale starts at
+    if abstract and name in ("scale", "both"):  # shapes have no initial loss scale
         with pytest.raises(ValueError, match=r"loss_scale'.* has no value to keep"):
             saver.restore(jax.eval_shape(lambda: target))
         return
@@ -117,7 +117,7 @@ def test_a_guard_put_on_later(tmp_path: Any, caplog: Any, name: str, abstract: b
     assert updated.params["a"].tolist() == [1, 1, 1]
 
 
-def test_a_run_goes_on_with_a_guard_in_its_directory(tmp_path: Any) -> None:
+def test_a_run_resumes_with_a_guard_added(tmp_path: Any) -> None:
     def train(optimizer: Any, last: int) -> Any:
         step = jstep.minimize(lambda p, x: jnp.mean((p["a"] - x) ** 2), optimizer)
         batches = lambda n: np.float32(np.nan if n == 8 else 2)  # noqa: E731
@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_a_guard_in_its_directory(tmp_path: Any) -> None:
     assert (after.params["a"] != before.params["a"]).all()
 
 
-def test_a_partial_restore_says_nothing_untrue_of_guards(tmp_path: Any, caplog: Any) -> None:
+def test_a_partial_restore_does_not_warn_about_guard_slots(tmp_path: Any, caplog: Any) -> None:
     saver = _save(tmp_path, _state(ADAM).replace(global_step=jnp.int32(6)))
     target = _state(jstep.skip_nonfinite(jstep.adam(jstep.held("learning_rate", 0.1))))
     restored = saver.restore(target, partial=True)
@@ -140,11 +140,11 @@ def test_a_partial_restore_says_nothing_untrue_of_guards(tmp_path: Any, caplog: 
     assert restored.slots["start_step"] == 0
 
 
-def test_a_slot_that_is_merely_called_so_is_missing(tmp_path: Any) -> None:
+def test_other_slots_with_the_names_of_guards_are_missing(tmp_path: Any) -> None:
     saver = _save(tmp_path, _state(ADAM, 6))
     state = _state(ADAM)
     for name, value in {
-        "loss_scale": jnp.float32(3),  # without the other slot of a loss scale
+        "loss_scale": jnp.float32(3),  # without the other slot of dynamic_loss_scale
         "scale_since": jnp.int32(3),
         "last_finite_step": {"a": jnp.ones(3)},
         "my_last_finite_step": jnp.int32(3),

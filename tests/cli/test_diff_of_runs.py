@@ -1,4 +1,4 @@
-"""`diff` of runs in processes of their own: nothing where two are the same, and each planted difference by name."""
+"""`diff` of runs in separate processes: none between identical runs, and each planted difference by name."""
 
 import os
 
@@ -36,14 +36,14 @@ class Loader:  # as torch's
     def __iter__(self): return iter([data[i : i + size] for i in range(0, rows, size)])
     def __len__(self): return rows // size
 
-made = {
+dataset = {
     "array": lambda: jstep.batches(data, size, seed=seed),
     "rows": lambda: jstep.batches(Rows(), size, seed=seed),
     "mixture": lambda: jstep.mixture({"a": data, "b": data[:16]}, size, weights={"a": 2, "b": 1}, seed=seed),
     "function": lambda: function, "generator": generator, "loader": Loader, "list": lambda: [data[:size]] * 9,
 }[batches]()
 if variant == "skip":
-    made = made.skip(1, 3)
+    dataset = dataset.skip(1, 3)
 rate = 0.02 if variant == "rate" else 0.01
 optimizer = jstep.gradient_descent(rate) if variant == "optimizer" else jstep.adam(rate)
 
@@ -61,7 +61,7 @@ if variant in ("mesh", "other mesh"):
     options["batch_sharding"] = NamedSharding(mesh, P("data"))
 step = jstep.minimize(loss_fn, optimizer)
 hooks = [jstep.every(2, lambda step, state, metrics: None), jstep.AuditHook(every_n_steps=2)]
-jstep.train(step, state, made, 4, hooks=hooks, checkpoint_dir=directory, logdir=os.path.join(directory, "log"),
+jstep.train(step, state, dataset, 4, hooks=hooks, checkpoint_dir=directory, logdir=os.path.join(directory, "log"),
             compile_cache=True, progress=False, **options)
 """
 
@@ -77,7 +77,7 @@ def runs(tmp_path_factory):
     return run
 
 
-def ended(*programs):
+def finish(*programs):
     for program in programs:
         _, errors = program.communicate(timeout=120)
         assert program.returncode == 0, errors[-3000:]
@@ -89,11 +89,11 @@ def difference(a, b, capsys):
 
 
 @pytest.mark.parametrize("batches", ["array", "rows", "mixture", "function", "generator", "loader", "list"])
-def test_the_same_run_in_other_places(runs, batches, capsys, tmp_path, monkeypatch):
+def test_the_same_run_in_another_directory(runs, batches, capsys, tmp_path, monkeypatch):
     a, one = runs("a", batches)
     monkeypatch.chdir(tmp_path)
     b, other = runs("elsewhere/deep/b", batches, HOME=str(tmp_path), USER="somebody")
-    ended(one, other)
+    finish(one, other)
     assert difference(a, b, capsys)[0] == "the cards of the last starts do not differ"
 
 
@@ -110,9 +110,9 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("variant", PLANTED)
-def test_a_planted_difference_is_named(runs, variant, capsys):
+def test_names_a_planted_difference(runs, variant, capsys):
     (a, one), (b, other) = runs("a"), runs("b", variant=variant)
-    ended(one, other)
+    finish(one, other)
     first, *lines = difference(a, b, capsys)
     assert first == "the cards of the last starts differ:"
     assert any(line.startswith("  " + PLANTED[variant]) for line in lines), lines
@@ -121,11 +121,11 @@ def test_a_planted_difference_is_named(runs, variant, capsys):
 MESHES = {"a": "mesh", "b": "other mesh"}
 
 
-def test_a_mesh_and_a_flag(runs, capsys):
+def test_names_another_mesh_and_an_xla_flag(runs, capsys):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
     (a, one), (b, other) = (runs(name, variant=variant, XLA_FLAGS=flags) for name, variant in MESHES.items())
     c, third = runs("c", variant="mesh", XLA_FLAGS=f"{flags} --xla_cpu_enable_fast_math=true")
-    ended(one, other, third)
+    finish(one, other, third)
     assert "  devices: mesh: data: 2 Explicit, model: 1 Explicit in A, data: 1 Explicit, model: 2 Explicit in B" in (
         difference(a, b, capsys)
     )

@@ -1,4 +1,4 @@
-"""Summaries at the seams: defaults by None, contexts of JAX, names of files, a logdir that goes away."""
+"""Summaries: None for defaults, JAX contexts, file names, deleted log directories, and protos."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from written import events_of
+from event_reading import events_of
 
 from jstep import summary
 from jstep.summary.proto import proto
@@ -17,14 +17,14 @@ from jstep.summary.proto import proto
 
 def test_none_means_the_default():
     summary.merge_all()
-    made = [
+    created = [
         summary.scalar("a", 1.0, collections=None),
         summary.histogram("b", np.ones(3), None),
         summary.text("c", "x", collections=None),
         summary.image("d", np.zeros((5, 2, 2, 1), np.uint8), max_images=None, collections=None),
     ]
-    assert made[-1].tags == ("d/image/0", "d/image/1", "d/image/2")
-    merged = summary.merge(made, collections=None)  # whose default is no collection
+    assert created[-1].tags == ("d/image/0", "d/image/1", "d/image/2")
+    merged = summary.merge(created, collections=None)  # the default of merge is to add to no collection
     assert summary.merge_all().tags == merged.tags
     assert summary.merge_all() is None
     result, collected = summary.collect(lambda: summary.scalar("e", 1.0, collections=None))()
@@ -46,19 +46,19 @@ def test_none_means_the_default():
         (lambda: summary.summary_iterator(3), TypeError, "path=3: must be a path"),
     ],
 )
-def test_errors_speak_of_the_argument(call, error, match):
+def test_errors_name_the_argument(call, error, match):
     with pytest.raises(error, match=match):
         call()
 
 
-def test_public_names_say_where_they_are():
+def test_public_names_have_the_public_module():
     for name in summary.__all__:
         value = getattr(summary, name)
         assert value.__module__ == "jstep.summary"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "..", "a/..", "a/", "x\0y"])
-def test_a_graph_stays_below_its_logdir(tmp_path, name):
+def test_a_graph_file_must_be_inside_the_logdir(tmp_path, name):
     with pytest.raises(ValueError, match=r"name=.*: must be the name of a file in logdir or below it"):
         summary.write_graph(lambda: 1.0, tmp_path / "logs", name)
     assert list(tmp_path.iterdir()) == []
@@ -82,7 +82,7 @@ def test_a_pbtxt_is_a_graph_def_as_text(tmp_path, kind):
     assert any("tanh" in node.op for node in parsed.node)
 
 
-def make_all(number, integers):
+def all_kinds(number, integers):
     return summary.merge(
         [
             summary.scalar("device", number),
@@ -99,11 +99,11 @@ def make_all(number, integers):
 
 
 @pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
-def test_summaries_pass_a_transfer_guard(tmp_path, level):
+def test_summaries_under_a_transfer_guard(tmp_path, level):
     x, number, step = jnp.arange(3), jnp.float32(2.0), jnp.int32(7)
     with jax.transfer_guard(level), summary.SummaryWriter(tmp_path) as writer:
         writer.add_summary(jax.jit(lambda x: summary.scalar("sum", x.sum()))(x), step)
-        writer.add_summary(make_all(number, x), step)
+        writer.add_summary(all_kinds(number, x), step)
         writer.add_graph(lambda x: x, jax.ShapeDtypeStruct((2,), jnp.float32))
     assert [e.step for e in events_of(writer)][:2] == [0, 7]
 
@@ -111,16 +111,16 @@ def test_summaries_pass_a_transfer_guard(tmp_path, level):
 def test_summaries_under_a_mesh_and_x64(tmp_path):
     mesh = jax.make_mesh((8,), ("data",))  # with Explicit axes
     with jax.set_mesh(mesh), jax.enable_x64(True), summary.SummaryWriter(tmp_path) as writer:
-        made = make_all(jnp.float32(2.0), jnp.arange(3))
+        created = all_kinds(jnp.float32(2.0), jnp.arange(3))
         split = jax.device_put(np.arange(16.0), jax.NamedSharding(mesh, jax.P("data")))
-        writer.add_summary(summary.merge([made, summary.histogram("split", split)]), 3)
+        writer.add_summary(summary.merge([created, summary.histogram("split", split)]), 3)
     (event,) = [e for e in events_of(writer) if e.summary.value]
     values = {v.tag: v for v in event.summary.value}
     assert values["split"].histo.num == 16
     assert values["device"].simple_value == 2.0
 
 
-def test_a_logdir_that_is_removed_under_a_writer_is_told_and_made_again(tmp_path, caplog):
+def test_a_removed_logdir_is_logged_and_recreated(tmp_path, caplog):
     logdir = tmp_path / "logs" / "run"
     writer = summary.SummaryWriter(logdir, max_queue=1)
     writer.add_summary(summary.scalar("loss", 1.0), 1)
@@ -137,7 +137,7 @@ def test_a_logdir_that_is_removed_under_a_writer_is_told_and_made_again(tmp_path
     assert [e.step for e in events_of(writer)] == [0, 2, 3]
 
 
-def test_a_logdir_that_cannot_be_made_again_is_an_error(tmp_path):
+def test_a_logdir_that_cannot_be_recreated_is_an_error(tmp_path):
     logdir = tmp_path / "run"
     writer = summary.SummaryWriter(logdir, max_queue=1)
     shutil.rmtree(logdir)
@@ -147,7 +147,7 @@ def test_a_logdir_that_cannot_be_made_again_is_an_error(tmp_path):
         writer.close()
 
 
-def test_a_logdir_that_is_renamed_takes_the_file_along(tmp_path, caplog):
+def test_a_writer_continues_in_a_renamed_logdir(tmp_path, caplog):
     writer = summary.SummaryWriter(tmp_path / "run", max_queue=1)
     os.rename(tmp_path / "run", tmp_path / "kept")
     writer.add_summary(summary.scalar("loss", 2.0), 2)
@@ -157,21 +157,21 @@ def test_a_logdir_that_is_renamed_takes_the_file_along(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_the_worker_starts_in_its_callers_contexts(tmp_path):
+def test_the_thread_inherits_the_jax_settings_of_its_creator(tmp_path):
     with jax.enable_x64(True), summary.SummaryWriter(tmp_path) as writer:
-        made = []
+        x64_enabled = []
         encode = writer._worker._encode
-        writer._worker._encode = lambda *args: made.append(jax.config.jax_enable_x64) or encode(*args)
+        writer._worker._encode = lambda *args: x64_enabled.append(jax.config.jax_enable_x64) or encode(*args)
         writer.add_summary(summary.scalar("loss", jnp.float64(1.0)), 1)
-    assert made == [True]
+    assert x64_enabled == [True]
     assert threading.active_count() >= 1
 
 
-def test_a_summary_as_a_proto():
-    made = make_all(jnp.float32(2.0), jnp.arange(3))
+def test_to_proto():
+    created = all_kinds(jnp.float32(2.0), jnp.arange(3))
     with jax.transfer_guard("disallow_explicit"):
-        message = summary.to_proto(made)
-    assert [value.tag for value in message.value] == list(made.tags)
+        message = summary.to_proto(created)
+    assert [value.tag for value in message.value] == list(created.tags)
     assert summary.to_proto(summary.merge([])) == proto("Summary")()
     stacked = jax.vmap(lambda x: summary.scalar("loss", x))(jnp.arange(3.0))
     with pytest.raises(ValueError, match="summary 'loss' holds 3 steps"):

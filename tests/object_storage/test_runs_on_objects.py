@@ -1,4 +1,4 @@
-"""Whatever takes a directory takes a URL: fingerprints, the best checkpoints, the whole of a run."""
+"""Training runs on object stores: fingerprint logs, the best checkpoints, paths of etils."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from jstep.stores import Objects, objects
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def fast_retries(monkeypatch):
     monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
 
 
@@ -26,15 +26,15 @@ data = np.arange(24, dtype=np.float32).reshape(8, 3)
 
 def run(url, last_step, seed=0, **options):
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
-    places = {"checkpoint_dir": url, "logdir": f"{url}/logs", "save_checkpoint_steps": 5, "progress": False}
-    return jstep.train(train_step, state, jstep.batches(data, 2, seed=seed), last_step, **places | options)
+    locations = {"checkpoint_dir": url, "logdir": f"{url}/logs", "save_checkpoint_steps": 5, "progress": False}
+    return jstep.train(train_step, state, jstep.batches(data, 2, seed=seed), last_step, **locations | options)
 
 
 def steps(store, key="run/logs/fingerprints.jsonl"):
     return [json.loads(line)["step"] for line in store.data(key).splitlines()]
 
 
-def test_fingerprints(store, caplog):
+def test_fingerprint_logs_across_restarts(store, caplog):
     run(store.run, 5, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert steps(store) == [1, 2, 3, 4, 5]
     run(store.run, 8, hooks=[jstep.FingerprintHook(every_n_steps=1)])
@@ -56,7 +56,7 @@ def test_fingerprints(store, caplog):
     assert sorted(log.read(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_paths_of_etils_are_taken_like_strings(store):
+def test_etils_paths_are_accepted_like_strings(store):
     url = epath.Path(store.run)
     run(
         url,
@@ -75,26 +75,29 @@ def test_paths_of_etils_are_taken_like_strings(store):
     assert not os.path.exists("s3:")
 
 
-def test_a_log_that_was_torn_is_mended(store):
+def test_a_truncated_log_is_repaired(store):
     path = f"{store.run}/own.jsonl"
     run(store.run, 3, hooks=[jstep.FingerprintHook(every_n_steps=1, path=path)])
-    whole = store.data("run/own.jsonl")
-    Objects(store.run).write("own.jsonl", whole + b'{"step": 4, "sta')
+    complete = store.data("run/own.jsonl")
+    Objects(store.run).write("own.jsonl", complete + b'{"step": 4, "sta')
     run(store.run, 5, hooks=[jstep.FingerprintHook(every_n_steps=1, path=path)])
     assert steps(store, "run/own.jsonl") == [1, 2, 3, 4, 5]
-    assert store.data("run/own.jsonl").startswith(whole)
+    assert store.data("run/own.jsonl").startswith(complete)
 
 
-def test_a_log_that_cannot_be_written_is_said_at_once(store):
-    made = []
-    hooks = [jstep.FingerprintHook(every_n_steps=1), jstep.every(1, lambda step, state, metrics: made.append(step))]
+def test_an_unwritable_log_fails_before_the_first_step(store):
+    steps_run = []
+    hooks = [
+        jstep.FingerprintHook(every_n_steps=1),
+        jstep.every(1, lambda step, state, metrics: steps_run.append(step)),
+    ]
     store.fail = [("PUT|POST", "fingerprints" if store.run.startswith("s3") else "", 403, 99)]
     with pytest.raises(PermissionError, match="cannot write"):
         run(store.run, 3, hooks=hooks, checkpoint_dir=None)
-    assert not made
+    assert not steps_run
 
 
-def test_what_is_no_place_is_said_at_once():
+def test_invalid_locations_are_refused_at_once():
     for make in (jstep.Saver, jstep.latest_checkpoint, jstep.summary.SummaryWriter, jstep.summary.summary_iterator):
         with pytest.raises(ValueError, match="gs://bucket/… or s3://bucket/…"):
             make("az://bkt/run")
@@ -105,7 +108,7 @@ def test_what_is_no_place_is_said_at_once():
         jstep.ProfilerHook("gs://bkt/run", start_step=1, stop_step=2)
 
 
-def test_the_best_checkpoints(store):
+def test_keep_best_on_objects(store):
     def loss(params, x):
         return {"loss": jnp.mean((params["w"][None] - x) ** 2)}
 

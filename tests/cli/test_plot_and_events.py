@@ -1,3 +1,5 @@
+"""The commands `plot` and `events`, and the scalars that they read."""
+
 import json
 import os
 import subprocess
@@ -34,7 +36,7 @@ def logs(tmp_path):
     return str(tmp_path / "logs")
 
 
-def test_plot_draws_a_picture(logs, tmp_path, capsys):
+def test_plot_writes_a_picture(logs, tmp_path, capsys):
     out = tmp_path / "loss.png"
     assert main(["plot", logs, "-o", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}: loss, accuracy/test\n"
@@ -70,7 +72,7 @@ def test_plot_of_several_directories_and_of_a_file(logs, tmp_path):
     assert "legend" not in svg(tmp_path, f"{logs}/a")  # one run needs no legend
 
 
-def test_plot_passes_over_what_is_not_finite(tmp_path):
+def test_plot_skips_values_that_are_not_finite(tmp_path):
     write(tmp_path / "run", {1: 1.0, 2: float("nan"), 3: float("inf"), 4: 2.0})
     svg(tmp_path, str(tmp_path / "run"), "-s", "0.5")
     write(tmp_path / "nan", {1: float("nan")})
@@ -92,13 +94,13 @@ def test_plot_passes_over_what_is_not_finite(tmp_path):
         (["plot", "{}/logs", "-o", "{}/no/where.png"], "No such file or directory"),
         (["events", "{}/missing"], "No such file or directory"),
         (["events", "{}/empty"], "no event files"),
-        (["events", "{}/damaged"], "corrupted record at offset 0"),
+        (["events", "{}/corrupted"], "corrupted record at offset 0"),
     ],
 )
-def test_errors_are_told_on_stderr(logs, tmp_path, capsys, arguments, message, monkeypatch):
+def test_errors_are_printed_to_stderr(logs, tmp_path, capsys, arguments, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "damaged").write_bytes(b"x" * 100)
+    (tmp_path / "corrupted").write_bytes(b"x" * 100)
     with summary.SummaryWriter(tmp_path / "text") as writer:
         writer.add_summary(summary.text("t", "x"))
     assert main([argument.format(tmp_path) for argument in arguments]) == 2
@@ -112,7 +114,7 @@ WRONG = [[], ["plot", "logs"], ["events"], ["other"], ["plot", "x", "-o", "y", "
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_wrong_usage_leaves_with_2(arguments, capsys):
+def test_wrong_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -153,7 +155,7 @@ def test_events_as_json(everything, capsys):
     assert main(["events", everything, "--json"]) == 0
 
     def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     lines = [json.loads(line, parse_constant=refuse) for line in capsys.readouterr().out.splitlines()]
     assert lines[0]["file_version"] == "brain.Event:2"
@@ -170,14 +172,14 @@ def test_events_as_json(everything, capsys):
     assert main(["events", everything, "--format", "json"]) == 0
 
 
-def test_events_by_tag_and_of_a_directory(everything, capsys):
+def test_events_of_a_directory_filtered_by_tag(everything, capsys):
     write(os.path.dirname(everything), {9: 1.0})
     assert main(["events", os.path.dirname(everything), "-t", "los*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("  ")[2] for line in lines] == ["step 1  loss = 0.5", "step 9  loss = 1"]
 
 
-def test_the_events_before_a_damaged_one_are_printed(everything, capsys):
+def test_events_before_a_corrupted_record_are_printed(everything, capsys):
     with open(everything, "ab") as file:
         file.write(b"x" * 100)
     assert main(["events", everything]) == 2
@@ -186,7 +188,7 @@ def test_the_events_before_a_damaged_one_are_printed(everything, capsys):
     assert "corrupted record at offset" in captured.err
 
 
-def test_as_a_module_into_a_pipe_that_closes(tmp_path):
+def test_a_closed_pipe_is_not_an_error(tmp_path):
     path = write(tmp_path / "run", dict.fromkeys(range(5000), 1.0))
     program = [sys.executable, "-m", "jstep", "events", path]
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -199,18 +201,18 @@ def test_as_a_module_into_a_pipe_that_closes(tmp_path):
         assert process.wait() == 0
 
 
-def test_the_version_of_a_run_that_was_resumed(tmp_path):
+def test_a_resumed_session_supersedes_later_points(tmp_path):
     write(tmp_path, {10: 1.0, 20: 1.0, 30: 1.0}, start=1)
     write(tmp_path, {10: 5.0, 30: 5.0}, tag="other")
     write(tmp_path, {30: 2.0, 40: 2.0}, start=21)
     series = read_scalars(tmp_path)
     assert [(p.step, p.value) for p in series["loss"]] == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
-    assert [p.step for p in series["other"]] == [10]  # what came after the start is of the old session
-    write(tmp_path, {25: 3.0})  # without a session log the steps tell
+    assert [p.step for p in series["other"]] == [10]  # later points belong to the superseded session
+    write(tmp_path, {25: 3.0})  # without a session log, decreasing steps mark a restart
     assert [p.step for p in read_scalars(tmp_path)["loss"]] == [10, 20, 25]
 
 
-def test_scalars_that_are_tensors_as_tensorflow_2_writes_them(tmp_path):
+def test_scalars_stored_as_tensors_by_tensorflow_2(tmp_path):
     metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
     written = []
     for dtype in (np.float32, np.float64):

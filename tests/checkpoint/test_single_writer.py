@@ -1,4 +1,4 @@
-"""One writer of a prefix in a directory at a time, whatever becomes of it."""
+"""Claims: one Saver at a time writes a prefix in a directory, until it is closed or its process ends."""
 
 import os
 import signal
@@ -15,34 +15,34 @@ from jstep.checkpoint import CheckpointError, Saver
 from jstep.checkpoint.store import claim as _claim
 
 
-def test_a_second_saver_of_this_process(tmp_path):
+def test_a_second_saver_of_the_process_is_refused(tmp_path):
     with Saver(tmp_path) as first:
         save_all(first, [1])
         second = Saver(tmp_path)
         with pytest.raises(CheckpointError, match="one writer at a time") as error:
             second.save(state_at(2))
-        said = str(error.value)
-        assert f"process {os.getpid()} on {socket.gethostname()}, which is this one" in said
-        assert str(tmp_path) in said
+        message = str(error.value)
+        assert f"process {os.getpid()} on {socket.gethostname()}, which is this one" in message
+        assert str(tmp_path) in message
         with pytest.raises(CheckpointError, match="one writer at a time"):
             second.claim()
-        # any number may read, and the first goes on
+        # the second Saver may still restore, and the first continues to save
         assert int(second.restore(state_at(0)).global_step) == 1
         save_all(first, [2])
         assert first.all_steps() == second.all_steps() == [1, 2]
     save_all(second, [3])
     assert second.all_steps() == [1, 2, 3]
     second.close()
-    assert sorted(os.listdir(tmp_path)) == listing(tmp_path)  # nothing stays that says who wrote
+    assert sorted(os.listdir(tmp_path)) == listing(tmp_path)  # the claim file is deleted
 
 
-def test_other_prefixes_and_directories(tmp_path):
+def test_prefixes_and_directories_are_claimed_separately(tmp_path):
     with Saver(tmp_path / "a") as a, Saver(tmp_path / "a", "model-best") as b, Saver(tmp_path / "b") as c:
         for saver in (a, b, c):
             save_all(saver, [1])
 
 
-def test_another_name_for_the_directory(tmp_path):
+def test_a_linked_directory_has_the_same_claim(tmp_path):
     os.symlink(tmp_path, tmp_path / "link")
     with Saver(tmp_path) as saver, Saver(tmp_path / "link") as other:
         saver.claim()
@@ -50,7 +50,7 @@ def test_another_name_for_the_directory(tmp_path):
             other.claim()
 
 
-def test_a_claim_comes_before_the_first_save(tmp_path):
+def test_claim_before_the_first_save(tmp_path):
     with Saver(tmp_path / "new") as saver:
         saver.claim()
         saver.claim()
@@ -61,8 +61,8 @@ def test_a_claim_comes_before_the_first_save(tmp_path):
         saver.claim()
 
 
-def test_temporary_folders_of_a_living_writer_stay(tmp_path):
-    """A refused Saver clears nothing away: somebody is writing it."""
+def test_a_refused_saver_keeps_temporary_folders(tmp_path):
+    """They belong to a save of the other Saver."""
     with Saver(tmp_path) as saver:
         saver.claim()
         (tmp_path / "model-9.orbax-checkpoint-tmp").mkdir()
@@ -71,14 +71,14 @@ def test_temporary_folders_of_a_living_writer_stay(tmp_path):
         assert listing(tmp_path) == ["model-9.orbax-checkpoint-tmp"]
 
 
-def test_closing_without_waiting_gives_it_up(tmp_path):
+def test_close_without_wait_releases_the_claim(tmp_path):
     saver = Saver(tmp_path)
     saver.save(state_at(1))
     saver.close(wait=False)
     with Saver(tmp_path) as other:
         other.claim()
     saver.wait()
-    assert saver.all_steps() == [1]  # nobody took away what was under way
+    assert saver.all_steps() == [1]  # the save in progress was completed
 
 
 def test_a_failed_save_keeps_the_claim(tmp_path):
@@ -92,8 +92,8 @@ def test_a_failed_save_keeps_the_claim(tmp_path):
             other.claim()
 
 
-def test_a_second_process_and_sigkill(tmp_path):
-    """The claim ends with its process; loaders fork and start others, which may outlive a run that is killed."""
+def test_sigkill_releases_the_claim(tmp_path):
+    """The claim ends with its process, even if child processes, such as those of a loader, outlive it."""
     script = """
     import subprocess
     saver = Saver(directory)
@@ -125,14 +125,14 @@ def test_a_second_process_and_sigkill(tmp_path):
         process.communicate(timeout=60)
 
 
-def test_a_fork_is_another_process(tmp_path):
-    """It cannot claim, has nothing to wait for at its end, and takes nothing away."""
+def test_a_forked_process_does_not_own_the_claim(tmp_path):
+    """It cannot claim, does not wait for saves at its exit, and does not release the claim."""
     script = """
     import threading, weakref
 
     def end():
         signal.alarm(60)
-        # What an interpreter runs at its end, but for tensorstore's own handler, which waits for what its threads held.
+        # What the interpreter runs at exit, except for tensorstore's handler, which waits for locks of its threads.
         threading._shutdown()
         weakref.finalize._exitfunc()
         os._exit(0)
@@ -165,7 +165,7 @@ def test_a_fork_is_another_process(tmp_path):
     assert run(script, tmp_path, PYTHONWARNINGS="ignore") == ["refused", "held"]
 
 
-def test_the_directory_is_removed_under_the_claim(tmp_path):
+def test_the_claim_outlives_its_deleted_directory(tmp_path):
     import shutil
 
     with Saver(tmp_path / "run") as saver:
@@ -178,13 +178,13 @@ def test_the_directory_is_removed_under_the_claim(tmp_path):
 
 
 class TestWithoutLocks:
-    """File systems that know none: what the file says has to do."""
+    """File systems without locks, on which the content of the claim file decides."""
 
     @pytest.fixture(autouse=True)
     def no_locks(self, monkeypatch):
         monkeypatch.setattr(_claim, "fcntl", None)
 
-    def test_this_process(self, tmp_path):
+    def test_a_second_saver_of_the_process(self, tmp_path):
         with Saver(tmp_path) as saver, Saver(tmp_path) as other:
             saver.claim()
             with pytest.raises(CheckpointError, match="which is this one"):
@@ -192,7 +192,7 @@ class TestWithoutLocks:
             saver.close()
             other.claim()
 
-    def test_a_living_process_and_a_dead_one(self, tmp_path):
+    def test_the_claim_ends_with_its_process(self, tmp_path):
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         try:
             owner = _claim.owner.this_process() | {"pid": process.pid, "started": _claim.owner.started(process.pid)}
@@ -209,7 +209,7 @@ class TestWithoutLocks:
             process.kill()
             process.communicate()
 
-    def test_another_host_that_has_been_silent(self, tmp_path):
+    def test_a_stale_claim_of_another_host_expires(self, tmp_path):
         path = _claim.file_of(str(tmp_path), "model")
         with open(path, "w") as file:
             file.write('{"host": "elsewhere", "pid": 1, "started": "1"}')
@@ -222,7 +222,7 @@ class TestWithoutLocks:
                 assert socket.gethostname() in file.read()
 
 
-def test_a_file_that_another_user_left(tmp_path, monkeypatch):
+def test_a_claim_file_that_cannot_be_opened(tmp_path, monkeypatch):
     with open(_claim.file_of(str(tmp_path), "model"), "w") as file:
         file.write("{}")
     opened = os.open
@@ -239,7 +239,7 @@ def test_a_file_that_another_user_left(tmp_path, monkeypatch):
             other.claim()
 
 
-def test_what_the_claim_says_may_be_anything(tmp_path):
+def test_an_invalid_claim_file_is_ignored(tmp_path):
     for text in (b"", b"[]", b"\xff", b"{", b'{"pid": "x"}'):
         path = _claim.file_of(str(tmp_path), "model")
         with open(path, "wb") as file:

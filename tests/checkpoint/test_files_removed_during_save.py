@@ -1,4 +1,4 @@
-"""Somebody removes files while a checkpoint is written, such as a cleaner of old files: a failed save, nothing else."""
+"""Files that another program deletes during a save, such as a cleaner of old files: only that save fails."""
 
 import glob
 import os
@@ -13,7 +13,7 @@ from checkpoint_states import listing
 import jstep
 from jstep.checkpoint.store import checksums, place
 
-# Small arrays lie in the index itself.
+# Small arrays are stored in the index itself, so this one is large.
 LARGE = np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32)
 
 
@@ -23,7 +23,7 @@ def state_at(step: int, value: float = 0.0) -> Any:
 
 
 REMOVED = {
-    "all of a process": "ocdbt.process_0",
+    "all files of a process": "ocdbt.process_0",
     "the data of a process": "ocdbt.process_0/d",
     "the joined index": "d",
     "the root of the index": "manifest.ocdbt",
@@ -41,7 +41,7 @@ def _remove(folder: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("what", REMOVED)
-def test_before_it_is_published(tmp_path: Any, monkeypatch: Any, what: str) -> None:
+def test_removal_before_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, what: str) -> None:
     saver = jstep.Saver(tmp_path)
     saver.save(state_at(1, 1.0))
     saver.wait()
@@ -62,8 +62,8 @@ def test_before_it_is_published(tmp_path: Any, monkeypatch: Any, what: str) -> N
     assert saver.restore(state_at(0)).params["w"][0, 0] == 2.0
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_while_it_gets_its_name(tmp_path: Any, monkeypatch: Any, again: bool) -> None:
+@pytest.mark.parametrize("replaces", [False, True])
+def test_removal_while_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, replaces: bool) -> None:
     saver = jstep.Saver(tmp_path)
     saver.save(state_at(1, 1.0))
     saver.wait()
@@ -75,7 +75,7 @@ def test_while_it_gets_its_name(tmp_path: Any, monkeypatch: Any, again: bool) ->
         sync(folder)
 
     monkeypatch.setattr(place, "sync", removing)
-    saver.save(state_at(1 if again else 2, 2.0))
+    saver.save(state_at(1 if replaces else 2, 2.0))
     with pytest.raises(jstep.CheckpointError, match="was removed while the checkpoint was written"):
         saver.wait()
     assert listing(tmp_path) == ["model-1"]

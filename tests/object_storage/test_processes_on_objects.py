@@ -1,4 +1,4 @@
-"""Two processes over loopback write one checkpoint, each its shards; any number reads it."""
+"""Two processes that write one checkpoint to an object store, each its shards, and restores by other processes."""
 
 import re
 
@@ -17,12 +17,12 @@ packs.PACK = 64
 state = jstep.TrainState.create(init(), optimizer)
 state = jstep.shard_state(state, mesh, [("w", P("data")), ("*", P())])
 
-def at(step):
+def state_at(step):
     return state.replace(global_step=state.global_step + step)
 
 with jstep.Saver(directory) as saver:
     for step in (1, 2):
-        path = saver.save(at(step))
+        path = saver.save(state_at(step))
     back = saver.restore(state)
     print("STEP", int(back.global_step.addressable_data(0)), weights(back) == weights(state))
     saver.save(back)
@@ -34,13 +34,13 @@ with jstep.Saver(directory) as saver:
                 raise OSError("the disk of this one is on fire")
             return write(*args)
         object_save.packs.write = broken
-        saver.save(at(3))
+        saver.save(state_at(3))
         try:
             saver.wait()
         except jstep.CheckpointError as error:
             print("FAILED", which, "on fire" in str(error), flush=True)
     object_save.packs.write = write
-    saver.save(at(4))
+    saver.save(state_at(4))
 packs.PACK = 2**20
 """
 
@@ -55,14 +55,14 @@ print("WEIGHTS", weights(state))
 """
 
 
-def test_both_write_their_shards_and_what_fails_on_one_fails_on_both(gcs):
+def test_each_writes_its_shards_and_failures_are_shared(gcs):
     first, second = processes.run(SAVE + TRAIN, 2, "gs://bkt/run")
     assert {"STEP 2 True", "FAILED 0 True", "FAILED 1 True"} <= set(first) & set(second)
-    told = [line for line in first if line.startswith("WEIGHTS")]
-    assert told == [line for line in second if line.startswith("WEIGHTS")]
-    assert len(told) == 1
+    weights = [line for line in first if line.startswith("WEIGHTS")]
+    assert weights == [line for line in second if line.startswith("WEIGHTS")]
+    assert len(weights) == 1
     assert jstep.Saver("gs://bkt/run").all_steps() == [1, 2, 4]
-    assert gcs.keys("run/model-3/") == [], "the next save has cleared it"
+    assert gcs.keys("run/model-3/") == [], "the next save has deleted its objects"
     last = gcs.keys("run/model-1/")
     assert {re.findall(r"/(pack\.[01]|part\.[01]|outcome|manifest)\.", key)[0] for key in last} == {
         *("pack.0", "pack.1", "part.0", "part.1", "outcome", "manifest")
@@ -77,14 +77,14 @@ def test_both_write_their_shards_and_what_fails_on_one_fails_on_both(gcs):
     assert back.params["w"].sharding == rows
     assert gcs.keys("run/~") == ["run/~jstep"]
 
-    # A run of two goes on with one.
+    # One process resumes the run of two processes.
     def loss_fn(params, x):
         return jnp.mean((jnp.tanh(x @ params["w"] + params["b"][None]) - x) ** 2)
 
     assert jstep.Saver("gs://bkt/train").latest_step() == 6
     state = jstep.TrainState.create(params, optimizer)
     batches = jstep.batches(np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32), 16, seed=1)
-    where = {"checkpoint_dir": "gs://bkt/train", "logdir": "gs://bkt/train/logs"}
-    jstep.train(jstep.minimize(loss_fn, optimizer), state, batches, last_step=8, **where, progress=False)
+    locations = {"checkpoint_dir": "gs://bkt/train", "logdir": "gs://bkt/train/logs"}
+    jstep.train(jstep.minimize(loss_fn, optimizer), state, batches, last_step=8, **locations, progress=False)
     assert jstep.Saver("gs://bkt/train").latest_step() == 8
-    assert len(gcs.keys("train/logs/")) == 2, "process 0 alone writes"
+    assert len(gcs.keys("train/logs/")) == 2, "only process 0 writes event files"

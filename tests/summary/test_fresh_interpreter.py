@@ -1,4 +1,4 @@
-"""Summaries in a process of their own: what is imported, what is missing, what an exit leaves behind."""
+"""Summaries in a new process: imports, missing extras, and exit without `close`."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PROGRAM = """
     def loaded(*names):
         return [module for module in sys.modules if module.startswith(names)]
 
-    def a_first_import_inside_a_trace():
+    def first_import_inside_a_trace():
         assert not loaded("jstep.summary")
 
         def loss(w):
@@ -30,13 +30,13 @@ PROGRAM = """
         jstep.summary.scalar("eager", 1.0)
         assert jstep.summary.merge_all().tags == ("eager",)
 
-    def everything():
+    def all_kinds():
         s = jstep.summary
         return s.merge([
             s.scalar("loss", 1.0), s.histogram("h", jnp.ones(3)), s.text("t", "x"), s.image("i", jnp.ones((1, 2, 2, 3)))
         ])
 
-    def a_loss_is_traced_once_if_another_thread_imports():
+    def loss_is_traced_once_during_an_import():
         for name in loaded("jstep.summary"):
             del sys.modules[name]
         from jstep.core import summary_collection
@@ -54,11 +54,11 @@ PROGRAM = """
         jstep.minimize(loss, jstep.gradient_descent(0.1)).trace(state, 1.0)
         assert summary_collection._known and len(traced) == 1
 
-    def making_imports_no_extra():
-        everything()
+    def creating_summaries_imports_no_extra():
+        all_kinds()
         assert not loaded("tensorboard", "google_crc32c", "PIL", "matplotlib", "tensorflow", "orbax")
 
-    def a_missing_extra_is_an_error():
+    def missing_extra_is_an_error():
         for missing in ("google_crc32c", "tensorboard"):
             sys.modules[missing] = None
             try:
@@ -74,7 +74,7 @@ PROGRAM = """
     def tensorflow_is_never_imported():
         assert importlib.util.find_spec("tensorflow") is not None
         with jstep.summary.SummaryWriter("logs", graph=lambda: jnp.ones(3)) as writer:
-            writer.add_summary(everything(), 1)
+            writer.add_summary(all_kinds(), 1)
             writer.add_hparams({"rate": 0.1}, {"accuracy": 1.0})
             writer.add_session_log("START", 0)
         assert len(list(jstep.summary.summary_iterator(writer.path))) == 5
@@ -89,27 +89,27 @@ PROGRAM = """
         writer = jstep.summary.SummaryWriter("left")
         writer.add_summary(jax.jit(lambda x: jstep.summary.scalar("loss", x))(2.0), 1)
 
-    found = {}
-    for test in (a_first_import_inside_a_trace, a_loss_is_traced_once_if_another_thread_imports,
-                 making_imports_no_extra, a_missing_extra_is_an_error,
+    errors = {}
+    for test in (first_import_inside_a_trace, loss_is_traced_once_during_an_import,
+                 creating_summaries_imports_no_extra, missing_extra_is_an_error,
                  tensorflow_is_never_imported, nothing_is_lost_without_close):
         try:
             test()
-            found[test.__name__] = ""
+            errors[test.__name__] = ""
         except BaseException:
-            found[test.__name__] = traceback.format_exc()
-    print(json.dumps(found))
+            errors[test.__name__] = traceback.format_exc()
+    print(json.dumps(errors))
 """
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """Its directory, and what each part of the program says, in their order."""
+def finished(tmp_path_factory):
+    """The directory of the program, and the errors of its parts, in order."""
     directory = tmp_path_factory.mktemp("process")
     trap = directory / "trap" / "tensorflow"
     trap.mkdir(parents=True)
     (trap / "__init__.py").write_text("raise AssertionError('tensorflow was imported')")
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(trap.parent), str(Path(__file__).parents[2])])},
         cwd=directory,
@@ -118,25 +118,25 @@ def ended(tmp_path_factory):
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return directory, json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr
+    return directory, json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        "a_first_import_inside_a_trace",
-        "a_loss_is_traced_once_if_another_thread_imports",
-        "making_imports_no_extra",
-        "a_missing_extra_is_an_error",
+        "first_import_inside_a_trace",
+        "loss_is_traced_once_during_an_import",
+        "creating_summaries_imports_no_extra",
+        "missing_extra_is_an_error",
         "tensorflow_is_never_imported",
         "nothing_is_lost_without_close",
     ],
 )
-def test_parts(ended, part):
-    assert ended[1][part] == ""
+def test_part_of_the_program(finished, part):
+    assert finished[1][part] == ""
 
 
-def test_the_interpreter_exits_without_close_and_nothing_is_lost(ended):
-    (file,) = (ended[0] / "left").iterdir()
+def test_exit_without_close_loses_no_events(finished):
+    (file,) = (finished[0] / "left").iterdir()
     assert [e.step for e in summary.summary_iterator(file)] == [0, 1]

@@ -1,4 +1,4 @@
-"""What a writer has written."""
+"""Helpers that read the events of a writer."""
 
 import time
 
@@ -14,9 +14,9 @@ def events_of(writer):
 
 
 def wait_until(condition):
-    """For what another thread does in its own time; a wait, not a measurement."""
+    """Wait up to 20 s for a condition that another thread establishes."""
     for _ in range(1000):
         if condition():
             return
         time.sleep(0.02)
-    raise AssertionError("it did not happen within 20 s")
+    raise AssertionError("the condition did not hold within 20 s")

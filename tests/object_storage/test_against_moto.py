@@ -1,4 +1,4 @@
-"""The same against moto, which knows far more of S3 than the fake of these tests."""
+"""Object stores tested against moto, which implements much more of S3 than the fake store of the other tests."""
 
 import gc
 import http.client
@@ -31,7 +31,7 @@ server.stop()
 
 @pytest.fixture(scope="module")
 def port():
-    """A moto in a process of its own: what it imports warns of this and that."""
+    """The port of a moto server in a separate process, because its imports raise warnings."""
     server = subprocess.Popen(
         [sys.executable, "-c", SERVE],
         stdin=subprocess.PIPE,
@@ -64,32 +64,32 @@ def moto(port, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-testing")
 
 
-def test_conditions(moto):
-    there = Objects("s3://bkt/verbs")
-    first = there.write_if("a b%~", b"1", ABSENT)
+def test_conditional_writes(moto):
+    directory = Objects("s3://bkt/verbs")
+    first = directory.write_if("a b%~", b"1", ABSENT)
     assert first
-    assert there.write_if("a b%~", b"2", ABSENT) is None
-    assert there.write_if("a b%~", b"3", first)
-    assert there.write_if("a b%~", b"4", first) is None
-    assert there.list() == ["a b%~"]
-    assert there.found(there.start_read("a b%~", 0, 1)).data == b"3"
-    assert not there.delete("a b%~", first)
-    assert there.delete("a b%~")
-    assert there.read("a b%~").data is None
+    assert directory.write_if("a b%~", b"2", ABSENT) is None
+    assert directory.write_if("a b%~", b"3", first)
+    assert directory.write_if("a b%~", b"4", first) is None
+    assert directory.list() == ["a b%~"]
+    assert directory.found(directory.start_read("a b%~", 0, 1)).data == b"3"
+    assert not directory.delete("a b%~", first)
+    assert directory.delete("a b%~")
+    assert directory.read("a b%~").data is None
     with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
         Objects("s3://nope/verbs").write_if("a", b"", ABSENT)
 
 
-def test_a_run(moto):
+def test_a_resumed_run_and_its_claim(moto):
     optimizer = jstep.adam(0.1)
     train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x) ** 2), optimizer)
     batches = jstep.batches(np.arange(24, dtype=np.float32).reshape(8, 3), 2, seed=0)
 
-    def run(last_step, where):
+    def run(last_step, url):
         state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
-        places = {} if where is None else {"checkpoint_dir": where, "logdir": f"{where}/logs"}
-        every = {"save_checkpoint_steps": 5, "save_summaries_steps": 1, "progress": False}
-        return jstep.train(train_step, state, batches, last_step, **every, **places)
+        locations = {} if url is None else {"checkpoint_dir": url, "logdir": f"{url}/logs"}
+        intervals = {"save_checkpoint_steps": 5, "save_summaries_steps": 1, "progress": False}
+        return jstep.train(train_step, state, batches, last_step, **intervals, **locations)
 
     for last_step in (8, 12, 40):
         state = run(last_step, "s3://bkt/run")
@@ -103,24 +103,24 @@ def test_a_run(moto):
             second.claim()
 
 
-@pytest.mark.filterwarnings("ignore")  # what TensorBoard and boto3 import warns of this and that
-def test_tensorboard_reads_them_as_they_grow(moto, port, monkeypatch):
+@pytest.mark.filterwarnings("ignore")  # imports of TensorBoard and boto3 raise warnings
+def test_tensorboard_follows_growing_event_objects(moto, port, monkeypatch):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     files = pytest.importorskip("tensorboard.compat.tensorflow_stub.io.gfile")
     pytest.importorskip("boto3")
-    # It reads S3_ENDPOINT when it is imported, which another test may have done.
+    # TensorBoard reads S3_ENDPOINT at import, and another test may have imported it.
     monkeypatch.setattr(files.get_filesystem("s3://bkt"), "_s3_endpoint", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(growing, "SEGMENT", 600)
     with SummaryWriter("s3://bkt/board") as writer:
-        board, seen = None, []
+        board, counts = None, []
         for step in range(20):
             writer.add_summary(scalar("loss", float(step)), step)
             if step % 5 == 4:
                 writer.flush()
                 board = board or accumulators.EventAccumulator("s3://bkt/board")
-                seen.append(len(board.Reload().Scalars("loss")))
+                counts.append(len(board.Reload().Scalars("loss")))
     del board
-    gc.collect()  # its connections end here, where nobody minds that it does not close them
-    assert seen == [5, 10, 15, 20]
+    gc.collect()  # frees its unclosed connections here, where warnings are ignored
+    assert counts == [5, 10, 15, 20]
     assert len([name for name in Objects("s3://bkt/board").list() if "tfevents" in name]) > 1

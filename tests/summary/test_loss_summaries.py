@@ -1,4 +1,4 @@
-"""Summaries that a loss makes, returns, or both: each is in the step's metrics once."""
+"""Summaries that a loss records, returns, or both: each is in the metrics of the step once."""
 
 from typing import Any
 
@@ -26,23 +26,23 @@ def _tags(metrics: Any) -> list[str]:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("both", [False, True])
-def test_made_and_returned_ones_are_one(microbatches: int, both: bool) -> None:
+def test_recorded_and_returned_summaries_are_merged(microbatches: int, both: bool) -> None:
     def loss_fn(params: Any, x: Any) -> Any:
         loss = jnp.mean((params["w"] - x.mean()) ** 2)
-        made = summary.scalar("made", loss)
+        recorded = summary.scalar("recorded", loss)
         returned = summary.scalar("returned", 2 * loss)
-        whole = summary.merge([made, returned] if both else [returned])
-        return loss, {"summaries": whole, "other": loss}
+        merged = summary.merge([recorded, returned] if both else [returned])
+        return loss, {"summaries": merged, "other": loss}
 
     _, metrics = _step(loss_fn, num_microbatches=microbatches)(_state(), jnp.ones((2, 3)))
-    assert _tags(metrics) == ["made", "returned"]
+    assert _tags(metrics) == ["recorded", "returned"]
     assert metrics["other"] == metrics["loss"]
 
 
-def test_several_at_a_call_are_written_once(tmp_path: Any) -> None:
+def test_events_with_several_steps_per_call_are_written_once(tmp_path: Any) -> None:
     def loss_fn(params: Any, x: Any) -> Any:
         loss = jnp.mean((params["w"] - x.mean()) ** 2)
-        summary.scalar("made", loss)
+        summary.scalar("recorded", loss)
         return loss, {"summaries": summary.merge([summary.scalar("returned", loss)])}
 
     step = _step(loss_fn)
@@ -56,29 +56,29 @@ def test_several_at_a_call_are_written_once(tmp_path: Any) -> None:
         steps_per_call=2,
         progress=False,
     )
-    seen: dict[str, list[int]] = {"made": [], "returned": []}
+    steps: dict[str, list[int]] = {"recorded": [], "returned": []}
     for path in tmp_path.glob("*tfevents*"):
         for event in summary.summary_iterator(path):
             for value in event.summary.value:
-                if value.tag in seen:
-                    seen[value.tag].append(event.step)
-    assert seen == {"made": [1, 2, 3, 4], "returned": [1, 2, 3, 4]}
+                if value.tag in steps:
+                    steps[value.tag].append(event.step)
+    assert steps == {"recorded": [1, 2, 3, 4], "returned": [1, 2, 3, 4]}
 
 
-def test_under_a_scan_of_ones_own() -> None:
+def test_inside_scan_steps() -> None:
     def loss_fn(params: Any, x: Any) -> Any:
         loss = jnp.mean((params["w"] - x.mean()) ** 2)
-        summary.scalar("made", loss)
+        summary.scalar("recorded", loss)
         return loss, {"summaries": summary.scalar("returned", loss)}
 
     _, metrics = jax.jit(jstep.scan_steps(_step(loss_fn, jit=False)))(_state(), jnp.ones((3, 2, 3)))
-    assert _tags(metrics) == ["made", "returned"]
+    assert _tags(metrics) == ["recorded", "returned"]
 
 
-def test_what_is_no_summary_still_collides() -> None:
+def test_error_if_summaries_is_not_a_summary() -> None:
     def loss_fn(params: Any, x: Any) -> Any:
         loss = jnp.mean((params["w"] - x.mean()) ** 2)
-        summary.scalar("made", loss)
+        summary.scalar("recorded", loss)
         return loss, {"summaries": loss}
 
     with pytest.raises(ValueError, match="both have 'summaries'"):

@@ -1,20 +1,20 @@
-"""Weights of several processes: each reads its own part, the first one writes, and an error reaches all."""
+"""Weights of several processes: each reads its part, the first one writes, and errors are raised on all."""
 
 import os
 
 import numpy as np
 import pytest
 from processes import run, talking
-from safetensors_files import single
+from safetensors_files import write_arrays
 
 import jstep
 
 SCRIPT = """
 from jstep.weights import read
-count_of = []
+sizes = []
 fill = read._fill
 def counting(file, view, start, tensor):
-    count_of.append(view.nbytes)
+    sizes.append(view.nbytes)
     fill(file, view, start, tensor)
 read._fill = counting
 
@@ -24,40 +24,41 @@ for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
         name: jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, spec))
         for name, spec in {"rows": P("data"), "columns": P(None, "data"), "whole": P()}.items()
     }
-    count_of.clear()
+    sizes.clear()
     params = jstep.load_weights(directory + "/in.safetensors", shapes)
-    print("said", sum(count_of))
+    print("result", sum(sizes))
     assert all(leaf.sharding == shapes[name].sharding for name, leaf in params.items())
     params["host"] = np.arange(3)
     name = str(kind).split(".")[-1]
-    mine = directory if process == 0 else directory + "/elsewhere"
+    folder = directory if process == 0 else directory + "/elsewhere"
     names = {"columns": ("t", np.transpose), "rows": "r"}
-    jstep.save_weights(f"{mine}/{name}.safetensors", params, names, max_shard_bytes=200)
+    jstep.save_weights(f"{folder}/{name}.safetensors", params, names, max_shard_bytes=200)
 try:
     jstep.save_weights(f"{directory}/in.safetensors/no/folder", params)
 except OSError:
-    print("said mine")
+    print("result own error")
 except RuntimeError as error:
-    print("said", error)
+    print("result", error)
 try:
     jstep.save_weights(f"{directory}/x", params, {"columns": ("t", lambda x: x[: int(x[1, 1])])})
 except ValueError:
-    print("said mine")
+    print("result own error")
 except RuntimeError as error:
-    print("said", error)
+    print("result", error)
 """
 
 
-def test_two_processes(tmp_path):
+def test_two_processes_load_and_save(tmp_path):
     w = np.arange(32, dtype=np.float32).reshape(8, 4)
-    single(tmp_path / "in.safetensors", rows=w, columns=w + 1, whole=w + 2)
-    # XLA prints lines of its own.
-    said = [
-        [line.removeprefix("said ") for line in lines if line.startswith("said ")] for lines in run(SCRIPT, 2, tmp_path)
+    write_arrays(tmp_path / "in.safetensors", rows=w, columns=w + 1, whole=w + 2)
+    # XLA also prints lines, so those of the script have a prefix.
+    outputs = [
+        [line.removeprefix("result ") for line in lines if line.startswith("result ")]
+        for lines in run(SCRIPT, 2, tmp_path)
     ]
-    first, second = said
-    assert first[:2] == second[:2] == ["256", "256"]  # half of two tensors, and the third
-    assert first[2:4] == ["mine", "mine"]
+    first, second = outputs
+    assert first[:2] == second[:2] == ["256", "256"]  # half of two tensors and all of the third
+    assert first[2:4] == ["own error", "own error"]
     assert all("process 0 could not save" in line for line in second[2:4])
     assert sorted(os.listdir(tmp_path))[:4] == [
         "Auto-00001-of-00003.safetensors",
@@ -95,7 +96,7 @@ jstep.save_weights(directory + "/model.safetensors", new, max_shard_bytes=64)
 
 
 @pytest.mark.parametrize("at", ["written", "1", "3", "4", "5", "7", "8"])
-def test_a_save_that_is_killed(tmp_path, at):
+def test_sigkill_during_a_save(tmp_path, at):
     old = {name: np.full((4, 4), 1, np.float32) for name in "abc"}
     path = tmp_path / "model.safetensors"
     jstep.save_weights(path, old, max_shard_bytes=64)
@@ -103,12 +104,12 @@ def test_a_save_that_is_killed(tmp_path, at):
     with talking(KILLED, tmp_path, at) as process:
         assert process.stdout.readline() == "here\n"
         assert len(os.listdir(tmp_path)) > len(files)
-        if at == "written":  # somebody else saves meanwhile, and takes nothing from it
+        if at == "written":  # a concurrent save of another process does not delete its files
             jstep.save_weights(path, old, max_shard_bytes=64)
             assert len(os.listdir(tmp_path)) > len(files)
         process.kill()
-    found = {float(x) for leaf in jstep.load_weights(tmp_path, old).values() for x in leaf.ravel()}
-    assert found == ({1.0} if at in ("written", "1", "3") else {2.0})
+    loaded = {float(x) for leaf in jstep.load_weights(tmp_path, old).values() for x in leaf.ravel()}
+    assert loaded == ({1.0} if at in ("written", "1", "3") else {2.0})
     jstep.save_weights(path, old, max_shard_bytes=64)
     assert sorted(os.listdir(tmp_path)) == files
     assert jstep.load_weights(tmp_path, old)["c"].max() == 1

@@ -1,4 +1,4 @@
-"""Where things lie: URLs, and where each cloud's users keep their credentials."""
+"""Locations: URLs of object stores, paths, and AWS credentials."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ from jstep.stores import Objects, aws, is_url, join, location, split
 
 
 @pytest.mark.parametrize(
-    ("given", "clean"),
+    ("given", "normalized"),
     [
         ("gs://bkt/run", "gs://bkt/run"),
         ("s3://bkt/run/", "s3://bkt/run"),
@@ -23,23 +23,23 @@ from jstep.stores import Objects, aws, is_url, join, location, split
         ("relative", "relative"),
     ],
 )
-def test_places(given, clean):
-    assert location(given, "directory") == clean
+def test_locations_are_normalized(given, normalized):
+    assert location(given, "directory") == normalized
 
 
 @pytest.mark.parametrize("url", ["az://bkt/run", "hf://a/b", "http://host/x", "gcs://bkt/x", "memory://x"])
-def test_another_scheme_names_the_two(url):
+def test_error_for_another_scheme_names_the_supported_ones(url):
     with pytest.raises(ValueError, match=r"directory='.*gs://bucket/… or s3://bucket/…"):
         location(url, "directory")
 
 
 @pytest.mark.parametrize("url", ["gs://", "s3:///run", "gs://b/../x", "s3://-/x", "gs:/bkt/run", "s3:", "file://x", ""])
-def test_what_is_no_place(url):
+def test_invalid_urls(url):
     with pytest.raises(ValueError, match="directory="):
         location(url, "directory")
 
 
-def test_a_path_made_of_a_url_is_refused():
+def test_pathlib_paths_of_urls_are_refused():
     with pytest.raises(ValueError, match="pathlib"):
         location(pathlib.Path("gs://bkt/run"), "logdir")
     with pytest.raises(TypeError, match="logdir=3"):
@@ -53,7 +53,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
         assert "hidden" not in str(caught.value)
 
 
-def test_parts():
+def test_join_and_split():
     assert is_url("gs://b/x")
     assert not is_url("/gs://b")
     assert join("gs://bkt/run", "model-1", "x") == "gs://bkt/run/model-1/x"
@@ -65,12 +65,12 @@ def test_parts():
 
 def test_aws_environment(tmp_path):
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
-    away = {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no"), "AWS_CONFIG_FILE": str(tmp_path / "none")}
-    assert aws.s3_fields(away) == {}
-    assert aws.s3_fields(away | keys) == {"aws_credentials": {"type": "environment"}}
+    no_files = {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no"), "AWS_CONFIG_FILE": str(tmp_path / "none")}
+    assert aws.s3_fields(no_files) == {}
+    assert aws.s3_fields(no_files | keys) == {"aws_credentials": {"type": "environment"}}
     both = {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b/", "AWS_REGION": "x"}
-    assert aws.s3_fields(away | both) == {"endpoint": "http://b", "aws_region": "x"}
-    assert aws.s3_fields(away | {"AWS_DEFAULT_REGION": "y"}) == {"aws_region": "y"}
+    assert aws.s3_fields(no_files | both) == {"endpoint": "http://b", "aws_region": "x"}
+    assert aws.s3_fields(no_files | {"AWS_DEFAULT_REGION": "y"}) == {"aws_region": "y"}
 
 
 def test_aws_profiles(tmp_path):
@@ -88,11 +88,11 @@ def test_aws_profiles(tmp_path):
     assert aws.s3_fields(files | {"AWS_PROFILE": "work", "AWS_REGION": "z"})["aws_region"] == "z"
     with pytest.raises(PermissionError, match="AWS_PROFILE='other'"):
         aws.s3_fields(files | {"AWS_PROFILE": "other"})
-    assert aws.s3_fields(files | {"AWS_PROFILE": "bare"}) == {"aws_region": "eu-2"}  # the machine's own role
+    assert aws.s3_fields(files | {"AWS_PROFILE": "bare"}) == {"aws_region": "eu-2"}  # the role of the machine
     assert "c" not in str(work).split()
 
 
-def test_a_profile_signs_requests(s3, tmp_path, monkeypatch):
+def test_requests_are_signed_with_the_profile(s3, tmp_path, monkeypatch):
     credentials = tmp_path / "credentials"
     credentials.write_text("[work]\naws_access_key_id = AKIAOFTHEPROFILE\naws_secret_access_key = c\n")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -100,11 +100,11 @@ def test_a_profile_signs_requests(s3, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_PROFILE", "work")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    seen = []
-    answer = s3.answer
-    s3.answer = lambda method, path, query, headers, body: (
-        seen.append(headers["Authorization"]),
-        answer(method, path, query, headers, body),
+    authorizations = []
+    respond = s3.respond
+    s3.respond = lambda method, path, query, headers, body: (
+        authorizations.append(headers["Authorization"]),
+        respond(method, path, query, headers, body),
     )[1]
     Objects("s3://bkt/run").write("a", b"1")
-    assert "AKIAOFTHEPROFILE" in seen[0]
+    assert "AKIAOFTHEPROFILE" in authorizations[0]

@@ -1,4 +1,4 @@
-"""Savers that were not closed and are held by nobody: what they write is finished, and their claims end."""
+"""Savers that are garbage-collected without `close`: their saves are completed and their claims released."""
 
 import gc
 import threading
@@ -11,7 +11,7 @@ from jstep.checkpoint.store import manifest_file
 from jstep.checkpoint.store.directory import Directory
 
 
-def test_a_saver_nobody_holds_gives_its_claim_up(tmp_path):
+def test_an_unreferenced_saver_releases_its_claim(tmp_path):
     saver = Saver(tmp_path)
     save_all(saver, [1])
     del saver
@@ -22,7 +22,7 @@ def test_a_saver_nobody_holds_gives_its_claim_up(tmp_path):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds every write until somebody waits for one that nobody holds."""
+    """An event that is set when another Saver waits for the save of an unreferenced one."""
     gate, finish = threading.Event(), Directory.finish
 
     def finishing(store):
@@ -34,7 +34,7 @@ def gate(monkeypatch):
     gate.set()
 
 
-def test_a_save_under_way_is_waited_for(tmp_path, monkeypatch, gate):
+def test_the_next_saver_waits_for_a_save_in_progress(tmp_path, monkeypatch, gate):
     write = manifest_file.write
     monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), write(*args)))
     Saver(tmp_path).save(state_at(1))
@@ -44,7 +44,7 @@ def test_a_save_under_way_is_waited_for(tmp_path, monkeypatch, gate):
     assert gate.is_set()
 
 
-def test_one_that_fails_is_heard_of(tmp_path, monkeypatch, gate, caplog):
+def test_a_failed_save_is_logged(tmp_path, monkeypatch, gate, caplog):
     write = manifest_file.write
     monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), fail()))
     Saver(tmp_path).save(state_at(1))
@@ -56,7 +56,7 @@ def test_one_that_fails_is_heard_of(tmp_path, monkeypatch, gate, caplog):
         assert other.all_steps() == [2]
 
 
-def test_claims_are_not_held_by_garbage(tmp_path):
+def test_savers_in_reference_cycles_release_their_claims(tmp_path):
     for _ in range(3):
         saver = Saver(tmp_path)
         saver.claim()

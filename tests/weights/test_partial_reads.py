@@ -1,11 +1,11 @@
-"""Each device reads its own part of a file, and no byte is read twice: counted at the one place that reads."""
+"""Each device reads only its part of a file, and no byte is read twice; a fixture records all reads."""
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors_files import same, single
+from safetensors_files import same, write_arrays
 
 import jstep
 from jstep.weights import read
@@ -14,17 +14,17 @@ ROWS = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    """(tensor, first byte, bytes) of everything that is read."""
-    seen = []
+def reads(monkeypatch):
+    """A list of (tensor, first byte, number of bytes) of all reads."""
+    reads = []
     fill = read._fill
 
     def counting(file, view, start, tensor):
-        seen.append((tensor.name, start - tensor.start, view.nbytes))
+        reads.append((tensor.name, start - tensor.start, view.nbytes))
         fill(file, view, start, tensor)
 
     monkeypatch.setattr(read, "_fill", counting)
-    return seen
+    return reads
 
 
 def mesh(*types, shape=(8,), names=("data",)):
@@ -37,16 +37,16 @@ SPECS = [P("data"), P(None, "data"), P("model"), P("data", "model"), P(("data", 
 
 @KINDS
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("short", [0, 4096], ids=["runs", "together"])
-def test_every_byte_is_read_once(tmp_path, counted, monkeypatch, kind, spec, short):
-    monkeypatch.setattr(read, "_SHORT", short)
-    path = single(tmp_path / "model.safetensors", a=ROWS, b=ROWS + 1)
+@pytest.mark.parametrize("threshold", [0, 4096], ids=["separate runs", "merged runs"])
+def test_every_byte_is_read_once(tmp_path, reads, monkeypatch, kind, spec, threshold):
+    monkeypatch.setattr(read, "_SHORT", threshold)
+    path = write_arrays(tmp_path / "model.safetensors", a=ROWS, b=ROWS + 1)
     sharding = NamedSharding(mesh(kind, kind, shape=(4, 2), names=("data", "model")), spec)
     target = {name: jax.ShapeDtypeStruct(ROWS.shape, np.float32, sharding=sharding) for name in "ab"}
     loaded = jstep.load_weights(path, target)
-    assert sum(size for _, _, size in counted) == 2 * ROWS.nbytes
+    assert sum(size for _, _, size in reads) == 2 * ROWS.nbytes
     covered = np.zeros(ROWS.nbytes, int)
-    for name, start, size in counted:
+    for name, start, size in reads:
         covered[start : start + size] += name == "a"
     assert (covered == 1).all()
     assert same(loaded["a"], ROWS)
@@ -55,9 +55,9 @@ def test_every_byte_is_read_once(tmp_path, counted, monkeypatch, kind, spec, sho
         assert same(shard.data, (ROWS + 1)[shard.index])
 
 
-def test_a_device_reads_its_rows_and_columns_alone(counted, tmp_path):
-    """Two of eight devices hold parts: what the other six would hold is not read."""
-    path = single(tmp_path / "model.safetensors", a=ROWS)
+def test_a_part_reads_only_its_rows_and_columns(reads, tmp_path):
+    """Bytes outside the part are not read."""
+    path = write_arrays(tmp_path / "model.safetensors", a=ROWS)
     (tensor,) = jstep.weights.find.find_weights(path).tensors.values()
     for part, runs in (
         (((8, 16), (0, 32)), 1),
@@ -65,43 +65,43 @@ def test_a_device_reads_its_rows_and_columns_alone(counted, tmp_path):
         (((3, 4), (5, 6)), 1),
         (((0, 64), (0, 32)), 1),
     ):
-        counted.clear()
+        reads.clear()
         with open(path, "rb", buffering=0) as file:
-            (found,) = read.read_parts(file, tensor, [part])
+            (loaded,) = read.read_parts(file, tensor, [part])
         expected = ROWS[tuple(slice(*one) for one in part)]
-        assert same(found, expected)
-        assert sum(size for _, _, size in counted) == expected.nbytes
-        assert len(counted) == runs
+        assert same(loaded, expected)
+        assert sum(size for _, _, size in reads) == expected.nbytes
+        assert len(reads) == runs
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 0), (2, 3, 4, 5), (1, 1, 7)], ids=str)
-def test_parts_of_any_shape(tmp_path, shape):
+def test_parts_of_arrays_of_any_shape(tmp_path, shape):
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    path = single(tmp_path / "model.safetensors", before=ROWS, a=array)
+    path = write_arrays(tmp_path / "model.safetensors", before=ROWS, a=array)
     (tensor,) = (t for t in jstep.weights.find.find_weights(path).tensors.values() if t.name == "a")
     rng = np.random.default_rng(0)
     for _ in range(30):
         part = tuple(tuple(sorted(rng.integers(0, size + 1, 2))) for size in shape)
         part = tuple((int(begin), int(end)) for begin, end in part)
         with open(path, "rb", buffering=0) as file:
-            (found,) = read.read_parts(file, tensor, [part])
-        assert same(found, array[tuple(slice(*one) for one in part)])
+            (loaded,) = read.read_parts(file, tensor, [part])
+        assert same(loaded, array[tuple(slice(*one) for one in part)])
 
 
-def test_what_nobody_asks_for_is_not_read(tmp_path, counted):
-    path = single(tmp_path / "model.safetensors", a=ROWS, b=ROWS, c=ROWS)
+def test_unused_tensors_are_not_read(tmp_path, reads):
+    path = write_arrays(tmp_path / "model.safetensors", a=ROWS, b=ROWS, c=ROWS)
     jstep.load_weights(path, {"b": np.zeros((64, 32), np.float32)}, partial=True)
-    assert {name for name, _, _ in counted} == {"b"}
-    counted.clear()
+    assert {name for name, _, _ in reads} == {"b"}
+    reads.clear()
     with pytest.raises(ValueError, match="mismatched"):
         jstep.load_weights(path, {"a": np.zeros((64, 32), np.float32), "b": np.zeros(3), "c": np.zeros((64, 32))})
-    assert not counted
+    assert not reads
 
 
-def test_the_file_is_copied_from_and_may_go(tmp_path):
-    """On the CPU device_put of a memory map is the file itself: a save in place would change the weights."""
+def test_loaded_arrays_do_not_map_the_file(tmp_path):
+    """On the CPU, device_put of a memory map would alias the file, and a later save in place change the weights."""
     path = tmp_path / "model.safetensors"
-    single(path, a=ROWS)
+    write_arrays(path, a=ROWS)
     on_rows = NamedSharding(mesh(AxisType.Auto), P("data"))
     targets = [np.zeros_like(ROWS), jax.ShapeDtypeStruct(ROWS.shape, np.float32)]
     targets.append(jax.ShapeDtypeStruct(ROWS.shape, np.float32, sharding=on_rows))
@@ -111,8 +111,8 @@ def test_the_file_is_copied_from_and_may_go(tmp_path):
     assert all(same(array, ROWS) for array in loaded)
 
 
-def test_what_was_loaded_may_be_donated(tmp_path):
-    path = single(tmp_path / "model.safetensors", a=ROWS)
+def test_loaded_arrays_may_be_donated(tmp_path):
+    path = write_arrays(tmp_path / "model.safetensors", a=ROWS)
     for spec in (P("data"), P()):
         sharding = NamedSharding(mesh(AxisType.Auto), spec)
         loaded = jstep.load_weights(path, {"a": jax.ShapeDtypeStruct(ROWS.shape, np.float32, sharding=sharding)})["a"]

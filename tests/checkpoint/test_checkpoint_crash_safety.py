@@ -1,4 +1,4 @@
-"""What a checkpoint survives: kills, the end of the interpreter, full disks, no permission."""
+"""Checkpoints after SIGKILL, interpreter exit, a full disk, and without write permission."""
 
 import contextlib
 import gc
@@ -19,11 +19,11 @@ from checkpoint_states import listing, save_all, state_at
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
 
 
-def test_sigkill_at_ten_random_instants(tmp_path):
-    """Each restart finds a whole checkpoint, and in the end all is as if nothing had happened."""
+def test_resume_after_ten_sigkills_is_bitwise(tmp_path):
+    """Each restart finds an intact checkpoint, and the last state is that of an uninterrupted run."""
     script = """
     import random, signal
-    import orbax.checkpoint  # before the forks: each child starts at once
+    import orbax.checkpoint  # imported before forking, so that each child starts at once
     from jstep.checkpoint.reading import is_intact
     from jstep.checkpoint.store.open import open_store
 
@@ -34,16 +34,16 @@ def test_sigkill_at_ten_random_instants(tmp_path):
         shapes = {"w1": (64, 512), "w2": (512, 64)}
         return {"global_step": 0, "params": {k: jax.device_put(random.normal(size=s)) for k, s in shapes.items()}}
 
-    def step(state, n):  # nothing to compile, ten times over
+    def step(state, n):  # not compiled, because each of the ten children would compile it again
         params = {k: jax.device_put(np.tanh(w) + np.random.default_rng(n).random()) for k, w in state["params"].items()}
         return {"global_step": n + 1, "params": params}
 
-    def train(state, last_step, saver=None, told=lambda: None):
+    def train(state, last_step, saver=None, on_save=lambda: None):
         for n in range(int(state["global_step"]), last_step):
             state = step(state, n)
             if saver is not None:
                 saver.save(state, extra={"position": n + 1})
-                told()
+                on_save()
         return state
 
     def run(ready, last_step):
@@ -55,8 +55,8 @@ def test_sigkill_at_ten_random_instants(tmp_path):
             train(state, last_step, saver, lambda: os.write(ready, b"!"))
 
     def child(last_step, saves):
-        # Starts a run, and returns when it has begun so many saves, each of which waits for the one before.
-        # The parent uses no device before the last fork: JAX has no threads there yet.
+        # Starts a run and returns once it has begun this many saves, each of which waits for the previous one.
+        # The parent uses no device before the last fork, so that JAX has not started threads there yet.
         readable, ready = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -87,9 +87,9 @@ def test_sigkill_at_ten_random_instants(tmp_path):
     last_step = newest + 3
     assert os.waitpid(child(last_step, 3)[0], 0)[1] == 0
 
-    undisturbed = jax.tree.leaves(train(fresh(), last_step))
+    uninterrupted = jax.tree.leaves(train(fresh(), last_step))
     restored = jax.tree.leaves(Saver(directory).restore(fresh()))
-    for a, b in zip(undisturbed, restored, strict=True):
+    for a, b in zip(uninterrupted, restored, strict=True):
         assert np.asarray(a, b.dtype).tobytes() == np.asarray(b).tobytes()
     print(last_step, *os.listdir(directory))
     """
@@ -99,10 +99,10 @@ def test_sigkill_at_ten_random_instants(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ending", "said"),
+    ("ending", "stderr"),
     [("os.chdir('/'); del saver; raise SystemExit(0)", ""), ("raise KeyError('mine')", "KeyError: 'mine'")],
 )
-def test_the_interpreter_ends_without_close(tmp_path, ending, said):
+def test_interpreter_exit_without_close_finishes_the_save(tmp_path, ending, stderr):
     script = f"""
     saver = Saver(directory, compress=False)
     saver.save(state_at(3, 1.0, 4_000_000))
@@ -110,15 +110,15 @@ def test_the_interpreter_ends_without_close(tmp_path, ending, said):
     """
     process = start(script, tmp_path)
     err = process.communicate(timeout=60)[1]
-    assert said in err
-    assert process.returncode == bool(said), err
+    assert stderr in err
+    assert process.returncode == bool(stderr), err
     assert os.listdir(tmp_path) == ["model-3"]
     with Saver(tmp_path) as saver:
         assert saver.restore()["params"]["w"].min() == 1
 
 
-def fill(directory, full):
-    """Saves until nothing more goes in: all there was is whole, and what is small enough can be saved again."""
+def fill(directory, reasons):
+    """Save until the disk is full; complete checkpoints stay intact, and a small one can still be saved."""
     saver = Saver(directory, max_to_keep=None, compress=False)
     saved = []
     step, failure = 0, None
@@ -133,7 +133,7 @@ def fill(directory, full):
     text = str(failure)
     assert f"model-{step} was not saved" in text
     assert f"newest is {directory}/model-{step - 1}" in text
-    assert any(why in text for why in full), text
+    assert any(reason in text for reason in reasons), text
     assert listing(directory) == [f"model-{step}" for step in saved]
     assert saver.all_steps() == saved
     assert len(saved) >= 3
@@ -145,7 +145,7 @@ def fill(directory, full):
     return text
 
 
-def test_disk_full(tmp_path, capfd, caplog):
+def test_a_full_disk(tmp_path, capfd, caplog):
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", tmp_path], capture_output=True, text=True
     )
@@ -155,7 +155,7 @@ def test_disk_full(tmp_path, capfd, caplog):
         text = fill(tmp_path, ["the disk is full (16.0 MB needed, "])
         assert " MB free" in text
         assert "Errno" not in text
-        # Where the path is long, too; and besides the error nothing is said, by those that write on either.
+        # The same holds for a long path. Only the error is reported, also by writes that are still running.
         long = tmp_path / ("x" * 200)
         many = {f"w{i}": jnp.ones(100_000) for i in range(20)} | {f"n{i}": np.ones(100_000, "f") for i in range(20)}
         with caplog.at_level(logging.INFO):
@@ -167,15 +167,15 @@ def test_disk_full(tmp_path, capfd, caplog):
                 saver.close()
         assert listing(long) == ["model-1"]
         assert not [thread for thread in threading.enumerate() if "type_handler" in thread.name], "orbax still writes"
-        gc.collect()  # tasks that were left pending speak up here
+        gc.collect()  # pending tasks would log a warning here
         assert not {"absl", "asyncio", "jstep", "root"} & {record.name for record in caplog.records}
         assert capfd.readouterr().err == ""
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
-def test_a_file_that_may_not_grow(tmp_path):
-    """As a full disk, without the right to mount one."""
+def test_a_file_size_limit(tmp_path):
+    """Like a full disk, but it needs no permission to mount one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8_000_000, before[1]))
     try:
@@ -185,8 +185,8 @@ def test_a_file_that_may_not_grow(tmp_path):
 
 
 @pytest.fixture
-def nobody():
-    """Who may not do everything, while this is entered."""
+def unprivileged():
+    """A context manager that drops the privileges of root."""
 
     @contextlib.contextmanager
     def entered():
@@ -202,15 +202,15 @@ def nobody():
     return entered
 
 
-def test_read_only_directory(nobody):
-    with tempfile.TemporaryDirectory() as above:  # pytest's own are closed to others
+def test_a_read_only_directory(unprivileged):
+    with tempfile.TemporaryDirectory() as above:  # other users cannot access tmp_path
         os.chmod(above, 0o755)
         directory = os.path.join(above, "run")
         with Saver(directory) as saver:
             save_all(saver, [1])
-            saver.restore()  # what is imported late is imported now
+            saver.restore()  # trigger the lazy imports now
         os.chmod(directory, 0o555)
-        with nobody():
+        with unprivileged():
             saver = Saver(directory)
             with pytest.raises(PermissionError, match=f"directory of checkpoints cannot be written.*{directory}"):
                 saver.save(state_at(2, 2.0))
@@ -221,7 +221,7 @@ def test_read_only_directory(nobody):
         os.chmod(directory, 0o755)
 
 
-def test_a_directory_that_goes_away(tmp_path):
+def test_a_deleted_directory_is_recreated(tmp_path):
     run = tmp_path / "run"
     saver = Saver(run)
     save_all(saver, [1])

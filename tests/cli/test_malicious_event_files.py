@@ -1,4 +1,4 @@
-"""Event files that somebody damaged or forged: told in a line, and everything else is shown."""
+"""Corrupted and malicious event files: errors are one line each, and all other events are shown."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from jstep.cli.output import as_json, printable
 from jstep.summary.records import frame
 
 
-def forge(path, *events):
+def write_events(path, *events):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(frame(event.SerializeToString()) for event in events))
     return str(path)
@@ -28,14 +28,14 @@ def tensor_event(content, dtype=types_pb2.DT_FLOAT):
     return event_pb2.Event(step=1, summary={"value": [value]})
 
 
-FORGED = {
+UNUSUAL = {
     "graph": event_pb2.Event(graph_def=b"\xff\xff\xff"),
     "time": event_pb2.Event(wall_time=1e300, file_version="x"),
-    "no time": event_pb2.Event(wall_time=float("nan"), file_version="x"),
-    "endless": event_pb2.Event(wall_time=float("inf"), file_version="x"),
+    "NaN time": event_pb2.Event(wall_time=float("nan"), file_version="x"),
+    "infinite time": event_pb2.Event(wall_time=float("inf"), file_version="x"),
     "status": event_pb2.Event(session_log={"status": 77}),
     "tensor": tensor_event(b"abc"),
-    "longer": tensor_event(b"abcdefghi"),
+    "longer tensor": tensor_event(b"abcdefghi"),
     "dtype": tensor_event(b"abc", 9999),
     "kind": event_pb2.Event(
         summary={"value": [{"tag": "x", "metadata": {"plugin_data": {"plugin_name": "scalar"}}, "tensor": {}}]}
@@ -46,9 +46,9 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_what_no_writer_writes_is_shown_as_well_as_can_be(tmp_path, capsys, name):
-    path = forge(tmp_path / "run" / "events.out.tfevents.1.x", FORGED[name], scalar_event(5, 1.0))
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_events_are_shown(tmp_path, capsys, name):
+    path = write_events(tmp_path / "run" / "events.out.tfevents.1.x", UNUSUAL[name], scalar_event(5, 1.0))
     assert main(["events", path]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["events", path, "--json"]) == 0
@@ -57,9 +57,11 @@ def test_what_no_writer_writes_is_shown_as_well_as_can_be(tmp_path, capsys, name
     assert main(["plot", str(tmp_path / "run"), "-o", str(tmp_path / "loss.png")]) == 0
 
 
-def test_tags_do_not_speak_to_the_terminal(tmp_path, capsys):
+def test_tags_are_escaped_for_the_terminal(tmp_path, capsys):
     tag = "loss\x1b[31m\x07\n2026 step 9  fake\u202e$x^$"
-    path = forge(tmp_path / "run\x1b" / "events.out.tfevents.1.x", scalar_event(1, 1.0, tag), scalar_event(2, 1.0, tag))
+    path = write_events(
+        tmp_path / "run\x1b" / "events.out.tfevents.1.x", scalar_event(1, 1.0, tag), scalar_event(2, 1.0, tag)
+    )
     assert main(["events", path]) == 0
     assert main(["plot", str(tmp_path / "run\x1b"), "-o", str(tmp_path / "loss.png")]) == 0
     assert main(["events", str(tmp_path / "missing\x1b")]) == 2
@@ -71,42 +73,42 @@ def test_tags_do_not_speak_to_the_terminal(tmp_path, capsys):
 
 
 @pytest.fixture
-def half_damaged(tmp_path):
-    good = forge(tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0), scalar_event(2, 2.0))
-    with open(good, "ab") as file:
+def partly_corrupted(tmp_path):
+    partial = write_events(tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0), scalar_event(2, 2.0))
+    with open(partial, "ab") as file:
         file.write(b"x" * 100)
     (tmp_path / "run" / "events.out.tfevents.2.b").write_bytes(b"x" * 100)
     (tmp_path / "run" / "events.out.tfevents.3.directory").mkdir()
-    forge(tmp_path / "run" / "events.out.tfevents.4.c", scalar_event(3, 3.0, "last"))
-    forge(tmp_path / "other" / "events.out.tfevents.1.d", scalar_event(1, 1.0))
+    write_events(tmp_path / "run" / "events.out.tfevents.4.c", scalar_event(3, 3.0, "last"))
+    write_events(tmp_path / "other" / "events.out.tfevents.1.d", scalar_event(1, 1.0))
     return tmp_path
 
 
-def test_plot_draws_what_is_not_damaged(half_damaged, capsys):
-    out = half_damaged / "loss.svg"
-    assert main(["plot", str(half_damaged), "-o", str(out)]) == 2
+def test_plot_draws_what_is_not_corrupted(partly_corrupted, capsys):
+    out = partly_corrupted / "loss.svg"
+    assert main(["plot", str(partly_corrupted), "-o", str(out)]) == 2
     captured = capsys.readouterr()
     assert captured.out == f"{out}: loss, last\n"
     assert "<!-- run -->" in out.read_text()
     assert "<!-- other -->" in out.read_text()
-    told = captured.err.splitlines()
-    assert len(told) == 2
-    assert all("corrupted record at offset" in line and "is not drawn" in line for line in told)
+    errors = captured.err.splitlines()
+    assert len(errors) == 2
+    assert all("corrupted record at offset" in line and "is not drawn" in line for line in errors)
 
 
-def test_events_prints_what_is_not_damaged(half_damaged, capsys):
-    assert main(["events", str(half_damaged / "run")]) == 2
+def test_events_prints_what_is_not_corrupted(partly_corrupted, capsys):
+    assert main(["events", str(partly_corrupted / "run")]) == 2
     captured = capsys.readouterr()
     assert [line.split("  ")[1] for line in captured.out.splitlines()] == ["step 1", "step 2", "step 3"]
     assert len(captured.err.splitlines()) == 2
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
-def test_nobody_waits_for_a_pipe(tmp_path):
-    forge(tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0))
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs are not supported here")
+def test_a_pipe_does_not_block(tmp_path):
+    write_events(tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0))
     pipe = tmp_path / "run" / "events.out.tfevents.2.b"
     os.mkfifo(pipe)
-    # In a process of its own, whose time is limited: who opens a pipe waits for somebody to write to it.
+    # In a separate process with a timeout, because opening a pipe blocks until another process writes to it.
     program = """
         import sys
         from jstep import summary
@@ -121,13 +123,13 @@ def test_nobody_waits_for_a_pipe(tmp_path):
     """
     code, out, err = said(program, tmp_path / "run", pipe)
     assert code == 0, err
-    told, *_, codes = out.splitlines()
-    assert "is not a file" in told
+    message, *_, codes = out.splitlines()
+    assert "is not a file" in message
     assert codes == "2 0 0"
     assert "is not a file (a pipe" in err
 
 
-def test_output():
+def test_output_escapes_and_valid_json():
     assert printable("a\tb\x1b[1m é×\u2028\ud800") == r"a\tb\x1b[1m é×\u2028\ud800"
     assert json.loads(as_json({"a": [float("nan"), float("-inf")], "b": (1, float("inf"))})) == {
         "a": ["NaN", "-Infinity"],
