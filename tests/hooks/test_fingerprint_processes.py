@@ -1,4 +1,4 @@
-"""Fingerprints of a run on several processes: the same on any number of them, and all of them stop together."""
+"""`FingerprintHook` on several processes: fingerprints do not depend on their number, and all stop together."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_processes_agree_and_raise_together(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines[:3]] == [3, 6, 9]
     assert set(lines[0]["leaves"]) >= {"params/w", "params/b", "global_step"}
-    told = [[line for line in ended if line.startswith("diverged")] for ended in both]
-    assert told[0] == told[1]
-    assert len(told[0]) == 1
-    assert told[0][0].startswith("diverged 3 params/")
+    diverged = [[line for line in ended if line.startswith("diverged")] for ended in both]
+    assert diverged[0] == diverged[1]
+    assert len(diverged[0]) == 1
+    assert diverged[0][0].startswith("diverged 3 params/")
