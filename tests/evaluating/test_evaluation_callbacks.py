@@ -197,15 +197,15 @@ def test_keep_best_saves_the_state_of_that_step(tmp_path):
     assert restored.params["w"].tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize(("again", "expected"), [(0.9, 0.9), (0.5, 0.9), (0.95, 0.95)])
-def test_a_kept_step_is_run_again(again, expected, tmp_path):
+@pytest.mark.parametrize(("value", "expected"), [(0.9, 0.9), (0.5, 0.9), (0.95, 0.95)])
+def test_a_kept_step_is_run_again(value, expected, tmp_path):
     """The run resumed from a checkpoint that is older than the best one."""
     keep(tmp_path, [0.1, 0.9], mode="max")
-    keep(tmp_path, [again], start=2, mode="max")
+    keep(tmp_path, [value], start=2, mode="max")
     assert steps(tmp_path) == {2: {"accuracy": expected}}
 
 
-def test_checkpoints_without_the_metric_are_left_alone(tmp_path, caplog):
+def test_checkpoints_without_the_metric_are_not_deleted(tmp_path, caplog):
     keep(tmp_path, [0.5], mode="max")
     other = jstep.KeepBest(tmp_path, "f1", mode="max")
     other.begin(state_at())

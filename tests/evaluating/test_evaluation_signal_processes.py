@@ -36,7 +36,7 @@ def values_of(one, word):
     return [line.removeprefix(f"{word} ") for line in one if line.startswith(f"{word} ")]
 
 
-def test_all_leave_an_evaluation_together_and_make_up_for_it(tmp_path):
+def test_all_processes_abandon_and_repeat_the_evaluation(tmp_path):
     ended = end(start(SCRIPT, 2, tmp_path, "term"))
     assert [one.code for one in ended] == [143, 143], ended[0].err[-2000:]
     assert [values_of(one.out.split("\n"), "seen") for one in ended] == [["5"], ["5"]]  # step 10 was abandoned

@@ -22,7 +22,7 @@ def noisy(params, x, rng):
 VARIANTS = {
     "second": {"execution": 2},
     "first": {"execution": 1},
-    "kept": {"donate": False},
+    "not donated": {"donate": False},
     "microbatches": {"num_microbatches": 2},
     "rng": {"loss": noisy, "rng": RNG},
 }
@@ -75,20 +75,20 @@ def test_on_mismatch_log_continues_with_the_first_result(caplog):
 
 CLEAN = {
     "donated": ({}, {}),
-    "kept": ({"donate": False}, {}),
+    "not donated": ({"donate": False}, {}),
     "several": ({}, {"steps_per_call": 4}),
     "microbatches": ({"num_microbatches": 2}, {}),
     "rng": ({"loss_fn": noisy, "rng": RNG}, {"steps_per_call": 3}),
 }
 
 
-@pytest.mark.parametrize(("made", "run"), CLEAN.values(), ids=CLEAN)
-def test_clean_audits_change_no_results_and_recompile_nothing(made, run):
-    made = dict(made)
-    loss = made.pop("loss_fn", faults.loss_fn)
-    steps = [jstep.minimize(loss, faults.OPTIMIZER, **made) for _ in range(2)]
-    audited = faults.train(steps[0], 24, jstep.AuditHook(every_n_steps=1), **run)
-    plain = faults.train(steps[1], 24, **run)
+@pytest.mark.parametrize(("step_options", "train_options"), CLEAN.values(), ids=CLEAN)
+def test_clean_audits_change_no_results_and_recompile_nothing(step_options, train_options):
+    step_options = dict(step_options)
+    loss = step_options.pop("loss_fn", faults.loss_fn)
+    steps = [jstep.minimize(loss, faults.OPTIMIZER, **step_options) for _ in range(2)]
+    audited = faults.train(steps[0], 24, jstep.AuditHook(every_n_steps=1), **train_options)
+    plain = faults.train(steps[1], 24, **train_options)
     assert faults.bits_of(audited) == faults.bits_of(plain)
     assert steps[0]._cache_size() == steps[1]._cache_size()
 
@@ -109,16 +109,16 @@ def test_stages_and_held_hyperparameters():
 def test_audits_on_a_mesh(specs):
     mesh = jax.make_mesh((2,), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, P("data"))
-    made = {} if specs is None else {"batch_sharding": sharding}
+    train_options = {} if specs is None else {"batch_sharding": sharding}
 
     def state():
         return faults.make_state() if specs is None else jstep.shard_state(faults.make_state(), mesh, specs)
 
     step = jstep.minimize(faults.loss_fn, faults.OPTIMIZER)
-    faults.train(step, 4, jstep.AuditHook(every_n_steps=1), state=state(), **made)
+    faults.train(step, 4, jstep.AuditHook(every_n_steps=1), state=state(), **train_options)
     assert step._cache_size() == 1
     with pytest.raises(jstep.AuditError, match=r"1 leaf differs: params/w[.]"):
-        faults.train(faults.Faulty(2).train_step, 4, jstep.AuditHook(every_n_steps=2), state=state(), **made)
+        faults.train(faults.Faulty(2).train_step, 4, jstep.AuditHook(every_n_steps=2), state=state(), **train_options)
 
 
 # Plain Python steps

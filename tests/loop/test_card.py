@@ -154,18 +154,18 @@ TRACING_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("way", TRACING_OPTIONS)
-def test_a_card_does_not_trace_the_step_again(way):
-    how = TRACING_OPTIONS[way]()
+@pytest.mark.parametrize("name", TRACING_OPTIONS)
+def test_a_card_does_not_trace_the_step_again(name):
+    options = TRACING_OPTIONS[name]()
     traced = []
 
     def counting(params, x):
         traced.append(None)
         return loss(params, x)
 
-    assert card_of(loss_fn=counting, **how)["programs"][0]["hash"]
+    assert card_of(loss_fn=counting, **options)["programs"][0]["hash"]
     with_card = len(traced)
-    card_of(loss_fn=counting, is_recorded=False, **how)
+    card_of(loss_fn=counting, is_recorded=False, **options)
     assert len(traced) == 2 * with_card
 
 

@@ -36,7 +36,7 @@ CHANGED = {
     "seed": (batches(), batches(seed=2), "seed: 1 then, 2 now"),
     "shuffle": (batches(), batches(shuffle=False), "shuffle: true then, false now"),
     "rows": (batches(), batches(rows=101), "rows: 100 then, 101 now"),
-    "a grown source that began again": (batches(20, shuffle=False), batches(24, shuffle=False), "rows: 20 then, 24"),
+    "a grown source that started over": (batches(20, shuffle=False), batches(24, shuffle=False), "rows: 20 then, 24"),
     "batch size": (batches(), batches(batch_size={0: 8, 2: 4}), "batch_size from step 2: 8 then, 4 now"),
     "skip": (batches(), batches(skip=(2, 3)), "steps: [[0, 4, 1]] then, [[0, 2, 1], [3, 5, 1]] now"),
     "kind": (batches(), mixture(BOTH), 'kind: "Batches" then, "Mixture" now'),

@@ -109,7 +109,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("given", "where", "error", "says"),
+    ("given", "where", "error", "message"),
     [
         (True, None, ValueError, "compile_cache=True: expected a checkpoint_dir"),
         (True, "gs://bucket/run", ValueError, "expected a local checkpoint_dir"),
@@ -118,8 +118,8 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
         (3, None, TypeError, "compile_cache=3"),
     ],
 )
-def test_bad_arguments_are_rejected_before_files_are_created(given, where, error, says, tmp_path):
-    with pytest.raises(error, match=says):
+def test_bad_arguments_are_rejected_before_files_are_created(given, where, error, message, tmp_path):
+    with pytest.raises(error, match=message):
         train(2, compile_cache=given, checkpoint_dir=where, logdir=tmp_path / "log")
     assert not (tmp_path / "log").exists()
 

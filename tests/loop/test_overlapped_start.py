@@ -29,7 +29,7 @@ def make_state(mesh=None):
 
 def batches_of(kind):
     data = jstep.batches(ROWS, 8)
-    return {"own": data, "function": lambda n: data[n], "list": [data[n] for n in range(10)], "iterator": None}[kind]
+    return {"data": data, "function": lambda n: data[n], "list": [data[n] for n in range(10)], "iterator": None}[kind]
 
 
 def train(step, batches, last, directory, mesh=None, **kwargs):
@@ -53,7 +53,7 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listener)
 
 
-@pytest.mark.parametrize("kind", ["own", "function", "list"])
+@pytest.mark.parametrize("kind", ["data", "function", "list"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_the_checkpoint_is_read_while_the_step_is_compiled(kind, steps_per_call, tmp_path, compiled, monkeypatch):
     batches, (seen, done) = batches_of(kind), compiled
@@ -81,7 +81,7 @@ def test_the_checkpoint_is_read_while_the_step_is_compiled(kind, steps_per_call,
 def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, tmp_path, compiled, caplog):
     mesh = None if kind is None else jax.make_mesh((8,), ("data",), axis_types=(kind,))
     kwargs = {} if mesh is None else {"batch_sharding": NamedSharding(mesh, PartitionSpec("data"))}
-    data, (seen, _) = batches_of("own"), compiled
+    data, (seen, _) = batches_of("data"), compiled
     if restores:
         train(make_step(), data, 3, tmp_path, mesh, **kwargs)
     step = make_step()
@@ -95,9 +95,9 @@ def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, 
 
 
 def test_results_are_bitwise_identical(tmp_path):
-    train(make_step(), batches_of("own"), 4, tmp_path / "a")
-    resumed = train(make_step(), batches_of("own"), 9, tmp_path / "a")
-    uninterrupted = train(make_step(), iter([ROWS[:8]] * 0 + [batches_of("own")[n] for n in range(9)]), 9, None)
+    train(make_step(), batches_of("data"), 4, tmp_path / "a")
+    resumed = train(make_step(), batches_of("data"), 9, tmp_path / "a")
+    uninterrupted = train(make_step(), iter([ROWS[:8]] * 0 + [batches_of("data")[n] for n in range(9)]), 9, None)
     assert same(resumed.params, uninterrupted.params)
 
 
@@ -118,7 +118,7 @@ class CreateSources(jstep.Hook):
 
 @pytest.mark.parametrize("kind", ["queue", "function"])
 def test_batches_can_come_from_a_hook(kind, tmp_path):
-    train(make_step(), batches_of("own"), 3, tmp_path)
+    train(make_step(), batches_of("data"), 3, tmp_path)
     hook = CreateSources()
     batches = (hook.queue.get(timeout=TIMEOUT_SECS) for _ in range(20)) if kind == "queue" else lambda n: hook.data[n]
     assert jstep.global_step(train(make_step(), batches, 6, tmp_path, hooks=[hook])) == 6
@@ -128,14 +128,14 @@ def test_batches_can_come_from_a_hook(kind, tmp_path):
 
 
 def test_an_error_of_the_restore_is_raised(tmp_path):
-    train(make_step(), batches_of("own"), 3, tmp_path)
+    train(make_step(), batches_of("data"), 3, tmp_path)
     other = jstep.TrainState.create({"w": jnp.ones((16, 5))}, OPTIMIZER)
     with pytest.raises(ValueError, match="params/w"):
-        jstep.train(make_step(), other, batches_of("own"), 9, checkpoint_dir=tmp_path, progress=False)
+        jstep.train(make_step(), other, batches_of("data"), 9, checkpoint_dir=tmp_path, progress=False)
 
 
 def test_an_error_of_the_batches_is_raised_with_the_state(tmp_path):
-    train(make_step(), batches_of("own"), 3, tmp_path)
+    train(make_step(), batches_of("data"), 3, tmp_path)
 
     class Broken:
         def __len__(self):
@@ -150,10 +150,10 @@ def test_an_error_of_the_batches_is_raised_with_the_state(tmp_path):
 
 
 def test_an_error_of_the_loss_is_raised_with_the_state(tmp_path):
-    train(make_step(), batches_of("own"), 3, tmp_path)
+    train(make_step(), batches_of("data"), 3, tmp_path)
     broken = jstep.minimize(lambda params, x: x @ params["w"] @ x, OPTIMIZER)
     with pytest.raises(TypeError, match="dot_general") as failed:
-        train(broken, batches_of("own"), 9, tmp_path)
+        train(broken, batches_of("data"), 9, tmp_path)
     assert jstep.global_step(failed.value.state) == 3
 
 
@@ -170,8 +170,8 @@ def test_exhausted_batches_end_a_restored_run(tmp_path, caplog):
 
 def test_one_line_reports_the_times_of_the_start(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    train(make_step(), batches_of("own"), 3, tmp_path)
-    jstep.train(make_step(), make_state(), batches_of("own"), 9, checkpoint_dir=tmp_path, progress=None)
+    train(make_step(), batches_of("data"), 3, tmp_path)
+    jstep.train(make_step(), make_state(), batches_of("data"), 9, checkpoint_dir=tmp_path, progress=None)
     (line,) = [m for m in (r.getMessage() for r in caplog.records) if m.startswith("first step after")]
     words = line.split(": ")[1]
     assert [part.rsplit(" ", 1)[0] for part in words.split(", ")] == ["devices", "restore", "compile", "first batch"]

@@ -18,8 +18,8 @@ def torchdata(workers):
     from torchdata.stateful_dataloader import StatefulDataLoader
     torch.manual_seed(0)
     rows = [np.float32(n) for n in range(96)]
-    how = {"multiprocessing_context": "fork"} if workers else {}
-    return StatefulDataLoader(rows, batch_size=4, shuffle=True, num_workers=workers, collate_fn=np.stack, **how)
+    options = {"multiprocessing_context": "fork"} if workers else {}
+    return StatefulDataLoader(rows, batch_size=4, shuffle=True, num_workers=workers, collate_fn=np.stack, **options)
 
 def nodes():
     from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper

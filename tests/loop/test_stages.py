@@ -137,7 +137,7 @@ def test_a_stage_whose_batch_has_another_shape(kind):
         train_stages({0: NEAR, 7: FAR}, 10, batches)
 
 
-@pytest.mark.parametrize("kind", ["list", "own"])
+@pytest.mark.parametrize("kind", ["list", "jstep.batches"])
 def test_batches_that_end_before_a_stage(kind, caplog):
     rows = np.zeros((8, 3), np.float32)
     batches = BATCHES[:8] if kind == "list" else jstep.batches(rows, 1, num_epochs=1, shuffle=False)
@@ -148,7 +148,7 @@ def test_batches_that_end_before_a_stage(kind, caplog):
 
 
 @pytest.mark.parametrize(
-    ("stages", "error", "says"),
+    ("stages", "error", "message"),
     [
         ({}, ValueError, "train_step"),
         ({3: NEAR}, ValueError, "step 0"),
@@ -158,13 +158,13 @@ def test_batches_that_end_before_a_stage(kind, caplog):
         ({False: NEAR}, TypeError, "False"),
     ],
 )
-def test_bad_stages(stages, error, says):
+def test_bad_stages(stages, error, message):
     for call in (
         lambda: train_stages(stages, 5),
         lambda: jstep.verify_resume(make_state, stages, BATCHES, 1, 2),
         lambda: jstep.replay(stages, make_state(), BATCHES, None, 1),
     ):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             call()
 
 

@@ -94,7 +94,7 @@ def test_a_killed_run_resumes_identically(tmp_path, kind, steps_per_call, caplog
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("batches", [StatefulIterable, Positioned, Stateful], ids=["iterator's", "get_state", "own"])
+@pytest.mark.parametrize("batches", [StatefulIterable, Positioned, Stateful], ids=["iterator", "get_state", "loader"])
 def test_the_state_of_a_loader_or_of_its_iterator(batches):
     source = source_of(batches(), 0, 100)
     assert [next(source.items) for _ in range(3)] == [0, 10, 20]

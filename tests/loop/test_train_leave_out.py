@@ -97,14 +97,14 @@ def test_replay_needs_only_the_directory(tmp_path):
     assert bits(args) == bits((batches(5),))
 
 
-@pytest.mark.parametrize("own", [None, "lora/*"])
-def test_keep_best_uses_leave_out_of_the_run(tmp_path, own):
-    best = jstep.KeepBest(tmp_path / "best", "loss", leave_out=own)
+@pytest.mark.parametrize("leave_out", [None, "lora/*"])
+def test_keep_best_uses_leave_out_of_the_run(tmp_path, leave_out):
+    best = jstep.KeepBest(tmp_path / "best", "loss", leave_out=leave_out)
     hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[best])
     train(tmp_path / "run", 4, hooks=[hook])
     (name,) = (name for name in os.listdir(tmp_path / "best") if name.startswith("best-") and "." not in name)
     absent = leaves(tmp_path / "best" / name)[1]
-    assert "params/base/w" in absent if own is None else "params/lora/a" in absent
+    assert "params/base/w" in absent if leave_out is None else "params/lora/a" in absent
     with jstep.Saver(tmp_path / "best", prefix="best") as saver:
         assert saver.restore(state()).params["base"]["w"][0, 0] == 1
 

@@ -77,15 +77,15 @@ class Hangs({kind}):
         time.sleep({0 if quick else 0.001})
         n = self.at = getattr(self, "at", 0) + 1
         if n == 13:
-            while made < 12:
+            while last < 12:
                 time.sleep(0.001)
             say("hangs")
             time.sleep(1000)
         return DATA[n - 1]
-made = 0
+last = 0
 def count(step, state, metrics):
-    global made
-    made = step
+    global last
+    last = step
 train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
 """
     process = start(script, tmp_path)
@@ -200,7 +200,7 @@ train(100, lambda n: {"x": np.full((8, 8), np.nan if n == 3 else 1, np.float32)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_returns_the_state_and_writes_all_metrics(number, tmp_path):
+def test_a_signal_keeps_the_state_and_writes_all_metrics(number, tmp_path):
     script = """
 rows = []
 def report(step, state, metrics):
