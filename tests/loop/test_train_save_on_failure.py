@@ -1,4 +1,4 @@
-"""`train`: whatever ends a run early, its last whole state is not lost, and the error says where it was."""
+"""`train` saves the last complete state when a run fails, and the error reports the step and the cause."""
 
 import logging
 import os
@@ -14,8 +14,8 @@ from loop_runs import DATA, OPTIMIZER, STEP, Calls, Counted, by_hand, make_state
 import jstep
 
 
-def failing(error, at=5):
-    """A loader that fails."""
+def raising(error, at=5):
+    """Return a function of batches that raises at a step."""
 
     def batches(step):
         if step == at:
@@ -38,13 +38,13 @@ def hook_failing(error):
 
 
 def note_of(error):
-    """What `train` noted; JAX may have noted something, too."""
+    """Return the note that `train` added; JAX may have added others."""
     (note,) = [note for note in error.__notes__ if note.startswith("jstep:")]
     return note
 
 
-WAYS = {
-    "loader": (lambda: {"batches": failing(OSError("no shard"))}, OSError, "batch 4 made, while batch 5 was fetched"),
+FAILURES = {
+    "loader": (lambda: {"batches": raising(OSError("no shard"))}, OSError, "batch 4 made, while batch 5 was fetched"),
     "hook": (lambda: {"hooks": hook_failing(KeyError("no"))}, KeyError, r"in every\(1, .*fail\).after_step"),
     "wrong batch": (lambda: {"batches": wrong_batch}, TypeError, "in the step that takes batch 5"),
     "exit": (lambda: {"hooks": hook_failing(SystemExit(3))}, SystemExit, "at step 5, which batch 4 made, in every"),
@@ -54,32 +54,32 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("keeps", [False, True])
-def test_the_last_whole_state_is_in_the_exception_and_saved(name, keeps, tmp_path):
-    make, error, words = WAYS[name]
-    kwargs = make() | ({"checkpoint_dir": tmp_path} if keeps else {})
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_last_state_is_in_the_exception_and_saved(name, saves, tmp_path):
+    make, error, words = FAILURES[name]
+    kwargs = make() | ({"checkpoint_dir": tmp_path} if saves else {})
     with pytest.raises(error) as caught:
         train(12, **kwargs)
     assert same(caught.value.state, by_hand(5))
     note = note_of(caught.value)
     assert re.search(words, note)
     assert "the state after step 5 is in the exception's `state`" in note
-    assert ("and is saved as model-5; start the run again to resume" in note) == keeps
-    if keeps:
+    assert ("and is saved as model-5; start the run again to resume" in note) == saves
+    if saves:
         assert jstep.Saver(tmp_path).all_steps() == [5]
         assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
 
 
-def test_a_saver_hook_of_ones_own_saves_too(tmp_path):
-    own = jstep.CheckpointSaverHook(jstep.Saver(tmp_path, prefix="own"), save_steps=3)
+def test_a_custom_saver_hook_saves_on_failure(tmp_path):
+    saver_hook = jstep.CheckpointSaverHook(jstep.Saver(tmp_path, prefix="own"), save_steps=3)
     with pytest.raises(OSError, match="no shard") as caught:
-        train(12, failing(OSError("no shard")), hooks=[own])
+        train(12, raising(OSError("no shard")), hooks=[saver_hook])
     assert "and is saved as own-5" in note_of(caught.value)
     assert jstep.Saver(tmp_path, prefix="own").all_steps() == [3, 5]
 
 
-def test_of_several_steps_a_call_all_batches_are_named(tmp_path):
+def test_all_batches_of_a_call_are_named(tmp_path):
     def batches(step):
         return DATA[step] if step < 6 else {"x": np.ones((4, 3), np.float32)}
 
@@ -89,15 +89,15 @@ def test_of_several_steps_a_call_all_batches_are_named(tmp_path):
     assert jstep.Saver(tmp_path).latest_step() == 6
 
 
-def test_a_batch_that_no_device_can_hold_is_the_one_named():
+def test_a_batch_of_strings_is_named():
     for steps_per_call in (1, 3):
         with pytest.raises(TypeError, match="text") as caught:
             train(12, lambda n: DATA[n] if n < 2 else ["text"], steps_per_call=steps_per_call)
         assert "while batch 2 was fetched" in note_of(caught.value)
 
 
-def test_a_batch_that_made_no_step_comes_again(tmp_path):
-    """The position kept is that of the state, not that of the loader, which is one batch further."""
+def test_a_batch_whose_step_failed_is_read_again(tmp_path):
+    """The saved position belongs to the state; the loader itself is one batch further."""
     state = make_state()
     calls = []
 
@@ -113,10 +113,10 @@ def test_a_batch_that_made_no_step_comes_again(tmp_path):
     assert same(train(12, Counted(), checkpoint_dir=tmp_path), by_hand(12))
 
 
-def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
+def test_a_failure_before_the_first_step_saves_nothing(tmp_path):
     state = make_state()
     with pytest.raises(OSError, match="no shard") as caught:
-        train(12, failing(OSError("no shard"), at=0), state=state, checkpoint_dir=tmp_path)
+        train(12, raising(OSError("no shard"), at=0), state=state, checkpoint_dir=tmp_path)
     assert caught.value.state is state
     assert "at step 0, while batch 0 was fetched" in note_of(caught.value)
     assert jstep.Saver(tmp_path).all_steps() == []
@@ -127,8 +127,8 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
 
 
 @pytest.mark.parametrize("with_hook", [False, True])
-def test_nothing_past_a_nan_is_saved(with_hook, tmp_path):
-    """Whoever ends the run, and whether anybody looks for a NaN or not."""
+def test_a_state_after_a_nan_is_not_saved(with_hook, tmp_path):
+    """Another error ends the run, with and without a NanLossHook."""
 
     def batches(step):
         if step == 7:
@@ -144,8 +144,8 @@ def test_nothing_past_a_nan_is_saved(with_hook, tmp_path):
 
 
 @pytest.mark.parametrize(("skipped", "steps"), [(0, []), (1, [4])])
-def test_nothing_past_a_nan_is_saved_by_a_signal(skipped, steps, tmp_path):
-    """But for the loss of an update that was left out, which says nothing of the state."""
+def test_a_state_after_a_nan_is_not_saved_by_a_signal(skipped, steps, tmp_path):
+    """The loss of a skipped update does not count, because the state does not depend on it."""
 
     def step(state, batch):
         state, metrics = STEP(state, batch)
@@ -161,7 +161,7 @@ def test_nothing_past_a_nan_is_saved_by_a_signal(skipped, steps, tmp_path):
     assert jstep.global_step(caught.value.state) == 4
 
 
-def test_a_nan_that_is_found_is_not_saved_on_the_way_out(tmp_path):
+def test_a_detected_nan_is_not_saved(tmp_path):
     def batches(step):
         return {"x": np.full((4, 2), np.nan if step == 6 else 1.0, np.float32)}
 
@@ -172,7 +172,7 @@ def test_a_nan_that_is_found_is_not_saved_on_the_way_out(tmp_path):
     assert caught.value.state.global_step >= 7
 
 
-def test_a_save_that_fails_on_the_way_out_is_a_note(tmp_path, monkeypatch):
+def test_a_failing_save_on_failure_is_a_note(tmp_path, monkeypatch):
     def save(self, state, extra=None):
         raise OSError("the disk is full")
 
@@ -182,7 +182,7 @@ def test_a_save_that_fails_on_the_way_out_is_a_note(tmp_path, monkeypatch):
     assert "and could not be saved: OSError: the disk is full" in note_of(caught.value)
 
 
-def test_the_other_hooks_see_the_step_at_which_one_raised():
+def test_other_hooks_are_called_at_the_step_that_failed():
     other = Calls()
     with pytest.raises(KeyError):
         train(12, hooks=[*hook_failing(KeyError("no")), other])
@@ -190,14 +190,14 @@ def test_the_other_hooks_see_the_step_at_which_one_raised():
     assert other.steps("end") == []
 
 
-def test_two_hooks_that_raise():
+def test_a_second_failing_hook_is_a_note():
     with pytest.raises(KeyError) as caught:
         train(12, hooks=[*hook_failing(KeyError("no")), *hook_failing(OSError("also"))])
     assert "Additionally, also" in caught.value.__notes__
 
 
-def test_a_state_that_went_with_the_step_is_said_to_be_lost():
-    """Not a trace, the device itself failed: what the step was given is gone."""
+def test_a_donated_state_is_reported_as_lost():
+    """The step fails on the device, after the state was donated."""
 
     def step(state, batch):
         for leaf in jax.tree.leaves(state):
@@ -210,10 +210,10 @@ def test_a_state_that_went_with_the_step_is_said_to_be_lost():
     assert "it is lost" in note_of(caught.value)
 
 
-# Batches that end
+# Batches that end early
 
 
-def test_batches_that_end_early_are_said_to(caplog):
+def test_batches_that_end_early_are_a_warning(caplog):
     state = train(12, [DATA[n] for n in range(5)])
     assert jstep.global_step(state) == 5
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -221,20 +221,20 @@ def test_batches_that_end_early_are_said_to(caplog):
 
 
 @pytest.mark.parametrize("hooks", [[], [jstep.StopAtStepHook(last_step=5)]])
-def test_batches_that_do_not_end_early_are_not(hooks, caplog):
+def test_batches_that_do_not_end_early_are_not_a_warning(hooks, caplog):
     train(12 if hooks else 5, [DATA[n] for n in range(5)], hooks=hooks)
     assert caplog.records == []
 
 
-# Steps that cannot be counted, and states that are several
+# Too many steps, and populations
 
 
-def test_a_last_step_that_cannot_be_counted():
+def test_a_last_step_beyond_int32_is_rejected():
     with pytest.raises(ValueError, match=f"last_step={2**31 + 5}: must be at most {2**31 - 1}, the last step"):
         train(2**31 + 5)
 
 
-def test_a_population_of_states():
+def test_a_population_of_states_is_rejected():
     states = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, OPTIMIZER))(jnp.ones((3, 2)))
     with pytest.raises(ValueError, match=r"its global_step has shape \(3,\), must be a scalar: a population"):
         train(3, state=states)

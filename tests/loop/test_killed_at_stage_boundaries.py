@@ -1,6 +1,6 @@
-"""Runs whose step, batch size, rows and mixture change, killed at each edge and in each stage.
+"""Runs whose step, batch size, rows and mixture change, killed at each stage boundary and within each stage.
 
-They end with the fingerprint of those that nobody killed.
+They end with the fingerprint of an uninterrupted run.
 """
 
 import json
@@ -31,7 +31,7 @@ batches = jstep.mixture(
 assert batches.batch_size_at(17) == 8 and batches.batch_size_at(18) == 12
 
 class Kill(jstep.Hook):
-    '''Saves a step, waits until it is on disk, and kills this process, at once or at a later call.'''
+    '''Saves a step, waits until it is on disk, and kills this process, immediately or at a later call.'''
     def __init__(self, saver, at, lost, dies):
         self.saver, self.at, self.lost, self.dies = saver, at, lost, dies
     def begin(self, state):
@@ -54,14 +54,14 @@ def run(directory, steps_per_call, state, at=2**62, lost=0, dies=True, **kwargs)
         state = jstep.train(
             stages, state, batches, 44, hooks=[Kill(saver, at, lost, dies)], checkpoint_dir=saver,
             save_checkpoint_secs=None, steps_per_call=steps_per_call, progress=False, **kwargs)
-    tell("ended", state)
+    report("ended", state)
 
 def run_by_hand(state):
     for n in range(44):
         state, _ = stages[0 if n < 9 else 9](state, batches[n])
-    tell("by hand", state)
+    report("by hand", state)
 
-def tell(what, state):
+def report(what, state):
     found = jax.jit(jstep.fingerprint)(state).tolist()
     print(what, int(state.global_step), "{:08x}{:08x}".format(*found), flush=True)
 """
@@ -97,44 +97,46 @@ kill = map(int, sys.argv[6:])
 run(directory, int(sys.argv[5]), state, *kill, dies=process == 0, batch_sharding=rows)
 """
 
-EDGES = 9, 18, 27, 36
+BOUNDARIES = 9, 18, 27, 36
 LOST = 2
-"""At least so many steps are taken after a checkpoint and lost."""
+"""The minimum number of steps that are run after a checkpoint and lost."""
 
-# Between two of these a run crosses an edge, or reaches one.
-AROUND = [(edge + i, 0) for edge in EDGES for i in (-1, 1)]
-UPON = [(4, LOST), *((edge + i, LOST) for edge in EDGES for i in (0, 4))]
+# A run crosses or reaches a stage boundary between two of these.
+NEXT_TO_BOUNDARIES = [(boundary + i, 0) for boundary in BOUNDARIES for i in (-1, 1)]
+AFTER_BOUNDARIES = [(4, LOST), *((boundary + i, LOST) for boundary in BOUNDARIES for i in (0, 4))]
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs_on():
+def end_processes():
     yield
     kill_all()
 
 
-def told(out, what):
+def values_of(out, what):
     return re.findall(rf"^{what} (.+)$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 7])
-def test_on_one_process(steps_per_call, tmp_path):
-    """One program, forked again and again before it uses JAX, so that a restart costs no import."""
+def test_killed_on_one_process(steps_per_call, tmp_path):
+    """One program is forked repeatedly before it uses JAX, so that a restart does not import again."""
     prelude = IMPORTS + f"SCORE = {SCORE!r}\n"
-    runs = [[], AROUND, UPON]
+    runs = [[], NEXT_TO_BOUNDARIES, AFTER_BOUNDARIES]
     out, _ = end(start(ALONE, tmp_path, steps_per_call, json.dumps(runs), prelude=prelude), timeout=150)
-    assert told(out, "began") == [str(at) for kills in runs for at in (0, *(at for at, _ in kills))]
-    whole, around, upon = told(out, "ended")
-    assert whole.startswith("44 ")
-    assert around == whole
-    assert upon == whole
-    if steps_per_call == 1:  # the scan of several may be rounded differently
-        assert told(out, "by hand") == [whole]
+    assert values_of(out, "began") == [str(at) for kills in runs for at in (0, *(at for at, _ in kills))]
+    uninterrupted, next_to, after = values_of(out, "ended")
+    assert uninterrupted.startswith("44 ")
+    assert next_to == uninterrupted
+    assert after == uninterrupted
+    if steps_per_call == 1:  # a scan of several steps may be rounded differently
+        assert values_of(out, "by hand") == [uninterrupted]
 
 
-def test_on_two_processes(tmp_path):
-    """One dies, and the other is killed while it waits for it; they change between one step a call and seven."""
+def test_killed_on_two_processes(tmp_path):
+    """One process dies and the other is killed while waiting for it; calls have one or seven steps."""
     script = SCORE + TOGETHER
-    (whole,) = {one for out in run_all(script, 2, tmp_path / "whole", 7) for one in told("\n".join(out), "ended")}
+    (uninterrupted,) = {
+        one for out in run_all(script, 2, tmp_path / "uninterrupted", 7) for one in values_of("\n".join(out), "ended")
+    }
     began = []
     for steps_per_call, at, lost in ((7, 8, 0), (1, 18, LOST), (7, 28, LOST)):
         both = start_all(script, 2, tmp_path / "killed", steps_per_call, at, lost)
@@ -143,7 +145,7 @@ def test_on_two_processes(tmp_path):
         finally:
             for process in both:
                 process.kill()
-        began += told(end_all(both)[0].out, "began")
+        began += values_of(end_all(both)[0].out, "began")
     outs = ["\n".join(out) for out in run_all(script, 2, tmp_path / "killed", 1)]
-    assert [*began, *told(outs[0], "began")] == ["0", "8", "18", "28"]
-    assert [told(out, "ended") for out in outs] == [[whole]] * 2
+    assert [*began, *values_of(outs[0], "began")] == ["0", "8", "18", "28"]
+    assert [values_of(out, "ended") for out in outs] == [[uninterrupted]] * 2

@@ -1,4 +1,4 @@
-"""`train`: where it starts, and where it stops."""
+"""`train`: start, end, early stops, and donation of the state."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,10 @@ from loop_runs import OPTIMIZER, Calls, by_hand, loss_fn, make_state, same, trai
 
 import jstep
 
-# Where it starts and ends
+# Start and end
 
 
-def test_it_is_the_plain_loop():
+def test_train_equals_the_plain_loop():
     assert same(train(12), by_hand(12))
 
 
@@ -22,7 +22,7 @@ def test_last_step_is_absolute():
     assert train(3, state=state) is state
 
 
-def test_hooks_see_the_run_in_order():
+def test_hooks_are_called_in_order():
     calls = Calls()
     train(3, hooks=[calls])
     assert calls.seen == [("begin", 0), ("first", 1), ("step", 1), ("step", 2), ("step", 3), ("end", 3), ("close",)]
@@ -30,7 +30,7 @@ def test_hooks_see_the_run_in_order():
     assert float(calls.metrics[2]["learning_rate"]) == pytest.approx(0.1 * 0.9**0.1)
 
 
-def test_a_run_with_nothing_to_do_begins_and_ends():
+def test_a_run_without_steps_calls_begin_and_end():
     calls = Calls()
     train(0, hooks=[calls])
     train(4, hooks=[calls], state=make_state(4))
@@ -52,13 +52,13 @@ def test_duck_typed_hooks():
 
 
 @pytest.mark.parametrize(("start", "expected"), [(0, [3, 6, 9]), (3, [6, 9]), (4, [6, 9]), (9, [])])
-def test_a_hook_that_says_when_it_is_due(start, expected):
+def test_a_hook_with_next_due(start, expected):
     calls = Calls(every_n=3)
     train(10, hooks=[calls], state=make_state(start))
     assert calls.steps() == expected
 
 
-def test_a_due_step_that_is_not_later_is_refused():
+def test_a_due_step_that_is_not_later_is_rejected():
     class Wrong(jstep.Hook):
         def next_due(self, step):
             return 2
@@ -75,12 +75,12 @@ def test_a_true_result_stops_after_that_step():
     first, second = Calls(stop=4), Calls()
     state = train(10, hooks=[first, second])
     assert jstep.global_step(state) == 4
-    assert second.steps() == [1, 2, 3, 4]  # the others still see it
+    assert second.steps() == [1, 2, 3, 4]  # the other hooks are still called
     assert second.seen[-2:] == [("end", 4), ("close",)]
     assert same(state, by_hand(4))
 
 
-def test_numpy_truth_stops_too():
+def test_a_numpy_bool_stops_the_run():
     class Stop(jstep.Hook):
         def after_step(self, step, state, metrics):
             return np.bool_(step == 2)
@@ -91,7 +91,7 @@ def test_numpy_truth_stops_too():
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_stop_at_step(steps_per_call, tmp_path):
     hook = jstep.StopAtStepHook(last_step=6)
-    for _ in range(2):  # restored there, it makes no step more
+    for _ in range(2):  # when restored at step 6, it runs no further steps
         state = train(50, hooks=[hook], checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
         assert jstep.global_step(state) == 6
     state = train(50, hooks=[jstep.StopAtStepHook(num_steps=3)], checkpoint_dir=tmp_path)
@@ -101,14 +101,14 @@ def test_stop_at_step(steps_per_call, tmp_path):
 # Donation
 
 
-def test_the_state_given_is_taken_over_by_a_compiled_step():
+def test_a_compiled_step_donates_the_given_state():
     state = make_state()
     train(2, state=state)
     with pytest.raises(RuntimeError, match="donated"):
         train(2, state=state)
 
 
-def test_a_plain_step_leaves_it_alone():
+def test_a_plain_step_does_not_donate_the_given_state():
     state = make_state()
     plain = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7), jit=False)
     trained = train(2, state=state, step=plain)
@@ -116,8 +116,8 @@ def test_a_plain_step_leaves_it_alone():
     np.testing.assert_allclose(trained.params["w"], by_hand(2).params["w"], rtol=1e-5)
 
 
-def test_metrics_outlive_the_steps_after_them(tmp_path):
-    """A step may return its own parameters as metrics; the next one donates the state, not the metrics."""
+def test_metrics_remain_valid_after_later_steps(tmp_path):
+    """A step can return its parameters as metrics; the next step donates the state, not the metrics."""
     step = jstep.minimize(
         lambda params, batch: (jnp.mean((batch["x"] @ params["w"]) ** 2), {"w0": params["w"]}), OPTIMIZER, has_aux=True
     )
@@ -127,18 +127,18 @@ def test_metrics_outlive_the_steps_after_them(tmp_path):
     assert len({np.asarray(calls.metrics[n]["w0"]).tobytes() for n in range(1, 6)}) == 5
 
 
-def test_a_hook_may_keep_a_copy_of_the_state():
-    class Keep(jstep.Hook):
+def test_a_hook_can_copy_the_state():
+    class CopyStates(jstep.Hook):
         def after_step(self, step, state, metrics):
-            kept[step] = jax.tree.map(jnp.copy, state)
+            copies[step] = jax.tree.map(jnp.copy, state)
 
-    kept = {}
-    train(4, hooks=[Keep()])
-    assert same(kept[2], by_hand(2))
+    copies = {}
+    train(4, hooks=[CopyStates()])
+    assert same(copies[2], by_hand(2))
 
 
-def test_a_saved_state_is_that_of_its_step(tmp_path):
-    """Saving goes on in the background while the next steps take the memory over."""
+def test_each_checkpoint_holds_the_state_of_its_step(tmp_path):
+    """Saving continues in the background while the next steps donate the state."""
     train(5, checkpoint_dir=tmp_path, save_checkpoint_steps=1)
     saver = jstep.Saver(tmp_path)
     for n in saver.all_steps():

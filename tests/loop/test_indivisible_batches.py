@@ -1,4 +1,4 @@
-"""Batches whose rows do not divide: the error names the batch, before the run if its shapes are known."""
+"""Batch sizes that microbatches or devices do not divide: the error names the batch, early if shapes are known."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def message_of(data, step=None, **options):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_microbatches_that_do_not_divide_the_end_of_an_epoch(steps_per_call):
+def test_microbatches_that_do_not_divide_the_last_batch(steps_per_call):
     data = jstep.batches(ROWS, 8, drop_remainder=False)
     found = message_of(data, jstep.minimize(loss, OPTIMIZER, num_microbatches=4), steps_per_call=steps_per_call)
     assert "train_step: it cannot take step 3 with batch 3, whose shapes differ from those of the batch before" in found
@@ -39,11 +39,11 @@ def over_devices():
     return NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec("data"))
 
 
-def test_devices_that_do_not_divide_the_end_of_an_epoch():
+def test_devices_that_do_not_divide_the_last_batch():
     found = message_of(jstep.batches(ROWS, 8, drop_remainder=False), batch_sharding=over_devices())
     assert f"This is batch 3, whose shapes are checked before the first step; {LAST_OF_EPOCH}" in found
 
 
-def test_devices_that_do_not_divide_the_batch_of_a_loader():
+def test_devices_that_do_not_divide_a_batch_of_a_loader():
     found = message_of([ROWS[:8], ROWS[:8], ROWS[:2], ROWS[:8]], batch_sharding=over_devices())
     assert "at step 2, which batch 1 made, while batch 2 was fetched" in found

@@ -1,4 +1,4 @@
-"""`NanLossHook` in runs: guards, skips, several hooks, metrics that hooks change."""
+"""`NanLossHook` in runs: skipped updates and modified metrics; order of hooks; methods that are not called."""
 
 import logging
 import math
@@ -19,26 +19,26 @@ def nan_at(*steps):
     return lambda n: np.full(3, math.nan if n + 1 in steps else n + 1, np.float32)
 
 
-def guarded(optimizer=None):
+def skipping_step_and_state(optimizer=None):
     optimizer = jstep.skip_nonfinite(optimizer or OPTIMIZER)
     step = jstep.minimize(lambda params, x: x[0] * jnp.sum(params["w"]), optimizer)
     return step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_hook_and_guard_go_together(steps_per_call, tmp_path):
-    step, state = guarded()
+def test_nan_loss_hook_accepts_skipped_updates(steps_per_call, tmp_path):
+    step, state = skipping_step_and_state()
     state = jstep.train(
         step, state, nan_at(3, 8), 12, hooks=[jstep.NanLossHook(every_n_steps=2)], progress=False,
         steps_per_call=steps_per_call, checkpoint_dir=tmp_path, save_checkpoint_steps=4,
     )  # fmt: skip
     assert jstep.global_step(state) == 12
-    assert jstep.Saver(tmp_path).all_steps() == [4, 8, 12]  # step 8 was skipped, and its state is sound
+    assert jstep.Saver(tmp_path).all_steps() == [4, 8, 12]  # step 8 was skipped, and its state is finite
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 5])
-def test_too_many_skips_in_a_row_stop_the_run_and_it_is_saved(steps_per_call, tmp_path):
-    step, state = guarded()
+def test_too_many_consecutive_skips_stop_the_run_and_save_it(steps_per_call, tmp_path):
+    step, state = skipping_step_and_state()
     hook = jstep.NanLossHook(every_n_steps=2, max_skipped_steps=3)
     with pytest.raises(
         jstep.NanLossDuringTrainingError, match="3 updates in a row were skipped up to step 9"
@@ -53,7 +53,7 @@ def test_too_many_skips_in_a_row_stop_the_run_and_it_is_saved(steps_per_call, tm
     assert jstep.Saver(tmp_path).latest_step() == jstep.global_step(caught.value.state)
 
 
-def test_a_step_of_ones_own_says_skipped():
+def test_a_custom_step_returns_the_skipped_metric():
     @jax.jit
     def step(state, x):
         bad = ~jnp.isfinite(x[0])
@@ -62,17 +62,17 @@ def test_a_step_of_ones_own_says_skipped():
     state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
     hooks = [jstep.NanLossHook(every_n_steps=1)]
     assert jstep.global_step(jstep.train(step, state, nan_at(2), 5, hooks=hooks, progress=False)) == 5
-    step.skip_metric = None  # the name means something else here
+    step.skip_metric = None  # the metric "skipped" means something else here
     with pytest.raises(jstep.NanLossDuringTrainingError):
         jstep.train(step, state, nan_at(2), 5, hooks=hooks, progress=False)
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("change", ["mutate", "delete", "donate"])
-def test_hooks_may_do_what_they_like_to_metrics(change, steps_per_call):
+def test_hooks_can_modify_delete_or_donate_metrics(change, steps_per_call):
     total = None
 
-    def spoil(step, state, metrics):
+    def modify(step, state, metrics):
         nonlocal total
         if change == "mutate":
             metrics["loss"] = jnp.float32(math.nan)
@@ -86,13 +86,13 @@ def test_hooks_may_do_what_they_like_to_metrics(change, steps_per_call):
     hooks = [
         jstep.NanLossHook(every_n_steps=3),
         jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=4, mean=True),
-        jstep.every(1, spoil),
+        jstep.every(1, modify),
     ]
     train(8, hooks, steps_per_call=steps_per_call)
     assert rows == [(4, 2.5), (8, 6.5)]
 
 
-def test_hooks_with_intervals_of_their_own():
+def test_hooks_with_different_intervals():
     rows = {n: [] for n in (3, 4, 7)}
     hooks = [
         jstep.MetricsHook(lambda step, values, n=n: rows[n].append((step, values["loss"])), every_n_steps=n, mean=True)
@@ -104,7 +104,7 @@ def test_hooks_with_intervals_of_their_own():
     assert rows[7] == [(7, 4.0), (14, 11.0)]
 
 
-def test_the_first_of_several_bad_steps_and_nothing_of_it_is_saved(tmp_path):
+def test_the_first_of_several_bad_steps_is_named_and_not_saved(tmp_path):
     with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
         train(
             50, [jstep.NanLossHook(every_n_steps=20)], batches=nan_at(9, 11, 12), checkpoint_dir=tmp_path,
@@ -115,7 +115,7 @@ def test_the_first_of_several_bad_steps_and_nothing_of_it_is_saved(tmp_path):
     assert "skip_nonfinite" in str(caught.value)
 
 
-def test_one_hook_serves_several_runs_and_none_keeps_anything():
+def test_a_hook_in_several_runs_keeps_no_state():
     hook = jstep.NanLossHook(every_n_steps=4)
     for _ in range(2):
         with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
@@ -125,15 +125,15 @@ def test_one_hook_serves_several_runs_and_none_keeps_anything():
     assert hook.run is None
 
 
-def test_arrays_are_named_once(caplog):
+def test_metrics_that_are_arrays_are_logged_once(caplog):
     caplog.set_level(logging.INFO)
     train(9, [jstep.MetricsHook(lambda *row: None, every_n_steps=2), jstep.LoggingHook(every_n_steps=3)])
-    said = [r.getMessage() for r in caplog.records if "'vector'" in r.getMessage()]
-    assert len(said) == 1
+    messages = [r.getMessage() for r in caplog.records if "'vector'" in r.getMessage()]
+    assert len(messages) == 1
 
 
-def test_rows_come_in_order_before_results():
-    """Weights & Biases drops a row of an earlier step than the last one."""
+def test_rows_are_written_in_order_and_before_results():
+    """Weights & Biases drops a row whose step is lower than that of the previous row."""
 
     def slow(params, x):
         for _ in range(6):
@@ -157,7 +157,7 @@ def test_rows_come_in_order_before_results():
         assert len(rows) == 15
 
 
-def test_before_step_comes_before_each_call():
+def test_before_step_is_called_before_each_call():
     seen = []
 
     class Before(jstep.Hook):
@@ -175,7 +175,7 @@ def test_before_step_comes_before_each_call():
     assert seen == [(n, n) for n in (0, 4, 8, 9)]
 
 
-def test_methods_that_are_none_of_the_protocol_are_not_called_and_named(caplog):
+def test_methods_outside_the_protocol_are_logged_and_not_called(caplog):
     class Mine(jstep.Hook):
         def close(self, path):
             raise AssertionError
@@ -190,15 +190,15 @@ def test_methods_that_are_none_of_the_protocol_are_not_called_and_named(caplog):
             raise AssertionError
 
     train(3, [Mine(), Duck(), jstep.NanLossHook(), jstep.every(1, lambda *_: None)], steps_per_call=2)
-    said = [record.getMessage() for record in caplog.records if "does not call" in record.getMessage()]
-    assert len(said) == 2
-    assert "Mine has after_call, after_first_call, after_last, before_save, close, use_writer, which" in said[0]
-    assert "Duck has before_save, which" in said[1]
+    messages = [record.getMessage() for record in caplog.records if "does not call" in record.getMessage()]
+    assert len(messages) == 2
+    assert "Mine has after_call, after_first_call, after_last, before_save, close, use_writer, which" in messages[0]
+    assert "Duck has before_save, which" in messages[1]
     assert STEP is not None
     assert batches(0) is not None
 
 
-def test_a_hook_without_an_after_step_of_its_own_costs_no_call(monkeypatch):
+def test_a_hook_that_inherits_after_step_is_not_called(monkeypatch):
     class Ends(jstep.Hook):
         def end(self, step, state):
             ended.append(step)

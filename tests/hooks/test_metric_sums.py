@@ -1,4 +1,4 @@
-"""Sums over intervals on the device: exact, whatever the metrics are, and cheap."""
+"""`MetricSums`: exact sums of metrics over intervals, on the device, with few dispatches."""
 
 import math
 
@@ -12,7 +12,7 @@ from jstep.hooks.metric_sums import MetricSums
 
 
 def means(rows, steps_per_call=1, names=("m",), **kwargs):
-    """The means over all rows, dicts of one step each, added in calls of so many steps."""
+    """Return the means over all rows (one dict of metrics per step), added `steps_per_call` rows at a time."""
     sums = MetricSums(**kwargs)
     number = sums.subscribe()
     for first in range(0, len(rows), steps_per_call):
@@ -32,38 +32,38 @@ def means(rows, steps_per_call=1, names=("m",), **kwargs):
 def test_means_are_exact_in_every_dtype(dtype, steps_per_call):
     values = np.random.default_rng(0).uniform(0, 100, 250)
     if dtype in (jnp.int32, jnp.uint32):
-        values = values * 2e7  # past what float32 can tell apart
+        values = values * 2e7  # larger than float32 can represent exactly
     values = [jnp.asarray(value).astype(dtype) for value in values]
     exact = np.mean([np.asarray(value, np.float64) for value in values])
     assert means([{"m": value} for value in values], steps_per_call)["m"] == pytest.approx(exact, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", [float, np.float64, int, np.float32])
-def test_numbers_of_the_host_are_exact_too(kind):
+def test_means_of_host_numbers_are_exact(kind):
     values = [kind(value) for value in np.random.default_rng(1).uniform(0, 1e6, 50)]
     assert means([{"m": value} for value in values])["m"] == pytest.approx(np.mean(values, dtype=np.float64), rel=1e-11)
 
 
-def test_a_small_value_beside_large_ones():
+def test_a_small_value_next_to_large_ones():
     values = [1e8, 1.0, -1e8, 1.0] * 10
     assert means([{"m": jnp.float32(value)} for value in values])["m"] == 0.5
     assert means([{"m": jnp.float32(value)} for value in values], 20)["m"] == 0.5
 
 
-def test_float64_where_it_is_there():
+def test_means_of_float64():
     with jax.enable_x64(True):
         values = [jnp.float64(1 + n * 1e-12) for n in range(5)]
         assert means([{"m": value} for value in values])["m"] == pytest.approx(1 + 2e-12, rel=1e-15)
 
 
-def test_a_metric_that_some_steps_lack_or_that_changes_its_shape():
+def test_metrics_that_some_steps_lack_or_that_change_shape():
     rows = [{"m": jnp.float32(n)} if n % 2 else {"other": jnp.float32(n), "m": jnp.float32(n)} for n in range(8)]
     assert means(rows, names=["m", "other"]) == {"m": 3.5, "other": 3.0}
     rows = [{"m": jnp.float32(1) if n < 4 else jnp.ones(3), "k": jnp.float32(n)} for n in range(8)]
     assert means(rows, names=["m", "k"]) == {"m": 1.0, "k": 3.5}
 
 
-def test_constants_are_added_up_by_nobody():
+def test_constants_are_not_summed_on_the_device():
     beta, other = np.float32(0.9), np.float32(0.5)
     rows = [{"m": jnp.float32(n), "beta": beta if n < 6 else other} for n in range(8)]
     found = means(rows, names=["m", "beta"], constants=lambda: {"beta"})
@@ -74,7 +74,7 @@ def test_constants_are_added_up_by_nobody():
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_a_skipped_step_makes_no_mean_nan(steps_per_call):
+def test_skipped_steps_are_excluded_from_means(steps_per_call):
     rows = [{"loss": jnp.float32(math.nan if n == 2 else n), "skipped": jnp.float32(n == 2)} for n in range(8)]
     assert means(rows, steps_per_call, ["loss", "skipped"]) == {"loss": 26 / 7, "skipped": 1 / 8}
     assert math.isnan(means(rows, steps_per_call, ["loss"], skip_metric=lambda: None)["loss"])
@@ -113,7 +113,7 @@ def test_skips_in_a_row_are_counted_across_intervals_and_layouts(every, change):
     assert next(step for step in found if step is not None) == 7
 
 
-def test_losses_of_several_numbers_and_of_the_host():
+def test_array_losses_and_host_losses():
     sums = MetricSums()
     number = sums.subscribe()
     for n in range(5):
@@ -124,7 +124,7 @@ def test_losses_of_several_numbers_and_of_the_host():
     assert sums.take(number).first_bad().step == 8
 
 
-def test_one_program_and_few_dispatches(monkeypatch):
+def test_there_are_few_dispatches(monkeypatch):
     calls = []
     real = metric_sums_program.program
     monkeypatch.setattr(
@@ -138,7 +138,7 @@ def test_one_program_and_few_dispatches(monkeypatch):
     assert len(calls) <= 10
 
 
-def test_contexts_of_the_caller():
+def test_jax_contexts_of_the_caller_do_not_apply():
     rows = [{"loss": jnp.float32(math.nan), "skipped": jnp.float32(1), "half": 0.5}] * 3
     for context in (
         jax.debug_nans(True),
@@ -161,7 +161,7 @@ def test_metrics_on_a_mesh(kind):
         assert means(rows, 1)["m"] == 9.5
 
 
-def test_what_nobody_wants_the_mean_of_is_left_alone():
+def test_metrics_without_a_subscriber_are_not_summed():
     sums = MetricSums()
     number = sums.subscribe(means=False)
     for n in range(40):

@@ -1,4 +1,4 @@
-"""What follows from evaluations: stopping early, keeping the best, lowering the rate; one by one, without a loop."""
+"""Unit tests of the evaluation callbacks: `EarlyStopping`, `ReduceOnPlateau` and `KeepBest`, without a loop."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def through_json(value):
 
 
 def stops_at(values, **kwargs):
-    """The number of the first evaluation at which it stops."""
+    """Return the index of the evaluation at which EarlyStopping stops, or None."""
     stop = jstep.EarlyStopping("loss", **kwargs)
     return next((i for i, value in enumerate(values) if stop(i, None, {"loss": value})), None)
 
@@ -47,31 +47,31 @@ def stops_at(values, **kwargs):
         ([-math.inf, -math.inf], {"patience": 1}, 1),
     ],
 )
-def test_it_stops_at_the_evaluation_that_makes_patience(values, kwargs, expected):
+def test_it_stops_when_patience_is_exhausted(values, kwargs, expected):
     assert stops_at(values, **kwargs) == expected
 
 
 @pytest.mark.parametrize("cut", range(1, 6))
-def test_patience_goes_on_counting_after_a_restart(cut):
+def test_patience_continues_counting_after_a_restart(cut):
     values = [math.inf, 2, 1, 1.5, 1.5, 1.5]
     first = jstep.EarlyStopping("loss", patience=3)
     assert not any(first(i, None, {"loss": value}) for i, value in enumerate(values[:cut]))
     second = jstep.EarlyStopping("loss", patience=3)
     second.begin(state_at())
     assert not second.set_state(through_json(first.get_state()))
-    answers = [second(i, None, {"loss": value}) for i, value in enumerate(values[cut:], cut)]
-    assert answers[-1] is True
-    assert not any(answers[:-1])
+    results = [second(i, None, {"loss": value}) for i, value in enumerate(values[cut:], cut)]
+    assert results[-1] is True
+    assert not any(results[:-1])
     third = jstep.EarlyStopping("loss", patience=3)
     assert third.set_state(through_json(second.get_state())) is True  # it stays stopped
-    assert jstep.EarlyStopping("loss", patience=4).set_state(second.get_state()) is False  # but for more patience
+    assert jstep.EarlyStopping("loss", patience=4).set_state(second.get_state()) is False  # the run continues
 
 
 # ReduceOnPlateau
 
 
 def rates(values, **kwargs):
-    """The rate after each evaluation."""
+    """Return the learning rate after each evaluation."""
     reduce, state, found = jstep.ReduceOnPlateau("loss", "learning_rate", **kwargs), state_at(), []
     reduce.begin(state)
     for i, value in enumerate(values):
@@ -80,8 +80,8 @@ def rates(values, **kwargs):
     return found
 
 
-def as_torch(values, factor, patience, mode, threshold, cooldown, min_value):
-    """torch.optim.lr_scheduler.ReduceLROnPlateau, threshold_mode="rel", transcribed."""
+def torch_rates(values, factor, patience, mode, threshold, cooldown, min_value):
+    """Return the rates of torch.optim.lr_scheduler.ReduceLROnPlateau (threshold_mode="rel"), as transcribed."""
     rate, best, bad, cooling, found = 0.5, math.inf if mode == "min" else -math.inf, 0, 0, []
     for value in values:
         good = value < best * (1.0 - threshold) if mode == "min" else value > best * (threshold + 1.0)
@@ -102,7 +102,7 @@ def as_torch(values, factor, patience, mode, threshold, cooldown, min_value):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_lowers_the_rate_as_torch_does(seed):
+def test_reduce_on_plateau_matches_the_transcribed_torch_scheduler(seed):
     rng = np.random.default_rng(seed)
     values = np.round(rng.normal(size=60).cumsum() * rng.choice([0.1, 1.0]), 2).tolist()
     for at in rng.choice(60, 3):
@@ -115,10 +115,10 @@ def test_it_lowers_the_rate_as_torch_does(seed):
         "cooldown": int(rng.integers(0, 4)),
         "min_value": float(rng.choice([0.0, 0.01])),
     }
-    assert rates(values, **kwargs) == pytest.approx(as_torch(values, **kwargs), rel=1e-5)
+    assert rates(values, **kwargs) == pytest.approx(torch_rates(values, **kwargs), rel=1e-5)
 
 
-def test_against_torch_itself():
+def test_reduce_on_plateau_matches_torch():
     torch = pytest.importorskip("torch")
     values = [1.0, 0.9, 0.9, 0.9, 0.95, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
@@ -131,23 +131,23 @@ def test_against_torch_itself():
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_what_it_remembers_survives_a_restart(cut):
+def test_reduce_on_plateau_state_survives_a_restart(cut):
     values, state = [1.0, 0.9, *[0.9] * 10], state_at()
     kwargs = {"factor": 0.5, "patience": 2, "cooldown": 1}
-    whole = rates(values, **kwargs)
+    uninterrupted = rates(values, **kwargs)
     reduce = jstep.ReduceOnPlateau("loss", "learning_rate", **kwargs)
     for i, value in enumerate(values):
         if i == cut:
-            kept = through_json(reduce.get_state())
+            saved = through_json(reduce.get_state())
             reduce = jstep.ReduceOnPlateau("loss", "learning_rate", **kwargs)
             reduce.begin(state)
-            reduce.set_state(kept)
+            reduce.set_state(saved)
         state = reduce(i, state, {"loss": value}) or state
-    assert jstep.get_hyperparameter(state, "learning_rate") == whole[-1]
-    assert whole[-1] < 0.5
+    assert jstep.get_hyperparameter(state, "learning_rate") == uninterrupted[-1]
+    assert uninterrupted[-1] < 0.5
 
 
-def test_a_hyperparameter_that_is_not_held():
+def test_reduce_on_plateau_requires_a_held_hyperparameter():
     with pytest.raises(KeyError, match="rate"):
         jstep.ReduceOnPlateau("loss", "rate").begin(state_at())
 
@@ -174,9 +174,9 @@ def keep(directory, values, start=1, **kwargs):
     [
         ([0.5, 0.9, 0.7], {"mode": "max"}, {2: 0.9}),
         ([0.5, 0.9, 0.4], {}, {3: 0.4}),
-        ([0.5, 0.9, 0.9], {"mode": "max"}, {2: 0.9}),  # on a tie the earlier
+        ([0.5, 0.9, 0.9], {"mode": "max"}, {2: 0.9}),  # on a tie, the earlier step
         ([0.9, 0.5, 0.7, 0.8], {"mode": "max", "keep": 2}, {1: 0.9, 4: 0.8}),
-        ([0.5, 0.5, 0.5, 0.6], {"mode": "max", "keep": 2}, {1: 0.5, 4: 0.6}),  # of equal ones the later goes
+        ([0.5, 0.5, 0.5, 0.6], {"mode": "max", "keep": 2}, {1: 0.5, 4: 0.6}),  # on a tie, the later step is deleted
         ([math.nan, 0.1, math.nan], {"mode": "max"}, {2: 0.1}),
         ([math.nan], {}, {}),
         ([math.inf, 3.0], {}, {2: 3.0}),
@@ -184,28 +184,28 @@ def keep(directory, values, start=1, **kwargs):
     ],
 )
 @pytest.mark.parametrize("cut", [0, 1, 2])
-def test_the_best_are_kept_also_over_a_restart(values, kwargs, expected, cut, tmp_path):
+def test_the_best_are_kept_across_a_restart(values, kwargs, expected, cut, tmp_path):
     keep(tmp_path, values[:cut], **kwargs)
     keep(tmp_path, values[cut:], start=1 + min(cut, len(values)), **kwargs)
     assert steps(tmp_path) == {step: {"accuracy": value} for step, value in expected.items()}
 
 
-def test_what_is_kept_is_the_state_of_that_step(tmp_path):
+def test_keep_best_saves_the_state_of_that_step(tmp_path):
     keep(tmp_path, [0.5, 0.9, 0.7], mode="max", prefix="top")
     assert os.listdir(tmp_path) == ["top-2"] or "top-2" in os.listdir(tmp_path)
     restored = jstep.Saver(tmp_path, prefix="top").restore(state_at())
     assert restored.params["w"].tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize(("again", "expected"), [(0.9, 0.9), (0.5, 0.9), (0.95, 0.95)])
-def test_a_run_that_makes_a_kept_step_again(again, expected, tmp_path):
-    """It went on from a checkpoint before the best."""
+@pytest.mark.parametrize(("value", "expected"), [(0.9, 0.9), (0.5, 0.9), (0.95, 0.95)])
+def test_a_kept_step_is_run_again(value, expected, tmp_path):
+    """The run resumed from a checkpoint that is older than the best one."""
     keep(tmp_path, [0.1, 0.9], mode="max")
-    keep(tmp_path, [again], start=2, mode="max")
+    keep(tmp_path, [value], start=2, mode="max")
     assert steps(tmp_path) == {2: {"accuracy": expected}}
 
 
-def test_checkpoints_without_the_metric_are_left_alone(tmp_path, caplog):
+def test_checkpoints_without_the_metric_are_not_deleted(tmp_path, caplog):
     keep(tmp_path, [0.5], mode="max")
     other = jstep.KeepBest(tmp_path, "f1", mode="max")
     other.begin(state_at())
@@ -218,7 +218,7 @@ def test_checkpoints_without_the_metric_are_left_alone(tmp_path, caplog):
 
 @pytest.mark.parametrize(("mode", "best"), [("max", "best-2 of another run with accuracy=0.9"), ("min", "best-1 ")])
 @pytest.mark.parametrize("start", [0, 60])
-def test_a_run_that_resumes_from_nothing_is_told_of_the_best_of_another(mode, best, start, tmp_path, caplog):
+def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_path, caplog):
     keep(tmp_path, [0.5, 0.9], mode=mode, keep=2)
     for restored in (60, None):
         assert not caplog.records
@@ -231,13 +231,13 @@ def test_a_run_that_resumes_from_nothing_is_told_of_the_best_of_another(mode, be
     )
 
 
-def test_parameters_with_nan_are_not_kept_however_good_their_value(tmp_path, caplog):
+def test_parameters_with_nan_are_not_kept(tmp_path, caplog):
     best = jstep.KeepBest(tmp_path, "error")
     best.begin(state_at())
     best(1, state_at(1), {"error": 0.5})
     state = state_at(2)
-    spoiled = jax.tree.map(lambda x: x * math.nan, state.params)
-    best(2, state.replace(params=spoiled), {"error": 0.0})
+    nan_params = jax.tree.map(lambda x: x * math.nan, state.params)
+    best(2, state.replace(params=nan_params), {"error": 0.0})
     best.close()
     assert set(steps(tmp_path)) == {1}
     assert "step 2 is not kept, though error=0: NaN in params" in caplog.text
@@ -293,6 +293,6 @@ def test_a_metric_that_evaluate_does_not_return(make, tmp_path):
         make(tmp_path)(1, state_at(1), {"loss": 1.0, "accuracy": 2.0})
 
 
-def test_a_metric_that_is_no_number():
+def test_a_metric_must_be_a_number():
     with pytest.raises(TypeError, match="metric='loss': must be a number"):
         jstep.EarlyStopping("loss", 1)(1, None, {"loss": "low"})

@@ -1,4 +1,4 @@
-"""Batches as arguments of calls: what the loop is handed, ahead or not."""
+"""`BatchFeeder`: from batches to the arguments of calls, with and without prefetching."""
 
 import itertools
 import threading
@@ -18,7 +18,7 @@ from jstep.loop.sources import Source, source_of
 # From batches to the arguments of calls
 
 
-def test_a_tuple_is_the_arguments_and_anything_else_one():
+def test_a_tuple_is_several_arguments_and_other_batches_are_one():
     def args(*batches):
         return [call.args for call in handed_out(Source(iter(batches), None))]
 
@@ -27,10 +27,10 @@ def test_a_tuple_is_the_arguments_and_anything_else_one():
     assert args(pair) == [pair]
 
 
-def test_stacks_end_with_the_lengths_and_with_the_source():
+def test_stacks_end_with_the_lengths_or_the_source():
     source = source_of(list(range(8)), 0, 100, None)
-    made = handed_out(source, [3, 1, 2, 5])
-    assert [(np.asarray(call.args[0]).tolist(), call.steps) for call in made] == [
+    calls = handed_out(source, [3, 1, 2, 5])
+    assert [(np.asarray(call.args[0]).tolist(), call.steps) for call in calls] == [
         ([0, 1, 2], 3),
         (3, 1),
         ([4, 5], 2),
@@ -39,7 +39,7 @@ def test_stacks_end_with_the_lengths_and_with_the_source():
     ]
 
 
-def test_a_source_that_ends_between_calls_makes_no_empty_one():
+def test_a_source_that_ends_between_calls_gives_no_empty_call():
     assert [call.steps for call in handed_out(source_of([1, 2, 3, 4], 0, 9, None), [2] * 4)] == [2, 2]
     assert handed_out(source_of([], 0, 9, None), [2] * 4) == []
 
@@ -63,15 +63,15 @@ def test_trees_are_stacked_leaf_by_leaf(array):
         [{"x": np.zeros(2)}, {"x": np.zeros(2, int)}],
     ],
 )
-def test_what_cannot_be_stacked_comes_one_by_one(batches):
-    made = handed_out(source_of(batches, 0, 9, None), [2])
-    assert [(call.steps, call.stacked, call.why != "") for call in made] == [(1, False, True)] * 2
-    made = handed_out(source_of(batches, 0, 9, None), [2], stack_one=True)
-    assert [(call.steps, call.stacked) for call in made] == [(1, True)] * 2
-    assert all(leaf.shape[0] == 1 for call in made for leaf in jax.tree.leaves(call.args))
+def test_batches_that_cannot_be_stacked_become_single_calls(batches):
+    calls = handed_out(source_of(batches, 0, 9, None), [2])
+    assert [(call.steps, call.stacked, call.why != "") for call in calls] == [(1, False, True)] * 2
+    calls = handed_out(source_of(batches, 0, 9, None), [2], stack_one=True)
+    assert [(call.steps, call.stacked) for call in calls] == [(1, True)] * 2
+    assert all(leaf.shape[0] == 1 for call in calls for leaf in jax.tree.leaves(call.args))
 
 
-def test_sharding_has_no_part_in_the_step_axis():
+def test_the_step_axis_is_not_sharded():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
     for sharding in (jax.sharding.NamedSharding(mesh, spec), {"x": jax.sharding.NamedSharding(mesh, spec)}):
@@ -82,11 +82,11 @@ def test_sharding_has_no_part_in_the_step_axis():
         assert stacked.args[0]["x"].sharding.spec == jax.sharding.PartitionSpec(None, "data")
 
 
-# The feed: ahead or not
+# With and without prefetching
 
 
 class Clock:
-    """Each look at it is `secs` later."""
+    """A clock that advances by `secs` each time it is read."""
 
     def __init__(self, secs):
         self.secs, self.now = secs, 0.0
@@ -96,7 +96,7 @@ class Clock:
         return self.now
 
 
-def feed(batches, secs, start=0, position=None, lengths=None, **kwargs):
+def make_feeder(batches, secs, start=0, position=None, lengths=None, **kwargs):
     source = source_of(batches, start, 100, position)
     return BatchFeeder(source, make_calls(copied_batches(source), 0, lengths), clock=Clock(secs), **kwargs)
 
@@ -104,84 +104,84 @@ def feed(batches, secs, start=0, position=None, lengths=None, **kwargs):
 @pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
 @pytest.mark.parametrize("lengths", [None, [3, 1, 4, 1, 5, 9]])
 @pytest.mark.parametrize("end", [0, 1, 3, 4, 5, 20])
-def test_ahead_and_direct_hand_out_the_same(secs, lengths, end):
-    one = feed(Positioned(end), secs, lengths=lengths and iter(lengths))
+def test_prefetching_does_not_change_the_calls(secs, lengths, end):
+    feeder = make_feeder(Positioned(end), secs, lengths=lengths and iter(lengths))
     got, steps = [], 0
-    assert one.position == {"value": 0}
-    for call in one:
+    assert feeder.position == {"value": 0}
+    for call in feeder:
         got += np.ravel(call.args[0]).tolist()
         steps += call.steps
-        assert one.position == {"value": steps}  # of what was handed out, not of what was read
-    assert (one._prefetch is not None) == (secs == 1.0 and len(got) >= (4 if lengths is None else 9))
+        assert feeder.position == {"value": steps}  # of the batches handed out, not of those read
+    assert (feeder._prefetch is not None) == (secs == 1.0 and len(got) >= (4 if lengths is None else 9))
     assert got == [10 * i for i in range(end)]
-    one.close()
+    feeder.close()
 
 
 @pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
-def test_errors_of_the_source_come_out(secs):
+def test_errors_of_the_source_are_raised(secs):
     def batches(step):
         if step == 6:
             raise OSError("no such shard")
         return step
 
-    one, got = feed(batches, secs), []
+    feeder, got = make_feeder(batches, secs), []
     with pytest.raises(OSError, match="no such shard"):
-        got.extend(np.asarray(call.args[0]).item() for call in one)
+        got.extend(np.asarray(call.args[0]).item() for call in feeder)
     assert got == [0, 1, 2, 3, 4, 5]
-    one.close()
+    feeder.close()
 
 
-def test_only_the_slow_are_made_ahead():
-    quick = feed(lambda step: step, 1e-6)
-    list(quick)
-    assert quick._prefetch is None
+def test_only_slow_sources_are_prefetched():
+    fast = make_feeder(lambda step: step, 1e-6)
+    list(fast)
+    assert fast._prefetch is None
 
     def slow(step):
         time.sleep(0.001)
         return step
 
     source = source_of(slow, 0, 10, None)
-    real = BatchFeeder(source, make_calls(copied_batches(source), 0, None))
-    assert len(list(real)) == 10
-    assert real._prefetch is not None
-    real.close()
+    slow_feeder = BatchFeeder(source, make_calls(copied_batches(source), 0, None))
+    assert len(list(slow_feeder)) == 10
+    assert slow_feeder._prefetch is not None
+    slow_feeder.close()
 
 
 @pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
-def test_waiting_only_while_it_waits(secs):
+def test_waiting_is_true_only_during_a_wait(secs):
     seen = []
 
     def batches(step):
-        seen.append(one.waiting)
+        seen.append(feeder.waiting)
         return step
 
-    one = feed(batches, secs)
-    assert not one.waiting
-    for _ in itertools.islice(one, 10):
-        assert not one.waiting
-    assert all(seen[:4])  # by its own thread later
-    one.close()
+    feeder = make_feeder(batches, secs)
+    assert not feeder.waiting
+    for _ in itertools.islice(feeder, 10):
+        assert not feeder.waiting
+    assert all(seen[:4])  # later batches come from the prefetch thread
+    feeder.close()
 
 
 @pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
 @pytest.mark.parametrize("at", [0, 2, 7])
-def test_who_is_to_stop_does_not_wait(secs, at):
-    """A signal may arrive between two looks at it: before a wait it is looked for again."""
+def test_a_run_that_stops_does_not_wait_for_a_batch(secs, at):
+    """A signal can arrive between two checks; it is checked again before each wait."""
     stop = [] if at else [True]
-    one, got = feed(Positioned(), secs, stopping=lambda: bool(stop)), 0
+    feeder, got = make_feeder(Positioned(), secs, stopping=lambda: bool(stop)), 0
     with pytest.raises(StopWaiting):  # noqa: PT012
-        for _ in one:
+        for _ in feeder:
             got += 1
             if got == at:
                 stop.append(True)
     assert got == at
-    assert one.position == {"value": got}
-    one.close()
+    assert feeder.position == {"value": got}
+    feeder.close()
 
 
 @pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
 def test_an_interrupted_wait_loses_no_batch(secs):
-    """The signal's exception may come after the source has moved and before the batch is handed out."""
+    """StopWaiting can be raised after the source has advanced and before the batch is handed out."""
 
     class Interrupted(Positioned):
         def __next__(self):
@@ -190,19 +190,19 @@ def test_an_interrupted_wait_loses_no_batch(secs):
                 raise StopWaiting
             return value
 
-    one, got = feed(Interrupted(), secs), []
+    feeder, got = make_feeder(Interrupted(), secs), []
     with pytest.raises(StopWaiting):
-        got.extend(np.asarray(call.args[0]).item() for call in one)
+        got.extend(np.asarray(call.args[0]).item() for call in feeder)
     assert got == [0, 10]
-    assert one.position == {"value": 2}
-    one.close()
+    assert feeder.position == {"value": 2}
+    feeder.close()
 
 
 def test_close_ends_the_thread():
-    one = feed(lambda step: step, 1.0)
-    for _ in itertools.islice(one, 6):
+    feeder = make_feeder(lambda step: step, 1.0)
+    for _ in itertools.islice(feeder, 6):
         pass
     assert any(thread.name == "jstep-prefetch" for thread in threading.enumerate())
-    one.close()
+    feeder.close()
     assert not any(thread.name == "jstep-prefetch" and thread.is_alive() for thread in threading.enumerate())
-    one.close()
+    feeder.close()

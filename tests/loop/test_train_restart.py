@@ -1,4 +1,4 @@
-"""Starting a run again: what counts, what is dropped, and why no step is taken."""
+"""Starting a run again: what is restored, what is dropped, and why no step is run."""
 
 import logging
 
@@ -11,42 +11,42 @@ from loop_runs import DATA, OPTIMIZER, make_state, same, train
 import jstep
 
 
-def said(caplog, level=logging.INFO):
+def messages(caplog, level=logging.INFO):
     return [record.getMessage() for record in caplog.records if record.levelno >= level]
 
 
-def test_a_run_that_a_hook_stopped_says_so(tmp_path, caplog):
+def test_a_restart_reports_the_hook_that_stopped_the_run(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    stop = lambda: jstep.StopAtStepHook(last_step=5)  # noqa: E731
-    train(20, hooks=[stop()], checkpoint_dir=tmp_path)
+    stop_hook = lambda: jstep.StopAtStepHook(last_step=5)  # noqa: E731
+    train(20, hooks=[stop_hook()], checkpoint_dir=tmp_path)
     assert jstep.Saver(tmp_path).extra(5)["stopped"] == "StopAtStepHook"
     caplog.clear()
     for _ in range(2):
-        train(20, hooks=[stop()], checkpoint_dir=tmp_path)
-    words = [line for line in said(caplog) if "no step is run" in line]
-    assert len(words) == 2
-    assert all("StopAtStepHook stopped it at step 5" in line and "EarlyStopping(reset=True)" in line for line in words)
+        train(20, hooks=[stop_hook()], checkpoint_dir=tmp_path)
+    lines = [line for line in messages(caplog) if "no step is run" in line]
+    assert len(lines) == 2
+    assert all("StopAtStepHook stopped it at step 5" in line and "EarlyStopping(reset=True)" in line for line in lines)
     caplog.clear()
     assert jstep.global_step(train(20, checkpoint_dir=tmp_path)) == 20
-    assert any("StopAtStepHook stopped this run at step 5" in line for line in said(caplog))
+    assert any("StopAtStepHook stopped this run at step 5" in line for line in messages(caplog))
     assert "stopped" not in jstep.Saver(tmp_path).extra(20)
 
 
-def test_early_stopping_is_named(tmp_path, caplog):
+def test_a_restart_reports_early_stopping(tmp_path, caplog):
     caplog.set_level(logging.INFO)
 
     def run():
-        stop = jstep.EarlyStopping("v", patience=2)
-        hook = jstep.EvaluationHook(lambda state: {"v": 1.0}, every_n_steps=2, then=[stop])
+        stop_hook = jstep.EarlyStopping("v", patience=2)
+        hook = jstep.EvaluationHook(lambda state: {"v": 1.0}, every_n_steps=2, then=[stop_hook])
         return train(50, hooks=[hook], checkpoint_dir=tmp_path)
 
     assert jstep.global_step(run()) == 6
     caplog.clear()
     assert jstep.global_step(run()) == 6
-    assert any("EarlyStopping(v) stopped it at step 6" in line for line in said(caplog))
+    assert any("EarlyStopping(v) stopped it at step 6" in line for line in messages(caplog))
 
 
-def test_batches_that_are_used_up_end_a_run_that_was_restored(tmp_path):
+def test_exhausted_batches_end_a_restored_run(tmp_path):
     batches = [DATA[n] for n in range(5)]
     state = train(8, batches, checkpoint_dir=tmp_path)
     ended = []
@@ -55,14 +55,14 @@ def test_batches_that_are_used_up_end_a_run_that_was_restored(tmp_path):
         def end(self, step, state):
             ended.append(step)
 
-    again = train(8, batches, checkpoint_dir=tmp_path, hooks=[End()])
-    assert same(again, state)
+    resumed = train(8, batches, checkpoint_dir=tmp_path, hooks=[End()])
+    assert same(resumed, state)
     assert ended == [5]
     with pytest.raises(ValueError, match="there is none for step 0"):
         train(8, [], checkpoint_dir=tmp_path / "fresh")
 
 
-def test_an_abstract_state_needs_something_to_restore(tmp_path):
+def test_an_abstract_state_requires_a_checkpoint(tmp_path):
     abstract = jax.eval_shape(make_state)
     for kwargs in ({}, {"checkpoint_dir": tmp_path}):
         with pytest.raises(ValueError, match=r"state: its .* is a shape without values"):
@@ -71,17 +71,17 @@ def test_an_abstract_state_needs_something_to_restore(tmp_path):
     assert same(train(6, state=abstract, checkpoint_dir=tmp_path), train(6))
 
 
-def test_a_state_that_is_dropped_is_said(tmp_path, caplog):
+def test_a_dropped_state_is_a_warning(tmp_path, caplog):
     train(4, checkpoint_dir=tmp_path)
     caplog.set_level(logging.WARNING)
     train(6, state=train(4), checkpoint_dir=tmp_path)  # the same step: nothing is lost
-    assert said(caplog) == []
+    assert messages(caplog) == []
     train(8, state=train(3), checkpoint_dir=tmp_path)
-    (line,) = said(caplog)
+    (line,) = messages(caplog)
     assert "at step 3, and is dropped for model-6" in line
 
 
-def test_a_held_value_that_was_edited_is_said(tmp_path, caplog):
+def test_an_edited_held_hyperparameter_is_a_warning(tmp_path, caplog):
     def run(rate, last):
         optimizer = jstep.gradient_descent(jstep.held("learning_rate", rate))
         step = jstep.minimize(lambda params, x: jnp.sum(params["w"]) * x, optimizer)
@@ -91,16 +91,16 @@ def test_a_held_value_that_was_edited_is_said(tmp_path, caplog):
 
     caplog.set_level(logging.WARNING)
     run(0.1, 4)
-    run(0.1, 6)  # a hook has changed it meanwhile, which is no edit
-    assert said(caplog) == []
+    run(0.1, 6)  # a change by a hook does not count as an edit
+    assert messages(caplog) == []
     run(0.01, 8)
-    (line,) = said(caplog)
+    (line,) = messages(caplog)
     assert "'learning_rate' starts at 0.01" in line
     assert "0.1" in line
 
 
 @pytest.mark.parametrize("name", ["checkpoint_dir", "logdir"])
-def test_an_empty_place_is_called_by_its_name(name):
+def test_an_empty_directory_name_is_an_error(name):
     with pytest.raises(ValueError, match=f"{name}='': must be a directory"):
         train(3, **{name: ""})
 
@@ -116,7 +116,7 @@ def test_the_directory_is_claimed_before_anything_is_restored(tmp_path, monkeypa
     train(6, checkpoint_dir=tmp_path)
     assert order[:2] == ["claim", "restore"]
     order.clear()
-    train(6, checkpoint_dir=tmp_path)  # a finished run may be looked at beside one that writes
+    train(6, checkpoint_dir=tmp_path)  # a finished run can be read while another one writes
     assert order == ["restore"]
 
 
@@ -125,7 +125,7 @@ class StubbornError(Exception):
         raise TypeError("no notes")
 
 
-def test_an_exception_that_takes_no_notes_is_the_one_to_see(tmp_path):
+def test_an_exception_without_notes_is_not_replaced(tmp_path):
     def fail(step, state, metrics):
         raise StubbornError("first")
 

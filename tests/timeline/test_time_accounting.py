@@ -1,4 +1,4 @@
-"""What `train` accounts to which part, by a clock that only steps, hooks, batches and callbacks move."""
+"""Time accounting of `train`, with a fake clock that only steps, hooks, batches and callbacks advance."""
 
 import json
 import math
@@ -26,7 +26,7 @@ class Clock:
             seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, before=lambda: self.before
         )
 
-    def takes(self, seconds, result=None):
+    def advancing(self, seconds, result=None):
         def function(*args):
             self.now += seconds
             return result(*args) if callable(result) else result
@@ -38,13 +38,14 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(timeline_recorder, "CLOCKS", clock.clocks())
-    monkeypatch.setattr(batch_feeder, "_WORTH_A_THREAD_SECS", math.inf)  # a thread would move the clock during a step
+    # A background thread would advance the clock during a step.
+    monkeypatch.setattr(batch_feeder, "_WORTH_A_THREAD_SECS", math.inf)
     return clock
 
 
 class Hook(jstep.Hook):
     def __init__(self, clock, fail_at=None):
-        self.begin, self.end = clock.takes(0.25), clock.takes(0.5)
+        self.begin, self.end = clock.advancing(0.25), clock.advancing(0.5)
         self.clock, self.fail_at = clock, fail_at
 
     def after_step(self, step, state, metrics):
@@ -55,16 +56,16 @@ class Hook(jstep.Hook):
 
 def train(clock, last_step, hooks=(), **kwargs):
     state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
-    step, batches = clock.takes(1.0, STEP), clock.takes(0.125, lambda n: jnp.ones(()))
+    step, batches = clock.advancing(1.0, STEP), clock.advancing(0.125, lambda n: jnp.ones(()))
     return jstep.train(step, state, batches, last_step, hooks=hooks, progress=False, **kwargs)
 
 
-def test_each_part_and_their_sum(clock, tmp_path):
-    evaluate = jstep.EvaluationHook(clock.takes(10.0, lambda state: {"w": 1.0}), every_n_steps=5)
+def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
+    evaluate = jstep.EvaluationHook(clock.advancing(10.0, lambda state: {"w": 1.0}), every_n_steps=5)
     train(clock, 10, [Hook(clock), evaluate], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
     found = jstep.goodput(tmp_path)
     assert found.parts == {
-        "productive": 9.0,  # the first step belongs to the start
+        "productive": 9.0,  # the first step counts as starting
         "rewound": 0.0,
         "starting": 3.0 + 0.125 + 1.0,
         "waiting": 9 * 0.125,
@@ -77,22 +78,22 @@ def test_each_part_and_their_sum(clock, tmp_path):
     assert (found.starts, found.steps) == (1, 10)
 
 
-def test_steps_that_an_evaluation_finds_under_way_are_productive(clock, tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "block_until_ready", clock.takes(4.0))
-    evaluate = jstep.EvaluationHook(clock.takes(10.0, lambda state: {"w": 1.0}), every_n_steps=5)
+def test_steps_in_progress_at_an_evaluation_are_productive(clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "block_until_ready", clock.advancing(4.0))
+    evaluate = jstep.EvaluationHook(clock.advancing(10.0, lambda state: {"w": 1.0}), every_n_steps=5)
     train(clock, 9, [evaluate], logdir=tmp_path, save_summaries_steps=None, log_steps=None)
     found = jstep.goodput(tmp_path)
     assert (found.productive, found.evaluating) == (8.0 + 2 * 4.0, 20.0)  # at step 5 and at the end
 
 
-def test_what_an_audit_computes_is_not_productive(clock, tmp_path):
+def test_audits_are_not_productive(clock, tmp_path):
     train(clock, 10, [jstep.AuditHook(every_n_steps=3)], logdir=tmp_path)
     found = jstep.goodput(tmp_path)
     assert (found.productive, found.hooks, found.steps) == (9.0, 4.0, 10)
     assert found.total == clock.now - 1000.0 + 3.0
 
 
-def test_a_compilation_in_the_middle_is_not_productive(tmp_path, monkeypatch):
+def test_a_later_compilation_is_not_productive(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline_recorder, "CLOCKS", timeline_recorder.Clocks(before=lambda: 0.0))
 
     def loss(params, x):
@@ -108,7 +109,7 @@ def test_a_compilation_in_the_middle_is_not_productive(tmp_path, monkeypatch):
     assert found.parts == {**found.parts, "rewound": 0.0, "down": 0.0}
 
 
-def test_what_a_failed_run_lost_is_rewound_and_the_pause_is_down(clock, tmp_path):
+def test_lost_steps_are_rewound_and_the_pause_is_down(clock, tmp_path):
     with pytest.raises(ZeroDivisionError):
         train(clock, 10, [jstep.every(8, lambda step, state, metrics: 1 // 0)], logdir=tmp_path)
     first = jstep.goodput(tmp_path)
@@ -121,7 +122,7 @@ def test_what_a_failed_run_lost_is_rewound_and_the_pause_is_down(clock, tmp_path
     assert found.total == clock.now - 1000.0 + 3.0
 
 
-def test_each_checkpoint_has_its_line_and_a_saver_its_prefix(clock, tmp_path):
+def test_each_checkpoint_has_a_line_with_the_prefix_of_its_saver(clock, tmp_path):
     with jstep.Saver(tmp_path, prefix="net") as saver:
         train(clock, 6, checkpoint_dir=saver, save_checkpoint_steps=2)
     lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
@@ -130,18 +131,18 @@ def test_each_checkpoint_has_its_line_and_a_saver_its_prefix(clock, tmp_path):
     assert jstep.goodput(tmp_path, prefix="net").steps == 6
 
 
-def test_a_torn_line_is_cut_off(clock, tmp_path):
+def test_a_truncated_line_is_removed(clock, tmp_path):
     train(clock, 2, checkpoint_dir=tmp_path)
     path = tmp_path / "timeline.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"kind": "par' + b"x" * 10_000)
+    complete = path.read_bytes()
+    path.write_bytes(complete + b'{"kind": "par' + b"x" * 10_000)
     train(clock, 4, checkpoint_dir=tmp_path)
-    assert path.read_bytes().startswith(whole)
+    assert path.read_bytes().startswith(complete)
     assert all(json.loads(line) for line in path.read_text().splitlines())
     assert jstep.goodput(tmp_path).steps == 4
 
 
-def test_a_run_without_a_place_keeps_nothing(clock, tmp_path, monkeypatch):
+def test_a_run_without_directories_writes_nothing(clock, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(clock, 2)
     assert os.listdir(tmp_path) == []
@@ -168,7 +169,7 @@ steps = []
 def step(state, x):
     steps.append(int(state.global_step))
     if steps[-1] == die_at:
-        # The threads that save, and write once a second, have their turns, whenever that is.
+        # Wait until the background threads have saved the checkpoint and written the timeline.
         while not (jstep.latest_checkpoint(directory) or "").endswith(f"-{die_at // 3 * 3}"):
             time.sleep(0.02)
         while json.loads(open(directory + "/timeline.jsonl").read().splitlines()[-1])["step"] != [steps[0], die_at]:
@@ -184,13 +185,13 @@ print(clock[0])
 """
 
 
-def test_two_kills(tmp_path):
-    """Killed in step 5, after the checkpoint of step 3; resumed, killed in step 8, after that of 6; resumed to 10."""
+def test_a_run_killed_twice(tmp_path):
+    """Killed in step 5 (checkpoint at 3), resumed, killed in step 8 (checkpoint at 6), and resumed until step 10."""
     for now, die_at, code in ((100.0, 5, -9), (200.0, 8, -9), (300.0, -1, 0)):
         with forked.start(KILLED, tmp_path, now, 2.0, die_at, 10) as program:
-            said, errors = program.communicate(timeout=120)
+            stdout, errors = program.communicate(timeout=120)
             assert program.returncode == code, errors
-    assert float(said) == 304.0
+    assert float(stdout) == 304.0
     found = jstep.goodput(tmp_path)
     # Starts: from 98 to 105 (2 s before, 1 step, 4 steps), 198 to 205 (from 3 to 8), 298 to 304 (from 6 to 10).
     assert found.parts == {

@@ -1,4 +1,4 @@
-"""`train` survives kills at any instant."""
+"""`train` resumes after SIGKILL at any time."""
 
 import json
 
@@ -9,13 +9,13 @@ from jstep.checkpoint import Saver
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs_on():
+def end_processes():
     yield
     kill_all()
 
 
-def test_sigkill_at_twenty_random_instants(tmp_path):
-    """One program, forked again and again before it uses JAX, so that a restart costs no import."""
+def test_sigkill_at_twenty_random_times(tmp_path):
+    """One program is forked repeatedly before it uses JAX, so that a restart does not import again."""
     script = """
 import random
 import orbax.checkpoint
@@ -56,7 +56,7 @@ while True:
     os.close(write)
     where = os.read(read, 4)
     if kills < 20:
-        # After some steps, however slow the machine is, and then at any instant; or before the first of them.
+        # Before the first step, or after some steps (on any machine) and a random delay.
         for _ in range(rng.choice([0, 1, 2, 5, 12])):
             os.read(read, 1)
         time.sleep(rng.uniform(0.0, 0.05))
@@ -73,16 +73,16 @@ while True:
     _, code, kills, found = out.strip().split(" ", 3)
     assert (code, kills) == ("0", "20"), f"{out}\n{err[-3000:]}"
     found = json.loads(found)
-    assert found == sorted(found)  # no restart falls back behind an earlier one
+    assert found == sorted(found)  # no restart resumes from an earlier step than the previous one
     assert len(set(found)) > 5
     assert Saver(tmp_path).latest_step() == 400
 
 
-STEERED = """
+WITH_CALLBACKS = """
 optimizer = jstep.adam(jstep.held("learning_rate", 0.05))
 step = jstep.minimize(loss_fn, optimizer, rng=jax.random.key(7))
 
-def steered(directory, kill_at):
+def run_with_callbacks(directory, kill_at):
     def evaluate(state):
         n = jstep.global_step(state) // 2
         return {"loss": 1.0 / min(n, 4) if n != 2 else float("nan")}
@@ -101,19 +101,19 @@ def steered(directory, kill_at):
 """
 
 
-def test_what_steers_a_run_survives_sigkill(tmp_path):
-    """Killed again and again, it stops at the same step with the same rate and the same bits; and stays stopped."""
+def test_evaluation_callbacks_survive_sigkill(tmp_path):
+    """After several kills, the run stops at the same step with an identical state, and stays stopped."""
     script = """
 for kill_at in (3, 8, 13, None):
     if os.fork() == 0:
         exec(MODEL)
-        exec(STEERED)
-        found = steered(directory + "/cut", kill_at)
-        whole = steered(directory + "/whole", None)
-        say(found == whole, steered(directory + "/cut", None) == whole, *whole[1:])
+        exec(WITH_CALLBACKS)
+        found = run_with_callbacks(directory + "/killed", kill_at)
+        expected = run_with_callbacks(directory + "/uninterrupted", None)
+        say(found == expected, run_with_callbacks(directory + "/killed", None) == expected, *expected[1:])
         os._exit(0)
     say(os.waitstatus_to_exitcode(os.wait()[1]))
 """
-    prelude = IMPORTS + f"MODEL = {MODEL!r}\nSTEERED = {STEERED!r}\n"
+    prelude = IMPORTS + f"MODEL = {MODEL!r}\nWITH_CALLBACKS = {WITH_CALLBACKS!r}\n"
     out, _ = end(start(script, tmp_path, prelude=prelude), timeout=150)
     assert out.splitlines() == ["-9", "-9", "-9", "True True 20 [8] 0.00625", "0"]

@@ -1,4 +1,4 @@
-"""States, clocks and writers for tests of hooks."""
+"""States, and fake clocks and writers, for tests of hooks."""
 
 import jax.numpy as jnp
 
@@ -18,7 +18,7 @@ class Clock:
 
 
 class Writer:
-    """Any object with add_summary."""
+    """A summary writer that records the step and the tags of each summary."""
 
     def __init__(self):
         self.points = []
@@ -27,8 +27,8 @@ class Writer:
         self.points.append((global_step, tuple(tag for part in summary.parts for tag in part.tags)))
 
 
-class Saves:
-    """Counts what a CheckpointSaverHook saves."""
+class SaverAndHook:
+    """A CheckpointSaverHook with a Saver that keeps all checkpoints, and the steps saved so far."""
 
     def __init__(self, directory, **kwargs):
         self.saver = jstep.Saver(directory, max_to_keep=None, async_save=False)

@@ -1,4 +1,4 @@
-"""`train`: several steps a call, and no waiting."""
+"""`train`: several steps per call, compilations, and a loop that never waits for the device."""
 
 import logging
 
@@ -10,13 +10,13 @@ from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, loss_fn, make_st
 
 import jstep
 
-# Several steps a call
+# Several steps per call
 
 
-def test_calls_end_where_hooks_are_due():
+def test_calls_end_at_due_steps():
     calls = Calls(every_n=7)
     train(25, hooks=[calls], steps_per_call=5)
-    assert calls.calls == [0, 5, 6, 7, 12, 13, 14, 19, 20, 21, 22, 23, 24]  # five steps, or one
+    assert calls.calls == [0, 5, 6, 7, 12, 13, 14, 19, 20, 21, 22, 23, 24]  # calls of five steps, or of one
     assert calls.steps() == [7, 14, 21]
     assert ("first", 5) in calls.seen
 
@@ -28,7 +28,7 @@ def test_a_hook_without_due_steps_is_called_after_every_call():
 
 
 @pytest.mark.parametrize("start", [0, 2, 6])
-def test_saves_land_on_their_steps_though_seconds_are_given_too(start, tmp_path):
+def test_saves_by_steps_are_exact_with_default_seconds(start, tmp_path):
     train(20, state=make_state(start), checkpoint_dir=tmp_path, save_checkpoint_steps=6, steps_per_call=10)
     assert jstep.Saver(tmp_path).all_steps() == [n for n in (6, 12, 18, 20) if n > start]
 
@@ -44,7 +44,7 @@ def test_metrics_are_those_of_the_last_step_of_the_call():
             np.testing.assert_allclose(several.metrics[step][name], value, rtol=1e-4)
 
 
-def test_more_steps_a_call_than_there_are():
+def test_steps_per_call_larger_than_the_run():
     np.testing.assert_allclose(train(3, steps_per_call=100).params["w"], by_hand(3).params["w"], rtol=1e-5)
 
 
@@ -53,14 +53,14 @@ def ragged(n):
 
 
 @pytest.mark.parametrize("steps_per_call", [2, 3, 100])
-def test_batches_of_other_shapes_are_calls_of_their_own(steps_per_call):
+def test_batches_of_other_shapes_are_separate_calls(steps_per_call):
     calls = Calls()
     state = train(9, ragged, hooks=[calls], steps_per_call=steps_per_call)
     np.testing.assert_allclose(state.params["w"], train(9, ragged).params["w"], rtol=1e-5)
     assert calls.steps()[-1] == 9
 
 
-def stepped(params, x):
+def traced_loss(params, x):
     TRACED.append(x.shape)
     return jnp.sum(params["w"]) ** 2 + jnp.mean(x)
 
@@ -69,11 +69,11 @@ TRACED = []
 
 
 @pytest.mark.parametrize("cadences", [(7, 10, 25), (3, 4, 5), (1, 2, 50)])
-def test_there_are_two_programs_whatever_the_cadences(cadences, caplog):
+def test_there_are_two_programs_for_all_cadences(cadences, caplog):
     caplog.set_level(logging.INFO)
-    step = jstep.minimize(stepped, OPTIMIZER)
+    step = jstep.minimize(traced_loss, OPTIMIZER)
     hooks = [jstep.every(n, lambda *_: None) for n in cadences]
-    for last in (60, 121):  # and a second run compiles nothing
+    for last in (60, 121):  # the second run compiles nothing
         train(last, lambda n: np.ones(3, np.float32), hooks=hooks, step=step, steps_per_call=8)
     compiled = [r.getMessage() for r in caplog.records if "compiling" in r.getMessage()]
     assert len([r for r in caplog.records if "compil" in r.getMessage()]) == len(compiled) <= 2
@@ -83,7 +83,7 @@ def test_there_are_two_programs_whatever_the_cadences(cadences, caplog):
     assert step._cache_size() == 1
 
 
-def test_each_compilation_says_why(caplog):
+def test_each_compilation_is_logged_with_its_reason(caplog):
     caplog.set_level(logging.INFO)
     step = jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER)
     batches = lambda n: np.ones(3 + (n == 9), np.float32)  # noqa: E731
@@ -92,12 +92,12 @@ def test_each_compilation_says_why(caplog):
     train(12, batches, step=step, steps_per_call=4)
     train(12, batches, step=jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER))
     assert jstep.global_step(state) == 255
-    said = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
-    assert said[0] == f"compiling train_step for 1 step: a hook is due at step 250 ({hook.name})"
-    assert said[1] == "compiling train_step for 4 steps: steps_per_call=4"
-    assert said[2].startswith("compiled train_step again for 1 step: its batch differs")
-    assert "float32[4]" in said[2]
-    assert said[3:] == said[2:3]  # without calls of several steps, too
+    messages = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
+    assert messages[0] == f"compiling train_step for 1 step: a hook is due at step 250 ({hook.name})"
+    assert messages[1] == "compiling train_step for 4 steps: steps_per_call=4"
+    assert messages[2].startswith("compiled train_step again for 1 step: its batch differs")
+    assert "float32[4]" in messages[2]
+    assert messages[3:] == messages[2:3]  # also without calls of several steps
 
 
 def test_a_plain_function_is_compiled_once_for_several_steps(compilations):
@@ -111,7 +111,7 @@ def test_a_plain_function_is_compiled_once_for_several_steps(compilations):
         result = train(20, lambda n: np.ones(2, np.float32), step=step, steps_per_call=2, state=state)
     assert seen == []
     assert result.params["w"].tolist() == [21, 21]
-    assert state.params["w"].tolist() == [1, 1]  # of a plain function nobody expects that it takes it over
+    assert state.params["w"].tolist() == [1, 1]  # a plain function does not donate it
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
@@ -124,7 +124,7 @@ def test_several_runs_compile_once(compilations, steps_per_call):
     assert seen == []
 
 
-def test_ahead_and_direct_batches_share_what_is_compiled(compilations):
+def test_prefetched_and_direct_batches_share_programs(compilations):
     state = make_state()
     train(3, lambda n: DATA[n])
     with compilations() as seen:
@@ -137,7 +137,7 @@ def test_ahead_and_direct_batches_share_what_is_compiled(compilations):
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
-    """The device has a second of work in its first step; the loop goes on to hand out steps, log and summarize."""
+    """The first step takes a second on the device; the loop continues to dispatch steps, log and summarize."""
 
     def work(w):
         w = jax.lax.fori_loop(0, 1500, lambda i, w: w @ w, jnp.full((256, 256), w[0] / 256))
@@ -148,7 +148,7 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
         w = jax.lax.cond(state.global_step == 0, work, lambda w: w + x, state.params["w"])
         return state.replace(params={"w": w}, global_step=state.global_step + 1), {"loss": jnp.sum(w)}
 
-    class Look(jstep.Hook):
+    class BusyRecorder(jstep.Hook):
         def after_step(self, step, state, metrics):
             first.setdefault("loss", metrics["loss"])
             busy[step] = not first["loss"].is_ready()
@@ -156,7 +156,7 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
         def next_due(self, step):
             return step // 2 * 2 + 2
 
-    hooks = [jstep.NanLossHook(every_n_steps=20), Look()]
+    hooks = [jstep.NanLossHook(every_n_steps=20), BusyRecorder()]
 
     def run(last_step):
         train(
