@@ -211,7 +211,7 @@ class Reader:
 
     def _problems(self, path: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
         try:
-            return self._store.damage(path, manifest, share)
+            return self._store.find_corruption(path, manifest, share)
         except OSError as error:
             return [str(error)]
 
@@ -259,7 +259,7 @@ def is_intact(store: Store, path: str, step: int | None = None) -> bool:
     """Return whether every byte of a checkpoint is as it was written, and its step is `step` if that is given."""
     try:
         manifest = store.manifest(path)
-        return (step is None or manifest.step == step) and not store.damage(path, manifest)
+        return (step is None or manifest.step == step) and not store.find_corruption(path, manifest)
     except (CheckpointError, OSError):
         return False
 

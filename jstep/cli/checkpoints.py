@@ -76,7 +76,7 @@ class Checkpoint:
 
     def problems(self) -> list[str]:
         """Return descriptions of the problems of its files."""
-        found: list[str] = self.store.damage(self.path, self.manifest)
+        found: list[str] = self.store.find_corruption(self.path, self.manifest)
         return found
 
 

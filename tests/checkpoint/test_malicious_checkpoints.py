@@ -161,16 +161,18 @@ def test_evicted_during_a_restore(tmp_path, monkeypatch):
     """A reader concurrent with a writer retries with the newest checkpoint and does not report corruption."""
     with Saver(tmp_path, max_to_keep=1) as saver, Saver(tmp_path) as reader:
         save_all(saver, [1])
-        real, step = checksums.damage, iter(range(2, 5))
+        real, step = checksums.find_corruption, iter(range(2, 5))
 
         def evicting(path, *args):
             save_all(saver, [next(step)])
             return real(path, *args)
 
-        monkeypatch.setattr(checksums, "damage", lambda *args: evicting(*args) if args[0][-1] < "4" else real(*args))
+        monkeypatch.setattr(
+            checksums, "find_corruption", lambda *args: evicting(*args) if args[0][-1] < "4" else real(*args)
+        )
         assert int(reader.restore(state_at(0)).global_step) == 4
         monkeypatch.undo()
-        monkeypatch.setattr(checksums, "damage", lambda *args: (save_all(saver, [9]), real(*args))[1])
+        monkeypatch.setattr(checksums, "find_corruption", lambda *args: (save_all(saver, [9]), real(*args))[1])
         with pytest.raises(FileNotFoundError, match="step=4"):
             reader.restore(state_at(0), step=4)
 
@@ -179,7 +181,7 @@ def test_replaced_during_a_restore(tmp_path, monkeypatch):
     with Saver(tmp_path) as saver, Saver(tmp_path) as reader:
         saver.save(state_at(1, 1.0))
         saver.wait()
-        real = checksums.damage
+        real = checksums.find_corruption
 
         def replacing(*args):
             monkeypatch.undo()
@@ -187,5 +189,5 @@ def test_replaced_during_a_restore(tmp_path, monkeypatch):
             saver.wait()
             return real(*args)
 
-        monkeypatch.setattr(checksums, "damage", replacing)
+        monkeypatch.setattr(checksums, "find_corruption", replacing)
         assert reader.restore(state_at(0)).params["w"].tolist() == [[2, 2]] * 3

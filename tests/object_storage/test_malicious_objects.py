@@ -52,6 +52,6 @@ def test_an_invalid_index_is_an_error(gcs, what):
     for target in (state_at(0), None):
         with pytest.raises(jstep.CheckpointError, match="model-1"):
             reader.restore(target)
-    assert reader._store.damage("gs://bkt/run/model-1", reader._store.manifest("gs://bkt/run/model-1")) or what in (
-        *("empty blocks", "one block missing", "another dtype", "beyond the array"),
-    )
+    assert reader._store.find_corruption(
+        "gs://bkt/run/model-1", reader._store.manifest("gs://bkt/run/model-1")
+    ) or what in (*("empty blocks", "one block missing", "another dtype", "beyond the array"),)

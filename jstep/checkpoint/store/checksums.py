@@ -51,7 +51,9 @@ def _checksum(path: str, at: int) -> str:
     return f"{value:08x}"
 
 
-def damage(checkpoint: str, manifest: Manifest, share: tuple[int, int] = (0, 1), threads: int = 8) -> list[str]:
+def find_corruption(
+    checkpoint: str, manifest: Manifest, share: tuple[int, int] = (0, 1), threads: int = 8
+) -> list[str]:
     """Return descriptions of what is wrong with the files of a checkpoint; an empty list if it is intact.
 
     Args:

@@ -53,9 +53,9 @@ class Directory:
         """See `Store.manifest`."""
         return manifest_file.read(path)
 
-    def damage(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-        """See `Store.damage`. Reads every byte."""
-        return checksums.damage(path, manifest, share)
+    def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+        """See `Store.find_corruption`. Reads every byte."""
+        return checksums.find_corruption(path, manifest, share)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`."""

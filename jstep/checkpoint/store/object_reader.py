@@ -78,8 +78,8 @@ class ObjectReader:
             raise CheckpointError(f"{url}: {error}") from None
         return manifest, found.stamp
 
-    def damage(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-        """See `Store.damage`. Reads every byte."""
+    def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+        """See `Store.find_corruption`. Reads every byte."""
         try:
             blocks = self._blocks(path, manifest)
             mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])

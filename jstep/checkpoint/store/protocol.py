@@ -49,7 +49,7 @@ class Store(Protocol):
     """An absolute path, or a URL without a trailing slash."""
 
     checks_what_it_reads: bool
-    """Whether `restore` verifies checksums itself, so that there is no need to call `damage`."""
+    """Whether `restore` verifies checksums itself, so that there is no need to call `find_corruption`."""
 
     def path(self, name: str) -> str:
         """Return the path or URL of a checkpoint, as shown to users."""
@@ -81,7 +81,7 @@ class Store(Protocol):
             FileNotFoundError: There is no manifest: the checkpoint was deleted meanwhile.
         """
 
-    def damage(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+    def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
         """Return descriptions of what is wrong with the files of a checkpoint. May be called while `restore` reads.
 
         Args:
