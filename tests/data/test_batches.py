@@ -173,7 +173,7 @@ class TestSequence:
         steps = list(data)
         assert len(steps) == 6
         assert all(np.array_equal(a, data[i]) for i, a in enumerate(steps))
-        assert same(list(data), steps)  # again from the start
+        assert same(list(data), steps)  # iterating again starts from the beginning
 
     def test_from_step(self):
         data = batches(np.arange(10), 3, num_epochs=2)

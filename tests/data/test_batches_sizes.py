@@ -39,7 +39,7 @@ def size_schedules(draw):
 @given(size_schedules(), st.booleans(), st.booleans(), st.none() | st.integers(1, 5), st.integers(0, 60))
 @example((10, {0: 4, 2: 2}), True, True, 1, 0)  # the remainder, too small for 4, makes one more batch of 2
 @example((10, {0: 4, 2: 3}), True, True, 1, 0)
-def test_rows_follow_the_rules(given_sizes, shuffle, drop, num_epochs, start):
+def test_batches_match_the_simulation(given_sizes, shuffle, drop, num_epochs, start):
     n, sizes = given_sizes
     want = simulate(n, sizes, drop, num_epochs)
     orders = [batches(np.arange(n), n, 3, shuffle)[epoch] for epoch in range(1 + max(w[0] for w in want))]

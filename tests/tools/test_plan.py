@@ -54,7 +54,7 @@ class EveryStep(jstep.Hook):
         pass
 
 
-class AtTheEnd(jstep.Hook):
+class OnlyAtEnd(jstep.Hook):
     def end(self, step, state):
         pass
 
@@ -72,7 +72,7 @@ def test_steps_at_which_hooks_are_due(tmp_path):
         jstep.StopAtStepHook(last_step=700),
         jstep.every(5000, print),
         EveryStep(),
-        AtTheEnd(),
+        OnlyAtEnd(),
         PowersOfTwo(),
         jstep.NanLossHook(every_n_steps=20),
     ]

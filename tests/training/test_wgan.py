@@ -47,9 +47,8 @@ def adam(p, m, v, g, t):
     """One update of Adam, written out."""
     m = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, m, g)
     v = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * (g * g), v, g)
-    correction_m, correction_v = (
-        -jnp.expm1(t * np.float32(np.log(beta))) for beta in (BETA1, BETA2)
-    )  # 1 − βᵗ, at full precision
+    # 1 − βᵗ, at full precision
+    correction_m, correction_v = (-jnp.expm1(t * np.float32(np.log(beta))) for beta in (BETA1, BETA2))
     rate = RATE * (jnp.sqrt(correction_v) / correction_m)
     return jax.tree.map(lambda p, m, v: p - rate * m / (jnp.sqrt(v) + EPSILON), p, m, v), m, v
 
