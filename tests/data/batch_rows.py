@@ -1,11 +1,11 @@
-"""Rows to make batches of, and batches compared."""
+"""Data sources for the tests of batches, and a comparison of batches."""
 
 import jax
 import numpy as np
 
 
 def rows(n, seed=0):
-    """Arrays whose rows tell their number."""
+    """Return arrays whose values are their row indices."""
     return np.arange(n, dtype=np.float32)[:, None] * np.ones(3, np.float32), np.arange(n)
 
 
@@ -16,16 +16,16 @@ def same(a, b):
 
 
 class Items:
-    """One index at a time."""
+    """A dataset that takes one index at a time and records the indices."""
 
     def __init__(self, n=50):
         self.n = n
-        self.asked = []
+        self.requested = []
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
         assert type(i) is int
-        self.asked.append(i)
+        self.requested.append(i)
         return {"x": np.full(2, i), "y": float(i)}

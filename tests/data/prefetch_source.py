@@ -1,4 +1,4 @@
-"""A source to prefetch from, and what to wait for."""
+"""A source of items and helpers for the tests of `prefetch_to_device`."""
 
 import gc
 import threading
@@ -6,22 +6,22 @@ import time
 
 import numpy as np
 
-LONG = 20  # seconds until a test that hangs fails
+TIMEOUT = 20  # seconds after which a hanging test fails
 
 
 def threads():
     return [t for t in threading.enumerate() if t.name == "jstep-prefetch"]
 
 
-def until(condition):
-    deadline = time.monotonic() + LONG
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, "never came true"
+        assert time.monotonic() < deadline, "timed out waiting for the condition"
         time.sleep(0.001)
 
 
 class Source:
-    """Counts what is read, and waits on request."""
+    """An iterator that counts the items read and blocks while `gate` is not set."""
 
     def __init__(self, n=10**6):
         self.n, self.read, self.gate = n, 0, threading.Event()
@@ -31,17 +31,17 @@ class Source:
         return self
 
     def __next__(self):
-        assert self.gate.wait(LONG)
+        assert self.gate.wait(TIMEOUT)
         if self.read == self.n:
             raise StopIteration
         self.read += 1
         return np.float32(self.read - 1)
 
 
-def ends_all_threads():
-    """A fixture: whatever a test does, its threads end."""
+def check_no_leftover_threads():
+    """A fixture that checks that all prefetch threads end."""
     assert not threads()
     yield
-    if threads():  # what a cycle holds ends with it; to look for cycles takes long
+    if threads():  # a thread held by a reference cycle ends when it is collected; collecting is slow
         gc.collect()
-    until(lambda: not threads())
+    wait_until(lambda: not threads())

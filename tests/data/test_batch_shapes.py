@@ -1,4 +1,4 @@
-"""`shapes(step)`: those of the batch, known without making it."""
+"""`shapes(step)`: the shapes and dtypes of a batch, without creating the batch."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ ROWS = {"x": np.ones((9, 2)), "n": np.arange(9), "key": KEYS, "item": [{"a": np.
 
 
 @pytest.mark.parametrize("kind", ["batches", "ragged", "mixture", "process"])
-def test_they_are_those_of_the_batch(kind):
+def test_shapes_match_the_batch(kind):
     data = {
         "batches": lambda: jstep.batches(ROWS, {0: 2, 3: 4}),
         "ragged": lambda: jstep.batches(ROWS, 4, drop_remainder=False),
@@ -21,5 +21,5 @@ def test_they_are_those_of_the_batch(kind):
     for step in range(6):
         shapes, batch = data.shapes(step), jax.tree.map(jax.numpy.asarray, data[step])
         assert jax.tree.structure(shapes) == jax.tree.structure(batch)
-        for one, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(batch), strict=True):
-            assert (one.shape, one.dtype) == (leaf.shape, leaf.dtype)
+        for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(batch), strict=True):
+            assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)

@@ -1,4 +1,4 @@
-"""Batches as a function of the step: their order, their size, how they are indexed and sliced."""
+"""Batches as a function of the step: order, scale, indexing and slicing."""
 
 import itertools
 import pickle
@@ -20,7 +20,7 @@ FIRST = [[98, 768, 275, 819], [433, 574, 591, 814], [716, 127, 255, 481]]
 class TestOrder:
     @pytest.mark.parametrize("shuffle", [True, False])
     @pytest.mark.parametrize(("n", "size"), [(10, 3), (12, 4), (7, 7), (5, 1), (1000, 64), (20_000, 32)])
-    def test_each_epoch_holds_every_row_once(self, n, size, shuffle):
+    def test_each_epoch_contains_every_row_once(self, n, size, shuffle):
         data = batches(np.arange(n), size, seed=3, shuffle=shuffle, drop_remainder=False)
         assert data.steps_per_epoch == -(-n // size)
         for epoch in range(3):
@@ -37,9 +37,9 @@ class TestOrder:
             seen = np.concatenate([data[2 * epoch], data[2 * epoch + 1]])
             assert len(set(seen.tolist())) == 8
             dropped |= set(range(10)) - set(seen.tolist())
-        assert dropped == set(range(10))  # every row is in its turn
+        assert dropped == set(range(10))  # each row is dropped in some epoch
 
-    def test_in_order_without_shuffle(self):
+    def test_order_without_shuffle(self):
         data = batches(np.arange(10), 3, shuffle=False)
         assert [data[i].tolist() for i in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 1, 2]]
 
@@ -63,29 +63,29 @@ class TestOrder:
         st.booleans(),
         st.booleans(),
     )
-    def test_a_pure_function_of_seed_and_step(self, n, data, seed, shuffle, drop):
-        """Whatever was asked before, and however."""
+    def test_batches_depend_only_on_seed_and_step(self, n, data, seed, shuffle, drop):
+        """Earlier accesses and the way of access do not matter."""
         size = data.draw(st.integers(1, n))
         steps = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=30))
 
         def make():
             return batches(np.arange(n), size, seed, shuffle, drop_remainder=drop)
 
-        one = make()
+        reused = make()
         fresh = [make()[step] for step in range(41)]
         for step in steps:
-            assert np.array_equal(one[step], fresh[step])
+            assert np.array_equal(reused[step], fresh[step])
         start = data.draw(st.integers(0, 30))
-        for got, want in zip(one.from_step(start), fresh[start:], strict=False):
+        for got, want in zip(reused.from_step(start), fresh[start:], strict=False):
             assert np.array_equal(got, want)
 
-    def test_the_lookahead_ends_with_the_epoch(self):
-        n, size = 40_000, 7  # longer than what is made in advance
+    def test_lookahead_ends_with_the_epoch(self):
+        n, size = 40_000, 7  # more than the lookahead computes in advance
         walked = list(itertools.islice(batches(np.arange(n), size, drop_remainder=False), 12_000))
         for step in (0, 1, 2, 2339, 2340, 2341, 2342, 4681, 5713, 5714, 5715, 5716, 11_428, 11_429, 11_999):
             assert np.array_equal(batches(np.arange(n), size, drop_remainder=False)[step], walked[step])
 
-    def test_shared_by_threads(self):
+    def test_batches_are_thread_safe(self):
         data = batches(np.arange(5000), 10)
         want = [batches(np.arange(5000), 10)[i] for i in range(600)]
         wrong = []
@@ -101,14 +101,14 @@ class TestOrder:
             thread.join()
         assert not wrong
 
-    def test_the_order_is_part_of_the_interface(self):
-        """A new version that changed it would change the results of every run."""
+    def test_order_is_stable_across_versions(self):
+        """A change of the order would change the results of every run."""
         data = batches(np.arange(1000), 4, seed=42)
         assert [data[i].tolist() for i in (0, 1, 1000)] == FIRST
 
 
-class TestSize:
-    """Neither a large step nor many rows cost anything."""
+class TestScale:
+    """Time and memory do not depend on the step or the number of rows."""
 
     def test_large_steps(self):
         x, y = rows(1000)
@@ -131,7 +131,7 @@ class TestSize:
         assert len(set(seen.tolist())) == 5 * 64
         assert 0.4 < np.mean(seen) / 10**9 < 0.6
 
-    def test_memory_follows_the_batch(self):
+    def test_memory_depends_only_on_the_batch_size(self):
         many = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), (10**9,), (0,), writeable=False)
         data = batches((many, range(10**9)), 16, seed=1)
         data[0]
@@ -143,7 +143,7 @@ class TestSize:
         assert peak < 1_000_000
 
     @pytest.mark.parametrize("layout", ["fortran", "strided", "broadcast"])
-    def test_arrays_that_are_not_contiguous_are_not_copied(self, layout):
+    def test_non_contiguous_arrays_are_not_copied(self, layout):
         n, width = 200_000, 8
         x = {
             "fortran": lambda: np.asfortranarray(np.arange(n)[:, None] + np.zeros(width, int)),
@@ -173,7 +173,7 @@ class TestSequence:
         steps = list(data)
         assert len(steps) == 6
         assert all(np.array_equal(a, data[i]) for i, a in enumerate(steps))
-        assert same(list(data), steps)  # again from the start
+        assert same(list(data), steps)  # iterating again starts from the beginning
 
     def test_from_step(self):
         data = batches(np.arange(10), 3, num_epochs=2)
@@ -185,7 +185,7 @@ class TestSequence:
         assert list(iterator) == []
         assert iterator.step == 6
 
-    def test_from_the_end_there_is_nothing_more(self):
+    def test_from_step_at_the_end_is_empty(self):
         assert list(batches(np.arange(10), 3, num_epochs=2).from_step(6)) == []
 
     def test_iterators_are_independent(self):
@@ -211,7 +211,7 @@ class TestSequence:
         with pytest.raises(IndexError):
             view[len(view)]
 
-    def test_slices_without_an_end(self):
+    def test_endless_slices(self):
         data = batches(np.arange(10), 3)
         view = data[10**9 :]
         with pytest.raises(TypeError, match="no end"):
@@ -224,7 +224,7 @@ class TestSequence:
         assert len(data[5:8]) == 3
         assert same(list(data[3:0:-1]), [data[3], data[2], data[1]])
 
-    def test_slices_start_anywhere_too(self):
+    def test_from_step_of_slices(self):
         data = batches(np.arange(10), 3, num_epochs=5)
         view = data[4:10]
         assert same(list(view.from_step(2)), [data[i] for i in range(6, 10)])
@@ -254,16 +254,16 @@ class TestSequence:
             data.from_step(7)
 
     @pytest.mark.parametrize("step", [np.int64(3), jnp.int32(3), np.array(3)])
-    def test_steps_are_any_integer(self, step):
+    def test_any_integer_type_is_a_step(self, step):
         data = batches(np.arange(10), 3)
         assert np.array_equal(data[step], data[3])
 
     @pytest.mark.parametrize("step", [1.0, "1", None, True])
-    def test_steps_that_are_none(self, step):
+    def test_steps_of_other_types_are_refused(self, step):
         with pytest.raises(TypeError, match="step="):
             batches(np.arange(10), 3)[step]
 
-    def test_backwards_from_no_end(self):
+    def test_reversing_an_endless_sequence_needs_a_start(self):
         with pytest.raises(IndexError, match="needs a start"):
             batches(np.arange(10), 3)[::-1]
 

@@ -1,4 +1,4 @@
-"""What a thread makes ahead is what the loop would have made itself, under any context of JAX."""
+"""Batches and prefetching under JAX contexts: meshes, transfer guards, and configuration options."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jstep.data import batches, prefetch_to_device
 MESHES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
 
 
-def settings():
+def jax_settings():
     return (
         jax.config.jax_default_prng_impl,
         jax.config.jax_enable_x64,
@@ -20,10 +20,10 @@ def settings():
 
 
 @pytest.mark.parametrize("kind", MESHES)
-def test_the_source_runs_as_its_caller_would(kind):
+def test_source_runs_in_the_context_of_the_caller(kind):
     def source():
         for _ in range(3):
-            seen.append(settings())
+            seen.append(jax_settings())
             yield jax.random.normal(jax.random.key(0), (2,), jnp.float32)
 
     seen = []
@@ -36,9 +36,9 @@ def test_the_source_runs_as_its_caller_would(kind):
     ):
         expected = list(source())
         with prefetch_to_device(source()) as items:
-            for item, own in zip(items, expected, strict=True):
-                np.testing.assert_array_equal(item, own)
-        assert seen == [settings()] * 6
+            for item, want in zip(items, expected, strict=True):
+                np.testing.assert_array_equal(item, want)
+        assert seen == [jax_settings()] * 6
 
 
 @pytest.mark.parametrize("kind", MESHES)
@@ -54,7 +54,7 @@ def test_prefetch_under_a_mesh(kind, sharding):
 
 @pytest.mark.parametrize("sharding", [None, jax.sharding.SingleDeviceSharding(jax.devices()[1])])
 @pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
-def test_transfers_pass_a_guard_that_the_source_sees(sharding, level):
+def test_transfer_guard_applies_only_to_the_source(sharding, level):
     def source():
         seen.append(jax.config.jax_transfer_guard_host_to_device)
         yield {"x": np.arange(3), "scale": 2.0}
@@ -82,15 +82,15 @@ def test_batches_of_device_arrays_under_a_guard():
         ({"f": len}, r"the leaf at 'f' .*builtin_function"),
     ],
 )
-def test_what_no_device_can_hold_is_named(item, match):
+def test_unsupported_leaves_are_named(item, match):
     for sharding in (None, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
         with pytest.raises(TypeError, match=match), prefetch_to_device(iter([item]), sharding=sharding) as items:
             next(items)
 
 
-def test_a_source_that_can_only_be_iterated_over():
+def test_iterable_datasets_are_only_prefetched():
     class Streaming:
-        """As PyTorch's IterableDataset: it has a __getitem__, which says that it has none."""
+        """Like PyTorch's IterableDataset, whose __getitem__ raises NotImplementedError."""
 
         def __len__(self):
             return 10
@@ -107,7 +107,7 @@ def test_a_source_that_can_only_be_iterated_over():
         assert [int(item) for item in items] == list(range(10))
 
 
-def test_torchs_iterable_dataset():
+def test_torch_iterable_dataset():
     torch = pytest.importorskip("torch")
 
     class Streaming(torch.utils.data.IterableDataset):
@@ -122,17 +122,17 @@ def test_torchs_iterable_dataset():
 
 @pytest.mark.parametrize("argument", ["shuffle", "drop_remainder"])
 @pytest.mark.parametrize("value", ["no", 0, None, np.ones(2, bool)])
-def test_bools_are_bools(argument, value):
+def test_flags_must_be_booleans(argument, value):
     with pytest.raises(TypeError, match=f"{argument}=.*must be True or False"):
         batches(np.arange(10), 2, **{argument: value})
 
 
-def test_state_fn_is_a_function():
+def test_state_fn_must_be_a_function():
     with pytest.raises(TypeError, match="state_fn=3: must be a function"):
         prefetch_to_device([1], state_fn=3)
 
 
-def test_a_slice_is_batches():
+def test_slices_are_batches():
     data = batches(np.arange(10), 3, num_epochs=4)
     view = data[2:][::3]
     assert type(view) is type(data)
@@ -146,7 +146,7 @@ def test_a_slice_is_batches():
     assert iterator.step == 4
 
 
-def test_prng_keys_are_rows_too():
+def test_prng_keys_as_rows():
     keys = jax.random.split(jax.random.key(0), 10)
     data = batches({"key": keys, "i": np.arange(10)}, 4, seed=1)
     with jax.transfer_guard("disallow_explicit"):
@@ -157,6 +157,6 @@ def test_prng_keys_are_rows_too():
         assert next(items)["key"].dtype == keys.dtype
 
 
-def test_a_slice_of_no_stride():
+def test_slice_with_stride_zero():
     with pytest.raises(ValueError, match="slice step=0"):
         batches(np.arange(10), 3)[::0]

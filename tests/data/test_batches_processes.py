@@ -1,4 +1,4 @@
-"""Batches on several processes, wrong arguments, and when backends start."""
+"""Batches on several processes, invalid arguments, and backend initialization."""
 
 import collections
 
@@ -15,20 +15,20 @@ from jstep.data import batches
 class TestProcesses:
     @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 12])
     @pytest.mark.parametrize("shuffle", [True, False])
-    def test_contiguous_rows_of_one_global_batch(self, count, shuffle):
+    def test_processes_get_contiguous_rows_of_the_global_batch(self, count, shuffle):
         x, y = rows(100)
-        whole = batches((x, y), 12, seed=1, shuffle=shuffle)
+        full = batches((x, y), 12, seed=1, shuffle=shuffle)
         parts = [
             batches((x, y), 12, seed=1, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
         ]
         iterators = [p.from_step(5) for p in parts]
         for step in (0, 5, 6, 7, 8, 10**9):
-            assert same(jax.tree.map(lambda *a: np.concatenate(a), *[p[step] for p in parts]), whole[step])
+            assert same(jax.tree.map(lambda *a: np.concatenate(a), *[p[step] for p in parts]), full[step])
         for step in range(5, 30):
-            assert same(jax.tree.map(lambda *a: np.concatenate(a), *[next(i) for i in iterators]), whole[step])
+            assert same(jax.tree.map(lambda *a: np.concatenate(a), *[next(i) for i in iterators]), full[step])
 
     @pytest.mark.parametrize("source", [np.arange, Items])
-    def test_a_remainder_is_shared_as_evenly_as_it_goes(self, source):
+    def test_remainder_is_split_evenly(self, source):
         parts = [
             batches(source(14), 12, seed=1, drop_remainder=False, process_index=i, process_count=4) for i in range(4)
         ]
@@ -37,7 +37,7 @@ class TestProcesses:
         first = [p[0] if source is np.arange else p[0]["y"] for p in parts]
         assert sorted(np.concatenate(first + last).tolist()) == list(range(14))
 
-    def test_by_default_those_of_jax_asked_at_the_first_batch(self, monkeypatch):
+    def test_default_processes_are_queried_at_the_first_batch(self, monkeypatch):
         data = batches(np.arange(100), 10, shuffle=False)
         odd = batches(np.arange(100), 9, shuffle=False)
         monkeypatch.setattr(jax, "process_index", lambda: 1)
@@ -62,12 +62,12 @@ class TestMisuse:
         with pytest.raises(ValueError, match="batch_size=11: must not be more than the 10 rows"):
             batches(np.arange(10), 11, drop_remainder=drop)
 
-    def test_a_list_of_arrays_gets_a_hint(self):
+    def test_list_of_arrays_raises_with_a_hint(self):
         with pytest.raises(ValueError, match="give several arrays as a tuple"):
             batches([np.arange(10), np.arange(10)], 5)
 
     @pytest.mark.parametrize("size", [0, -4])
-    def test_batches_of_nothing(self, size):
+    def test_batch_size_must_be_positive(self, size):
         with pytest.raises(ValueError, match=f"batch_size={size}: must be at least 1"):
             batches(np.arange(10), size)
 
@@ -84,15 +84,15 @@ class TestMisuse:
             ("num_epochs", 1.5, TypeError),
         ],
     )
-    def test_numbers(self, name, value, error):
+    def test_invalid_numbers(self, name, value, error):
         with pytest.raises(error, match=f"{name}={value!r}".replace(".", r"\.")):
             batches(np.arange(10), **{"batch_size": 2, name: value})
 
-    def test_lengths_that_differ_are_named(self):
+    def test_different_lengths_are_named(self):
         with pytest.raises(ValueError, match="10 at 'x/0', 9 at 'x/1', 10 at 'y'"):
             batches({"x": (np.arange(10), np.arange(9)), "y": np.arange(10)}, 2)
 
-    def test_nothing_to_take_rows_of(self):
+    def test_empty_sources(self):
         for empty in ((), {}, None):
             with pytest.raises(ValueError, match="holds no array"):
                 batches(empty, 2)
@@ -113,12 +113,12 @@ class TestMisuse:
             (collections.deque, "has no len"),
         ],
     )
-    def test_what_is_no_source(self, source, message):
+    def test_invalid_sources(self, source, message):
         with pytest.raises(TypeError, match=message):
             batches({"x": source}, 1)
 
 
-def test_no_backend_is_started_by_making_batches():
+def test_creating_batches_does_not_initialize_a_backend():
     program = """
         import numpy as np, jax
         from jstep.data import batches

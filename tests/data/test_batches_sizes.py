@@ -1,4 +1,4 @@
-"""Batch sizes that change with the step, against a simulation of the rules in words."""
+"""Batch sizes that change with the step, against a simulation row by row."""
 
 import itertools
 import pickle
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jstep.data import batches
 
 
-def simulated(n, sizes, drop, num_epochs=None, steps=60):
-    """The (epoch, first row, rows) of each batch, one at a time."""
+def simulate(n, sizes, drop, num_epochs=None, steps=60):
+    """Return (epoch, first row, number of rows) of each batch."""
     epoch = used = 0
     found = []
     while len(found) < steps:
@@ -29,19 +29,19 @@ def simulated(n, sizes, drop, num_epochs=None, steps=60):
 
 
 @st.composite
-def staircases(draw):
+def size_schedules(draw):
     n = draw(st.integers(1, 40))
     size = st.integers(1, n)
     return n, {**draw(st.dictionaries(st.integers(1, 40), size, max_size=4)), 0: draw(size)}
 
 
 @settings(max_examples=100)
-@given(staircases(), st.booleans(), st.booleans(), st.none() | st.integers(1, 5), st.integers(0, 60))
-@example((10, {0: 4, 2: 2}), True, True, 1, 0)  # what is too little for 4 makes one more batch of 2
+@given(size_schedules(), st.booleans(), st.booleans(), st.none() | st.integers(1, 5), st.integers(0, 60))
+@example((10, {0: 4, 2: 2}), True, True, 1, 0)  # the remainder, too small for 4, makes one more batch of 2
 @example((10, {0: 4, 2: 3}), True, True, 1, 0)
-def test_rows_follow_the_rules(given_sizes, shuffle, drop, num_epochs, start):
+def test_batches_match_the_simulation(given_sizes, shuffle, drop, num_epochs, start):
     n, sizes = given_sizes
-    want = simulated(n, sizes, drop, num_epochs)
+    want = simulate(n, sizes, drop, num_epochs)
     orders = [batches(np.arange(n), n, 3, shuffle)[epoch] for epoch in range(1 + max(w[0] for w in want))]
     data = batches(np.arange(n), sizes, 3, shuffle, num_epochs, drop)
     expected = [orders[epoch][used : used + taken].tolist() for epoch, used, taken in want]
@@ -59,7 +59,7 @@ def test_rows_follow_the_rules(given_sizes, shuffle, drop, num_epochs, start):
 
 @pytest.mark.parametrize("drop", [True, False])
 @pytest.mark.parametrize("sizes", [{0: 7}, {0: 7, 3: 7}, {0: 7, 11: 7, 12: 7, 40: 7}])
-def test_equal_sizes_are_one_size(sizes, drop):
+def test_equal_stages_are_one_constant_size(sizes, drop):
     one, many = (batches(rows(30), size, 5, drop_remainder=drop) for size in (7, sizes))
     assert same([many[i] for i in range(50)], [one[i] for i in range(50)])
     assert many.batch_size == one.batch_size == 7
@@ -68,14 +68,14 @@ def test_equal_sizes_are_one_size(sizes, drop):
 
 
 @pytest.mark.parametrize("drop", [True, False])
-def test_each_row_once_in_an_epoch_across_edges(drop):
+def test_epoch_contains_each_row_once_across_size_changes(drop):
     data = batches(np.arange(100), {0: 3, 5: 10, 9: 7, 12: 1}, seed=1, num_epochs=1, drop_remainder=drop)
     seen = np.concatenate(list(data))
     assert len(seen) == data.rows_before(len(data)) == 100
     assert np.array_equal(np.sort(seen), np.arange(100))
 
 
-def test_far_away():
+def test_large_steps_and_stages():
     data = batches(np.arange(1000), {0: 32, 10**6: 48, 10**12: 64}, seed=1, drop_remainder=False)
     far = 10**15
     assert len(set(data[far].tolist())) == data.batch_size_at(far)
@@ -84,23 +84,23 @@ def test_far_away():
     assert batches(np.arange(1000), {0: 32, 10**12: 64}).next_change(5) == 10**12
 
 
-def test_later_stages_change_nothing_before_them():
+def test_later_stages_do_not_affect_earlier_steps():
     one, other = (batches(np.arange(50), sizes, 1) for sizes in ({0: 3, 20: 5}, {0: 3, 20: 7, 30: 1}))
     assert same([one[i] for i in range(20)], [other[i] for i in range(20)])
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_processes_share_batches_of_every_size(shuffle):
+def test_processes_split_batches_of_every_size(shuffle):
     sizes = {0: 4, 7: 12, 20: 8}
-    whole = batches(np.arange(50), sizes, 2, shuffle)
+    full = batches(np.arange(50), sizes, 2, shuffle)
     parts = [batches(np.arange(50), sizes, 2, shuffle, process_index=i, process_count=4) for i in range(4)]
     for step, joined in enumerate(zip(*[part[:40] for part in parts], strict=True)):
-        assert np.array_equal(np.concatenate(joined), whole[step])
+        assert np.array_equal(np.concatenate(joined), full[step])
     with pytest.raises(ValueError, match=r"batch_size\[7\]=10: must be a multiple of 4"):
         batches(np.arange(50), {0: 4, 7: 10}, process_index=0, process_count=4)
 
 
-def test_iterators_and_lookahead_over_an_edge():
+def test_iteration_across_size_changes():
     data = batches(np.arange(30_000), {0: 3, 700: 20, 1400: 64}, seed=2)
     for step, batch in zip(range(100, 1600), data.from_step(100), strict=False):
         if step % 97 == 0 or abs(step - 700) < 3 or abs(step - 1400) < 3:
@@ -120,7 +120,7 @@ def test_properties():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "error", "says"),
+    ("sizes", "error", "message"),
     [
         ({}, ValueError, "batch_size={}"),
         ({5: 2}, ValueError, "batch_size: expected a value for step 0"),
@@ -132,6 +132,6 @@ def test_properties():
         ({0: 2, 1000: 11}, ValueError, r"batch_size\[1000\]=11: must not be more than the 10 rows"),
     ],
 )
-def test_misuse(sizes, error, says):
-    with pytest.raises(error, match=says):
+def test_misuse(sizes, error, message):
+    with pytest.raises(error, match=message):
         batches(np.arange(10), sizes)

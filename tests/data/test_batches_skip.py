@@ -1,4 +1,4 @@
-"""Skips and slices of batches, in any order, against lists."""
+"""Skips and slices of batches, combined in any order, against lists."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from jstep.data import batches
 SIZES = {0: 2, 9: 5, 17: 3, 40: 4}
 
 
-def cut(steps, kind, a, b, stride):
-    """What a skip or a slice leaves of a list."""
+def apply_to_list(steps, kind, a, b, stride):
+    """Apply a skip or a slice to a list."""
     if kind == "skip":
         return steps[:a] + steps[b:]
     return steps[slice(a, b, stride) if stride > 0 else slice(b, a or None, stride)]
@@ -33,29 +33,29 @@ def cut(steps, kind, a, b, stride):
 )
 def test_skips_and_slices_compose(cuts, drop, drawn):
     data = batches(np.arange(23), SIZES, 3, num_epochs=8, drop_remainder=drop)
-    whole = [batch.tolist() for batch in data]
+    expected = [batch.tolist() for batch in data]
     for kind, a, length, stride in cuts:
         if kind == "skip":
-            if a + length > len(whole):
+            if a + length > len(expected):
                 continue
             data = data.skip(a, a + length)
         else:
             data = data[a : a + length : stride] if stride > 0 else data[a + length : a or None : stride]
-        whole = cut(whole, kind, a, a + length, stride)
-    assert len(data) == len(whole)
-    assert [batch.tolist() for batch in data] == whole
-    assert bool(data) == bool(whole)
-    if whole:
-        step = drawn.draw(st.integers(0, len(whole) - 1))
-        assert data[step].tolist() == whole[step]
-        assert data.batch_size_at(step) == len(whole[step])
-        changes = [i for i in range(step + 1, len(whole)) if len(whole[i]) != len(whole[step])]
+        expected = apply_to_list(expected, kind, a, a + length, stride)
+    assert len(data) == len(expected)
+    assert [batch.tolist() for batch in data] == expected
+    assert bool(data) == bool(expected)
+    if expected:
+        step = drawn.draw(st.integers(0, len(expected) - 1))
+        assert data[step].tolist() == expected[step]
+        assert data.batch_size_at(step) == len(expected[step])
+        changes = [i for i in range(step + 1, len(expected)) if len(expected[i]) != len(expected[step])]
         assert data.next_change(step) == (changes[0] if changes else None)
-    before = drawn.draw(st.integers(0, len(whole)))
-    assert data.rows_before(before) == sum(map(len, whole[:before]))
+    before = drawn.draw(st.integers(0, len(expected)))
+    assert data.rows_before(before) == sum(map(len, expected[:before]))
 
 
-def test_as_the_contract_says():
+def test_skip_shifts_later_steps():
     data = batches(np.arange(1000), 4, seed=1)
     skipped = data.skip(61_000, 61_200)
     assert np.array_equal(skipped[60_999], data[60_999])
@@ -72,7 +72,7 @@ def test_as_the_contract_says():
         len(again)
 
 
-def test_skips_move_the_edges_of_sizes():
+def test_skips_shift_size_changes():
     data = batches(np.arange(1000), {0: 4, 1000: 8}).skip(200, 500)
     assert data.batch_size == {0: 4, 700: 8}
     assert data.next_change(0) == 700
@@ -82,7 +82,7 @@ def test_skips_move_the_edges_of_sizes():
     assert data[699::-1].next_change(3) is None
 
 
-def test_after_many_skips():
+def test_many_skips():
     data = batches(np.arange(100), 4)
     for i in range(300):
         data = data.skip(10 * i, 10 * i + 1)
@@ -92,7 +92,7 @@ def test_after_many_skips():
 
 
 @pytest.mark.parametrize(
-    ("start", "stop", "error", "says"),
+    ("start", "stop", "error", "message"),
     [
         (3, 3, ValueError, r"skip\(3, 3\): expected start < stop, got an empty range"),
         (5, 3, ValueError, r"skip\(5, 3\): expected start < stop, got a reversed range"),
@@ -104,19 +104,19 @@ def test_after_many_skips():
         (0, True, TypeError, "stop=True"),
     ],
 )
-def test_misuse(start, stop, error, says):
-    with pytest.raises(error, match=says):
+def test_misuse(start, stop, error, message):
+    with pytest.raises(error, match=message):
         batches(np.arange(10), 2, num_epochs=4).skip(start, stop)
 
 
-def test_the_ends():
+def test_skipping_up_to_the_end():
     data = batches(np.arange(10), 2, num_epochs=4)
     assert len(data.skip(15, 20)) == 15
-    nothing = data.skip(0, 20)
-    assert len(nothing) == 0
-    assert list(nothing) == []
-    assert nothing.rows_before(0) == 0
-    assert nothing.batch_size == 2
+    empty = data.skip(0, 20)
+    assert len(empty) == 0
+    assert list(empty) == []
+    assert empty.rows_before(0) == 0
+    assert empty.batch_size == 2
     for wrong in (20, -1):
         with pytest.raises(IndexError, match=f"step={wrong}"):
             data.batch_size_at(wrong)

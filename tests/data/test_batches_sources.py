@@ -1,4 +1,4 @@
-"""What batches take their rows from: arrays and objects with items."""
+"""Sources of batches: arrays, lists, and datasets with `__getitem__`."""
 
 import collections
 
@@ -14,21 +14,21 @@ Point = collections.namedtuple("Point", "x y")
 
 
 class ListItems(Items):
-    """A list of indices as well, or alone."""
+    """A dataset that also takes lists of indices, or with `lists_only` nothing else."""
 
-    alone = False
+    lists_only = False
 
     def __getitem__(self, i):
         if isinstance(i, list):
-            self.asked.append(i)
+            self.requested.append(i)
             return {"x": np.repeat(i, 2).reshape(-1, 2), "y": [float(j) for j in i]}
-        assert not self.alone
+        assert not self.lists_only
         return super().__getitem__(i)
 
 
 class BatchItems(Items):
     def __getitems__(self, indices):
-        self.asked.append(indices)
+        self.requested.append(indices)
         return [{"x": np.full(2, i), "y": float(i)} for i in indices]
 
 
@@ -62,7 +62,7 @@ class TestSources:
         assert np.array_equal(batch[:, 1], batch[:, 0] + 1)
 
     @pytest.mark.parametrize("shuffle", [True, False])
-    def test_a_batch_is_the_callers_own(self, shuffle):
+    def test_batches_are_copies(self, shuffle):
         x = np.arange(10)
         data = batches(x, 5, shuffle=shuffle)
         before = data[1].copy()
@@ -92,23 +92,23 @@ class TestSources:
             assert np.array_equal(batch["x"][:, 0], batch["y"])
             assert np.array_equal(batch["y"], batches(np.arange(50), 6, seed=1, shuffle=shuffle)[step])
 
-    def test_lists_of_indices_are_used_where_they_are_taken(self):
+    def test_lists_of_indices_are_used_if_supported(self):
         for kind in (ListItems, BatchItems):
             source = kind()
             data = batches(source, 6)
             data[0]
-            source.asked.clear()
+            source.requested.clear()
             data[1]
-            assert len(source.asked) == 1
-            assert all(type(i) is int for i in source.asked[0])
+            assert len(source.requested) == 1
+            assert all(type(i) is int for i in source.requested[0])
 
-    def test_a_source_that_takes_nothing_but_lists(self):
+    def test_source_that_takes_only_lists(self):
         source = ListItems()
-        source.alone = True
+        source.lists_only = True
         data = batches(source, 6)
         assert data[4]["x"].shape == (6, 2)
 
-    def test_a_source_that_means_something_else_by_a_list(self):
+    def test_source_that_gives_lists_another_meaning(self):
         class Pairs:
             def __len__(self):
                 return 20
@@ -121,7 +121,7 @@ class TestSources:
             assert batch.shape == (size, 2)
             assert np.array_equal(batch[:, 0], batch[:, 1])
 
-    def test_a_source_that_takes_lists_only_in_ascending_order(self):
+    def test_source_that_requires_ascending_indices(self):
         class Sorted(ListItems):
             def __getitem__(self, i):
                 if isinstance(i, list) and i != sorted(i):
@@ -132,7 +132,7 @@ class TestSources:
         for step in range(25):
             assert len(data[step]["y"]) == 2
 
-    def test_an_error_of_the_source_comes_through(self):
+    def test_errors_of_the_source_propagate(self):
         class Broken(Items):
             def __getitem__(self, i):
                 raise OSError("disk on fire")
@@ -140,7 +140,7 @@ class TestSources:
         with pytest.raises(OSError, match="disk on fire"):
             batches(Broken(), 4)[0]
 
-    def test_getitems_that_gives_too_few(self):
+    def test_getitems_that_returns_too_few_items(self):
         class Short(BatchItems):
             def __getitems__(self, indices):
                 return super().__getitems__(indices)[1:]
@@ -148,7 +148,7 @@ class TestSources:
         with pytest.raises(ValueError, match="gave 3 items for 4 indices"):
             batches(Short(), 4)[0]
 
-    def test_a_list_is_one_source_of_examples(self):
+    def test_lists_are_sources_of_examples(self):
         texts = [f"text {i}" for i in range(20)]
         assert set(batches(texts, 20)[0].tolist()) == set(texts)
         pairs = [(np.full(2, i), i) for i in range(20)]
@@ -158,20 +158,20 @@ class TestSources:
         batch = batches({"tokens": tokens, "n": np.arange(20)}, 5)[1]
         assert np.array_equal(batch["tokens"][:, 0], batch["n"])
 
-    def test_items_that_differ(self):
+    def test_items_of_different_shapes(self):
         ragged = [np.zeros(1 + i % 2) for i in range(20)]
         with pytest.raises(ValueError, match=r"arrays: items of the list.*shapes differ"):
             batches(ragged, 20)[0]
 
-    def test_a_range_is_a_source(self):
+    def test_ranges_are_sources(self):
         assert sorted(batches(range(100, 110), 10)[0].tolist()) == list(range(100, 110))
 
-    def test_several_sources_side_by_side(self):
+    def test_several_sources_together(self):
         batch = batches({"items": Items(20), "list": list(range(20)), "array": np.arange(20)}, 5)[7]
         assert np.array_equal(batch["items"]["y"], batch["array"])
         assert np.array_equal(batch["list"], batch["array"])
 
-    def test_columns_of_a_data_frame(self):
+    def test_data_frame_columns(self):
         class Column:
             def to_numpy(self):
                 return np.arange(10)

@@ -1,4 +1,4 @@
-"""Mixtures: which rows batches have, in which order, on how many processes."""
+"""Mixtures: rows, order, weights, and processes."""
 
 import itertools
 import pickle
@@ -18,16 +18,16 @@ WEIGHTS = {0: {"a": 3, "b": 2, "c": 0}, 20: {"a": 0.1, "b": 0.0, "c": 0.3}, 35: 
 FIRST = [[13, 101, 9, 105], [1, 103, 100, 18], [103, 18, 105, 25]]
 
 
-def of(source, rows):
-    """The rows of a batch, or of several, that come from a source."""
+def rows_of(source, rows):
+    """Return the rows of a list of batches that come from a source."""
     return [int(row) for row in np.concatenate(rows) if row // 100 == source[0] // 100]
 
 
-def test_rows_of_a_source_come_in_epochs():
+def test_each_source_is_read_in_epochs():
     mix = mixture(SOURCES, 6, WEIGHTS, seed=1)
     seen = list(mix[:80])
     for name, source in SOURCES.items():
-        rows = of(source, seen)
+        rows = rows_of(source, seen)
         assert mix.rows_before(80)[name] == len(rows)
         epochs = [rows[i : i + len(source)] for i in range(0, len(rows) - len(source) + 1, len(source))]
         assert len(epochs) > 2
@@ -35,10 +35,10 @@ def test_rows_of_a_source_come_in_epochs():
         assert len(source) == 1 or epochs[0] != epochs[1] != source.tolist()
 
 
-def test_in_order_without_shuffle_and_mixed_all_the_same():
+def test_sources_are_mixed_but_in_order_without_shuffle():
     seen = list(mixture(SOURCES, 6, WEIGHTS, shuffle=False)[:80])
     for source in SOURCES.values():
-        rows = of(source, seen)
+        rows = rows_of(source, seen)
         assert rows == list(itertools.islice(itertools.cycle(source.tolist()), len(rows)))
     assert any(batch.tolist() != sorted(batch.tolist()) for batch in seen)
 
@@ -50,71 +50,71 @@ def test_in_order_without_shuffle_and_mixed_all_the_same():
         st.integers(1, 20), st.tuples(*[st.sampled_from([0, 1, 1e-6, 0.7, 12])] * 3).filter(any), max_size=3
     ),
 )
-def test_batches_follow_weights_and_sizes(sizes, weights):
+def test_counts_follow_weights_and_batch_sizes(sizes, weights):
     sizes, weights = {0: 3, **sizes}, {0: (1, 2, 0), **weights}
     mix = mixture(SOURCES, sizes, {step: dict(zip("abc", w, strict=True)) for step, w in weights.items()}, 1)
     ideal = np.zeros(3)
     for step in range(30):
-        size, now = (stairs[max(first for first in stairs if first <= step)] for stairs in (sizes, weights))
+        size, now = (stages[max(first for first in stages if first <= step)] for stages in (sizes, weights))
         before, after = mix.rows_before(step), mix.rows_before(step + 1)
         taken = [after[name] - before[name] for name in "abc"]
-        assert taken == [len(of(source, [mix[step]])) for source in SOURCES.values()]
+        assert taken == [len(rows_of(source, [mix[step]])) for source in SOURCES.values()]
         assert sum(taken) == size == mix.batch_size_at(step)
         assert all(weight or not count for count, weight in zip(taken, now, strict=True))
         ideal += np.array(now) / sum(now) * size
         assert np.abs(ideal - [after[name] for name in "abc"]).max() < 1 + 1e-9  # (3 - 1) / 2
 
 
-def test_later_weights_and_sizes_change_nothing_before_them():
+def test_later_stages_do_not_affect_earlier_batches():
     one = mixture(SOURCES, 6, WEIGHTS)
     other = mixture(SOURCES, {0: 6, 20: 11}, {0: WEIGHTS[0], 20: {"a": 0, "b": 5, "c": 1}})
     assert same(list(one[:20]), list(other[:20]))
     assert not same(one[20], other[20])
 
 
-def test_equal_stages_are_one():
+def test_equal_stages_are_merged():
     one = mixture(SOURCES, 6, {"a": 3, "b": 2, "c": 1})
     many = mixture(SOURCES, {0: 6, 7: 6}, {0: {"a": 3, "b": 2, "c": 1}, 11: {"a": 1.5, "b": 1, "c": 0.5}})
     assert same(list(one[:40]), list(many[:40]))
 
 
-def test_a_source_keeps_its_order_whatever_the_others():
+def test_order_of_a_source_does_not_depend_on_the_others():
     mixes = [
         mixture({"a": A, "b": B}, 5, {"a": 1, "b": 1}, 3)[:40],
         mixture({"0": C, "b": B, "a": A}, 8, {"b": 1, "a": 1, "0": 3}, 3)[:70],
         mixture({"a": A}, 3, {"a": 1}, 3)[:20],
     ]
     for source in (A, B):
-        orders = [of(source, list(mix)) for mix in mixes if of(source, list(mix))]
+        orders = [rows_of(source, list(mix)) for mix in mixes if rows_of(source, list(mix))]
         assert len({tuple(order[:50]) for order in orders}) == 1
-    assert of(A, list(mixes[2])) != of(A, list(mixture({"x": A}, 3, {"x": 1}, 3)[:20]))
+    assert rows_of(A, list(mixes[2])) != rows_of(A, list(mixture({"x": A}, 3, {"x": 1}, 3)[:20]))
 
 
-def test_the_order_of_the_mapping_means_nothing():
+def test_order_of_the_mapping_does_not_matter():
     other = {name: SOURCES[name] for name in ("c", "a", "b")}
     assert same(list(mixture(other, 6, WEIGHTS)[:50]), list(mixture(SOURCES, 6, WEIGHTS)[:50]))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_one_global_batch_on_any_number_of_processes(count, shuffle):
+def test_processes_split_one_global_batch(count, shuffle):
     sizes = {0: 6, 25: 12}
-    whole = mixture(SOURCES, sizes, WEIGHTS, 1, shuffle)
+    full = mixture(SOURCES, sizes, WEIGHTS, 1, shuffle)
     parts = [mixture(SOURCES, sizes, WEIGHTS, 1, shuffle, process_index=i, process_count=count) for i in range(count)]
     for step, joined in enumerate(zip(*[part[:50] for part in parts], strict=True)):
-        assert {len(part) for part in joined} == {len(whole[step]) // count}
-        assert np.array_equal(np.concatenate(joined), whole[step])
-    assert np.array_equal(np.concatenate([part[10**9] for part in parts]), whole[10**9])
+        assert {len(part) for part in joined} == {len(full[step]) // count}
+        assert np.array_equal(np.concatenate(joined), full[step])
+    assert np.array_equal(np.concatenate([part[10**9] for part in parts]), full[10**9])
 
 
-def test_the_share_of_a_process_is_a_sample():
+def test_rows_of_a_process_are_a_sample():
     mix = mixture(SOURCES, 8, {"a": 1, "b": 1, "c": 0}, process_index=0, process_count=4)
-    counts = [len(of(A, [batch])) for batch in mix[:100]]
+    counts = [len(rows_of(A, [batch])) for batch in mix[:100]]
     assert {0, 1, 2} == set(counts)
     assert 80 < sum(counts) < 120
 
 
-def test_a_pure_function_of_seed_and_step():
+def test_mixture_depends_only_on_seed_and_step():
     mix = mixture(SOURCES, 6, WEIGHTS, seed=2**70)
     walked = list(mix[:60])
     for step in (59, 3, 20, 19, 0, 35):
@@ -126,14 +126,14 @@ def test_a_pure_function_of_seed_and_step():
     assert all(same(next(a), walked[i]) and same(next(b), walked[17 + i]) for i in range(30))
 
 
-def test_large_sources_are_read_ahead():
+def test_lookahead_of_large_sources():
     mix = mixture({"a": np.arange(50_000), "b": -np.arange(1, 20_000)}, 64, {"a": 2, "b": 1})
     for step, batch in zip(range(700, 2000), mix.from_step(700), strict=False):
         if step % 131 == 0:
             assert same(batch, mix[step])
 
 
-def test_far_away():
+def test_mixture_at_large_steps():
     mix = mixture(
         SOURCES, {0: 6, 10**12: 60}, {0: {"a": 1e-6, "b": 1, "c": 0.3}, 10**11: {"a": 0.7, "b": 0.2, "c": 0.1}}
     )
@@ -142,7 +142,7 @@ def test_far_away():
     before, after = mix.rows_before(far), mix.rows_before(far + 1)
     assert sum(before.values()) == 6 * 10**12 + 60 * 10**6
     assert {name: after[name] - before[name] for name in before} == {
-        name: len(of(source, [mix[far]])) for name, source in SOURCES.items()
+        name: len(rows_of(source, [mix[far]])) for name, source in SOURCES.items()
     }
 
 
@@ -160,7 +160,7 @@ def test_slices_and_skips():
         (mix[9:3:-1], [*range(9, 3, -1)]),
     ):
         rows = [walked[step] for step in steps[:6]]
-        assert cut.rows_before(6) == {name: len(of(source, rows)) for name, source in SOURCES.items()}
+        assert cut.rows_before(6) == {name: len(rows_of(source, rows)) for name, source in SOURCES.items()}
     assert mix.rows_before(0) == {"a": 0, "b": 0, "c": 0}
     with pytest.raises(TypeError, match="no end"):
         len(view)
@@ -172,7 +172,7 @@ def test_slices_and_skips():
         mix.skip(3, 3)
 
 
-def test_one_source():
+def test_mixture_of_one_source():
     seen = np.concatenate(list(mixture({"a": A}, 7, {"a": 0.3}, shuffle=False)[:30]))
     assert seen.tolist() == A.tolist() * 7
 
@@ -187,13 +187,13 @@ def test_properties_and_repr():
     assert same(pickle.loads(pickle.dumps(mix))[7], mix[7])
 
 
-def test_the_order_is_part_of_the_interface():
-    """A new version that changed it would change the results of every run."""
+def test_mixture_order_is_stable_across_versions():
+    """A change of the order would change the results of every run."""
     mix = mixture(SOURCES, 4, {"a": 1, "b": 1, "c": 0}, seed=42)
     assert [mix[i].tolist() for i in (0, 1, 1000)] == FIRST
 
 
-def test_no_backend_is_started_by_making_one():
+def test_creating_a_mixture_does_not_initialize_a_backend():
     program = """
         import numpy as np, jax
         from jstep.data import mixture

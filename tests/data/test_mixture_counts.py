@@ -1,4 +1,4 @@
-"""The rows that each source of a mixture gives: bounds, monotony, and a reference that counts one by one."""
+"""The number of rows per source of a mixture: bounds, monotonicity, and a row-by-row reference."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jstep.data._counts import Counts
 
 
-def normal(weights):
+def normalize(weights):
     exact = [Fraction(w) for w in weights]
     return tuple(w / sum(exact) for w in exact)
 
@@ -21,16 +21,16 @@ WEIGHT = st.sampled_from([0, 0, 1e-6, 1e-300, 1, 1, 0.3, 0.7, math.pi, 2**-0.5, 
 
 @st.composite
 def schedules(draw, most=6):
-    """Stages as (rows before, weights)."""
+    """Draw stages as (rows before, weights)."""
     n = draw(st.integers(1, most))
     weights = st.lists(WEIGHT, min_size=n, max_size=n).filter(any)
     lengths = draw(st.lists(st.integers(1, 40), max_size=6))
     firsts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    return [(first, normal(draw(weights))) for first in firsts]
+    return [(first, normalize(draw(weights))) for first in firsts]
 
 
-def ideals(stages, rows):
-    """The exact ideals after so many rows."""
+def ideal_counts(stages, rows):
+    """Return the exact ideal counts after a number of rows."""
     stops = [first for first, _ in stages[1:]] + [math.inf]
     parts = [
         [w * (min(stop, rows) - first) for w in weights]
@@ -42,7 +42,7 @@ def ideals(stages, rows):
 
 @settings(max_examples=150)
 @given(schedules())
-def test_near_the_ideal_never_less_and_none_from_a_source_without_weight(stages):
+def test_counts_are_bounded_and_monotonic(stages):
     counts = Counts(stages)
     n = len(stages[0][1])
     last = (0,) * n
@@ -51,7 +51,7 @@ def test_near_the_ideal_never_less_and_none_from_a_source_without_weight(stages)
         assert sum(now) == rows
         assert all(
             abs(c - i) <= Fraction(n - 1, 2) + Fraction(1, 2**100)
-            for c, i in zip(now, ideals(stages, rows), strict=True)
+            for c, i in zip(now, ideal_counts(stages, rows), strict=True)
         )
         weights = next(w for first, w in reversed(stages) if first < max(rows, 1))
         for before, after, weight in zip(last, now, weights, strict=True):
@@ -61,9 +61,9 @@ def test_near_the_ideal_never_less_and_none_from_a_source_without_weight(stages)
 
 @settings(max_examples=60)
 @given(st.lists(WEIGHT, min_size=1, max_size=10).filter(any), st.integers(0, 10**30))
-def test_of_one_stage_row_j_is_due_at_its_virtual_time(weights, far):
-    """Row j of a source has the virtual time (2j + 1) / (2w); rows come in that order."""
-    exact = normal(weights)
+def test_rows_of_one_stage_follow_virtual_times(weights, far):
+    """Row j of a source has the virtual time (2j + 1) / (2w); rows are taken in that order."""
+    exact = normalize(weights)
     counts = Counts([(0, exact)])
     found = [0] * len(weights)
     for rows in range(50):
@@ -74,15 +74,15 @@ def test_of_one_stage_row_j_is_due_at_its_virtual_time(weights, far):
 
 
 @given(schedules(), st.integers(0, 50), st.data())
-def test_later_stages_change_nothing_before_them(stages, rows, data):
+def test_later_stages_do_not_affect_earlier_counts(stages, rows, data):
     kept = data.draw(st.integers(1, len(stages)))
     edge = stages[kept][0] if kept < len(stages) else stages[-1][0] + 50
     one, other = Counts(stages), Counts(stages[:kept])
     assert one.at(min(rows, edge)) == other.at(min(rows, edge))
 
 
-def test_weights_chosen_to_drive_a_source_away():
-    """Sources are frozen when they are owed most, so that one has to take all that the others lack."""
+def test_bound_holds_for_adversarial_weights():
+    """Sources are frozen when their deficit is largest, so that one source receives all remaining rows."""
     n, first, stages = 6, 0, []
     frozen = None
     for turn in range(60):
@@ -90,27 +90,33 @@ def test_weights_chosen_to_drive_a_source_away():
         weights[turn % n] = Fraction(1)
         if frozen is not None:
             weights[frozen] = Fraction(turn % 3 == 0, 10**9)
-        stages.append((first, normal(weights)))
+        stages.append((first, normalize(weights)))
         first += 3 + 4999 * (turn % 2)
         frozen = turn % n
     counts = Counts(stages)
     for stage, _ in stages:
         for rows in range(max(stage - 3, 0), stage + 4):
-            found = zip(counts.at(rows), ideals(stages, rows), strict=True)
+            found = zip(counts.at(rows), ideal_counts(stages, rows), strict=True)
             assert all(abs(c - i) <= Fraction(n - 1, 2) + Fraction(1, 2**100) for c, i in found)
 
 
 @pytest.mark.parametrize("rows", [10**12, 10**40])
-def test_exact_far_away(rows):
-    stages = [(0, normal([1e-6, 1, 0.1])), (10**9 + 7, normal([0.3, 0.3, 0])), (10**11 + 3, normal([1, 1e-9, math.e]))]
+def test_counts_are_exact_for_many_rows(rows):
+    stages = [
+        (0, normalize([1e-6, 1, 0.1])),
+        (10**9 + 7, normalize([0.3, 0.3, 0])),
+        (10**11 + 3, normalize([1, 1e-9, math.e])),
+    ]
     counts = Counts(stages)
     steps = [counts.at(rows + i) for i in range(200)]
     for i, found in enumerate(steps):
         assert sum(found) == rows + i
-        assert all(abs(c - x) <= 1 + Fraction(1, 2**100) for c, x in zip(found, ideals(stages, rows + i), strict=True))
+        assert all(
+            abs(c - x) <= 1 + Fraction(1, 2**100) for c, x in zip(found, ideal_counts(stages, rows + i), strict=True)
+        )
     assert all(a <= b for now, after in itertools.pairwise(steps) for a, b in zip(now, after, strict=True))
 
 
-def test_numbers_stay_short_however_many_stages():
-    stages = [(10 * i, normal([0.1 + 0.7 / (i + 1), 0.3, math.sqrt(i + 2)])) for i in range(2000)]
+def test_integers_stay_small_with_many_stages():
+    stages = [(10 * i, normalize([0.1 + 0.7 / (i + 1), 0.3, math.sqrt(i + 2)])) for i in range(2000)]
     assert all(phase.unit.bit_length() < 1000 for stage in Counts(stages)._stages for phase in stage.phases)

@@ -1,4 +1,4 @@
-"""What mixtures may be made of, and what they refuse."""
+"""Sources of mixtures and invalid arguments."""
 
 import collections
 import math
@@ -14,7 +14,7 @@ from jstep.data import mixture
 EVEN = {"a": 1, "b": 1}
 
 
-def test_trees():
+def test_trees_of_arrays_as_sources():
     def tree(n, sign):
         x, y = rows(n)
         return {"x": sign * x, "yz": (y, sign * y)}
@@ -24,11 +24,11 @@ def test_trees():
     assert np.array_equal(np.abs(batch["x"][:, 0]), y)
     assert np.array_equal(batch["x"][:, 0], z)
     assert batch["x"].dtype == np.float32
-    batch["x"][:] = 0  # the caller's to change
+    batch["x"][:] = 0  # batches are writable copies
 
 
-def test_items_and_arrays_of_one_structure():
-    """A source of dicts is one source, a dict of arrays several."""
+def test_datasets_and_arrays_of_one_structure():
+    """A dataset whose items are dicts can be mixed with a dict of arrays."""
     items, arrays = Items(50), {"x": -np.ones((20, 2), int), "y": -np.ones(20)}
     batch = mixture({"a": items, "b": arrays}, 10, EVEN)[0]
     assert sorted(batch) == ["x", "y"]
@@ -36,21 +36,21 @@ def test_items_and_arrays_of_one_structure():
     assert np.array_equal(batch["x"][:, 0], batch["y"])
 
 
-def test_a_process_reads_its_own_items_only():
+def test_process_reads_only_its_items():
     items = [Items(50), Items(40)]
     mix = mixture(dict(zip("ab", items, strict=True)), 8, EVEN, process_index=1, process_count=4)
     for source in items:
-        source.asked.clear()
+        source.requested.clear()
     assert len(mix[5]["y"]) == 2
-    assert sum(len(source.asked) for source in items) <= 4  # one more of each, to find out whether it takes lists
+    assert sum(len(source.requested) for source in items) <= 4  # one more per source tests whether it takes lists
 
 
-def test_texts_of_several_lengths():
+def test_strings_of_different_lengths():
     batch = mixture({"a": np.array(["x", "yy"]), "b": np.array(["long text"])}, 4, EVEN)[0]
     assert sorted(batch.tolist()) == ["long text", "long text", "x", "yy"]
 
 
-def test_keys_and_arrays_of_jax():
+def test_prng_keys_and_jax_arrays():
     keys = {name: jax.random.split(jax.random.key(seed), 6) for seed, name in enumerate("ab")}
     mix = mixture({name: {"key": keys[name], "x": jnp.arange(6) + 10 * i} for i, name in enumerate("ab")}, 4, EVEN)
     batch = mix[2]
@@ -63,7 +63,7 @@ X = np.zeros((5, 3), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("other", "message"),
     [
         ({"x": X}, "got a leaf at 'y' from 'a' and none from 'b'"),
         ({"x": X, "y": X, "z": X}, "got a leaf at 'z' from 'b' and none from 'a'"),
@@ -75,13 +75,13 @@ X = np.zeros((5, 3), np.float32)
         (None, "sources={'b': None}: holds no array"),
     ],
 )
-def test_sources_that_differ(other, says):
-    with pytest.raises(ValueError, match=says):
+def test_sources_of_different_structures(other, message):
+    with pytest.raises(ValueError, match=message):
         mixture({"a": {"x": X, "y": X}, "b": other}, 2, EVEN)
 
 
 @pytest.mark.parametrize(
-    ("sources", "error", "says"),
+    ("sources", "error", "message"),
     [
         ({}, ValueError, "sources={}"),
         ([X, X], TypeError, "expected a mapping from name to source, got a list"),
@@ -91,13 +91,13 @@ def test_sources_that_differ(other, says):
         ({"a": X, "b": {"x": 3.0}}, TypeError, "sources: the float at 'b/x' has no __getitem__"),
     ],
 )
-def test_no_sources(sources, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_sources_of_mixtures(sources, error, message):
+    with pytest.raises(error, match=message):
         mixture(sources, 2, EVEN)
 
 
 @pytest.mark.parametrize(
-    ("weights", "error", "says"),
+    ("weights", "error", "message"),
     [
         ({"a": 1}, ValueError, r"weights=.*got none for \['b'\]"),
         ({}, ValueError, "weights={}"),
@@ -120,13 +120,13 @@ def test_no_sources(sources, error, says):
         ({"x": EVEN}, TypeError, "weights: a step='x'"),
     ],
 )
-def test_weights_that_are_none(weights, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_weights(weights, error, message):
+    with pytest.raises(error, match=message):
         mixture({"a": X, "b": X}, 2, weights)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "says"),
+    ("arguments", "error", "message"),
     [
         ({"batch_size": {0: 2, 9: 0}}, ValueError, r"batch_size\[9\]=0"),
         ({"batch_size": 2.5}, TypeError, "batch_size=2.5"),
@@ -140,8 +140,8 @@ def test_weights_that_are_none(weights, error, says):
         ({"process_index": 0}, ValueError, "give both"),
     ],
 )
-def test_other_arguments(arguments, error, says):
-    with pytest.raises(error, match=says):
+def test_other_invalid_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
         mixture({"a": X, "b": X}, **{"batch_size": 2, "weights": EVEN, **arguments})
 
 

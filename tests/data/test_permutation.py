@@ -1,4 +1,4 @@
-"""The keyed bijection: a permutation at any size, and one that looks drawn by chance."""
+"""The keyed permutation: bijective at any size and statistically random."""
 
 import collections
 import functools
@@ -19,7 +19,7 @@ def permutation(n, seed=0, stream=0):
 
 
 @pytest.mark.parametrize("n", [*range(1, 70), 1000, 1023, 1024, 1025, 4095, 4096, 4097, 10007, 65536, 100_003])
-def test_every_number_once(n):
+def test_permutation_is_a_bijection(n):
     p = permutation(n, seed=n)
     assert p.dtype == np.intp
     assert np.array_equal(np.sort(p), np.arange(n))
@@ -27,17 +27,17 @@ def test_every_number_once(n):
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 5000), st.integers(0, 2**80), st.integers(0, 2**40), st.data())
-def test_any_positions_of_it(n, seed, stream, data):
-    whole = permutation(n, seed, stream)
-    assert np.array_equal(np.sort(whole), np.arange(n))
+def test_single_positions_match_the_full_permutation(n, seed, stream, data):
+    full = permutation(n, seed, stream)
+    assert np.array_equal(np.sort(full), np.arange(n))
     positions = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=20)), np.intp)
     d = domain(n)
-    assert np.array_equal(permute(d, draw_keys(d, seed, stream), positions), whole[positions])
+    assert np.array_equal(permute(d, draw_keys(d, seed, stream), positions), full[positions])
 
 
 @pytest.mark.parametrize("n", [2**24, 2**24 + 1, 10**9, 2**31, 2**32 + 5, 10**12, 2**62, 2**63 - 1])
 def test_large_domains(n):
-    """In range and without a collision, at both ends and in between."""
+    """Values are in range and distinct, at both ends and in the middle."""
     d = domain(n)
     ends = np.r_[np.arange(1000), np.arange(n - 1000, n), np.arange(n // 2, n // 2 + 1000)]
     out = permute(d, draw_keys(d, 1, 2), ends)
@@ -47,7 +47,7 @@ def test_large_domains(n):
     assert abs(np.mean(out / n) - 0.5) < 0.03  # 5.7 standard deviations
 
 
-def test_the_32_bit_words_hold_the_largest_domain_they_are_used_for():
+def test_largest_32_bit_domain_is_a_permutation():
     n = 2**24
     assert domain(n).dtype is np.uint32
     assert domain(n + 1).dtype is np.uint64
@@ -63,7 +63,7 @@ FIRST_TEN = [4, 9, 2, 1, 5, 0, 7, 8, 3, 6]
 FIRST_OF_A_BILLION = [17825517, 648866182, 694850919, 587456934]
 
 
-def test_it_is_the_same_on_every_machine_and_in_every_version():
+def test_permutation_is_stable_across_versions():
     """The order of a run's batches is part of its results."""
     assert permutation(10, seed=0).tolist() == FIRST_TEN
     assert permute(domain(10**9), draw_keys(domain(10**9), 7, 3), np.arange(4)).tolist() == FIRST_OF_A_BILLION
@@ -72,7 +72,7 @@ def test_it_is_the_same_on_every_machine_and_in_every_version():
 def test_seeds_and_streams_differ():
     seen = {tuple(permutation(50, seed, stream)) for seed in range(20) for stream in range(20)}
     assert len(seen) == 400
-    # A stream is no part of the seed: (1, 2) is not some other seed's first one.
+    # Streams are separate from seeds: stream 0 of another seed is not a stream of this one.
     assert tuple(permutation(50, 2**32 * 2 + 1, 0)) not in {tuple(permutation(50, 1, s)) for s in range(5)}
 
 
@@ -87,7 +87,7 @@ def chi2_bound(degrees):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_small_ones_are_drawn_evenly_from_all(n):
+def test_small_permutations_are_uniformly_distributed(n):
     draws = 20 * math.factorial(n)
     counts = collections.Counter(tuple(permutation(n, seed)) for seed in range(draws))
     every = [counts[p] for p in itertools.permutations(range(n))]
@@ -95,48 +95,48 @@ def test_small_ones_are_drawn_evenly_from_all(n):
 
 
 @pytest.mark.parametrize("n", [100, 1000, 10_007, 200_000])
-class TestLooksRandom:
-    """Statistics that a shuffle by np.random passes too; summed over several permutations."""
+class TestRandomness:
+    """Statistical tests, summed over several permutations; shuffles of np.random pass them too."""
 
     @staticmethod
     @functools.cache
-    def several(n):
+    def permutations(n):
         return [permutation(n, seed) for seed in range(max(4, 200_000 // n))]
 
-    def test_position_tells_nothing_of_the_value(self, n):
-        several = self.several(n)
+    def test_values_are_independent_of_positions(self, n):
+        permutations = self.permutations(n)
         side = 16 if n >= 1000 else 5
-        counts = sum(np.histogram2d(np.arange(n), p, bins=side, range=[[0, n], [0, n]])[0] for p in several)
-        assert chi2_per_degree(counts, len(several) * n / side**2) < chi2_bound((side - 1) ** 2)
+        counts = sum(np.histogram2d(np.arange(n), p, bins=side, range=[[0, n], [0, n]])[0] for p in permutations)
+        assert chi2_per_degree(counts, len(permutations) * n / side**2) < chi2_bound((side - 1) ** 2)
 
-    def test_neighbours_tell_nothing_of_each_other(self, n):
-        several = self.several(n)
+    def test_neighbors_are_independent(self, n):
+        permutations = self.permutations(n)
         for order in (1, 2) if n >= 1000 else (1,):
-            gaps = np.concatenate([np.diff(p, order) % n for p in several])
+            gaps = np.concatenate([np.diff(p, order) % n for p in permutations])
             counts, values = (np.histogram(x, bins=20, range=(0, n))[0] for x in (gaps, np.arange(1, n)))
             assert chi2_per_degree(counts, gaps.size * values / (n - 1)) < chi2_bound(19)
 
-    def test_gaps_repeat_as_often_as_by_chance(self, n):
-        share = np.mean([len(np.unique(np.diff(p) % n)) / (n - 1) for p in self.several(n)])
-        assert abs(share - (1 - math.exp(-1))) < 0.01  # a lattice would repeat the same few
+    def test_number_of_distinct_gaps_is_random(self, n):
+        share = np.mean([len(np.unique(np.diff(p) % n)) / (n - 1) for p in self.permutations(n)])
+        assert abs(share - (1 - math.exp(-1))) < 0.01  # a lattice would have only a few distinct gaps
 
-    def test_ascents(self, n):
-        several = self.several(n)
-        z = [(np.sum(np.diff(p) > 0) - (n - 1) / 2) / math.sqrt((n + 1) / 12) for p in several]
+    def test_number_of_ascents_is_random(self, n):
+        permutations = self.permutations(n)
+        z = [(np.sum(np.diff(p) > 0) - (n - 1) / 2) / math.sqrt((n + 1) / 12) for p in permutations]
         assert abs(np.mean(z)) * math.sqrt(len(z)) < 5
         assert np.std(z) < 1.2 or len(z) < 50
 
-    def test_batches_of_sorted_classes_are_mixed(self, n):
-        several = self.several(n)
+    def test_batches_mix_sorted_classes(self, n):
+        permutations = self.permutations(n)
         classes, size = 10, min(100, n // 4)
         batches = n // size
-        counts = np.zeros((len(several), batches, classes))
-        for k, p in enumerate(several):
+        counts = np.zeros((len(permutations), batches, classes))
+        for k, p in enumerate(permutations):
             labels = p[: batches * size] * classes // n
             np.add.at(counts[k], (np.arange(labels.size) // size, labels), 1)
-        spread = chi2_per_degree(counts, size / classes) * counts.size / (len(several) * batches * (classes - 1))
-        drawn_without_return = (n - size) / (n - 1)
-        assert abs(spread / drawn_without_return - 1) < 5 * math.sqrt(2 / (counts.size * 0.9))
+        spread = chi2_per_degree(counts, size / classes) * counts.size / (len(permutations) * batches * (classes - 1))
+        without_replacement = (n - size) / (n - 1)
+        assert abs(spread / without_replacement - 1) < 5 * math.sqrt(2 / (counts.size * 0.9))
 
 
 def test_epochs_are_independent():
@@ -144,4 +144,4 @@ def test_epochs_are_independent():
     a, b = permutation(n, 5, 0), permutation(n, 5, 1)
     counts = np.histogram2d(a, b, bins=16, range=[[0, n], [0, n]])[0]
     assert chi2_per_degree(counts, n / 256) < chi2_bound(225)
-    assert np.sum(a == b) < 8  # one by chance
+    assert np.sum(a == b) < 8  # 1 is expected

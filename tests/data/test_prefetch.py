@@ -1,4 +1,4 @@
-"""prefetch_to_device: what comes, in which order, how far ahead, with which errors."""
+"""`prefetch_to_device`: items, order, lookahead, and errors."""
 
 import itertools
 import time
@@ -7,17 +7,17 @@ import traceback
 import jax
 import numpy as np
 import pytest
-from prefetch_source import Source, ends_all_threads, threads, until
+from prefetch_source import Source, check_no_leftover_threads, threads, wait_until
 
 from jstep.data import batches
 from jstep.data.prefetch import prefetch_to_device
 
-no_thread_is_left = pytest.fixture(autouse=True)(ends_all_threads)
+no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 @pytest.mark.parametrize("n", [0, 1, 50])
-def test_all_items_in_order_on_the_device(n, size):
+def test_items_arrive_in_order_on_the_device(n, size):
     items = list(prefetch_to_device(({"x": np.full(3, i)} for i in range(n)), size))
     assert all(isinstance(item["x"], jax.Array) for item in items)
     assert [int(item["x"][0]) for item in items] == list(range(n))
@@ -32,7 +32,7 @@ def test_all_items_in_order_on_the_device(n, size):
         batches(np.arange(4), 2, num_epochs=1),
     ],
 )
-def test_anything_iterable(iterable):
+def test_any_iterable_is_accepted(iterable):
     items = list(prefetch_to_device(iterable))
     assert [item.shape for item in items] == [(2,), (2,)]
 
@@ -51,28 +51,28 @@ def test_arrays_of_other_libraries():
     assert int(item[1]["y"]) == 3
 
 
-def test_structure_is_kept():
+def test_tree_structure_is_preserved():
     item = {"a": (np.ones(2), None, [np.int32(3)]), "b": 2.5}
     (got,) = prefetch_to_device([item])
     assert jax.tree.structure(got) == jax.tree.structure(item)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_reads_ahead_and_no_further_than_size(size):
+def test_reads_exactly_size_items_ahead(size):
     source = Source()
     items = prefetch_to_device(source, size)
     for used in range(4):
-        until(lambda used=used: source.read == used + size)
+        wait_until(lambda used=used: source.read == used + size)
         time.sleep(0.02)
         assert source.read == used + size
         assert float(next(items)) == used
 
 
-def test_it_works_while_the_loop_does():
-    """The next item is read before this one is given back."""
+def test_next_item_is_read_during_the_loop_body():
+    """The next item is read while the loop still uses the current one."""
     source = Source()
     for i, _ in enumerate(prefetch_to_device(source, 1)):
-        until(lambda i=i: source.read == i + 2)
+        wait_until(lambda i=i: source.read == i + 2)
         if i == 3:
             break
 
@@ -84,9 +84,9 @@ class TestErrors:
         raise exception
 
     @pytest.mark.parametrize("exception", [ValueError("bad record"), SystemExit(3), KeyboardInterrupt()])
-    def test_arrive_where_the_item_would_have(self, exception):
+    def test_error_is_raised_in_place_of_the_item(self, exception):
         items = prefetch_to_device(self.broken(3, exception), size=10)
-        until(lambda: not threads())
+        wait_until(lambda: not threads())
         assert [float(next(items)) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(type(exception)) as info:
             next(items)
@@ -97,14 +97,14 @@ class TestErrors:
                 next(items)
         assert items.handed_out == 3
 
-    def test_of_the_transfer_too(self):
+    def test_transfer_error_names_the_item(self):
         items = prefetch_to_device([np.ones(2), {"name": "text"}, np.ones(2)])
         next(items)
         with pytest.raises(TypeError, match="text") as info:
             next(items)
         assert info.value.__notes__ == ["raised by prefetch_to_device for the item 'name': str[]"]
 
-    def test_of_state_fn_too(self):
+    def test_error_of_state_fn_is_raised(self):
         def state_fn():
             if source.read == 2:
                 raise ValueError("no state")
@@ -116,15 +116,15 @@ class TestErrors:
         with pytest.raises(ValueError, match="no state"):
             next(items)
 
-    def test_hold_nothing_alive(self):
+    def test_raised_error_is_not_kept_alive(self):
         items = prefetch_to_device(self.broken(0, ValueError("once")))
         with pytest.raises(ValueError, match="once"):
             next(items)
         assert items._channel._exception is None
 
 
-def test_no_item_is_held_but_those_ahead():
-    """Device memory holds what the loop has and what is ahead of it."""
+def test_used_items_are_released():
+    """Device memory contains only the current item and those read ahead."""
     alive = []
 
     class Watched:
@@ -139,7 +139,7 @@ def test_no_item_is_held_but_those_ahead():
     items = prefetch_to_device((Watched(i) for i in itertools.count()), size=2)
     for _ in range(5):
         item = next(items)
-    until(lambda: sorted(alive) == [4, 5, 6])
+    wait_until(lambda: sorted(alive) == [4, 5, 6])
     assert item.i == 4
     items.close()
     del item

@@ -1,4 +1,4 @@
-"""Where prefetched items lie, and the position that goes with them."""
+"""Placement of prefetched items, and the state stored with them."""
 
 import itertools
 
@@ -7,22 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from prefetch_source import Source, ends_all_threads, until
+from prefetch_source import Source, check_no_leftover_threads, wait_until
 from processes import run
 
 from jstep.data import batches
 from jstep.data.prefetch import prefetch_to_device
 
-no_thread_is_left = pytest.fixture(autouse=True)(ends_all_threads)
+no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
 
 class TestState:
-    def test_of_the_items_handed_out(self):
+    def test_state_counts_items_handed_out(self):
         source = Source(5)
         items = prefetch_to_device(source, size=3, state_fn=lambda: {"read": source.read})
         assert items.state == {"read": 0}
         assert items.handed_out == 0
-        until(lambda: source.read == 3)
+        wait_until(lambda: source.read == 3)
         for i in range(1, 6):
             next(items)
             assert items.state == {"read": i}
@@ -31,19 +31,19 @@ class TestState:
             next(items)
         assert items.state == {"read": 5}
 
-    def test_a_run_goes_on_from_it(self):
+    def test_run_resumes_from_the_state(self):
         data = batches(np.arange(100), 3)
         source = iter(data)
         items = prefetch_to_device(source, size=4, state_fn=lambda: source.step)
         for _ in range(7):
             next(items)
-        until(lambda: source.step == 11)
+        wait_until(lambda: source.step == 11)
         assert items.state == 7
         resumed = prefetch_to_device(data.from_step(items.state))
         for _ in range(5):
             np.testing.assert_array_equal(next(resumed), next(items))
 
-    def test_none_without_state_fn(self):
+    def test_state_is_none_without_state_fn(self):
         items = prefetch_to_device(Source())
         next(items)
         assert items.state is None
@@ -54,46 +54,46 @@ class TestPlacement:
     def mesh(self):
         return jax.make_mesh((1,), ("data",))
 
-    def test_a_sharding(self, mesh):
+    def test_placement_by_a_sharding(self, mesh):
         sharding = NamedSharding(mesh, PartitionSpec("data"))
         (item,) = prefetch_to_device([{"x": np.ones((4, 2)), "y": np.ones(4)}], sharding=sharding)
         assert item["x"].sharding == item["y"].sharding == sharding
         assert item["x"].committed
 
-    def test_a_tree_of_shardings_that_is_a_prefix(self, mesh):
+    def test_placement_by_a_prefix_tree_of_shardings(self, mesh):
         x, y = (NamedSharding(mesh, spec) for spec in (PartitionSpec("data", None), PartitionSpec("data")))
         items = [{"x": (np.ones((4, 2)), np.ones((4, 3))), "y": np.ones(4)}]
         (item,) = prefetch_to_device(items, sharding={"x": x, "y": y})
         assert [a.sharding for a in jax.tree.leaves(item)] == [x, x, y]
 
-    def test_a_spec_means_the_mesh_that_is_set(self, mesh):
+    def test_partition_spec_refers_to_the_current_mesh(self, mesh):
         with jax.set_mesh(mesh):
             items = prefetch_to_device([np.ones(4)], sharding=PartitionSpec("data"))
         assert next(items).sharding == NamedSharding(mesh, PartitionSpec("data"))
         with pytest.raises(ValueError, match=r"sharding: .*'data'.* at 'x' needs a mesh"):
             prefetch_to_device([np.ones(4)], sharding={"x": PartitionSpec("data")})
 
-    def test_a_device(self):
+    def test_placement_on_a_device(self):
         (item,) = prefetch_to_device([np.ones(4)], sharding=jax.devices()[0])
         assert item.committed
 
-    def test_arrays_that_lie_there_already(self, mesh):
+    def test_arrays_with_this_sharding_are_not_copied(self, mesh):
         sharding = NamedSharding(mesh, PartitionSpec("data"))
         x = jax.device_put(np.ones(4), sharding)
         assert next(prefetch_to_device([x], sharding=sharding)) is x
 
-    def test_a_shape_that_does_not_fit(self, mesh):
+    def test_shape_that_does_not_fit_the_sharding(self, mesh):
         items = prefetch_to_device([{"x": np.float32(1)}], sharding=NamedSharding(mesh, PartitionSpec("data")))
         with pytest.raises((ValueError, AssertionError)) as info:  # JAX's own error, whichever it is
             next(items)
         assert info.value.__notes__ == ["raised by prefetch_to_device for the item 'x': float32[]"]
 
-    def test_the_callers_settings_hold_in_the_thread(self, x64):
+    def test_thread_uses_the_configuration_of_the_caller(self, x64):
         (item,) = prefetch_to_device([np.ones(2)])
         assert item.dtype == jnp.float64
 
     def test_on_several_devices(self):
-        """A default device of the caller's, and a batch split over a mesh."""
+        """The caller's default device, and a batch sharded over a mesh."""
         with jax.default_device(jax.devices()[1]):
             items = prefetch_to_device([np.ones(8)])
         assert next(items).devices() == {jax.devices()[1]}
@@ -102,53 +102,53 @@ class TestPlacement:
         (item,) = prefetch_to_device([np.arange(8)], sharding=sharding)
         assert [s.data.tolist() for s in item.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
-    def test_over_processes_each_gives_its_own_rows(self, tmp_path):
+    def test_each_process_passes_its_own_rows(self, tmp_path):
         program = """
             from jstep.data import batches
             from jstep.data.prefetch import prefetch_to_device
             data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
-            whole = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
+            full = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
             for step, (x, y) in enumerate(prefetch_to_device(data.from_step(0), sharding=(rows, rows))):
                 assert x.shape == y.shape == (8,) and x.sharding == rows
                 for shard in x.addressable_shards:
-                    assert np.array_equal(shard.data, whole[step][shard.index]), (step, shard)
+                    assert np.array_equal(shard.data, full[step][shard.index]), (step, shard)
                 if step == 7:
                     break
             total = jax.jit(lambda a: a.sum(), out_shardings=NamedSharding(mesh, P()))(x)
-            assert int(total) == whole[7].sum()
+            assert int(total) == full[7].sum()
         """
         run(program, 2, tmp_path)
 
 
 class TestMisuse:
     @pytest.mark.parametrize("size", [0, -1])
-    def test_size_that_reads_nothing(self, size):
+    def test_size_must_be_positive(self, size):
         with pytest.raises(ValueError, match=f"size={size}: must be at least 1"):
             prefetch_to_device([], size)
 
     @pytest.mark.parametrize("size", [2.0, "2", None, True])
-    def test_size_that_is_no_integer(self, size):
+    def test_size_must_be_an_integer(self, size):
         with pytest.raises(TypeError, match="size="):
             prefetch_to_device([], size)
 
-    def test_what_cannot_be_iterated(self):
+    def test_iterator_must_be_iterable(self):
         with pytest.raises(TypeError, match=r"iterator=3: must be iterable"):
             prefetch_to_device(3)
 
-    def test_sharding_that_is_none(self):
+    def test_invalid_shardings(self):
         mesh = jax.make_mesh((1,), ("data",))
         for wrong in (mesh, "data", {"x": 3}):
             with pytest.raises(TypeError, match=r"not a jax.sharding.Sharding; make one"):
                 prefetch_to_device([np.ones(2)], sharding=wrong)
 
-    def test_sharding_of_another_structure(self):
+    def test_sharding_tree_must_be_a_prefix(self):
         sharding = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec("data"))
         items = prefetch_to_device([{"x": np.ones(2), "y": np.ones(2)}], sharding={"x": sharding})
         with pytest.raises(ValueError, match="prefix"):
             next(items)
 
 
-def test_a_grain_iterator_and_its_position():
+def test_grain_iterator_resumes_from_its_state():
     grain = pytest.importorskip("grain")
     source = grain.MapDataset.range(100).seed(3).shuffle().batch(4).to_iter_dataset()
     iterator = iter(source)
@@ -157,6 +157,6 @@ def test_a_grain_iterator_and_its_position():
         next(items)
     state, want = items.state, [next(items).tolist() for _ in range(3)]
     items.close()
-    again = iter(source)
-    again.set_state(state)
-    assert [x.tolist() for x in itertools.islice(prefetch_to_device(again), 3)] == want
+    resumed = iter(source)
+    resumed.set_state(state)
+    assert [x.tolist() for x in itertools.islice(prefetch_to_device(resumed), 3)] == want

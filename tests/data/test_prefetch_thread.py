@@ -1,4 +1,4 @@
-"""The thread of prefetch_to_device ends, whatever ends the loop."""
+"""The thread of `prefetch_to_device` ends however the loop ends."""
 
 import gc
 import signal
@@ -6,18 +6,18 @@ import threading
 import time
 
 import pytest
-from prefetch_source import LONG, Source, ends_all_threads, threads, until
+from prefetch_source import TIMEOUT, Source, check_no_leftover_threads, threads, wait_until
 from processes import said, talking
 
 from jstep.data.prefetch import prefetch_to_device
 
-no_thread_is_left = pytest.fixture(autouse=True)(ends_all_threads)
+no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
 
-class TestTheThreadEnds:
-    def test_with_the_items(self):
+class TestThreadEnds:
+    def test_when_the_source_is_exhausted(self):
         list(prefetch_to_device(range(3)))
-        until(lambda: not threads())
+        wait_until(lambda: not threads())
 
     def test_after_a_break(self):
         for _ in prefetch_to_device(Source(), size=2):
@@ -32,22 +32,22 @@ class TestTheThreadEnds:
         with pytest.raises(ValueError, match="in the loop"):
             loop()
         gc.collect()
-        until(lambda: not threads())
+        wait_until(lambda: not threads())
 
-    def test_when_nobody_holds_it(self):
+    def test_when_the_iterator_is_unreferenced(self):
         items = prefetch_to_device(Source())
         next(items)
         del items
         assert not threads()
 
-    def test_in_a_cycle_of_garbage(self):
+    def test_when_a_reference_cycle_is_collected(self):
         cycle = [prefetch_to_device(Source())]
         cycle.append(cycle)
         del cycle
         gc.collect()
-        until(lambda: not threads())
+        wait_until(lambda: not threads())
 
-    def test_when_a_generator_around_it_is_closed(self):
+    def test_when_an_enclosing_generator_is_closed(self):
         def stream():
             for item in prefetch_to_device(Source()):
                 yield item + 1
@@ -61,7 +61,7 @@ class TestTheThreadEnds:
             generator.close()
             assert not threads()
 
-    def test_by_close(self):
+    def test_on_close(self):
         items = prefetch_to_device(Source())
         next(items)
         items.close()
@@ -70,13 +70,13 @@ class TestTheThreadEnds:
             next(items)
         items.close()
 
-    def test_by_a_with_statement(self):
+    def test_at_the_end_of_a_with_block(self):
         source = Source()
         with prefetch_to_device(source) as items:
             next(items)
         assert not threads()
         read = source.read
-        next(source)  # it is the caller's again
+        next(source)  # the thread no longer reads from it
         assert source.read == read + 1
 
     def test_once_a_slow_source_returns(self):
@@ -86,9 +86,9 @@ class TestTheThreadEnds:
         source.gate.clear()
         items.close()
         source.gate.set()
-        until(lambda: not threads())
+        wait_until(lambda: not threads())
 
-    def test_close_wakes_a_consumer_that_waits(self):
+    def test_close_wakes_a_waiting_consumer(self):
         source = Source()
         source.gate.clear()
         items = prefetch_to_device(source)
@@ -96,11 +96,11 @@ class TestTheThreadEnds:
         consumer = threading.Thread(target=lambda: ended.append(list(items)), daemon=True)
         consumer.start()
         items.close()
-        consumer.join(LONG)
+        consumer.join(TIMEOUT)
         assert ended == [[]]
         source.gate.set()
 
-    def test_with_the_process(self):
+    def test_when_the_process_exits(self):
         program = """
             import itertools, time
             import jax
@@ -113,7 +113,7 @@ class TestTheThreadEnds:
         """
         assert said(program) == (5, "", "")
 
-    def test_ctrl_c_gets_through(self):
+    def test_ctrl_c_interrupts_next(self):
         program = """
             import threading, time
             from jstep.data.prefetch import prefetch_to_device
@@ -129,6 +129,6 @@ class TestTheThreadEnds:
         """
         with talking(program) as process:
             assert process.stdout.readline() == "ready\n"
-            time.sleep(0.2)  # most likely into the wait
+            time.sleep(0.2)  # so that the signal most likely arrives during the wait
             process.send_signal(signal.SIGINT)
             assert process.communicate(timeout=60)[0].strip() == "interrupted"

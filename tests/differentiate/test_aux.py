@@ -40,18 +40,18 @@ def test_inexact_leaves_are_weighted_means(weight_fn: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "int32", "uint32", "bool"])
-def test_integers_and_bools_are_sums_that_do_not_wrap(dtype: str) -> None:
+def test_integers_and_bools_are_summed_without_overflow(dtype: str) -> None:
     aux = run(lambda x: {"n": jnp.full((2,), 200 if dtype not in ("int8", "bool") else 1).astype(dtype)})
     np.testing.assert_array_equal(aux["n"], 2 if dtype in ("int8", "bool") else 400)
     assert aux["n"].dtype == ("uint32" if dtype == "uint32" else "int32")
 
 
-def test_a_key_is_refused_by_its_path() -> None:
+def test_prng_key_in_aux_raises() -> None:
     with pytest.raises(TypeError, match=r"aux: the leaf at 'inner/key' is of key<fry>"):
         run(lambda x: {"inner": {"key": jax.random.key(0)}})
 
 
-def test_model_state_passes_from_one_to_the_next() -> None:
+def test_model_state_is_passed_between_microbatches() -> None:
     optimizer = jstep.gradient_descent(0.1)
 
     def loss_fn(params: Any, model_state: Any, x: jax.Array) -> Any:
@@ -64,7 +64,7 @@ def test_model_state_passes_from_one_to_the_next() -> None:
     assert float(state.slots["model_state"]["n"]) == 6.0
 
 
-# What the loss makes and does not return.
+# Summaries that the loss creates and does not return.
 
 
 def loss_with_summaries(params: Any, x: jax.Array) -> Any:
@@ -74,7 +74,7 @@ def loss_with_summaries(params: Any, x: jax.Array) -> Any:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_summaries_of_a_loss_join_the_metrics(n: int) -> None:
+def test_summaries_of_a_loss_are_metrics(n: int) -> None:
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(loss_with_summaries, optimizer, has_aux=True, num_microbatches=n)
     state, metrics = step(jstep.TrainState.create(PARAMS, optimizer), X)
@@ -86,13 +86,13 @@ def test_summaries_of_a_loss_join_the_metrics(n: int) -> None:
     np.testing.assert_allclose(metrics["summaries"].parts[0].values.ravel(), [1.5, 2.5])
 
 
-def test_a_loss_without_summaries_has_none() -> None:
+def test_no_summaries_without_summary_calls() -> None:
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda p, x: jnp.mean(p["w"] * x), optimizer, jit=False)
     assert "summaries" not in step(jstep.TrainState.create(PARAMS, optimizer), X)[1]
 
 
-def test_a_summary_lost_in_a_nested_transformation_is_named_with_the_way_out() -> None:
+def test_summary_lost_in_vmap_raises_with_a_fix() -> None:
     optimizer = jstep.gradient_descent(0.1)
     state = jstep.TrainState.create(PARAMS, optimizer)
 
@@ -108,12 +108,12 @@ def test_a_summary_lost_in_a_nested_transformation_is_named_with_the_way_out() -
     ):
         jstep.minimize(loss_fn, optimizer)(state, X)
 
-    def with_it(params: Any, x: jax.Array) -> jax.Array:
+    def collecting_loss(params: Any, x: jax.Array) -> jax.Array:
         y, made = jax.vmap(jstep.summary.collect(layer))(x)
         jstep.summary.merge([made], collections=("summaries",))
         return jnp.mean(params["w"] * y)
 
-    assert jstep.minimize(with_it, optimizer, jit=False)(state, X)[1]["summaries"].tags == ("row",)
+    assert jstep.minimize(collecting_loss, optimizer, jit=False)(state, X)[1]["summaries"].tags == ("row",)
 
 
 @pytest.mark.parametrize(("aux", "key"), [({0: 1.0}, "0"), ({0: 1.0, "a": 2.0}, "0"), ({(1, 2): 1.0}, r"\(1, 2\)")])

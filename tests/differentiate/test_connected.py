@@ -1,4 +1,4 @@
-"""Parameters that a loss does not depend on have no gradient, and keep their value and slots."""
+"""Parameters that the loss does not depend on have no gradient and keep their values and slots."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def stopped(params: Any, x: jax.Array) -> jax.Array:
 
 
 def scanned(params: Any, x: jax.Array) -> jax.Array:
-    """The carry only passes `unused` on, and so depends on it as differentiation sees it; `b` is not used."""
+    """The carry passes `unused` through, so differentiation treats it as used; `b` is not used."""
     (_, total), _ = jax.lax.scan(
         lambda c, row: ((c[0], c[1] + row @ params["w"] + 0 * c[0][0]), None), (params["unused"], 0.0), x
     )
@@ -43,28 +43,28 @@ LOSSES = {
 }
 
 
-def there(grads: Any) -> set[str]:
+def connected(grads: Any) -> set[str]:
     return {name for name, grad in grads.items() if grad is not None}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
-def test_gradients_are_those_of_what_the_loss_depends_on(name: str, n: int, method: Any) -> None:
+def test_gradients_of_connected_parameters(name: str, n: int, method: Any) -> None:
     loss, want = LOSSES[name]
     compute = jstep.compute_gradients(loss, num_microbatches=n, aggregation_method=method)
     _, grads = jax.jit(compute)(PARAMS, X)
-    assert there(grads) == want
+    assert connected(grads) == want
     if n == 1:
         _, eager = compute(PARAMS, X)
-        assert there(eager) == want
+        assert connected(eager) == want
         plain = jax.grad(loss, allow_int=True)(PARAMS, X)
         for path in want:
             np.testing.assert_allclose(grads[path], plain[path], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"has_aux": True}, {"has_model_state": True}])
-def test_what_is_not_connected_stays_with_its_slots(kwargs: Any) -> None:
+def test_unconnected_parameters_and_slots_do_not_change(kwargs: Any) -> None:
     optimizer = jstep.adamw(0.1, weight_decay=0.5)
 
     def loss(params: Any, *args: Any) -> Any:
@@ -85,31 +85,31 @@ def test_what_is_not_connected_stays_with_its_slots(kwargs: Any) -> None:
     assert jstep.global_step(state) == 3
 
 
-def test_a_loss_that_depends_on_nothing() -> None:
+def test_loss_without_connected_parameters() -> None:
     optimizer = jstep.gradient_descent(0.1)
     for loss in (lambda p, x: jnp.mean(x), lambda p, x: 1.0, lambda p, x: jax.lax.stop_gradient(loss_fn(p, x))):
         _, grads = jstep.compute_gradients(loss)(PARAMS, X)
-        assert not there(grads)
+        assert not connected(grads)
         for n in (1, 2):
             step = jstep.minimize(loss, optimizer, num_microbatches=n)
             with pytest.raises(ValueError, match="No gradients provided for any variable"):
                 step(jstep.TrainState.create(PARAMS, optimizer), X)
 
 
-def test_the_compiled_program_is_the_same() -> None:
-    def by_hand(params: Any, x: jax.Array) -> Any:
-        some = {"b": params["b"], "w": params["w"]}
-        return jax.value_and_grad(lambda some: loss_fn({**params, **some}, x))(some)
+def test_flops_match_value_and_grad() -> None:
+    def manual(params: Any, x: jax.Array) -> Any:
+        trained = {"b": params["b"], "w": params["w"]}
+        return jax.value_and_grad(lambda trained: loss_fn({**params, **trained}, x))(trained)
 
     ours = jax.jit(jstep.compute_gradients(loss_fn, gate_gradients=jstep.GATE_NONE)).lower(PARAMS, X).compile()
-    theirs = jax.jit(by_hand).lower(PARAMS, X).compile()
+    theirs = jax.jit(manual).lower(PARAMS, X).compile()
     assert ours.cost_analysis()["flops"] == theirs.cost_analysis()["flops"]
 
 
 def test_under_other_transformations() -> None:
     compute = jstep.compute_gradients(stopped)
     batched = jax.vmap(lambda w: compute({**PARAMS, "w": w}, X))(jnp.ones((3, 2)))
-    assert there(batched[1]) == {"w"}
+    assert connected(batched[1]) == {"w"}
     meta = jax.grad(lambda w: jnp.sum(compute({**PARAMS, "w": w}, X)[1]["w"] ** 2))(jnp.ones(2))
     assert np.all(np.isfinite(meta))
     hessian = jax.jacfwd(lambda w: compute({**PARAMS, "w": w}, X)[1]["w"])(jnp.ones(2))

@@ -1,4 +1,4 @@
-"""Gradients: of any function, and of a loss with everything training asks of them."""
+"""`gradients` of any function, and `compute_gradients` of a loss with the options of training."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_gradients_of_scalars_vectors_and_trees() -> None:
     np.testing.assert_array_equal(jax.jit(lambda x: jstep.gradients(jnp.sin, x))(jnp.zeros(2)), [1.0, 1.0])
 
 
-def test_gradients_weighs_the_ys() -> None:
+def test_gradients_with_grad_ys() -> None:
     def fn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x**2, 3 * x
 
@@ -59,11 +59,11 @@ def test_gradients_weighs_the_ys() -> None:
     np.testing.assert_array_equal(jstep.gradients(fn, x, grad_ys=(None, jnp.zeros(2))), [2.0, 4.0])
 
 
-def test_gradients_leaves_integers_out() -> None:
+def test_gradients_of_integers_are_none() -> None:
     found = jstep.gradients(lambda xs: xs["a"] * xs["n"].astype(jnp.float32), {"a": 2.0, "n": jnp.int32(3)})
     assert found["n"] is None
     assert float(found["a"]) == 3.0
-    # What x does not enter has derivative zero, not None.
+    # The gradient of an unused input is zero, not None.
     assert float(jstep.gradients(lambda xs: xs["a"] * 2, {"a": 1.0, "b": 1.0})["b"]) == 0.0
 
 
@@ -83,7 +83,7 @@ def test_stop_gradient() -> None:
 # compute_gradients().
 
 
-def test_loss_and_gradients_are_those_of_jax() -> None:
+def test_loss_and_gradients_match_jax() -> None:
     loss, grads = jstep.compute_gradients(loss_fn)(PARAMS, X)
     want, expected = jax.value_and_grad(loss_fn, allow_int=True)(PARAMS, X)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
@@ -135,18 +135,18 @@ def test_var_list(var_list: Any, chosen: list[str]) -> None:
             assert leaf(grads, path) is None
 
 
-def test_what_is_left_out_is_not_differentiated_at_all() -> None:
+def test_excluded_parameters_are_not_differentiated() -> None:
     @jax.custom_vjp
-    def explodes(x: jax.Array) -> jax.Array:
+    def undifferentiable(x: jax.Array) -> jax.Array:
         return x
 
     def backward(residual: Any, g: jax.Array) -> Any:
         raise AssertionError("differentiated")
 
-    explodes.defvjp(lambda x: (x, None), backward)
+    undifferentiable.defvjp(lambda x: (x, None), backward)
 
     def loss(params: Any) -> jax.Array:
-        return params["a"] * explodes(params["b"])
+        return params["a"] * undifferentiable(params["b"])
 
     _, grads = jstep.compute_gradients(loss, var_list=["a"])({"a": jnp.float32(2), "b": jnp.float32(3)})
     assert float(grads["a"]) == 3.0
@@ -158,13 +158,13 @@ def barriers(gate: int) -> list[int]:
     return [len(e.invars) for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
 
 
-def test_gates_are_barriers() -> None:
+def test_gates_are_optimization_barriers() -> None:
     assert barriers(jstep.GATE_NONE) == []
     assert barriers(jstep.GATE_OP) == [1] * len(PATHS)
     assert barriers(jstep.GATE_GRAPH) == [len(PATHS)]
 
 
-def test_gates_never_change_values() -> None:
+def test_gates_do_not_change_values() -> None:
     results = [
         jax.jit(jstep.compute_gradients(loss_fn, gate_gradients=gate))(PARAMS, X)
         for gate in (jstep.GATE_NONE, jstep.GATE_OP, jstep.GATE_GRAPH)
@@ -178,15 +178,15 @@ def test_gates_never_change_values() -> None:
 
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
 @pytest.mark.parametrize("n", [1, 2, 3, 12])
-def test_microbatches_give_the_gradient_of_the_batch(n: int, method: Any) -> None:
-    whole = jstep.compute_gradients(loss_fn)(PARAMS, X)
-    parts = jax.jit(jstep.compute_gradients(loss_fn, num_microbatches=n, aggregation_method=method))(PARAMS, X)
-    close(parts, whole)
+def test_microbatches_match_the_full_batch(n: int, method: Any) -> None:
+    full = jstep.compute_gradients(loss_fn)(PARAMS, X)
+    accumulated = jax.jit(jstep.compute_gradients(loss_fn, num_microbatches=n, aggregation_method=method))(PARAMS, X)
+    close(accumulated, full)
 
 
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
-def test_microbatches_weighted(method: Any) -> None:
-    """A mean over tokens, of which every microbatch has another number; one has none and a NaN for a loss."""
+def test_weighted_microbatches(method: Any) -> None:
+    """A mean over tokens, with different numbers per microbatch; one has none, so that its loss is NaN."""
     mask = jnp.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 0], jnp.float32)
 
     def masked(params: Any, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -194,14 +194,14 @@ def test_microbatches_weighted(method: Any) -> None:
         return jnp.sum(mask * h**2) / jnp.sum(mask)
 
     params = {"w": jnp.array([1.0, -2.0])}
-    whole = jstep.compute_gradients(masked)(params, X, mask)
-    parts = jstep.compute_gradients(
+    full = jstep.compute_gradients(masked)(params, X, mask)
+    accumulated = jstep.compute_gradients(
         masked, num_microbatches=4, weight_fn=lambda x, mask: jnp.sum(mask), aggregation_method=method
     )(params, X, mask)
-    close(parts, whole)
+    close(accumulated, full)
 
 
-def test_microbatches_are_contiguous_blocks_and_take_trees() -> None:
+def test_microbatches_are_contiguous_blocks() -> None:
     rows = {"x": jnp.arange(6.0), "y": (jnp.arange(12).reshape(6, 2),)}
 
     def loss(params: Any, batch: Any, other: jax.Array) -> Any:
@@ -215,7 +215,7 @@ def test_microbatches_are_contiguous_blocks_and_take_trees() -> None:
     )
     assert float(grads["w"]) == 2.5
     assert float(value) == 5.0
-    assert float(aux["first"]) == 2.0  # the mean of 0, 2, 4: blocks of neighbours
+    assert float(aux["first"]) == 2.0  # the mean of 0, 2, 4: contiguous blocks
     assert int(aux["rows"]) == 6  # integers are summed
     assert int(aux["total"]) == 66
 
@@ -228,7 +228,7 @@ def test_weights_may_be_integers() -> None:
     np.testing.assert_allclose(grads, (1 * 1.0 + 3 * 5.0) / 4, rtol=1e-6)
 
 
-def test_weighted_aux_is_the_same_weighted_mean() -> None:
+def test_aux_has_the_same_weights() -> None:
     def loss(params: Any, x: jax.Array) -> Any:
         return params["w"] * jnp.mean(x), {"mean": jnp.mean(x), "n": jnp.int32(1)}
 
@@ -242,7 +242,7 @@ def test_weighted_aux_is_the_same_weighted_mean() -> None:
 
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
 def test_low_precision_gradients_are_summed_in_float32(method: Any) -> None:
-    """256 ones and more: a bfloat16 sum sticks at 256, a mean of 512 must not be a half."""
+    """A bfloat16 sum of ones is stuck at 256, so that the mean of 512 ones would be 0.5."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(params["w"].astype(jnp.float32) * jnp.mean(x))
@@ -253,7 +253,7 @@ def test_low_precision_gradients_are_summed_in_float32(method: Any) -> None:
     np.testing.assert_allclose(grads["w"].astype(jnp.float32), [1.0])
 
 
-def test_add_n_keeps_every_part_and_default_a_running_sum() -> None:
+def test_add_n_stacks_gradients_and_default_sums_them() -> None:
     def scans(method: Any) -> Any:
         f = jstep.compute_gradients(lambda p, x: jnp.mean(x @ p["w"]), num_microbatches=4, aggregation_method=method)
         jaxpr = jax.make_jaxpr(f)({"w": jnp.ones((2, 7))}, X)

@@ -1,4 +1,4 @@
-"""Rows of a table, whose gradient is those rows."""
+"""`lookup`: rows of a table, with a sparse gradient."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def dense(loss: Any, *args: Any) -> Any:
 
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("n", [1, 2])
-def test_gradients_are_rows(jit: bool, n: int) -> None:
+def test_gradients_are_sparse(jit: bool, n: int) -> None:
     compute = jstep.compute_gradients(loss_fn, num_microbatches=n)
     _, grads = (jax.jit(compute) if jit else compute)(params(), IDS)
     assert isinstance(grads["t"], jstep.IndexedSlices)
@@ -36,7 +36,7 @@ def test_gradients_are_rows(jit: bool, n: int) -> None:
     assert not isinstance(jax.grad(loss_fn)(params(), IDS)["t"], jstep.IndexedSlices)
 
 
-def test_weighted_microbatches() -> None:
+def test_lookup_in_weighted_microbatches() -> None:
     weights = jnp.array([3.0, 0.0])
     compute = jstep.compute_gradients(
         lambda p, ids, w: loss_fn(p, ids), num_microbatches=2, weight_fn=lambda ids, w: w[0]
@@ -45,7 +45,7 @@ def test_weighted_microbatches() -> None:
     np.testing.assert_allclose(grads["t"].to_dense(), dense(loss_fn, IDS[:1]))
 
 
-def test_several_lookups_join_and_other_uses_make_it_dense() -> None:
+def test_lookups_are_merged_and_other_uses_are_dense() -> None:
     def twice(p: Any) -> jax.Array:
         return jnp.sum(jstep.lookup(p["t"], jnp.array([1, 2])) * jstep.lookup(p["t"], 3)[None])
 
@@ -53,14 +53,14 @@ def test_several_lookups_join_and_other_uses_make_it_dense() -> None:
     assert sorted(np.asarray(grads["t"].indices).tolist()) == [1, 2, 3]
     np.testing.assert_allclose(grads["t"].to_dense(), dense(twice))
 
-    def also(p: Any) -> jax.Array:
+    def mixed_uses(p: Any) -> jax.Array:
         return jnp.sum(jstep.lookup(p["t"], IDS) ** 2) + jnp.sum(p["t"]) * 3
 
-    _, grads = jax.jit(jstep.compute_gradients(also))(params())
-    np.testing.assert_allclose(grads["t"], dense(also))
+    _, grads = jax.jit(jstep.compute_gradients(mixed_uses))(params())
+    np.testing.assert_allclose(grads["t"], dense(mixed_uses))
 
 
-INSIDE = {
+TRANSFORMED = {
     "scan": lambda p: jax.lax.scan(lambda c, i: (c + jnp.sum(jstep.lookup(p["t"], i) ** 2), None), 0.0, IDS)[0],
     "vmap": lambda p: jnp.sum(jax.vmap(lambda i: jstep.lookup(p["t"], i) ** 2)(IDS)),
     "cond": lambda p: jax.lax.cond(p["b"] < 1, lambda: jnp.sum(jstep.lookup(p["t"], IDS) ** 2), lambda: 0.0),
@@ -70,23 +70,23 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_inside_other_transformations_it_is_dense(name: str) -> None:
-    _, grads = jstep.compute_gradients(INSIDE[name])(params())
-    np.testing.assert_allclose(grads["t"], dense(INSIDE[name]))
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_lookups_in_other_transformations_are_dense(name: str) -> None:
+    _, grads = jstep.compute_gradients(TRANSFORMED[name])(params())
+    np.testing.assert_allclose(grads["t"], dense(TRANSFORMED[name]))
 
 
 @pytest.mark.parametrize("optimizer", [jstep.gradient_descent(0.1), jstep.adagrad(0.1), jstep.momentum(0.1, 0.9)])
-def test_steps_are_those_of_the_same_rows_given_by_hand(optimizer: jstep.Optimizer) -> None:
+def test_steps_match_explicit_indexed_slices(optimizer: jstep.Optimizer) -> None:
     state = jstep.TrainState.create(params(), optimizer)
-    wanted = jstep.apply_gradients(
+    want = jstep.apply_gradients(
         state,
         {"t": jstep.IndexedSlices(2 * TABLE[IDS].reshape(-1, 2), jnp.array([1, 4, 1, 5]), (6, 2)), "b": jnp.float32(1)},
         optimizer,
     )
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm"))
     got, metrics = step(state, IDS)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
     np.testing.assert_array_equal(got.params["t"][0], TABLE[0])
     assert float(metrics["grad_norm"]) > 0
     got, _ = jstep.scan_steps(step)(got, jnp.stack([IDS, IDS]))
@@ -103,8 +103,8 @@ def test_low_precision_rows_and_sharpness() -> None:
     assert grads["b"] is None
 
 
-def test_the_cost_follows_the_rows() -> None:
-    """The compiled step touches no more memory than its rows: of a table of 8 MB it moves a fraction."""
+def test_step_does_not_allocate_the_table() -> None:
+    """The compiled step needs less than 1 MiB of temporaries for a table of 8 MiB."""
     optimizer = jstep.adagrad(0.1)
     table = {"t": jax.ShapeDtypeStruct((1 << 15, 64), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.float32)}
     state = jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), table)
@@ -113,7 +113,7 @@ def test_the_cost_follows_the_rows() -> None:
     assert program.memory_analysis().temp_size_in_bytes < 1 << 20
 
 
-def test_plain_indexing_elsewhere_and_bad_arguments() -> None:
+def test_lookup_outside_a_loss_and_invalid_arguments() -> None:
     np.testing.assert_array_equal(jstep.lookup(TABLE, 2), TABLE[2])
     np.testing.assert_array_equal(jstep.lookup(np.ones((3, 1)), [0, 2]), np.ones((2, 1)))
     with pytest.raises(TypeError, match="ids: must be integers"):
@@ -137,7 +137,7 @@ def test_map_gradients() -> None:
         jstep.map_gradients(3, grads)
 
 
-def test_a_table_in_a_box() -> None:
+def test_table_in_an_nnx_variable() -> None:
     nnx = pytest.importorskip("flax.nnx")
     graphdef, boxed = nnx.split(nnx.Embed(6, 2, rngs=nnx.Rngs(0)), nnx.Param)
 

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization, against its equations by hand."""
+"""Sharpness-aware minimization, against its equations."""
 
 from typing import Any
 
@@ -17,27 +17,27 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
 
 
-def by_hand(rho: float, adaptive: bool) -> Any:
+def reference(rho: float, adaptive: bool) -> Any:
     g = jax.grad(loss_fn)(PARAMS, X)
     size = jax.tree.map(jnp.abs if adaptive else jnp.ones_like, PARAMS)
     norm = jnp.sqrt(sum(jnp.sum((s * d) ** 2) for s, d in zip(*map(jax.tree.leaves, (size, g)), strict=True)))
-    there = jax.tree.map(lambda p, s, d: p + rho * s * s * d / (norm + 1e-12), PARAMS, size, g)
-    return jax.grad(loss_fn)(there, X)
+    perturbed = jax.tree.map(lambda p, s, d: p + rho * s * s * d / (norm + 1e-12), PARAMS, size, g)
+    return jax.grad(loss_fn)(perturbed, X)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_gradients_are_those_at_the_sharpest_point_nearby(adaptive: bool, n: int) -> None:
+def test_gradients_are_taken_at_the_perturbed_point(adaptive: bool, n: int) -> None:
     compute = jstep.compute_gradients(loss_fn, sharpness=0.5, adaptive=adaptive, num_microbatches=n)
     loss, grads = jax.jit(compute)(PARAMS, X)
     np.testing.assert_allclose(loss, loss_fn(PARAMS, X), rtol=1e-6)
-    want = by_hand(0.5, adaptive)
+    want = reference(0.5, adaptive)
     for name in ("w", "b"):
         np.testing.assert_allclose(grads[name], want[name], rtol=1e-4)
     assert grads["unused"] is None
 
 
-def test_both_gradients_see_the_same_key_and_state_and_one_step_is_made() -> None:
+def test_both_gradients_use_the_same_key_and_model_state() -> None:
     optimizer = jstep.gradient_descent(1.0)
 
     def noisy(params: Any, model_state: Any, x: jax.Array, rng: jax.Array) -> Any:
@@ -56,15 +56,15 @@ def test_both_gradients_see_the_same_key_and_state_and_one_step_is_made() -> Non
     np.testing.assert_allclose(PARAMS["w"] - state.params["w"], want["w"], rtol=1e-4)
 
 
-def test_no_gradient_and_no_radius() -> None:
+def test_zero_gradient_and_zero_radius() -> None:
     flat = jstep.compute_gradients(lambda p: jnp.sum(p["w"] * 0.0), sharpness=0.1)(PARAMS)
     np.testing.assert_array_equal(flat[1]["w"], 0.0)
-    still = jstep.compute_gradients(loss_fn, sharpness=0.0)(PARAMS, X)
-    np.testing.assert_allclose(still[1]["w"], jax.grad(loss_fn)(PARAMS, X)["w"], rtol=1e-6)
+    unperturbed = jstep.compute_gradients(loss_fn, sharpness=0.0)(PARAMS, X)
+    np.testing.assert_allclose(unperturbed[1]["w"], jax.grad(loss_fn)(PARAMS, X)["w"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "kind", "words"),
+    ("kwargs", "kind", "message"),
     [
         ({"sharpness": -1}, ValueError, "sharpness=-1: must be finite and ≥ 0"),
         ({"sharpness": float("nan")}, ValueError, "sharpness=nan"),
@@ -75,14 +75,14 @@ def test_no_gradient_and_no_radius() -> None:
         ({"adaptive": True}, ValueError, "give sharpness as well"),
     ],
 )
-def test_bad_arguments(kwargs: Any, kind: type[Exception], words: str) -> None:
+def test_invalid_sharpness(kwargs: Any, kind: type[Exception], message: str) -> None:
     for make in (jstep.compute_gradients, lambda f, **k: jstep.minimize(f, jstep.adam(), **k)):
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match=message):
             make(loss_fn, **kwargs)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_schedule_is_read_at_the_step(adaptive: bool) -> None:
+def test_schedule_is_evaluated_at_the_step(adaptive: bool) -> None:
     optimizer = jstep.gradient_descent(0.1)
     schedule = jstep.piecewise_constant([0], [0.5, 0.1])
     step = jstep.minimize(loss_fn, optimizer, sharpness=schedule, adaptive=adaptive, metrics=("grad_norm",))
@@ -95,7 +95,7 @@ def test_a_schedule_is_read_at_the_step(adaptive: bool) -> None:
     assert step._cache_size() == 1  # type: ignore[attr-defined]
 
 
-def test_a_radius_that_the_state_would_hold_is_refused() -> None:
+def test_held_and_invalid_radii_are_refused() -> None:
     with pytest.raises(TypeError, match=r"sharpness=held\('rho', ...\): .* the radius belongs to the loss"):
         jstep.minimize(loss_fn, jstep.adam(), sharpness=jstep.held("rho", 0.1))
     for wrong in ("0.1", True, float):

@@ -1,4 +1,4 @@
-"""Calls that wait in threads of their own, and queues to make."""
+"""Blocking calls in background threads, and queue factories."""
 
 import threading
 import time
@@ -8,11 +8,11 @@ import pytest
 from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
 from jstep.queues.errors import OutOfRangeError
 
-LONG = 20  # seconds until a test that hangs fails
+TIMEOUT = 20  # seconds after which a hanging test fails
 
 
 class Call:
-    """A call in a thread of its own."""
+    """A call in a background thread."""
 
     def __init__(self, fn, *args):
         self.result = self.error = None
@@ -27,27 +27,27 @@ class Call:
         self.thread.start()
 
     def wait(self):
-        self.thread.join(LONG)
+        self.thread.join(TIMEOUT)
         assert not self.thread.is_alive(), "the call hangs"
         if self.error:
             raise self.error
         return self.result
 
 
-def until(condition):
-    deadline = time.monotonic() + LONG
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, "never came true"
+        assert time.monotonic() < deadline, "timed out waiting for the condition"
         time.sleep(0.001)
 
 
-def asleep(queue, enqueues=0, dequeues=0, batches=0):
-    """Waits until so many calls wait inside of the queue."""
-    wanted = (enqueues, dequeues, batches)
-    until(lambda: (queue._for_room.count, queue._for_elements.count, queue._for_batch.count) == wanted)
+def wait_until_blocked(queue, enqueues=0, dequeues=0, batches=0):
+    """Wait until these numbers of calls block inside the queue."""
+    expected = (enqueues, dequeues, batches)
+    wait_until(lambda: (queue._for_room.count, queue._for_elements.count, queue._for_batch.count) == expected)
 
 
-def drained(queue):
+def drain(queue):
     out = []
     while True:
         try:
@@ -64,9 +64,9 @@ def shuffle(capacity=10, min_after_dequeue=0, seed=0):
     return RandomShuffleQueue(capacity, min_after_dequeue, seed)
 
 
-both = pytest.mark.parametrize("make", [fifo, shuffle])
+both_queues = pytest.mark.parametrize("make", [fifo, shuffle])
 
 
-def never_polls(monkeypatch):
-    """A fixture: a lost wake-up shows as a call that hangs."""
+def disable_polling(monkeypatch):
+    """A fixture: without polling, a lost wake-up makes the call hang."""
     monkeypatch.setattr(_bounded_queue, "_POLL_SECS", 3600)

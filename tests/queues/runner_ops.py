@@ -1,20 +1,20 @@
-"""Enqueue ops, and how their threads end."""
+"""Enqueue operations for the tests of `QueueRunner`, and checks that its threads end."""
 
 import itertools
 import threading
 
 from jstep.queues.errors import OutOfRangeError
 
-LONG = 20  # seconds until a test that hangs fails
+TIMEOUT = 20  # seconds after which a hanging test fails
 
 
-def counting(queue, n=None):
-    """An op that enqueues 0, 1, 2 … until n."""
+def counting_op(queue, n=None):
+    """Return an operation that enqueues 0, 1, …, n - 1 and then raises StopIteration."""
     numbers = itertools.count() if n is None else iter(range(n))
     return lambda: queue.enqueue(next(numbers))
 
 
-def failing(queue, after, exception):
+def failing_op(queue, after, exception):
     numbers = itertools.count()
 
     def op():
@@ -25,7 +25,7 @@ def failing(queue, after, exception):
     return op
 
 
-def drained(queue):
+def drain(queue):
     out = []
     while True:
         try:
@@ -34,15 +34,15 @@ def drained(queue):
             return out
 
 
-def ended(threads):
+def join_all(threads):
     for thread in threads:
-        thread.join(LONG)
+        thread.join(TIMEOUT)
     return not any(thread.is_alive() for thread in threads)
 
 
-def ends_all_threads():
-    """A fixture: whatever a test does, its threads end."""
+def check_no_leftover_threads():
+    """A fixture that checks that all threads of the test end."""
     before = set(threading.enumerate())
     yield
-    left = set(threading.enumerate()) - before
-    assert ended(left), left
+    leftover = set(threading.enumerate()) - before
+    assert join_all(leftover), leftover

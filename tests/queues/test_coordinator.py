@@ -1,20 +1,20 @@
-"""Coordinator: who asks for a stop, what join raises."""
+"""`Coordinator`: requesting a stop, and the exceptions that `join` raises."""
 
 import sys
 import threading
 
 import pytest
-from coordinated import LONG, fail_with, names_in, started
+from coordinator_threads import TIMEOUT, fail_with, function_names, start_thread
 
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
 
-def test_stop_is_seen_by_all():
+def test_stop_reaches_all_threads():
     coord = Coordinator()
     assert not coord.should_stop()
     assert not coord.wait_for_stop(0.01)
-    threads = [started(coord.wait_for_stop) for _ in range(3)]
+    threads = [start_thread(coord.wait_for_stop) for _ in range(3)]
     coord.request_stop()
     assert coord.should_stop()
     assert coord.wait_for_stop() is True
@@ -22,9 +22,9 @@ def test_stop_is_seen_by_all():
     assert not any(t.is_alive() for t in threads)
 
 
-def test_join_returns_when_all_have_ended_without_a_stop():
+def test_join_returns_when_all_threads_have_ended():
     coord = Coordinator()
-    coord.join([started(lambda: None)])
+    coord.join([start_thread(lambda: None)])
     assert coord.joined
     assert not coord.should_stop()
 
@@ -48,17 +48,17 @@ def test_join_raises_the_first_exception_with_its_own_traceback():
         except ValueError as ex:
             coord.request_stop(ex)
 
-    started(work).join(LONG)
+    start_thread(work).join(TIMEOUT)
     fail_with(coord, RuntimeError("too late"))
-    for _ in range(3):  # and it does not grow
+    for _ in range(3):  # the traceback does not grow
         with pytest.raises(ValueError, match="first") as info:
             coord.join([])
-        names = names_in(info.value.__traceback__)
+        names = function_names(info.value.__traceback__)
         assert names.count("deep_inside") == 1
         assert names.count("raise_requested_exception") == 1
 
 
-def test_exc_info_is_taken_too():
+def test_request_stop_accepts_exc_info():
     coord = Coordinator()
     try:
         raise KeyError("k")
@@ -66,17 +66,17 @@ def test_exc_info_is_taken_too():
         coord.request_stop(sys.exc_info())
     with pytest.raises(KeyError) as info:
         coord.join()
-    assert names_in(info.value.__traceback__)[-1] == "test_exc_info_is_taken_too"
+    assert function_names(info.value.__traceback__)[-1] == "test_request_stop_accepts_exc_info"
 
 
-def test_an_exception_that_was_never_raised_is_taken():
+def test_request_stop_accepts_unraised_exceptions():
     coord = Coordinator()
     coord.request_stop(ValueError("made by hand"))
     with pytest.raises(ValueError, match="made by hand"):
         coord.join()
 
 
-def test_a_stop_without_an_error_counts_as_the_first(caplog):
+def test_errors_after_a_clean_stop_are_only_logged(caplog):
     coord = Coordinator()
     coord.request_stop()
     fail_with(coord, ValueError("while stopping"))
@@ -84,7 +84,7 @@ def test_a_stop_without_an_error_counts_as_the_first(caplog):
     assert "while stopping" in caplog.text
 
 
-def test_cancelled_enqueues_after_the_stop_are_no_news(caplog):
+def test_cancelled_enqueues_after_the_stop_are_not_logged(caplog):
     coord = Coordinator()
     coord.request_stop()
     coord.request_stop(CancelledError("closed"))
@@ -92,7 +92,7 @@ def test_cancelled_enqueues_after_the_stop_are_no_news(caplog):
     assert not caplog.records
 
 
-def test_clean_stop_exceptions_are_raised_nowhere():
+def test_clean_stop_exceptions_are_not_raised():
     coord = Coordinator()
     fail_with(coord, OutOfRangeError("the end"))
     assert coord.should_stop()
@@ -101,12 +101,12 @@ def test_clean_stop_exceptions_are_raised_nowhere():
 
 
 @pytest.mark.parametrize("types", [(KeyError, ValueError), ValueError, [ValueError]])
-def test_clean_stop_types_of_ones_own(types):
-    class MineError(ValueError):
+def test_custom_clean_stop_types(types):
+    class CustomError(ValueError):
         pass
 
     coord = Coordinator(clean_stop_exception_types=types)
-    fail_with(coord, MineError())
+    fail_with(coord, CustomError())
     coord.join()
 
     coord = Coordinator(clean_stop_exception_types=types)
@@ -122,14 +122,14 @@ def test_stop_on_exception():
         with coord.stop_on_exception():
             raise RuntimeError("inside")
 
-    thread = started(work)
-    assert coord.wait_for_stop(LONG)
+    thread = start_thread(work)
+    assert coord.wait_for_stop(TIMEOUT)
     with pytest.raises(RuntimeError, match="inside") as info:
         coord.join([thread])
-    assert "work" in names_in(info.value.__traceback__)
+    assert "work" in function_names(info.value.__traceback__)
 
 
-def test_stop_on_exception_without_one():
+def test_stop_on_exception_without_an_exception():
     coord = Coordinator()
     with coord.stop_on_exception():
         pass
@@ -137,7 +137,7 @@ def test_stop_on_exception_without_one():
 
 
 @pytest.mark.parametrize("ex", [KeyboardInterrupt(), SystemExit(3)])
-def test_stop_on_exception_takes_interrupts_too(ex):
+def test_stop_on_exception_catches_interrupts(ex):
     coord = Coordinator()
     with coord.stop_on_exception():
         raise ex
@@ -156,7 +156,7 @@ def test_request_stop_after_join_raises_at_once():
         raise RuntimeError("inside")
 
 
-def test_clear_stop_makes_it_as_new():
+def test_clear_stop_resets_the_coordinator():
     coord = Coordinator()
     fail_with(coord, ValueError("before"))
     with pytest.raises(ValueError, match="before"):
@@ -179,7 +179,7 @@ def test_raise_requested_exception():
     assert not coord.joined
 
 
-def test_callbacks_run_once_and_can_be_taken_back():
+def test_callbacks_run_once_and_can_be_removed():
     coord = Coordinator()
     calls = []
     coord.call_on_stop(lambda: calls.append("kept"))
@@ -192,23 +192,23 @@ def test_callbacks_run_once_and_can_be_taken_back():
     remove()
 
 
-def test_many_threads_report_and_one_counts():
+def test_join_raises_one_of_many_errors():
     coord = Coordinator()
     barrier = threading.Barrier(8)
 
     def work(i):
         with coord.stop_on_exception():
-            barrier.wait(LONG)
+            barrier.wait(TIMEOUT)
             raise ValueError(f"number {i}")
 
-    threads = [started(lambda i=i: work(i)) for i in range(8)]
+    threads = [start_thread(lambda i=i: work(i)) for i in range(8)]
     with pytest.raises(ValueError, match="number") as info:
         coord.join(threads)
     with pytest.raises(ValueError, match=str(info.value)):
         coord.raise_requested_exception()
 
 
-def test_repr_tells_the_state():
+def test_repr_shows_the_state():
     coord = Coordinator()
     assert "running" in repr(coord)
     fail_with(coord, ValueError("v"))

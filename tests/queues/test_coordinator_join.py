@@ -1,29 +1,29 @@
-"""Coordinator.join: which threads, how long, and wrong arguments."""
+"""`Coordinator.join`: threads, grace period, and invalid arguments."""
 
 import signal
 import threading
 
 import pytest
-from coordinated import LONG, fail_with, holds, started
+from coordinator_threads import TIMEOUT, blocking_event, fail_with, start_thread
 from processes import talking
 
 from jstep.queues.coordinator import Coordinator
 
-release = pytest.fixture(holds)
+release = pytest.fixture(blocking_event)
 
 
 def test_registered_threads_are_joined_by_default(release):
     coord = Coordinator()
-    thread = started(release.wait)
+    thread = start_thread(release.wait)
     coord.register_thread(thread)
     release.set()
     coord.join()
     assert not thread.is_alive()
 
 
-def test_registered_threads_are_joined_besides_the_given_ones(release):
+def test_registered_and_given_threads_are_joined(release):
     coord = Coordinator()
-    registered, given = started(release.wait, "registered"), started(release.wait, "given")
+    registered, given = start_thread(release.wait, "registered"), start_thread(release.wait, "given")
     coord.register_thread(registered)
     coord.request_stop()
     with pytest.raises(RuntimeError, match="given, registered"):
@@ -35,19 +35,23 @@ def test_threads_registered_by_threads_are_joined(release):
     children = []
 
     def parent():
-        children.append(started(release.wait))
+        children.append(start_thread(release.wait))
         coord.register_thread(children[0])
         release.set()
 
-    coord.join([started(parent)])
+    coord.join([start_thread(parent)])
     assert not children[0].is_alive()
 
 
 @pytest.mark.parametrize("grace", [0, 1e-9, 0.05])
 def test_stragglers_are_named(release, grace):
     coord = Coordinator()
-    threads = [started(release.wait, "slow-b"), started(release.wait, "slow-a"), started(lambda: None, "quick")]
-    threads[-1].join()  # without a grace period nobody waits for it
+    threads = [
+        start_thread(release.wait, "slow-b"),
+        start_thread(release.wait, "slow-a"),
+        start_thread(lambda: None, "quick"),
+    ]
+    threads[-1].join()  # without a grace period, coord.join does not wait for it
     coord.request_stop()
     with pytest.raises(RuntimeError, match="threads still running: slow-a, slow-b") as info:
         coord.join(threads, stop_grace_period_secs=grace)
@@ -58,27 +62,27 @@ def test_stragglers_are_named(release, grace):
 def test_live_threads_may_be_ignored(release, caplog):
     coord = Coordinator()
     coord.request_stop()
-    coord.join([started(release.wait, "slow")], stop_grace_period_secs=0, ignore_live_threads=True)
+    coord.join([start_thread(release.wait, "slow")], stop_grace_period_secs=0, ignore_live_threads=True)
     assert "slow" in caplog.text
 
 
-def test_an_error_goes_before_stragglers(release, caplog):
+def test_errors_take_precedence_over_stragglers(release, caplog):
     coord = Coordinator()
     fail_with(coord, ValueError("the cause"))
     with pytest.raises(ValueError, match="the cause"):
-        coord.join([started(release.wait, "slow")], stop_grace_period_secs=0)
+        coord.join([start_thread(release.wait, "slow")], stop_grace_period_secs=0)
     assert "slow" in caplog.text
 
 
-def test_the_grace_period_begins_with_the_stop(release):
+def test_grace_period_begins_with_the_stop(release):
     coord = Coordinator()
-    thread = started(release.wait)
-    stopper = threading.Timer(0.2, coord.request_stop)  # well after a grace period that began with join
+    thread = start_thread(release.wait)
+    stopper = threading.Timer(0.2, coord.request_stop)  # after the end of a grace period that begins with join
     stopper.start()
     with pytest.raises(RuntimeError, match="still running"):
         coord.join([thread], stop_grace_period_secs=0.05)
     assert coord.should_stop()
-    stopper.join(LONG)
+    stopper.join(TIMEOUT)
 
 
 class TestMisuse:
@@ -93,7 +97,7 @@ class TestMisuse:
         with pytest.raises(RuntimeError, match=r"forgotten.*never started"):
             coord.join()
 
-    def test_an_error_goes_before_threads_that_never_started(self):
+    def test_errors_take_precedence_over_unstarted_threads(self):
         coord = Coordinator()
         coord.register_thread(threading.Thread(target=print))
         fail_with(coord, ValueError("why they were not started"))
@@ -109,7 +113,7 @@ class TestMisuse:
         with pytest.raises(ValueError, match=f"stop_grace_period_secs={grace}"):
             Coordinator().join(stop_grace_period_secs=grace)
 
-    def test_threads_that_are_none(self):
+    def test_invalid_threads(self):
         with pytest.raises(TypeError, match="threads"):
             Coordinator().join(["t"])
         with pytest.raises(TypeError, match="must be a list of threads"):
@@ -118,7 +122,7 @@ class TestMisuse:
             Coordinator().register_thread(3)
 
     @pytest.mark.parametrize("ex", ["text", ValueError, (None, None, None), 3])
-    def test_what_is_no_exception_stops_all_the_same(self, ex):
+    def test_stop_with_an_invalid_exception_still_stops(self, ex):
         coord = Coordinator()
         with pytest.raises(TypeError, match="ex="):
             coord.request_stop(ex)
@@ -127,13 +131,13 @@ class TestMisuse:
             coord.join()
 
     @pytest.mark.parametrize("types", [("OutOfRangeError",), (3,), (int,)])
-    def test_clean_stop_types_that_are_none(self, types):
+    def test_invalid_clean_stop_types(self, types):
         with pytest.raises(TypeError, match="clean_stop_exception_types"):
             Coordinator(types)
 
 
-def test_ctrl_c_and_signal_handlers_get_through():
-    """A handler may stop the run while the main thread is inside of the coordinator."""
+def test_signals_interrupt_join_and_wait_for_stop():
+    """A signal handler may request a stop while the main thread waits in the coordinator."""
     program = """
         import os, signal, threading
         from jstep.queues.coordinator import Coordinator
@@ -151,8 +155,8 @@ def test_ctrl_c_and_signal_handlers_get_through():
                     print("interrupted", flush=True)
     """
     with talking(program) as process:
-        for number, answer in [(signal.SIGTERM, "stopped"), (signal.SIGINT, "interrupted")] * 2:
+        for signum, output in [(signal.SIGTERM, "stopped"), (signal.SIGINT, "interrupted")] * 2:
             assert process.stdout.readline() == "ready\n"
-            process.send_signal(number)
-            assert process.stdout.readline() == f"{answer}\n"
+            process.send_signal(signum)
+            assert process.stdout.readline() == f"{output}\n"
         assert process.wait(timeout=60) == 0

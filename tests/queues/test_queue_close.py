@@ -1,42 +1,42 @@
-"""Closing a queue, interrupting its waits, and wrong arguments."""
+"""Closing a queue, interrupting blocked calls, and invalid arguments."""
 
 import signal
 import time
 
 import pytest
 from processes import talking
-from queue_calls import Call, asleep, both, drained, fifo, never_polls, shuffle
+from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
 
 from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
-no_polling = pytest.fixture(autouse=True)(never_polls)
+no_polling = pytest.fixture(autouse=True)(disable_polling)
 
 
 class TestClose:
-    @both
-    def test_drains_and_then_ends(self, make):
+    @both_queues
+    def test_remaining_elements_are_returned_before_the_end(self, make):
         queue = make()
         for i in range(3):
             queue.enqueue(i)
         queue.close()
         assert queue.is_closed()
-        assert sorted(drained(queue)) == [0, 1, 2]
+        assert sorted(drain(queue)) == [0, 1, 2]
         for _ in range(2):
             with pytest.raises(OutOfRangeError, match=f"{type(queue).__name__} is closed"):
                 queue.dequeue()
 
-    @both
+    @both_queues
     def test_wakes_all_consumers(self, make):
         queue = make()
         calls = [Call(queue.dequeue) for _ in range(3)]
-        asleep(queue, dequeues=3)
+        wait_until_blocked(queue, dequeues=3)
         queue.close()
         for call in calls:
             with pytest.raises(OutOfRangeError):
                 call.wait()
 
-    @both
+    @both_queues
     def test_refuses_new_elements(self, make):
         queue = make()
         queue.close()
@@ -44,59 +44,59 @@ class TestClose:
             queue.enqueue(1)
         assert queue.size() == 0
 
-    @both
+    @both_queues
     def test_pending_enqueues_are_served(self, make):
         queue = make(1)
         queue.enqueue(0)
         calls = [Call(queue.enqueue, i) for i in range(1, 4)]
-        asleep(queue, enqueues=3)
+        wait_until_blocked(queue, enqueues=3)
         queue.close()
-        asleep(queue, enqueues=3)
-        assert sorted(drained(queue)) == [0, 1, 2, 3]
+        wait_until_blocked(queue, enqueues=3)
+        assert sorted(drain(queue)) == [0, 1, 2, 3]
         for call in calls:
             call.wait()
 
-    @both
+    @both_queues
     def test_pending_enqueues_are_served_to_dequeue_many(self, make):
         queue = make(1)
         queue.enqueue(0)
         calls = [Call(queue.enqueue, i) for i in range(1, 5)]
-        asleep(queue, enqueues=4)
+        wait_until_blocked(queue, enqueues=4)
         queue.close()
         assert len(queue.dequeue_many(3)) == 3
         with pytest.raises(OutOfRangeError, match="requested 3, current size 2"):
             queue.dequeue_many(3)
-        assert len(drained(queue)) == 2
+        assert len(drain(queue)) == 2
         for call in calls:
             call.wait()
 
-    @both
+    @both_queues
     def test_pending_enqueues_are_cancelled_on_request(self, make):
         queue = make(1)
         queue.enqueue(0)
         calls = [Call(queue.enqueue, i) for i in range(1, 4)]
-        asleep(queue, enqueues=3)
+        wait_until_blocked(queue, enqueues=3)
         queue.close(cancel_pending_enqueues=True)
         for call in calls:
             with pytest.raises(CancelledError, match="cancelled"):
                 call.wait()
-        assert drained(queue) == [0]
+        assert drain(queue) == [0]
 
-    @both
-    def test_twice_and_the_second_may_cancel(self, make):
+    @both_queues
+    def test_second_close_may_cancel_pending_enqueues(self, make):
         queue = make(1)
         queue.enqueue(0)
         call = Call(queue.enqueue, 1)
-        asleep(queue, enqueues=1)
+        wait_until_blocked(queue, enqueues=1)
         queue.close()
         queue.close(cancel_pending_enqueues=True)
         with pytest.raises(CancelledError):
             call.wait()
         queue.close()
-        assert drained(queue) == [0]
+        assert drain(queue) == [0]
 
-    @both
-    def test_names_what_the_input_failed_of(self, make):
+    @both_queues
+    def test_error_of_the_input_is_named(self, make):
         queue = make()
         cause = ValueError("bad file")
         queue.fail(cause)
@@ -106,18 +106,18 @@ class TestClose:
             queue.dequeue()
         assert info.value.__cause__ is cause
 
-    def test_min_after_dequeue_is_ignored_then(self):
+    def test_min_after_dequeue_is_ignored_after_close(self):
         queue = shuffle(10, 5)
         for i in range(5):
             queue.enqueue(i)
         call = Call(queue.dequeue)
-        asleep(queue, dequeues=1)
+        wait_until_blocked(queue, dequeues=1)
         queue.close()
-        assert sorted([call.wait(), *drained(queue)]) == list(range(5))
+        assert sorted([call.wait(), *drain(queue)]) == list(range(5))
 
 
 class TestInterrupts:
-    """Ctrl-C while the main thread waits: it gets through, and nothing is lost."""
+    """Ctrl-C interrupts a waiting main thread, and no element is lost."""
 
     def test_ctrl_c(self):
         program = """
@@ -132,7 +132,7 @@ class TestInterrupts:
                     call(queue)
                 except KeyboardInterrupt:
                     assert queue.size() == left
-                    while queue.size() < 2:  # and it works as before
+                    while queue.size() < 2:  # the queue still works
                         queue.enqueue(7)
                     queue.dequeue()
                     queue.close()
@@ -142,12 +142,12 @@ class TestInterrupts:
         with talking(program) as process:
             for _ in range(3):
                 assert process.stdout.readline() == "ready\n"
-                time.sleep(0.1)  # most likely into the wait
+                time.sleep(0.1)  # so that the signal most likely arrives during the wait
                 process.send_signal(signal.SIGINT)
                 assert process.stdout.readline() == "interrupted\n"
             assert process.wait(timeout=60) == 0
 
-    def test_a_wake_up_meant_for_who_was_interrupted_is_passed_on(self):
+    def test_wake_up_of_an_interrupted_call_is_passed_on(self):
         queue = fifo()
         sleepers = queue._for_elements
         original = sleepers._condition.wait
@@ -158,27 +158,27 @@ class TestInterrupts:
 
         sleepers._condition.wait = interrupted
         first = Call(queue.dequeue)
-        asleep(queue, dequeues=1)
+        wait_until_blocked(queue, dequeues=1)
         sleepers._condition.wait = original
         second = Call(queue.dequeue)
-        asleep(queue, dequeues=2)
+        wait_until_blocked(queue, dequeues=2)
         queue.enqueue("x")
         with pytest.raises(KeyboardInterrupt):
             first.wait()
         assert second.wait() == "x"
 
     def test_closing_by_a_signal_just_before_the_wait(self, monkeypatch):
-        """The wake-up finds nobody asleep yet."""
+        """The wake-up arrives before the call waits."""
         monkeypatch.setattr(_bounded_queue, "_POLL_SECS", 0.01)
         queue = fifo()
         original = queue._for_elements.sleep
 
-        def late():
+        def close_before_sleeping():
             queue._for_elements.sleep = original
-            queue.close()  # on this thread, between its look and its wait
+            queue.close()  # on this thread, between its check and its wait
             original()
 
-        queue._for_elements.sleep = late
+        queue._for_elements.sleep = close_before_sleeping
         with pytest.raises(OutOfRangeError):
             Call(queue.dequeue).wait()
 
@@ -196,13 +196,13 @@ class TestInterrupts:
 
 class TestMisuse:
     @pytest.mark.parametrize("capacity", [0, -3])
-    def test_capacity_that_holds_nothing(self, capacity):
+    def test_capacity_must_be_positive(self, capacity):
         for make in (FIFOQueue, lambda c: RandomShuffleQueue(c, 0, 0)):
             with pytest.raises(ValueError, match=f"capacity={capacity}: must be at least 1"):
                 make(capacity)
 
     @pytest.mark.parametrize("capacity", [2.5, "2", None, True])
-    def test_capacity_that_is_no_integer(self, capacity):
+    def test_capacity_must_be_an_integer(self, capacity):
         with pytest.raises(TypeError, match=r"capacity=.*: must be an integer"):
             FIFOQueue(capacity)
 
@@ -215,16 +215,16 @@ class TestMisuse:
         with pytest.raises(TypeError, match="min_after_dequeue"):
             RandomShuffleQueue(10, 0.5, 0)
 
-    def test_seed_that_is_no_integer(self):
+    def test_seed_must_be_an_integer(self):
         with pytest.raises(TypeError, match="seed='s'"):
             RandomShuffleQueue(10, 0, "s")
 
     @pytest.mark.parametrize("n", [0, -1])
-    def test_batches_of_nothing(self, n):
+    def test_n_must_be_positive(self, n):
         with pytest.raises(ValueError, match=f"n={n}: must be at least 1"):
             fifo().dequeue_many(n)
 
-    def test_n_that_is_no_integer(self):
+    def test_n_must_be_an_integer(self):
         with pytest.raises(TypeError, match=r"n=2\.5"):
             fifo().dequeue_many(2.5)
 

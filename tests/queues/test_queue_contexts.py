@@ -1,4 +1,4 @@
-"""A QueueRunner's threads run in the contexts of who starts them; arguments that are none are told so."""
+"""`QueueRunner` threads run in the context of their creator; invalid arguments raise."""
 
 import contextvars
 import threading
@@ -6,20 +6,20 @@ import threading
 import jax
 import numpy as np
 import pytest
-from runner_ops import LONG
+from runner_ops import TIMEOUT
 
 from jstep.queues import Coordinator, FIFOQueue, QueueRunner, add_queue_runner, start_queue_runners
 
 variable = contextvars.ContextVar("variable", default=0)
 
 
-def settings():
+def context_settings():
     return jax.config.jax_default_prng_impl, jax.config.jax_enable_x64, jax.sharding.get_mesh(), variable.get()
 
 
-def once(queue):
+def settings_op(queue):
     def op():
-        queue.enqueue(settings())
+        queue.enqueue(context_settings())
         raise StopIteration
 
     return op
@@ -27,9 +27,9 @@ def once(queue):
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize("collected", [False, True])
-def test_threads_run_in_the_contexts_of_who_starts_them(kind, collected):
+def test_threads_run_in_the_context_of_their_creator(kind, collected):
     queue, coord = FIFOQueue(10), Coordinator()
-    runner = QueueRunner(queue, [once(queue)] * 2)
+    runner = QueueRunner(queue, [settings_op(queue)] * 2)
     token = variable.set(7)
     try:
         with (
@@ -37,7 +37,7 @@ def test_threads_run_in_the_contexts_of_who_starts_them(kind, collected):
             jax.enable_x64(True),
             jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(kind,))),
         ):
-            here = settings()
+            expected = context_settings()
             if collected:
                 add_queue_runner(runner, "contexts")
                 threads = start_queue_runners(coord, collection="contexts")
@@ -46,24 +46,24 @@ def test_threads_run_in_the_contexts_of_who_starts_them(kind, collected):
             coord.join(threads)
     finally:
         variable.reset(token)
-    assert [queue.dequeue(), queue.dequeue()] == [here] * 2
-    assert settings() != here
+    assert [queue.dequeue(), queue.dequeue()] == [expected] * 2
+    assert context_settings() != expected
 
 
-def test_threads_started_by_hand():
+def test_threads_started_manually():
     queue = FIFOQueue(10)
-    (thread,) = QueueRunner(queue, [once(queue)]).create_threads()
+    (thread,) = QueueRunner(queue, [settings_op(queue)]).create_threads()
     with jax.enable_x64(True):
         thread.start()
-    thread.join(LONG)
+    thread.join(TIMEOUT)
     assert queue.dequeue()[1] is True
 
 
-WRONG = ["no", 1, None, np.ones(2)]
+NOT_BOOLEAN = ["no", 1, None, np.ones(2)]
 
 
-@pytest.mark.parametrize("value", WRONG)
-def test_bools_are_bools(value):
+@pytest.mark.parametrize("value", NOT_BOOLEAN)
+def test_flags_must_be_booleans(value):
     queue = FIFOQueue(1)
     runner = QueueRunner(queue, [lambda: None])
     for call in (
@@ -102,7 +102,7 @@ def test_bools_are_bools(value):
         (lambda: start_queue_runners(collection=3), "collection=3: must be a string"),
     ],
 )
-def test_errors_speak_of_the_argument(call, match):
+def test_errors_name_the_argument(call, match):
     with pytest.raises(TypeError, match=match):
         call()
 

@@ -1,14 +1,14 @@
-"""dequeue_many: all or none, stacked."""
+"""`dequeue_many`: atomic and stacked."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from queue_calls import Call, asleep, both, fifo, never_polls, shuffle
+from queue_calls import Call, both_queues, disable_polling, fifo, shuffle, wait_until_blocked
 
 from jstep.queues.errors import OutOfRangeError
 
-no_polling = pytest.fixture(autouse=True)(never_polls)
+no_polling = pytest.fixture(autouse=True)(disable_polling)
 
 
 class TestDequeueMany:
@@ -25,13 +25,13 @@ class TestDequeueMany:
         assert batch["none"] is None
         assert queue.size() == 1
 
-    def test_a_bare_array_is_a_tree_too(self):
+    def test_bare_arrays_are_stacked(self):
         queue = fifo()
         queue.enqueue(np.arange(2))
         queue.enqueue(np.arange(2))
         np.testing.assert_array_equal(queue.dequeue_many(2), [[0, 1], [0, 1]])
 
-    def test_texts_of_several_lengths(self):
+    def test_strings_of_different_lengths(self):
         queue = fifo()
         for text in ("a", "bcd"):
             queue.enqueue(np.array([text]))
@@ -45,34 +45,34 @@ class TestDequeueMany:
         assert isinstance(batch, jax.Array)
         np.testing.assert_array_equal(batch, [[0, 0], [1, 1], [2, 2]])
 
-    def test_bfloat16_is_kept(self):
+    def test_bfloat16_is_preserved(self):
         queue = fifo()
         for _ in range(2):
             queue.enqueue(np.ones(2, jnp.bfloat16))
         assert queue.dequeue_many(2).dtype == jnp.bfloat16
 
-    @both
-    def test_waits_until_all_are_there(self, make):
+    @both_queues
+    def test_waits_until_n_elements_are_available(self, make):
         queue = make()
         call = Call(queue.dequeue_many, 3)
-        asleep(queue, batches=1)
+        wait_until_blocked(queue, batches=1)
         queue.enqueue(0)
         queue.enqueue(1)
-        asleep(queue, batches=1)
+        wait_until_blocked(queue, batches=1)
         queue.enqueue(2)
         assert sorted(call.wait().tolist()) == [0, 1, 2]
 
-    @both
-    def test_takes_more_than_the_capacity(self, make):
+    @both_queues
+    def test_n_may_exceed_the_capacity(self, make):
         queue = make(2)
         producer = Call(lambda: [queue.enqueue(i) for i in range(13)])
         assert sorted([*queue.dequeue_many(11).tolist(), queue.dequeue(), queue.dequeue()]) == list(range(13))
         producer.wait()
 
-    def test_holds_no_more_than_it_needs_above_the_capacity(self):
+    def test_capacity_is_exceeded_only_for_the_batch(self):
         queue = fifo(2)
         producers = [Call(queue.enqueue, i) for i in range(8)]
-        asleep(queue, enqueues=6)
+        wait_until_blocked(queue, enqueues=6)
         batch = Call(queue.dequeue_many, 5)
         assert sorted(batch.wait().tolist() + queue.dequeue_many(3).tolist()) == list(range(8))
         for call in producers:
@@ -80,28 +80,28 @@ class TestDequeueMany:
         for i in range(2):
             queue.enqueue(i)
         call = Call(queue.enqueue, 2)
-        asleep(queue, enqueues=1)  # the capacity is what it was
+        wait_until_blocked(queue, enqueues=1)  # the capacity is enforced again
         queue.dequeue()
         call.wait()
 
-    def test_min_after_dequeue_counts_besides(self):
+    def test_min_after_dequeue_elements_remain(self):
         queue = shuffle(6, 3)
         for i in range(6):
             queue.enqueue(i)
         call = Call(queue.dequeue_many, 4)
-        asleep(queue, batches=1)
+        wait_until_blocked(queue, batches=1)
         queue.enqueue(6)  # above the capacity, for the batch
         call.wait()
         assert queue.size() == 3
 
-    def test_consecutive_elements_though_others_wait(self):
+    def test_batch_is_consecutive_with_other_waiting_calls(self):
         queue = fifo()
         first = Call(queue.dequeue_many, 3)
-        asleep(queue, batches=1)
+        wait_until_blocked(queue, batches=1)
         others = [Call(queue.dequeue), Call(queue.dequeue)]
-        asleep(queue, dequeues=2, batches=1)
+        wait_until_blocked(queue, dequeues=2, batches=1)
         second = Call(queue.dequeue_many, 2)
-        asleep(queue, dequeues=3, batches=1)
+        wait_until_blocked(queue, dequeues=3, batches=1)
         for i in range(7):
             queue.enqueue(i)
         assert first.wait().tolist() == [0, 1, 2]
@@ -109,21 +109,21 @@ class TestDequeueMany:
         assert b == a + 1
         assert sorted([a, b, *(call.wait() for call in others)]) == [3, 4, 5, 6]
 
-    def test_a_smaller_one_does_not_overtake(self):
+    def test_smaller_batch_does_not_overtake(self):
         queue = fifo()
         for i in range(3):
             queue.enqueue(i)
         first = Call(queue.dequeue_many, 5)
-        asleep(queue, batches=1)
+        wait_until_blocked(queue, batches=1)
         second = Call(queue.dequeue_many, 2)
-        asleep(queue, dequeues=1, batches=1)
+        wait_until_blocked(queue, dequeues=1, batches=1)
         for i in range(3, 7):
             queue.enqueue(i)
         assert first.wait().tolist() == [0, 1, 2, 3, 4]
         assert second.wait().tolist() == [5, 6]
 
-    @both
-    def test_too_few_in_a_closed_queue_stay_there(self, make):
+    @both_queues
+    def test_too_few_elements_stay_in_a_closed_queue(self, make):
         queue = make()
         for i in range(3):
             queue.enqueue(i)
@@ -132,14 +132,14 @@ class TestDequeueMany:
             queue.dequeue_many(4)
         assert sorted(queue.dequeue_many(queue.size()).tolist()) == [0, 1, 2]
 
-    @both
+    @both_queues
     def test_closing_ends_the_wait(self, make):
         queue = make()
         queue.enqueue(0)
         call = Call(queue.dequeue_many, 2)
-        asleep(queue, batches=1)
+        wait_until_blocked(queue, batches=1)
         other = Call(queue.dequeue)
-        asleep(queue, dequeues=1, batches=1)
+        wait_until_blocked(queue, dequeues=1, batches=1)
         queue.close()
         with pytest.raises(OutOfRangeError, match="requested 2, current size"):
             call.wait()
@@ -155,8 +155,8 @@ class TestDequeueMany:
             ({"x": "text"}, "shapes differ at 'x'"),
         ],
     )
-    @both
-    def test_elements_that_differ_are_refused_and_stay(self, make, second, message):
+    @both_queues
+    def test_mismatched_elements_are_refused_and_stay(self, make, second, message):
         queue = make()
         queue.enqueue({"x": np.zeros(3, np.float32)})
         queue.enqueue(second)
@@ -165,19 +165,19 @@ class TestDequeueMany:
                 queue.dequeue_many(2)
         assert queue.size() == 2
 
-    def test_what_is_refused_wakes_those_that_wait(self):
+    def test_refused_batch_wakes_other_waiting_calls(self):
         queue = fifo()
         batch = Call(queue.dequeue_many, 2)
-        asleep(queue, batches=1)
+        wait_until_blocked(queue, batches=1)
         others = [Call(queue.dequeue), Call(queue.dequeue)]
-        asleep(queue, dequeues=2, batches=1)
+        wait_until_blocked(queue, dequeues=2, batches=1)
         queue.enqueue(1)
         queue.enqueue("one")
         with pytest.raises(ValueError, match="dtypes differ"):
             batch.wait()
         assert [{call.wait() for call in others}] == [{1, "one"}]
 
-    def test_whole_and_fractional_numbers_are_not_mixed(self):
+    def test_integers_and_floats_are_not_mixed(self):
         queue = fifo()
         queue.enqueue(1)
         queue.enqueue(2.5)

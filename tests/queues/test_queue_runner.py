@@ -1,87 +1,87 @@
-"""QueueRunner: its threads, their ends, their errors."""
+"""`QueueRunner`: threads, completion, and errors."""
 
 import threading
 
 import numpy as np
 import pytest
-from runner_ops import LONG, counting, drained, ended, ends_all_threads, failing
+from runner_ops import TIMEOUT, check_no_leftover_threads, counting_op, drain, failing_op, join_all
 
 from jstep.queues import FIFOQueue, QueueRunner, RandomShuffleQueue
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
-no_thread_is_left = pytest.fixture(autouse=True)(ends_all_threads)
+no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
 
-def test_one_thread_for_each_op_until_all_are_exhausted():
+def test_each_op_runs_in_a_thread_until_exhausted():
     queue = FIFOQueue(3)
-    threads = QueueRunner(queue, [counting(queue, 5), counting(queue, 7)]).create_threads()
+    threads = QueueRunner(queue, [counting_op(queue, 5), counting_op(queue, 7)]).create_threads()
     assert len(threads) == 2
     assert not any(t.is_alive() or t.daemon for t in threads)
     for thread in threads:
         thread.start()
-    assert sorted(drained(queue)) == sorted([*range(5), *range(7)])
+    assert sorted(drain(queue)) == sorted([*range(5), *range(7)])
     assert queue.is_closed()
-    assert ended(threads)
+    assert join_all(threads)
 
 
 @pytest.mark.parametrize("coord", [None, Coordinator()])
-def test_an_op_is_exhausted_with_the_queue_that_it_reads(coord):
+def test_op_ends_when_its_input_queue_is_exhausted(coord):
     names, rows = FIFOQueue(2), RandomShuffleQueue(8, 2, seed=0)
-    threads = QueueRunner(names, [counting(names, 10)]).create_threads(coord, start=True)
+    threads = QueueRunner(names, [counting_op(names, 10)]).create_threads(coord, start=True)
     threads += QueueRunner(rows, [lambda: rows.enqueue(names.dequeue() * 10)] * 3).create_threads(coord, start=True)
-    assert sorted(drained(rows)) == list(range(0, 100, 10))
+    assert sorted(drain(rows)) == list(range(0, 100, 10))
     if coord:
         coord.join()  # all have ended: no stop is needed
         assert not coord.should_stop()
-    assert ended(threads)
+    assert join_all(threads)
 
 
-def test_the_queue_stays_open_while_one_op_goes_on():
+def test_queue_stays_open_while_one_op_still_runs():
     queue = FIFOQueue(10)
-    goes_on = threading.Event()
+    release = threading.Event()
 
     def slow():
-        goes_on.wait(LONG)
+        release.wait(TIMEOUT)
         raise StopIteration
 
-    threads = QueueRunner(queue, [counting(queue, 2), slow]).create_threads(start=True)
-    assert ended(threads[:1])
+    threads = QueueRunner(queue, [counting_op(queue, 2), slow]).create_threads(start=True)
+    assert join_all(threads[:1])
     assert not queue.is_closed()
-    goes_on.set()
-    assert ended(threads)
+    release.set()
+    assert join_all(threads)
     assert queue.is_closed()
-    assert drained(queue) == [0, 1]
+    assert drain(queue) == [0, 1]
 
 
-def test_a_stop_ends_threads_that_wait_and_closes_the_queue():
+def test_stop_ends_waiting_threads_and_closes_the_queue():
     queue = FIFOQueue(2)
     coord = Coordinator()
-    threads = QueueRunner(queue, [counting(queue)] * 4).create_threads(coord, start=True)
+    threads = QueueRunner(queue, [counting_op(queue)] * 4).create_threads(coord, start=True)
     assert queue.dequeue() == 0
     coord.request_stop()
     assert queue.is_closed()
     coord.join(threads)
     assert not any(t.is_alive() for t in threads)
-    assert len(drained(queue)) <= 2
+    assert len(drain(queue)) <= 2
 
 
-def test_threads_are_registered():
+def test_threads_are_registered_with_the_coordinator():
     queue = FIFOQueue(2)
     coord = Coordinator()
-    threads = QueueRunner(queue, [counting(queue)]).create_threads(coord, start=True)
+    threads = QueueRunner(queue, [counting_op(queue)]).create_threads(coord, start=True)
     coord.request_stop()
     coord.join()
     assert not threads[0].is_alive()
 
 
 @pytest.mark.parametrize("exception", [ValueError("bad record"), SystemExit(3), CancelledError("another queue")])
-def test_an_error_stops_all_and_comes_out_of_join(exception):
+def test_error_stops_all_threads_and_is_raised_by_join(exception):
     queue = FIFOQueue(2)
     coord = Coordinator()
-    runner = QueueRunner(queue, [counting(queue), failing(queue, 5, exception)])
+    runner = QueueRunner(queue, [counting_op(queue), failing_op(queue, 5, exception)])
     threads = runner.create_threads(coord, start=True)
-    drained(queue)  # ends, as the queue is closed
+    drain(queue)  # returns because the queue is closed
     with pytest.raises(type(exception)) as info:
         coord.join(threads)
     assert info.value is exception
@@ -97,19 +97,21 @@ def test_clean_stop_types_stop_without_an_error():
 
     queue = FIFOQueue(2)
     coord = Coordinator(clean_stop_exception_types=(DoneError,))
-    threads = QueueRunner(queue, [counting(queue), failing(queue, 3, DoneError())]).create_threads(coord, start=True)
-    drained(queue)
+    threads = QueueRunner(queue, [counting_op(queue), failing_op(queue, 3, DoneError())]).create_threads(
+        coord, start=True
+    )
+    drain(queue)
     coord.join(threads)
     assert coord.should_stop()
 
 
-def test_errors_are_kept_without_a_coordinator(caplog):
+def test_errors_are_recorded_without_a_coordinator(caplog):
     queue = FIFOQueue(2)
     first, second = ValueError("first"), KeyError("second")
-    runner = QueueRunner(queue, [failing(queue, 0, first), counting(queue, 20), failing(queue, 1, second)])
+    runner = QueueRunner(queue, [failing_op(queue, 0, first), counting_op(queue, 20), failing_op(queue, 1, second)])
     threads = runner.create_threads(start=True)
-    out = drained(queue)  # the other op goes on to its end
-    assert ended(threads)
+    out = drain(queue)  # the other op runs until it is exhausted
+    assert join_all(threads)
     assert sorted(x for x in out if x != "item") == list(range(20))
     assert sorted(map(repr, runner.exceptions_raised)) == ["KeyError('second')", "ValueError('first')"]
     assert "first" in caplog.text
@@ -119,33 +121,33 @@ def test_errors_are_kept_without_a_coordinator(caplog):
     assert info.value.__cause__ in (first, second)
 
 
-def test_an_error_comes_through_to_the_last_queue():
+def test_error_propagates_to_the_last_queue():
     names, rows = FIFOQueue(2), FIFOQueue(2)
     cause = ValueError("no such folder")
-    threads = QueueRunner(names, [failing(names, 3, cause)]).create_threads(start=True)
+    threads = QueueRunner(names, [failing_op(names, 3, cause)]).create_threads(start=True)
     threads += QueueRunner(rows, [lambda: rows.enqueue(names.dequeue())]).create_threads(start=True)
-    assert drained(rows) == ["item"] * 3
+    assert drain(rows) == ["item"] * 3
     with pytest.raises(OutOfRangeError, match="no such folder") as info:
         rows.dequeue()
     assert info.value.__cause__ is cause
-    assert ended(threads)
+    assert join_all(threads)
 
 
-def test_an_error_of_all_ops_does_not_hang_the_consumer():
+def test_consumer_does_not_hang_if_all_ops_fail():
     queue = FIFOQueue(2)
-    runner = QueueRunner(queue, [failing(queue, 0, ValueError("at once")) for _ in range(2)])
+    runner = QueueRunner(queue, [failing_op(queue, 0, ValueError("at once")) for _ in range(2)])
     threads = runner.create_threads(start=True)
     with pytest.raises(OutOfRangeError, match="at once"):
         queue.dequeue_many(3)
-    assert ended(threads)
+    assert join_all(threads)
 
 
-def test_the_traceback_of_the_op_is_kept():
+def test_traceback_of_the_op_is_preserved():
     def broken_reader():
         raise ValueError("broken")
 
     runner = QueueRunner(FIFOQueue(2), [broken_reader])
-    assert ended(runner.create_threads(start=True))
+    assert join_all(runner.create_threads(start=True))
     traceback = runner.exceptions_raised[0].__traceback__
     names = []
     while traceback:
@@ -154,48 +156,48 @@ def test_the_traceback_of_the_op_is_kept():
     assert "broken_reader" in names
 
 
-def test_a_queue_closed_by_the_consumer_is_no_error(caplog):
+def test_closing_by_the_consumer_is_not_an_error(caplog):
     queue = FIFOQueue(2)
-    runner = QueueRunner(queue, [counting(queue)] * 3)
+    runner = QueueRunner(queue, [counting_op(queue)] * 3)
     threads = runner.create_threads(start=True)
     queue.dequeue()
     queue.close(cancel_pending_enqueues=True)
-    assert ended(threads)
+    assert join_all(threads)
     assert runner.exceptions_raised == []
     assert not caplog.records
 
 
-def test_a_queue_closed_from_the_start_is_one():
+def test_closed_queue_at_the_start_is_an_error():
     queue = FIFOQueue(2)
     queue.close()
-    runner = QueueRunner(queue, [counting(queue)])
-    assert ended(runner.create_threads(start=True))
+    runner = QueueRunner(queue, [counting_op(queue)])
+    assert join_all(runner.create_threads(start=True))
     assert [type(ex) for ex in runner.exceptions_raised] == [CancelledError]
 
 
-def test_a_coordinator_that_has_stopped():
+def test_coordinator_that_has_already_stopped():
     queue = FIFOQueue(2)
     coord = Coordinator()
     coord.request_stop()
-    threads = QueueRunner(queue, [counting(queue)]).create_threads(coord, start=True)
+    threads = QueueRunner(queue, [counting_op(queue)]).create_threads(coord, start=True)
     coord.join(threads)
-    assert drained(queue) == []
+    assert drain(queue) == []
 
 
-def test_an_error_after_join_is_logged(caplog):
+def test_error_after_join_is_logged(caplog):
     queue = FIFOQueue(2)
     coord = Coordinator()
     go = threading.Event()
 
     def late():
-        go.wait(LONG)
+        go.wait(TIMEOUT)
         raise ValueError("nobody joins any more")
 
     threads = QueueRunner(queue, [late]).create_threads(coord, start=True)
     coord.request_stop()
     coord.join(threads, stop_grace_period_secs=0, ignore_live_threads=True)
     go.set()
-    assert ended(threads)
+    assert join_all(threads)
     assert "nobody joins any more" in caplog.text
 
 

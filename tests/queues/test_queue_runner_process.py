@@ -1,15 +1,15 @@
-"""QueueRunners and the end of the process."""
+"""`QueueRunner` threads at process exit."""
 
 import time
 
 from processes import said
-from runner_ops import counting, drained, ended
+from runner_ops import counting_op, drain, join_all
 
 from jstep.queues import FIFOQueue, QueueRunner
 
 
-def test_no_thread_keeps_the_process_alive():
-    """The main thread ends, by an error too, while producers wait for room and others for elements."""
+def test_threads_do_not_keep_the_process_alive():
+    """The main thread exits with an error while threads wait for room and for elements."""
     program = """
         import itertools
         from jstep.queues.coordinator import Coordinator
@@ -30,8 +30,8 @@ def test_no_thread_keeps_the_process_alive():
     assert said(program) == (5, "True\nTrue\n", "")
 
 
-def test_threads_of_others_wait_on_when_the_main_thread_has_ended():
-    """Only what a QueueRunner started gives up: a program may live in threads of its own."""
+def test_other_threads_keep_waiting_after_the_main_thread():
+    """Only threads of a QueueRunner give up, since a program may continue in other threads."""
     program = """
         import threading, time
         from jstep.queues import FIFOQueue
@@ -49,10 +49,10 @@ def test_threads_of_others_wait_on_when_the_main_thread_has_ended():
     assert said(program) == (0, "late later\n", "")
 
 
-def test_a_worker_that_waits_looks_after_the_main_thread_and_goes_on():
-    """The poll for the end of the process loses no wake-up."""
+def test_polling_the_main_thread_loses_no_wake_up():
+    """A waiting worker polls whether the main thread is alive, and still receives wake-ups."""
     queue = FIFOQueue(1)
-    threads = QueueRunner(queue, [counting(queue, 3)] * 2).create_threads(start=True)
+    threads = QueueRunner(queue, [counting_op(queue, 3)] * 2).create_threads(start=True)
     time.sleep(0.6)  # several polls
-    assert sorted(drained(queue)) == [0, 1, 2]
-    assert ended(threads)
+    assert sorted(drain(queue)) == [0, 1, 2]
+    assert join_all(threads)

@@ -1,4 +1,4 @@
-"""A model and its layouts over 8 devices that the tests of sharding share."""
+"""A model and its layouts over 8 devices, shared by the tests of sharding."""
 
 import os
 
@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec as P
 import jstep
 
 ALL = os.environ.get("JSTEP_WHOLE_MATRIX") == "1"
-"""Every optimizer under every layout, as the nightly run has it; otherwise each under one of them, in turn."""
+"""Whether to test every optimizer under every layout, as in the nightly run; by default, under one layout each."""
 DATA = jax.make_mesh((8,), ("data",))
 BOTH = jax.make_mesh((4, 2), ("data", "model"))
 AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def init():
-    """What `label` of the optimizer table splits into two groups: paths that end in a or x, and others."""
+    """Parameters that `label` of the optimizer table splits into two groups: paths that end in a or x, and others."""
     return {
         "a": _mixed(16, 32) / 4,
         "bias": jnp.zeros(32),
@@ -28,7 +28,7 @@ def init():
 
 
 def _mixed(rows, columns):
-    """Numbers without much order: random ones take ten times as long to compile."""
+    """Return irregular numbers; random numbers would take ten times as long to compile."""
     numbers = jax.lax.iota(jnp.float32, rows * columns)
     return jnp.sin(numbers * numbers).reshape(rows, columns) * 1.4
 
@@ -58,8 +58,8 @@ LAYOUTS = {
 
 
 def create(layout, optimizer, **kwargs):
-    mesh, how = LAYOUTS[layout]
-    return jstep.TrainState.create(init, optimizer, mesh=mesh, **how, **kwargs)
+    mesh, options = LAYOUTS[layout]
+    return jstep.TrainState.create(init, optimizer, mesh=mesh, **options, **kwargs)
 
 
 def shardings(tree):

@@ -1,4 +1,4 @@
-"""Models annotated for Explicit axes: what JAX's own mesh is for. Every optimizer, as on one device."""
+"""Models annotated for Explicit axes: every optimizer trains as on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ CASES = [
 
 
 def annotated(layout):
-    """The model of `layouts.loss_fn`, with a word on each result that has more than one sensible sharding."""
+    """The model of `layouts.loss_fn`, with an `out_sharding` for each ambiguous result."""
     hidden = P("data", "model" if layout == "model" else None)
 
     def dot(x, w, out):
@@ -45,10 +45,10 @@ def annotated(layout):
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_training_equals_that_of_one_device(name, layout, compilations, caplog):
+def test_annotated_training_matches_one_device(name, layout, compilations, caplog):
     entry = TABLE[name]
     optimizer, steps = entry.make(entry.rate), min(entry.alike or 6, 6)
-    alone = jstep.minimize(annotated(layout), optimizer, metrics=("grad_norm", "param_norm"))
+    reference_step = jstep.minimize(annotated(layout), optimizer, metrics=("grad_norm", "param_norm"))
     step = jstep.minimize(annotated(layout), optimizer, metrics=("grad_norm", "param_norm"))
     state = create(layout, optimizer)
     before, mesh = shardings(state), LAYOUTS[layout][0]
@@ -57,42 +57,42 @@ def test_training_equals_that_of_one_device(name, layout, compilations, caplog):
     assert len(seen) == 1
     assert shardings(state) == before
     assert not [line for line in caplog.messages if "Auto axes" in line]
-    if entry.alike == 0:  # roundings choose the bases of SOAP
+    if entry.alike == 0:  # rounding errors change the eigenbases of SOAP
         assert np.isfinite(got["loss"])
         return
-    want, metrics = run(alone, jstep.TrainState.create(init(), optimizer), steps=steps)
+    want, metrics = run(reference_step, jstep.TrainState.create(init(), optimizer), steps=steps)
     assert_close((state.params, state.slots), (want.params, want.slots))
     assert_close({key: got[key] for key in ("loss", "grad_norm")}, {key: metrics[key] for key in ("loss", "grad_norm")})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_microbatches_scans_and_by_hand(layout):
+def test_microbatches_scans_and_manual_steps(layout):
     mesh, optimizer, loss = LAYOUTS[layout][0], jstep.adamw(0.01), annotated(layout)
     batch = jstep.shard_batch(data(), mesh)
     want, _ = jstep.minimize(loss, optimizer)(jstep.TrainState.create(init(), optimizer), *data())
 
-    parts, _ = jstep.minimize(loss, optimizer, num_microbatches=4)(create(layout, optimizer), *batch)
-    assert_close(parts.params, want.params)
+    accumulated, _ = jstep.minimize(loss, optimizer, num_microbatches=4)(create(layout, optimizer), *batch)
+    assert_close(accumulated.params, want.params)
 
     stacked = jax.device_put([leaf[None] for leaf in data()], NamedSharding(mesh, P(None, "data")))
     scanned, _ = jstep.scan_steps(jstep.minimize(loss, optimizer))(create(layout, optimizer), *stacked)
     assert_close(scanned.params, want.params)
 
-    def by_hand(state, *batch):
+    def manual_step(state, *batch):
         value, grads = jstep.compute_gradients(loss)(state.params, *batch)
         grads, norm = jstep.clip_by_global_norm(grads, 1e6)
         return jstep.apply_gradients(state, grads, optimizer), {"loss": value, "norm": norm}
 
-    eager, _ = by_hand(create(layout, optimizer), *batch)
-    jitted, _ = jax.jit(by_hand)(create(layout, optimizer), *batch)
-    in_step, _ = jstep.TrainStep(by_hand)(create(layout, optimizer), *batch)
+    eager, _ = manual_step(create(layout, optimizer), *batch)
+    jitted, _ = jax.jit(manual_step)(create(layout, optimizer), *batch)
+    in_step, _ = jstep.TrainStep(manual_step)(create(layout, optimizer), *batch)
     assert shardings(eager) == shardings(in_step) == shardings(create(layout, optimizer))
     for state in (eager, jitted, in_step):
         assert_close(state.params, want.params)
 
 
-def test_one_reduction_a_step_however_many_microbatches():
-    """Parameters that enter by products alone are reduced once; the bias and the scale, which do not, once a part."""
+def test_one_reduction_for_all_microbatches():
+    """Gradients of products are reduced once per step, except with `weight_fn`."""
     mesh = LAYOUTS["data"][0]
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data())
     batch = jax.tree.map(
@@ -106,11 +106,11 @@ def test_one_reduction_a_step_however_many_microbatches():
 
     optimizer = jstep.gradient_descent(0.1)
 
-    def reduced(n, loss=loss_fn, **how):
-        step = jstep.minimize(loss, optimizer, num_microbatches=n, **how)
+    def reduced_bytes(n, loss=loss_fn, **kwargs):
+        step = jstep.minimize(loss, optimizer, num_microbatches=n, **kwargs)
         return jstep.cost(step, create("data", optimizer), *batch).collectives["all-reduce"].bytes
 
-    once = reduced(1)
-    assert reduced(8) <= 1.1 * once
-    weighed = reduced(8, weight_fn=lambda x, y: jnp.float32(1))
-    assert 1.1 * once < weighed <= 9 * once
+    once = reduced_bytes(1)
+    assert reduced_bytes(8) <= 1.1 * once
+    weighted = reduced_bytes(8, weight_fn=lambda x, y: jnp.float32(1))
+    assert 1.1 * once < weighted <= 9 * once

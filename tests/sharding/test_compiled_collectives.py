@@ -1,4 +1,4 @@
-"""What a laid out state costs in communication, and its way through checkpoints."""
+"""Collectives of compiled steps per layout, and checkpoints across layouts."""
 
 import math
 import re
@@ -22,8 +22,8 @@ from optimizer_table import TABLE
 import jstep
 
 
-def test_checkpoints_go_from_one_layout_to_every_other(tmp_path):
-    """Saved under each, restored under each, bitwise."""
+def test_checkpoints_are_restored_in_other_layouts(tmp_path):
+    """Save under each layout and restore bitwise under each other one."""
     optimizer = jstep.adam(0.01)
     makers = {
         "one device": lambda: jstep.TrainState.create(init(), optimizer),
@@ -38,27 +38,27 @@ def test_checkpoints_go_from_one_layout_to_every_other(tmp_path):
             for target, other in makers.items():
                 if target == source:
                     continue
-                wanted = other()
-                restored = saver.restore(wanted)
+                like = other()
+                restored = saver.restore(like)
                 jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
                 if target != "one device":
-                    assert shardings(restored) == shardings(wanted)
+                    assert shardings(restored) == shardings(like)
                 shapes = jax.eval_shape(lambda: jstep.TrainState.create(init(), optimizer))
                 if target == "fsdp":
-                    laid = jstep.shard_state(shapes, *[LAYOUTS["fsdp"][0]], **LAYOUTS["fsdp"][1])
-                    assert shardings(saver.restore(laid)) == shardings(wanted)
+                    sharded = jstep.shard_state(shapes, *[LAYOUTS["fsdp"][0]], **LAYOUTS["fsdp"][1])
+                    assert shardings(saver.restore(sharded)) == shardings(like)
 
 
 def collectives(step, state, batch):
-    """(kind, shapes) of every collective in the compiled program."""
+    """Return (kind, shapes) of every collective in the compiled program."""
     text = step.lower(state, *batch).compile().as_text()
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     found = re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", text)
     return [(kind, re.findall(r"\w+\[[\d,]*\]", shapes)) for shapes, kind in found]
 
 
-def test_data_parallel_has_one_reduction_and_nothing_else():
-    """All gradients and the loss in one message; clipping and averages add none."""
+def test_data_parallel_has_only_one_reduction():
+    """Gradients and loss are reduced together; clipping and averages add no collective."""
     optimizer = TABLE["everything"].make(0.1)
     state = jstep.TrainState.create(init, optimizer, mesh=DATA)
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm", "param_norm"))
@@ -74,13 +74,13 @@ def test_zero1_gathers_each_parameter_once():
     found = collectives(jstep.minimize(loss_fn, jstep.adam(0.1)), state, jstep.shard_batch(data(), DATA))
     kinds = [kind for kind, _ in found]
     assert kinds.count("all-reduce") == 1
-    assert kinds.count("all-gather") == 4  # every parameter but the scalar, whose slots are not split
+    assert kinds.count("all-gather") == 4  # all parameters except the scalar, whose slots are replicated
     assert set(kinds) == {"all-reduce", "all-gather"}
 
 
-def test_tensor_parallel_reduces_activations_and_gathers_nothing():
+def test_tensor_parallel_only_reduces():
     optimizer = jstep.adam(0.1)
     state = jstep.TrainState.create(init, optimizer, mesh=BOTH, param_specs=COLUMNS_AND_ROWS)
     found = collectives(jstep.minimize(loss_fn, optimizer), state, jstep.shard_batch(data(), BOTH))
     assert [kind for kind, _ in found] == ["all-reduce"] * 2
-    assert sorted(len(shapes) for _, shapes in found) == [1, 6]  # rows of h @ x; the gradients and the loss
+    assert sorted(len(shapes) for _, shapes in found) == [1, 6]  # the rows of h @ x; the gradients and the loss

@@ -1,4 +1,4 @@
-"""Where the leaves of a state and the rows of a batch lie."""
+"""Sharding of states and batches."""
 
 import jax
 import jax.numpy as jnp
@@ -28,56 +28,56 @@ def bytes_on(device, tree):
 
 
 def test_bytes_on_each_device():
-    """Adam of 2048 + 256 numbers, all of which divide by 8."""
+    """Adam with 2048 + 256 parameters, in dimensions divisible by 8."""
     params = lambda: {"w": jnp.ones((64, 32)), "v": jnp.ones((32, 8))}  # noqa: E731
-    whole, step_bytes = 4 * (64 * 32 + 32 * 8), 4
+    total, step_bytes = 4 * (64 * 32 + 32 * 8), 4
     layouts = {
-        "data": ({}, whole, 2 * whole),
-        "zero1": ({"slot_axis": "data"}, whole, 2 * whole // 8),
-        "fsdp": ({"param_specs": P("data")}, whole // 8, 2 * whole // 8),
+        "data": ({}, total, 2 * total),
+        "zero1": ({"slot_axis": "data"}, total, 2 * total // 8),
+        "fsdp": ({"param_specs": P("data")}, total // 8, 2 * total // 8),
     }
-    for how, of_params, of_slots in layouts.values():
-        state = jstep.TrainState.create(params, jstep.adam(), mesh=DATA, **how)
+    for options, param_bytes, slot_bytes in layouts.values():
+        state = jstep.TrainState.create(params, jstep.adam(), mesh=DATA, **options)
         step = jstep.minimize(lambda p, x: jnp.mean((x @ p["w"] @ p["v"]) ** 2), jstep.adam())
         for _ in range(2):
             for device in DATA.devices.flat:
-                assert bytes_on(device, state.params) == of_params
-                assert bytes_on(device, state.slots) == of_slots + step_bytes
+                assert bytes_on(device, state.params) == param_bytes
+                assert bytes_on(device, state.slots) == slot_bytes + step_bytes
             state, _ = step(state, jstep.shard_batch(np.ones((8, 64), np.float32), DATA))
 
 
-def test_no_device_holds_a_whole_that_is_made_under_a_mesh():
-    """The program that makes it: results and everything between fit an eighth of the whole, and a bit."""
-    made = []
+def test_create_on_a_mesh_never_holds_the_full_state():
+    """Outputs and temporaries of the program that creates it take about an eighth of the state per device."""
+    created = []
 
     def big():
-        made.append(True)
+        created.append(True)
         keys = jax.random.split(jax.random.key(0), 4)
         return [jax.random.normal(key, (1024, 512)) for key in keys]
 
-    held = {}
+    program = {}
 
-    def watch(make, place, *given):
+    def recording_build(make, place, *given):
         compiled = jax.jit(make, out_shardings=place(jax.eval_shape(make, *given))).lower(*given).compile()
-        held.update(memory=compiled.memory_analysis(), text=compiled.as_text())
+        program.update(memory=compiled.memory_analysis(), text=compiled.as_text())
         return original(make, place, *given)
 
-    original, jstep.sharding.layout.build = jstep.sharding.layout.build, watch
+    original, jstep.sharding.layout.build = jstep.sharding.layout.build, recording_build
     try:
         state = jstep.TrainState.create(big, jstep.adam(), mesh=DATA, param_specs=P("data"))
     finally:
         jstep.sharding.layout.build = original
-    whole = 3 * 4 * 4 * 1024 * 512  # parameters and two slots
-    memory = held["memory"]
-    assert memory.output_size_in_bytes < whole / 8 + 4096
-    assert memory.temp_size_in_bytes < whole / 8
-    assert "f32[1024,512]" not in held["text"]
-    assert bytes_on(DATA.devices.flat[0], state) < whole / 8 + 4096
-    # The numbers do not depend on how many devices make them.
+    total = 3 * 4 * 4 * 1024 * 512  # parameters and two slots
+    memory = program["memory"]
+    assert memory.output_size_in_bytes < total / 8 + 4096
+    assert memory.temp_size_in_bytes < total / 8
+    assert "f32[1024,512]" not in program["text"]
+    assert bytes_on(DATA.devices.flat[0], state) < total / 8 + 4096
+    # The values do not depend on the number of devices.
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), jax.device_get(big()))
 
 
-def test_slots_lie_as_their_parameters_do():
+def test_slots_are_sharded_like_their_parameters():
     def by_name(path, leaf):
         return "one" if path == "a" else "other"
 
@@ -91,7 +91,7 @@ def test_slots_lie_as_their_parameters_do():
     assert spec("one/accumulator", "a") == spec(average, "a") == state.params["a"].sharding.spec == P(None, "model")
     assert spec("other/s/m", "bias") == P("model")
     assert spec("other/s/m", "deep/x") == P("model")
-    assert spec("other/s/v", "deep/y") == P("data")  # replicated parameter: ZeRO-1, its largest dimension
+    assert spec("other/s/v", "deep/y") == P("data")  # the parameter is replicated: ZeRO-1 shards the largest dimension
     assert state.params["deep"]["y"].sharding.spec == P()
     assert spec("other/s/m", "scale") == P()
     assert jstep.get_slot(state, "one/accumulator", "bias") is None
@@ -100,7 +100,7 @@ def test_slots_lie_as_their_parameters_do():
     assert state.global_step.sharding.spec == P()
 
 
-def test_model_state_that_looks_like_the_parameters_is_on_every_device():
+def test_model_state_is_replicated():
     state = jstep.TrainState.create({"w": jnp.ones(8)}, jstep.adam(), model_state={"w": jnp.ones(8)})
     state = jstep.shard_state(state, DATA, P("data"))
     assert state.slots["m"]["w"].sharding.spec == P("data")
@@ -119,19 +119,19 @@ FORMS = {
 
 
 @pytest.mark.parametrize("specs", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("how", ["shard_state", "create", "create from a function", "shapes"])
-def test_every_form_of_param_specs(specs, how):
+@pytest.mark.parametrize("entry_point", ["shard_state", "create", "create from a function", "shapes"])
+def test_forms_of_param_specs(specs, entry_point):
     params = {"w": jnp.ones((16, 2)), "v": {"k": jnp.ones((8, 2))}}
-    if how == "shard_state":
+    if entry_point == "shard_state":
         state = jstep.shard_state(jstep.TrainState.create(params, jstep.adam()), DATA, specs)
-    elif how == "shapes":
+    elif entry_point == "shapes":
         state = jstep.shard_state(jax.eval_shape(lambda: jstep.TrainState.create(params, jstep.adam())), DATA, specs)
     else:
-        given = params if how == "create" else lambda: params
+        given = params if entry_point == "create" else lambda: params
         state = jstep.TrainState.create(given, jstep.adam(), mesh=DATA, param_specs=specs)
-    all_of_them = isinstance(specs, P) or (isinstance(specs, dict) and specs["w"] is not None)
+    shards_all = isinstance(specs, P) or (isinstance(specs, dict) and specs["w"] is not None)
     assert state.params["v"]["k"].sharding.spec == state.slots["m"]["v"]["k"].sharding.spec == P("data")
-    assert state.params["w"].sharding.spec == (P("data") if all_of_them else P())
+    assert state.params["w"].sharding.spec == (P("data") if shards_all else P())
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {DATA}
 
 
@@ -153,7 +153,7 @@ def test_fsdp_specs():
     assert jstep.fsdp_specs(params, DATA, min_size=64 * 64 + 1)["square"] == P()
 
 
-def test_a_large_leaf_that_is_not_split_is_warned_about(caplog):
+def test_fsdp_specs_warns_about_large_replicated_leaves(caplog):
     shapes = {"embed": (501, 255), "w": (512, 768), "small": (5, 3), "scalar": ()}
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     jstep.fsdp_specs(params, DATA, min_size=1)
@@ -164,7 +164,7 @@ def test_a_large_leaf_that_is_not_split_is_warned_about(caplog):
     assert not caplog.records
 
 
-def test_specs_that_split_nothing_are_warned_about(caplog):
+def test_fsdp_specs_warns_if_nothing_is_sharded(caplog):
     params = {"odd": jax.ShapeDtypeStruct((63, 129), np.float32), "w": jnp.ones((64, 8))}
     jstep.fsdp_specs(params, DATA, min_size=512)
     jstep.fsdp_specs(params, jax.make_mesh((1, 8), ("data", "model")))
@@ -181,8 +181,8 @@ def test_specs_that_split_nothing_are_warned_about(caplog):
     assert "no dimension of the largest leaf, 'odd' of shape (63, 129), is divisible by 2" in odd
 
 
-def test_what_was_laid_out_survives_its_source_and_the_other_way():
-    """Donation takes the new state alone, whatever memory it might have shared."""
+def test_donating_a_sharded_state_keeps_its_source():
+    """The new state shares no memory with its source."""
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optimizer)
     batch = jstep.shard_batch(np.ones((8, 16), np.float32), DATA)
@@ -193,32 +193,32 @@ def test_what_was_laid_out_survives_its_source_and_the_other_way():
         jstep.TrainState({"w": array}, {"m": zeros, "v": zeros, "start_step": np.int32(0)}, np.int32(0)),
     ]
     for source in sources:
-        for laid in (
+        for sharded in (
             jstep.shard_state(source, DATA),
             jstep.TrainState.create(source.params, optimizer, mesh=DATA),
             jstep.TrainState.create(source.params, optimizer, mesh=DATA, copy=False),
         ):
-            step(laid, batch)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(laid))
-            jax.tree.map(lambda leaf: np.asarray(leaf) + 1, source)  # none is deleted
-    laid = jstep.TrainState.create({"w": array}, optimizer, mesh=DATA)
+            step(sharded, batch)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(sharded))
+            jax.tree.map(lambda leaf: np.asarray(leaf) + 1, source)  # no leaf is deleted
+    sharded = jstep.TrainState.create({"w": array}, optimizer, mesh=DATA)
     array[:] = 7
-    assert float(laid.params["w"].max()) == 1
+    assert float(sharded.params["w"].max()) == 1
 
 
-def test_states_keep_the_axis_types_of_their_mesh_and_train_alike():
+def test_states_keep_the_axis_types_of_their_mesh():
     optimizer = jstep.momentum(0.05, 0.9)
     batches = jstep.batches(data(), 32, seed=2)
     step = jstep.minimize(loss_fn, optimizer)
     results = []
     for kind in (AxisType.Explicit, AxisType.Auto):
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-        made = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=COLUMNS_AND_ROWS, slot_axis="data")
+        created = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=COLUMNS_AND_ROWS, slot_axis="data")
         moved = jstep.shard_state(jstep.TrainState.create(init(), optimizer), mesh, COLUMNS_AND_ROWS, slot_axis="data")
-        assert shardings(made) == shardings(moved)
-        where = NamedSharding(mesh, P("data"))
-        state = jstep.train(step, made, batches, 3, batch_sharding=where, progress=False)
-        state = jstep.train(step, state, batches, 6, batch_sharding=where, progress=False, steps_per_call=3)
+        assert shardings(created) == shardings(moved)
+        batch_sharding = NamedSharding(mesh, P("data"))
+        state = jstep.train(step, created, batches, 3, batch_sharding=batch_sharding, progress=False)
+        state = jstep.train(step, state, batches, 6, batch_sharding=batch_sharding, progress=False, steps_per_call=3)
         with jax.set_mesh(mesh):
             state = jstep.train(step, state, batches, 7, batch_sharding=P("data"), progress=False)
         assert {leaf.sharding.mesh.axis_types for leaf in jax.tree.leaves(state)} == {(kind, kind)}
@@ -237,8 +237,8 @@ def test_shard_batch():
     assert again[1].sharding.spec == P("data")
 
 
-def test_batches_of_another_kind_need_no_other_step():
-    """The shardings of the first batch decide how microbatches are split; others still go through."""
+def test_one_step_accepts_different_batches():
+    """The shardings of the first batch decide how microbatches are split; other batches still work."""
     optimizer = jstep.gradient_descent(0.1)
 
     def loss(params, batch):

@@ -1,4 +1,4 @@
-"""`max_rows_per_device`: the number of microbatches follows from the batch and the devices it is sharded over."""
+"""`max_rows_per_device`: the number of microbatches depends on the batch and its devices."""
 
 import re
 
@@ -22,7 +22,7 @@ def init():
 
 
 class Loss:
-    """A loss that says how many rows it was traced with."""
+    """A loss that records the number of rows of each trace."""
 
     def __init__(self, spec=None):
         self.rows = []
@@ -36,7 +36,7 @@ class Loss:
 
     @property
     def seen(self):
-        """The one number of rows of all its traces."""
+        """The number of rows, which all traces share."""
         (rows,) = set(self.rows)
         return rows
 
@@ -49,7 +49,7 @@ def fresh(mesh=None, **kwargs):
     return jstep.TrainState.create(init(), OPTIMIZER, mesh=mesh, **kwargs)
 
 
-def on(mesh, x, spec=None):
+def shard(mesh, x, spec=None):
     return jax.device_put(x, NamedSharding(mesh, P("data") if spec is None else spec))
 
 
@@ -65,10 +65,10 @@ def on(mesh, x, spec=None):
         (8, 64, 100, 1, 64),
         (8, 64, 4, 1, 32),
         (8, 64, 8, 4, 16),  # no fewer than num_microbatches
-        (8, 64, 3, 1, 16),  # 3 parts do not divide 64 rows
+        (8, 64, 3, 1, 16),  # 3 microbatches do not divide 64 rows
         (4, 24, 5, 1, 12),
-        (4, 24, 6, 5, 4),  # nor do 5
-        (8, 24, 2, 1, 8),  # two parts of 12 rows could not be sharded over 8 devices
+        (4, 24, 6, 5, 4),  # 5 microbatches do not divide 24 rows
+        (8, 24, 2, 1, 8),  # microbatches of 12 rows cannot be sharded over 8 devices
         (8, 8, 8, 2, 4),  # fewer rows than devices, as with num_microbatches
         (1, 7, 2, 1, 1),
     ],
@@ -78,7 +78,7 @@ def test_rows_of_a_microbatch(types, annotated, devices, size, max_rows, at_leas
     loss = Loss(P("data") if annotated and types is AxisType.Explicit and want % devices == 0 else None)
     step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=max_rows, num_microbatches=at_least)
     for _ in range(2):
-        step(fresh(mesh), on(mesh, DATA[:size]))
+        step(fresh(mesh), shard(mesh, DATA[:size]))
     assert loss.seen == want
 
 
@@ -88,35 +88,35 @@ def test_meshes_of_two_axes(types):
     for spec, want in ((P("data"), 16), (P(("data", "model")), 32), (P(None, "model"), 4), (P("model"), 8), (P(), 4)):
         loss = Loss()
         step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=4)
-        step(fresh(mesh), on(mesh, DATA[:64], spec))
+        step(fresh(mesh), shard(mesh, DATA[:64], spec))
         assert loss.seen == want, spec
 
 
-def test_the_same_step_on_several_meshes():
-    """One step, called with batches on other devices: each has its own program."""
+def test_one_step_on_several_meshes():
+    """Batches on other devices compile separate programs of one step."""
     loss = Loss()
     step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=4)
     for devices in (8, 2, 8, 1):
         mesh = mesh_over(devices)
-        step(fresh(mesh), on(mesh, DATA[:32]))
+        step(fresh(mesh), shard(mesh, DATA[:32]))
     assert sorted(set(loss.rows)) == [4, 8, 32]
     loss.rows.clear()
-    step(fresh(), DATA[:32])  # on no mesh at all
+    step(fresh(), DATA[:32])  # without a mesh
     mesh = mesh_over(8)
     step(fresh(mesh), DATA[:32])  # NumPy arrays: each device has all rows
     assert loss.seen == 4
     loss.rows.clear()
-    step(fresh(), on(mesh, DATA[:32]))  # a state that follows its batch
+    step(fresh(), shard(mesh, DATA[:32]))  # the state moves to the mesh of its batch
     assert loss.seen == 32
     loss.rows.clear()
-    state, _ = step(fresh(mesh), on(mesh, DATA[:16]))
-    step(state, on(mesh, DATA[:64]))  # a larger batch
+    state, _ = step(fresh(mesh), shard(mesh, DATA[:16]))
+    step(state, shard(mesh, DATA[:64]))  # a larger batch
     assert loss.rows[0] == 16
     assert loss.rows[-1] == 32
 
 
-def test_leaves_that_are_not_sharded():
-    """One leaf is sharded, another is on every device: the loss goes through a share of the rows on each."""
+def test_replicated_leaves():
+    """If one leaf is sharded and another replicated, the sharded one determines the microbatches."""
     mesh, rows = mesh_over(8), []
 
     def loss(params, x, y, none):
@@ -124,8 +124,8 @@ def test_leaves_that_are_not_sharded():
         return jnp.mean((x @ params["a"] @ params["b"] - y) ** 2)
 
     step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2)
-    step(fresh(mesh), on(mesh, DATA[:32], P()), on(mesh, DATA[:32]), None)
-    step(fresh(mesh), on(mesh, DATA[:32]), DATA[:32], None)
+    step(fresh(mesh), shard(mesh, DATA[:32], P()), shard(mesh, DATA[:32]), None)
+    step(fresh(mesh), shard(mesh, DATA[:32]), DATA[:32], None)
     assert set(rows) == {(16, 16)}
 
 
@@ -134,15 +134,15 @@ def test_scans_shapes_and_costs(types):
     mesh = mesh_over(8, types)
     loss = Loss()
     step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2)
-    stacked = on(mesh, DATA[:192].reshape(3, 64, 4), P(None, "data"))
+    stacked = shard(mesh, DATA[:192].reshape(3, 64, 4), P(None, "data"))
     scanned = jstep.scan_steps(step)
     state, metrics = scanned(fresh(mesh), stacked)
-    one = fresh(mesh)
+    single = fresh(mesh)
     for x in DATA[:192].reshape(3, 64, 4):
-        one, last = step(one, on(mesh, x))
-    np.testing.assert_allclose(state.params["a"], one.params["a"], rtol=1e-5)
+        single, last = step(single, shard(mesh, x))
+    np.testing.assert_allclose(state.params["a"], single.params["a"], rtol=1e-5)
     assert float(last["loss"]) == pytest.approx(float(metrics["loss"][-1]), rel=1e-5)
-    batch = on(mesh, DATA[:64])
+    batch = shard(mesh, DATA[:64])
     shape = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=batch.sharding)
     for x in (batch, shape):
         step.eval_shape(fresh(mesh), x)
@@ -153,21 +153,21 @@ def test_scans_shapes_and_costs(types):
     assert loss.seen == 16
 
 
-def test_what_is_not_compiled_by_jstep():
-    """In a `jax.jit` of the user's, traced arrays say on Explicit axes alone how they are sharded."""
+def test_max_rows_in_a_custom_jit():
+    """In a custom `jax.jit`, the sharding of traced arrays is known only on Explicit axes."""
     for types, want in ((AxisType.Explicit, 16), (AxisType.Auto, 2)):
         mesh, loss = mesh_over(8, types), Loss()
         step = jax.jit(jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2, jit=False))
-        step(fresh(mesh), on(mesh, DATA[:64]))
+        step(fresh(mesh), shard(mesh, DATA[:64]))
         assert loss.seen == want
 
 
-def curve(devices, types=AxisType.Auto, steps=6, per_call=1, how=None, **kwargs):
-    """The losses of a run, and its last state."""
+def loss_curve(devices, types=AxisType.Auto, steps=6, per_call=1, loss_fn=None, **kwargs):
+    """Return the losses of a run and its final state."""
     mesh = mesh_over(devices, types)
     losses = []
     hook = jstep.every(1, lambda step, state, metrics: losses.append(float(metrics["loss"])))
-    step = jstep.minimize(how or Loss(), OPTIMIZER, max_rows_per_device=2, **kwargs)
+    step = jstep.minimize(loss_fn or Loss(), OPTIMIZER, max_rows_per_device=2, **kwargs)
     state = jstep.train(
         step,
         fresh(mesh),
@@ -183,10 +183,10 @@ def curve(devices, types=AxisType.Auto, steps=6, per_call=1, how=None, **kwargs)
 
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("per_call", [1, 3])
-def test_the_same_curve_on_any_number_of_devices(types, per_call):
-    want, last = curve(8, types, per_call=per_call)
+def test_loss_curve_does_not_depend_on_the_devices(types, per_call):
+    want, last = loss_curve(8, types, per_call=per_call)
     for devices in (4, 1):
-        losses, state = curve(devices, types, per_call=per_call)
+        losses, state = loss_curve(devices, types, per_call=per_call)
         np.testing.assert_allclose(losses, want, rtol=1e-5)
         np.testing.assert_allclose(state.params["a"], last.params["a"], rtol=1e-4, atol=1e-6)
         assert int(state.global_step) == int(last.global_step) == 6
@@ -203,7 +203,7 @@ def weighted(params, x):
 
 
 @pytest.mark.parametrize(
-    ("how", "kwargs"),
+    ("loss_fn", "kwargs"),
     [
         (with_aux, {"has_aux": True, "metrics": ("grad_norm",)}),
         (weighted, {"weight_fn": lambda x: jnp.sum(x[:, 0] > 0)}),
@@ -213,13 +213,13 @@ def weighted(params, x):
     ],
     ids=["aux", "weights", "add_n", "sharpness", "losses"],
 )
-def test_with_what_minimize_offers(how, kwargs):
-    want, _ = curve(8, how=how, **kwargs)
+def test_max_rows_with_other_options(loss_fn, kwargs):
+    want, _ = loss_curve(8, loss_fn=loss_fn, **kwargs)
     for devices in (4, 1):
-        np.testing.assert_allclose(curve(devices, how=how, **kwargs)[0], want, rtol=1e-5)
+        np.testing.assert_allclose(loss_curve(devices, loss_fn=loss_fn, **kwargs)[0], want, rtol=1e-5)
 
 
-def test_counts_keys_and_model_states_are_those_of_as_many_microbatches():
+def test_max_rows_matches_num_microbatches():
     def loss(params, model_state, x, rng):
         noise = jax.random.normal(rng, x.shape)
         after = {"parts": model_state["parts"] + 1, "mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(x)}
@@ -227,18 +227,18 @@ def test_counts_keys_and_model_states_are_those_of_as_many_microbatches():
 
     mesh, key = mesh_over(4), jax.random.key(1)
     results = []
-    for how in ({"max_rows_per_device": 2}, {"num_microbatches": 4}):
-        step = jstep.minimize(loss, OPTIMIZER, has_aux=True, has_model_state=True, rng=key, **how)
+    for kwargs in ({"max_rows_per_device": 2}, {"num_microbatches": 4}):
+        step = jstep.minimize(loss, OPTIMIZER, has_aux=True, has_model_state=True, rng=key, **kwargs)
         state = fresh(mesh, model_state={"parts": jnp.int32(0), "mean": jnp.float32(0)})
-        results.append(step(state, on(mesh, DATA[:32])))
-    (one, said), (other, also) = results
-    assert int(one.slots["model_state"]["parts"]) == 4
-    assert int(said["count"]) == 32
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-    jax.tree.map(np.testing.assert_array_equal, (said, one.slots), (also, other.slots))
+        results.append(step(state, shard(mesh, DATA[:32])))
+    (state_a, metrics_a), (state_b, metrics_b) = results
+    assert int(state_a.slots["model_state"]["parts"]) == 4
+    assert int(metrics_a["count"]) == 32
+    jax.tree.map(np.testing.assert_array_equal, state_a.params, state_b.params)
+    jax.tree.map(np.testing.assert_array_equal, (metrics_a, state_a.slots), (metrics_b, state_b.slots))
 
 
-def test_stages_with_batches_of_other_sizes():
+def test_max_rows_with_stages_and_batch_sizes():
     mesh = mesh_over(8)
     first, second = Loss(), Loss()
     steps = {n: jstep.minimize(f, OPTIMIZER, max_rows_per_device=2) for n, f in ((0, first), (3, second))}
@@ -247,7 +247,7 @@ def test_stages_with_batches_of_other_sizes():
     assert (first.seen, second.seen) == (16, 16)
 
 
-BAD = {
+INVALID = {
     "a bool": ({"max_rows_per_device": True}, TypeError, "max_rows_per_device=True: must be an integer"),
     "a float": ({"max_rows_per_device": 8.0}, TypeError, "max_rows_per_device=8.0: must be an integer, got float"),
     "text": ({"max_rows_per_device": "8"}, TypeError, "max_rows_per_device='8'"),
@@ -256,16 +256,16 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", INVALID)
 @pytest.mark.parametrize("loss", [Loss(), {"one": (Loss(), "a"), "two": (Loss(), "b")}], ids=["one", "several"])
-def test_bad_values(case, loss):
-    kwargs, kind, words = BAD[case]
-    with pytest.raises(kind, match=re.escape(words)):
+def test_invalid_max_rows(case, loss):
+    kwargs, kind, message = INVALID[case]
+    with pytest.raises(kind, match=re.escape(message)):
         jstep.minimize(loss, OPTIMIZER, **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("batch", "at_least", "words"),
+    ("batch", "at_least", "message"),
     [
         ((), 1, "max_rows_per_device=4: there is no batch to split"),
         ((np.float32(1),), 1, "max_rows_per_device=4: batch argument 0 is a scalar"),
@@ -274,7 +274,7 @@ def test_bad_values(case, loss):
         ((DATA[:6],), 7, "max_rows_per_device=4, num_microbatches=7: .* batch argument 0 has 6 rows"),
     ],
 )
-def test_batches_that_do_not_fit(batch, at_least, words):
+def test_batches_that_cannot_be_split(batch, at_least, message):
     step = jstep.minimize(lambda p, *x: jnp.sum(p["a"]), OPTIMIZER, max_rows_per_device=4, num_microbatches=at_least)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         step(fresh(), *batch)

@@ -1,4 +1,4 @@
-"""A run with `max_rows_per_device` that is preempted, and resumed on another number of devices."""
+"""A run with `max_rows_per_device`, preempted and resumed on other numbers of devices."""
 
 import os
 import textwrap
@@ -53,20 +53,20 @@ finally:
 def run(directory, devices, stop_at, *args):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     started = forked.start(textwrap.dedent(PROGRAM), directory, devices, stop_at, *args, env={"XLA_FLAGS": flags})
-    (one,) = end([started])
-    assert one.code == (143 if stop_at else 0), one.err[-4000:]
-    lines = [line.split() for line in one.out.splitlines()]
+    (process,) = end([started])
+    assert process.code == (143 if stop_at else 0), process.err[-4000:]
+    lines = [line.split() for line in process.out.splitlines()]
     assert [int(line[1]) for line in lines if line[0] == "rows"] == [4 * devices]
     return {int(line[1]): float(line[2]) for line in lines if line[0] == "loss"}
 
 
 @pytest.mark.parametrize("kind", [(), ("explicit",)], ids=["auto", "explicit"])
-def test_a_preempted_run_continues_on_fewer_devices(tmp_path, kind):
-    want = run(tmp_path / "whole", 8, 0, *kind)
+def test_preempted_run_resumes_on_fewer_devices(tmp_path, kind):
+    want = run(tmp_path / "uninterrupted", 8, 0, *kind)
     assert sorted(want) == list(range(1, 31))
     got = {}
     for devices, stop_at in ((8, 9), (4, 17), (1, 0)):
-        part = run(tmp_path / "parts", devices, stop_at, *kind)
+        part = run(tmp_path / "resumed", devices, stop_at, *kind)
         assert not set(part) & set(got)
         got |= part
     assert sorted(got) == sorted(want)

@@ -1,4 +1,4 @@
-"""Which rows of a sharded batch make a microbatch: every n-th, of which each device has its share."""
+"""Rows of microbatches of a sharded batch: every n-th row, so that no row moves between devices."""
 
 import re
 
@@ -15,11 +15,11 @@ MESHES = {
     "one axis": ((8,), ("data",), P("data")),
     "one of two": ((4, 2), ("data", "model"), P("data")),
     "both of two": ((4, 2), ("data", "model"), P(("data", "model"))),
-    "columns too": ((4, 2), ("data", "model"), P("data", "model")),
+    "rows and columns": ((4, 2), ("data", "model"), P("data", "model")),
 }
 
 
-def placed(case, types, *leaves):
+def shard(case, types, *leaves):
     shape, names, spec = MESHES[case]
     mesh = jax.make_mesh(shape, names, axis_types=(types,) * len(names))
     return mesh, [jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf in leaves]
@@ -33,7 +33,7 @@ def collectives(step, state, *batch):
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("case", MESHES)
 def test_no_row_moves_between_devices(case, types):
-    mesh, (x, y) = placed(case, types, np.ones((64, 16), np.float32), np.ones((64, 4), np.float32))
+    mesh, (x, y) = shard(case, types, np.ones((64, 16), np.float32), np.ones((64, 4), np.float32))
     rows = P(MESHES[case][2][0])
 
     def annotated(params, x, y):
@@ -47,21 +47,21 @@ def test_no_row_moves_between_devices(case, types):
     state = jstep.TrainState.create({"a": jnp.ones((16, 32)), "b": jnp.ones((32, 4))}, optimizer, mesh=mesh)
     step = jstep.minimize(plain if types is AxisType.Auto else annotated, optimizer, num_microbatches=4)
     stacked = [jnp.stack([leaf, leaf]) for leaf in (x, y)]
-    if case != "columns too":  # products over columns that are sharded are gathered or reduced anyway
+    if case != "rows and columns":  # products over sharded columns need a gather or reduction anyway
         assert collectives(step, state, x, y) == {"all-reduce"}
         assert collectives(jstep.scan_steps(step), state, *stacked) == {"all-reduce"}
     else:
         assert not {"all-to-all", "collective-permute"} & collectives(step, state, x, y)
 
 
-def seen_by(step_batch, mesh=None, n=4):
-    """The first leaf of each microbatch, as the loss saw it."""
+def microbatches_of(step_batch, mesh=None, n=4):
+    """Return the first leaf of each microbatch, as passed to the loss."""
     size = step_batch[0].shape[0]
 
     def loss(params, model_state, *batch):
         i, seen = model_state["i"], model_state["seen"]
         ids = [leaf[:, 0] for leaf in batch]
-        differ = sum(jnp.sum(jnp.abs(ids[0] - one)) for one in ids)
+        differ = sum(jnp.sum(jnp.abs(ids[0] - other)) for other in ids)
         after = {"i": i + 1, "seen": seen.at[i].set(ids[0])}
         return params["w"] * jnp.mean(batch[0]), (after, {"differ": differ})
 
@@ -85,35 +85,35 @@ def ids(rows):
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("case", "rows"), [*((case, 64) for case in MESHES), ("one axis", 16)])
-def test_a_microbatch_is_every_nth_row(case, rows, types):
-    """Whatever the mesh; also where a microbatch has fewer rows than there are devices."""
-    mesh, (x,) = placed(case, types, ids(rows))
+def test_microbatches_take_every_nth_row(case, rows, types):
+    """This holds on all meshes, also if a microbatch has fewer rows than there are devices."""
+    mesh, (x,) = shard(case, types, ids(rows))
     want = np.arange(rows).reshape(rows // 4, 4).T
-    np.testing.assert_array_equal(seen_by([x], mesh), want)
+    np.testing.assert_array_equal(microbatches_of([x], mesh), want)
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
-def test_all_leaves_are_split_alike(types):
-    """A leaf that every device has whole follows one that is sharded."""
-    mesh, (x,) = placed("one axis", types, ids(32))
-    whole = jax.device_put(ids(32), NamedSharding(mesh, P()))
+def test_all_leaves_are_split_equally(types):
+    """A replicated leaf is split like a sharded one."""
+    mesh, (x,) = shard("one axis", types, ids(32))
+    replicated = jax.device_put(ids(32), NamedSharding(mesh, P()))
     want = np.arange(32).reshape(8, 4).T
-    np.testing.assert_array_equal(seen_by([whole, x], mesh), want)
-    np.testing.assert_array_equal(seen_by([x, whole], mesh), want)
+    np.testing.assert_array_equal(microbatches_of([replicated, x], mesh), want)
+    np.testing.assert_array_equal(microbatches_of([x, replicated], mesh), want)
 
 
-def test_rows_that_are_not_sharded_stay_in_blocks():
+def test_unsharded_rows_are_split_into_blocks():
     blocks = np.arange(32).reshape(4, 8)
-    np.testing.assert_array_equal(seen_by([ids(32)]), blocks)
-    one = jax.make_mesh((1,), ("data",))
-    np.testing.assert_array_equal(seen_by(jstep.shard_batch([ids(32)], one), one), blocks)
+    np.testing.assert_array_equal(microbatches_of([ids(32)]), blocks)
+    single = jax.make_mesh((1,), ("data",))
+    np.testing.assert_array_equal(microbatches_of(jstep.shard_batch([ids(32)], single), single), blocks)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     columns = jax.device_put(ids(32), NamedSharding(mesh, P(None, "model")))
-    np.testing.assert_array_equal(seen_by([columns], mesh), blocks)
+    np.testing.assert_array_equal(microbatches_of([columns], mesh), blocks)
 
 
-def test_weights_count_the_same_on_any_number_of_devices():
-    """Padded tokens: the mean over all tokens, whichever microbatch they are in."""
+def test_weights_do_not_depend_on_the_devices():
+    """With padded tokens, the loss is the mean over all tokens of all microbatches."""
 
     def loss(params, x, mask):
         return jnp.sum(mask * (x * params["w"][None]).sum(1) ** 2) / jnp.maximum(jnp.sum(mask), 1)
@@ -131,8 +131,8 @@ def test_weights_count_the_same_on_any_number_of_devices():
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
-def test_microbatches_smaller_than_the_mesh_are_warned_about(types, caplog):
-    _, (x,) = placed("one axis", types, np.ones((32, 16), np.float32))
+def test_microbatches_smaller_than_the_mesh_warn(types, caplog):
+    _, (x,) = shard("one axis", types, np.ones((32, 16), np.float32))
     optimizer = jstep.gradient_descent(0.1)
     state = jstep.shard_state(jstep.TrainState.create({"a": jnp.ones((16, 4))}, optimizer), x.sharding.mesh)
 
@@ -142,8 +142,8 @@ def test_microbatches_smaller_than_the_mesh_are_warned_about(types, caplog):
     jstep.minimize(loss_fn, optimizer, num_microbatches=4, donate=False)(state, x)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     jstep.minimize(loss_fn, optimizer, num_microbatches=8, donate=False)(state, x)
-    said = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
-    assert said == {
+    warnings = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert warnings == {
         "num_microbatches=8: microbatches of 4 rows do not split over 8 devices, so each device computes all of their "
         "rows; use at most 4 microbatches"
     }

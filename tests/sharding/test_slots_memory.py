@@ -1,4 +1,4 @@
-"""Slots in the memory of the host: the same bits, wherever they are and whatever reads them."""
+"""Slots in host memory: training and reading are bitwise identical to slots in device memory."""
 
 import jax
 import numpy as np
@@ -31,9 +31,9 @@ def mesh_of(kind):
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=KINDS[kind])
 
 
-def create(mesh, optimizer, **how):
+def create(mesh, optimizer, **options):
     specs = jstep.fsdp_specs(jax.eval_shape(init), mesh, min_size=64)
-    return jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=specs, **how)
+    return jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=specs, **options)
 
 
 def memories(tree):
@@ -42,13 +42,13 @@ def memories(tree):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bits_donated_and_sent_back(name, kind):
+def test_slots_memory_does_not_change_results(name, kind):
     mesh, optimizer = mesh_of(kind), OPTIMIZERS[name]()
     batch = jstep.shard_batch(data(), mesh)
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm"))
     results = []
-    for how in ({}, {"slots_memory": "device"}, {"slots_memory": "pinned_host"}):
-        state = create(mesh, optimizer, **how)
+    for options in ({}, {"slots_memory": "device"}, {"slots_memory": "pinned_host"}):
+        state = create(mesh, optimizer, **options)
         before = jax.tree.map(lambda leaf: leaf.sharding, state)
         for _ in range(2):
             old = state
@@ -63,7 +63,7 @@ def test_the_same_bits_donated_and_sent_back(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS if ALL else ["mixed"])
-def test_what_reads_slots(kind, tmp_path):
+def test_readers_of_host_slots(kind, tmp_path):
     mesh, optimizer = mesh_of(kind), OPTIMIZERS["averages"]()
     batches = jstep.batches(data(), 32, seed=2)
     step = jstep.minimize(loss_fn, optimizer)
@@ -71,16 +71,16 @@ def test_what_reads_slots(kind, tmp_path):
     def metric_fn(params, x, y):
         return {"loss": loss_fn(params, x, y)}
 
-    def trained(directory, first, then):
+    def train(directory, first, then):
         evaluate = jstep.evaluator(metric_fn, [data()], use_averages=True)
-        for last_step, how in ((2, first), (4, then)):
+        for last_step, options in ((2, first), (4, then)):
             hooks = [
                 jstep.EvaluationHook(evaluate, every_n_steps=2, then=[jstep.KeepBest(directory / "best", "loss")]),
                 jstep.FingerprintHook(directory / "prints", every_n_steps=2),
             ]
             state = jstep.train(
                 step,
-                create(mesh, optimizer, **how),
+                create(mesh, optimizer, **options),
                 batches,
                 last_step,
                 hooks=hooks,
@@ -88,33 +88,33 @@ def test_what_reads_slots(kind, tmp_path):
                 progress=False,
             )
         _, grads = jstep.compute_gradients(loss_fn)(state.params, *batches[4])
-        by_hand = jstep.apply_gradients(state, grads, optimizer)
-        assert memories(by_hand.slots) == memories(state.slots)
+        updated = jstep.apply_gradients(state, grads, optimizer)
+        assert memories(updated.slots) == memories(state.slots)
         read = jstep.averaged_params(state), jstep.slow_params(state), jstep.fingerprint(state)
-        return jax.device_get((state, by_hand, read))
+        return jax.device_get((state, updated, read))
 
     host = {"slots_memory": "pinned_host"}
-    want = trained(tmp_path / "device", {}, {})
+    want = train(tmp_path / "device", {}, {})
     for i, (first, then) in enumerate([(host, host), (host, {}), ({}, host)]):
-        got = trained(tmp_path / str(i), first, then)
+        got = train(tmp_path / str(i), first, then)
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize("memory", [None, "pinned_host"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_eager_updates_keep_every_sharding(kind, memory):
-    """Also those over the Auto axes of a mesh of both types, which the types of arrays do not show."""
+def test_eager_updates_keep_shardings(kind, memory):
+    """This includes shardings over Auto axes of a mixed mesh, which array types do not show."""
     optimizer = OPTIMIZERS["labels"]()
     state = jstep.TrainState.create(
         init, optimizer, mesh=mesh_of(kind), param_specs=COLUMNS_AND_ROWS, slot_axis="data", slots_memory=memory
     )
-    alone = jstep.TrainState.create(init(), optimizer)
+    single = jstep.TrainState.create(init(), optimizer)
     new = jstep.apply_gradients(state, state.params, optimizer)
     assert jax.tree.map(lambda leaf: leaf.sharding, new) == jax.tree.map(lambda leaf: leaf.sharding, state)
-    assert_close(new.params, jstep.apply_gradients(alone, alone.params, optimizer).params)
+    assert_close(new.params, jstep.apply_gradients(single, single.params, optimizer).params)
 
 
 @pytest.mark.parametrize("kind", ["pinned", "", "hbm"])
-def test_a_memory_that_the_devices_lack(kind):
+def test_unknown_memory_kind(kind):
     with pytest.raises(ValueError, match="slots_memory"):
         create(mesh_of("explicit"), jstep.adam(), slots_memory=kind)

@@ -1,4 +1,4 @@
-"""Stages and changing batch sizes over a mesh: compiled ahead, once, for the places that the arrays have."""
+"""Stages and changing batch sizes on a mesh are compiled ahead, once, for the shardings in use."""
 
 import threading
 
@@ -14,7 +14,7 @@ import jstep
 @pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_nothing_is_compiled_at_an_edge(kind, steps_per_call, fsdp):
+def test_stage_changes_do_not_compile_in_the_main_thread(kind, steps_per_call, fsdp):
     compiled, marks = [], []
 
     def listener(event, duration, **_):
@@ -23,7 +23,7 @@ def test_nothing_is_compiled_at_an_edge(kind, steps_per_call, fsdp):
 
     optimizer = jstep.adam(0.1)
 
-    def staged(scale, microbatches):
+    def make_step(scale, microbatches):
         loss = lambda params, x: scale * jnp.mean((x @ params["w"]) ** 2)  # noqa: E731
         return jstep.minimize(loss, optimizer, num_microbatches=microbatches)
 
@@ -36,7 +36,7 @@ def test_nothing_is_compiled_at_an_edge(kind, steps_per_call, fsdp):
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
         state = jstep.train(
-            {0: staged(1.0, 1), 20: staged(2.0, 2)},
+            {0: make_step(1.0, 1), 20: make_step(2.0, 2)},
             state,
             data,
             30,

@@ -1,4 +1,4 @@
-"""Paths that users write: shared by two leaves, of boxed variables, of what is no state."""
+"""Paths as arguments: shared by two leaves, in boxed variables, and in invalid states."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ import pytest
 
 import jstep
 
-TWICE = {"a": {"b": 1.0}, "a/b": 2.0, "c": 3.0}
+SHARED_PATH = {"a": {"b": 1.0}, "a/b": 2.0, "c": 3.0}
 
 
-def test_a_path_that_two_leaves_share() -> None:
-    state = jstep.TrainState.create(TWICE, jstep.adagrad(0.1))
+def test_path_shared_by_two_leaves() -> None:
+    state = jstep.TrainState.create(SHARED_PATH, jstep.adagrad(0.1))
     with pytest.raises(ValueError, match="get_slot: 2 leaves share the path 'a/b'"):
         jstep.get_slot(state, "accumulator", "a/b")
     assert float(jstep.get_slot(state, "accumulator", "c")) == pytest.approx(0.1)
@@ -21,7 +21,7 @@ def test_a_path_that_two_leaves_share() -> None:
     assert grads["a"]["b"] is None
 
 
-def test_what_is_no_state_and_no_field() -> None:
+def test_invalid_states_slots_and_fields() -> None:
     state = jstep.TrainState.create({"w": 1.0}, jstep.adam())
     for act in (lambda: jstep.get_slot(None, "m"), lambda: jstep.get_slot_names({})):
         with pytest.raises(TypeError, match="state: must be a TrainState, got"):
@@ -37,22 +37,22 @@ def test_what_is_no_state_and_no_field() -> None:
         state.replace(param=1)
 
 
-def test_slots_that_start_as_the_parameters_are_copies() -> None:
-    """A buffer can be donated once."""
+def test_slots_initialized_with_parameters_are_copies() -> None:
+    """A buffer can be donated only once."""
     base = jstep.gradient_descent(0.1)
-    own = base._replace(
+    custom = base._replace(
         init=lambda params, global_step=0: {"start": params, "same": params},
         update=lambda u, slots, p, step: (base.update(u, {}, p, step)[0], slots),
     )
-    step = jstep.minimize(lambda p: p["w"] ** 2, own)
+    step = jstep.minimize(lambda p: p["w"] ** 2, custom)
     for copy in (True, False):
-        state = jstep.TrainState.create({"w": jnp.float32(1.0)}, own, copy=copy)
+        state = jstep.TrainState.create({"w": jnp.float32(1.0)}, custom, copy=copy)
         for _ in range(2):
             state, _ = step(state)
         assert float(state.slots["start"]["w"]) == float(state.slots["same"]["w"]) == 1.0
 
 
-# Flax NNX, whose variables are boxes of an array.
+# Flax NNX, whose variables are boxed arrays.
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def nnx() -> Any:
     return pytest.importorskip("flax.nnx")
 
 
-def test_variables_in_boxes(nnx: Any) -> None:
+def test_boxed_variables(nnx: Any) -> None:
     class Model(nnx.Module):  # type: ignore[misc]
         def __init__(self, rngs: Any) -> None:
             self.fc = nnx.Linear(2, 1, rngs=rngs)
@@ -76,9 +76,9 @@ def test_variables_in_boxes(nnx: Any) -> None:
         assert jstep.get_slot(state, "momentum", path).shape == (2, 1)
 
     def loss_fn(params: Any, rest: Any, x: Any) -> Any:
-        whole = nnx.merge(graphdef, params, rest, copy=True)
-        loss = jnp.mean(whole.norm(whole.fc(x)) ** 2) + jnp.mean(whole.fc(x))
-        return loss, nnx.split(whole, nnx.Param, ...)[2]
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        loss = jnp.mean(model.norm(model.fc(x)) ** 2) + jnp.mean(model.fc(x))
+        return loss, nnx.split(model, nnx.Param, ...)[2]
 
     step = jstep.minimize(loss_fn, optimizer, has_model_state=True, var_list=["fc/kernel"])
     new, _ = step(state, jnp.array([[1.0, 2.0], [3.0, 5.0]]))

@@ -1,4 +1,4 @@
-"""Parameters of every kind people keep them in: containers, dataclasses, Equinox, Flax Linen and NNX."""
+"""Parameters in containers, dataclasses, Equinox, Flax Linen, and Flax NNX."""
 
 import collections
 import dataclasses
@@ -33,7 +33,7 @@ def layer(seed: int, n: int, m: int) -> Layer:
     return Layer(jax.random.normal(jax.random.key(seed), (n, m)) / n**0.5, jnp.zeros(m))
 
 
-ONE, TWO = layer(0, 4, 8), layer(1, 8, 1)
+FIRST, SECOND = layer(0, 4, 8), layer(1, 8, 1)
 
 
 def predict(one: Layer, two: Layer, x: jax.Array) -> jax.Array:
@@ -42,14 +42,14 @@ def predict(one: Layer, two: Layer, x: jax.Array) -> jax.Array:
 
 
 CONTAINERS = {
-    "dict": ({"one": dict(ONE._asdict()), "two": dict(TWO._asdict())}, "one/kernel"),
-    "list": ([ONE, [TWO]], "0/kernel"),
-    "tuple": ((ONE, (TWO, None)), "1/0/bias"),
-    "namedtuple": (Layer(ONE, TWO), "kernel/kernel"),
-    "ordered dict": (collections.OrderedDict(two=TWO, one=ONE), "one/kernel"),
-    "default dict": (collections.defaultdict(list, {"one": [ONE], "two": [TWO]}), "one/0/kernel"),
-    "dataclass": (Model([ONE, TWO], jnp.float32(1)), "layers/0/kernel"),
-    "dict of int keys": ({1: ONE, 2: TWO}, "1/kernel"),
+    "dict": ({"one": dict(FIRST._asdict()), "two": dict(SECOND._asdict())}, "one/kernel"),
+    "list": ([FIRST, [SECOND]], "0/kernel"),
+    "tuple": ((FIRST, (SECOND, None)), "1/0/bias"),
+    "namedtuple": (Layer(FIRST, SECOND), "kernel/kernel"),
+    "ordered dict": (collections.OrderedDict(two=SECOND, one=FIRST), "one/kernel"),
+    "default dict": (collections.defaultdict(list, {"one": [FIRST], "two": [SECOND]}), "one/0/kernel"),
+    "dataclass": (Model([FIRST, SECOND], jnp.float32(1)), "layers/0/kernel"),
+    "dict of int keys": ({1: FIRST, 2: SECOND}, "1/kernel"),
 }
 
 
@@ -68,8 +68,8 @@ def optimizers() -> list[jstep.Optimizer]:
     ]
 
 
-def trains(params: Any, loss: Any, *args: Any, **kwargs: Any) -> jstep.TrainState:
-    """Both optimizers take steps that lower the loss and keep the tree as it is."""
+def check_trains(params: Any, loss: Any, *args: Any, **kwargs: Any) -> jstep.TrainState:
+    """Check that training with both optimizers lowers the loss and keeps the tree structure."""
     for optimizer in optimizers():
         state = jstep.TrainState.create(params, optimizer, **kwargs)
         treedef = jax.tree.structure(state)
@@ -86,19 +86,19 @@ def trains(params: Any, loss: Any, *args: Any, **kwargs: Any) -> jstep.TrainStat
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_containers(name: str) -> None:
+def test_parameters_in_containers(name: str) -> None:
     params, path = CONTAINERS[name]
     treedef = jax.tree.structure(params)
-    places = jax.tree.leaves(jax.tree.unflatten(treedef, range(treedef.num_leaves)))
+    indices = jax.tree.leaves(jax.tree.unflatten(treedef, range(treedef.num_leaves)))
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
-    find = {shape: i for i, shape in zip(places, shapes, strict=True)}
+    find = {shape: i for i, shape in zip(indices, shapes, strict=True)}
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         leaves = jax.tree.leaves(params)
-        one, two = (Layer(leaves[find[a.kernel.shape]], leaves[find[a.bias.shape]]) for a in (ONE, TWO))
+        one, two = (Layer(leaves[find[a.kernel.shape]], leaves[find[a.bias.shape]]) for a in (FIRST, SECOND))
         return jnp.mean((predict(one, two, x) - y) ** 2)
 
-    trains(params, loss, X, Y)
+    check_trains(params, loss, X, Y)
     state = jstep.TrainState.create(params, jstep.adam())
     assert jstep.get_slot(state, "m", path) is not None
     with pytest.raises(ValueError, match=r"nearest|paths are"):
@@ -107,7 +107,7 @@ def test_containers(name: str) -> None:
     assert len(jax.tree.leaves(grads)) == 1
 
 
-def test_a_bare_array_and_a_bare_number() -> None:
+def test_bare_array_and_bare_number() -> None:
     for params in (jnp.ones(3), 2.0):
         optimizer = jstep.with_moving_average(jstep.adam(0.1), EMA)
         state = jstep.TrainState.create(params, optimizer)
@@ -117,7 +117,7 @@ def test_a_bare_array_and_a_bare_number() -> None:
         assert np.all(np.asarray(state.params) < np.asarray(params))
 
 
-def test_empty_trees_have_nothing_to_train() -> None:
+def test_empty_trees_raise() -> None:
     state = jstep.TrainState.create({}, jstep.adam())
     with pytest.raises(ValueError, match=r"No variables to optimize"):
         jstep.minimize(lambda p: jnp.float32(1), jstep.adam())(state)
@@ -125,8 +125,8 @@ def test_empty_trees_have_nothing_to_train() -> None:
         jstep.apply_gradients(state, {}, jstep.adam())
 
 
-def test_a_tree_of_bools_with_the_containers_of_params() -> None:
-    params = Model([ONE, TWO], jnp.float32(1))
+def test_var_list_as_a_tree_of_booleans() -> None:
+    params = Model([FIRST, SECOND], jnp.float32(1))
     flags = jax.tree.map(lambda leaf: leaf.ndim == 2, params)
 
     def loss(params: Model) -> jax.Array:
@@ -142,7 +142,7 @@ def test_a_tree_of_bools_with_the_containers_of_params() -> None:
 # Equinox.
 
 
-def test_an_equinox_module() -> None:
+def test_equinox_module() -> None:
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"params.*'activation'.*equinox\.partition"):
@@ -152,7 +152,7 @@ def test_an_equinox_module() -> None:
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((jax.vmap(eqx.combine(params, static))(x)[:, 0] - y) ** 2)
 
-    state = trains(params, loss, X, Y)
+    state = check_trains(params, loss, X, Y)
     assert jstep.get_slot(state, "k/momentum", "layers/0/weight").shape == (8, 4)
     _, grads = jstep.compute_gradients(loss, var_list=["layers/*/bias"])(params, X, Y)
     assert grads.layers[0].weight is None
@@ -183,7 +183,7 @@ def test_flax_linen_with_batch_norm() -> None:
             out, new = net.apply({"params": params, "batch_stats": model_state}, x, train=True, mutable=["batch_stats"])
             return jnp.mean((out - y) ** 2), new["batch_stats"]
 
-        state = trains(variables["params"], loss, X, Y, model_state=variables["batch_stats"])
+        state = check_trains(variables["params"], loss, X, Y, model_state=variables["batch_stats"])
     stats = state.slots["model_state"]["BatchNorm_0"]["mean"]
     assert not np.allclose(stats, variables["batch_stats"]["BatchNorm_0"]["mean"])
 
@@ -205,7 +205,7 @@ def test_flax_nnx() -> None:
         def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
             return jnp.mean((nnx.merge(graph, params)(x) - y) ** 2)
 
-        state = trains(params, loss, X, Y)
+        state = check_trains(params, loss, X, Y)
         assert any(path.startswith("one/kernel") for path in _paths(state.params))
         nnx.merge(graph, jstep.averaged_params(state))(X)
 

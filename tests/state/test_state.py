@@ -1,4 +1,4 @@
-"""The state, and the one clock it carries."""
+"""`TrainState`, its step counter, and its slots."""
 
 import copy
 import pickle
@@ -15,12 +15,12 @@ import jstep
 LAST = 2**31 - 1
 
 
-def plain(optimizer: Any = None, **kwargs: Any) -> jstep.TrainState:
+def create(optimizer: Any = None, **kwargs: Any) -> jstep.TrainState:
     return jstep.TrainState.create({"dense": {"kernel": jnp.ones((2, 3))}}, optimizer or jstep.adam(), **kwargs)
 
 
-def test_three_fields_no_more() -> None:
-    state = plain()
+def test_state_has_three_fields() -> None:
+    state = create()
     leaves, treedef = jax.tree.flatten(state)
     assert [str(key[0]) for key, _ in jax.tree_util.tree_leaves_with_path(state)] == [
         ".params",
@@ -34,16 +34,16 @@ def test_three_fields_no_more() -> None:
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
 
 
-def test_paths_of_slots_are_those_of_params() -> None:
+def test_slot_paths_contain_parameter_paths() -> None:
     paths = [
-        jax.tree_util.keystr(k, simple=True, separator="/") for k, _ in jax.tree_util.tree_leaves_with_path(plain())
+        jax.tree_util.keystr(k, simple=True, separator="/") for k, _ in jax.tree_util.tree_leaves_with_path(create())
     ]
     assert "slots/m/dense/kernel" in paths
     assert "slots/start_step" in paths
 
 
-def test_immutable_and_replace() -> None:
-    state = plain()
+def test_state_is_immutable_and_replace_copies() -> None:
+    state = create()
     with pytest.raises(AttributeError):
         state.global_step = 3
     other = state.replace(global_step=jstep.create_global_step(3))
@@ -54,23 +54,23 @@ def test_immutable_and_replace() -> None:
         state.replace(step=3)
 
 
-def test_goes_through_jit_scan_pickle_and_copy() -> None:
-    state = plain(global_step=5)
+def test_jit_pickle_copy_and_device_get() -> None:
+    state = create(global_step=5)
     doubled = jax.jit(lambda s: s.replace(params=jax.tree.map(lambda p: 2 * p, s.params)))(state)
     np.testing.assert_array_equal(doubled.params["dense"]["kernel"], 2 * np.ones((2, 3)))
-    for again in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
-        assert jax.tree.structure(again) == jax.tree.structure(state)
-        assert jstep.global_step(again) == 5
+    for copied in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        assert jax.tree.structure(copied) == jax.tree.structure(state)
+        assert jstep.global_step(copied) == 5
     host = jax.device_get(state)
     assert isinstance(host.params["dense"]["kernel"], np.ndarray)
     assert jstep.global_step(host) == 5
 
 
-def test_create_copies_so_that_params_survive_donation() -> None:
+def test_create_copies_params() -> None:
     params = {"w": jnp.ones(3), "v": np.ones(3, np.float32)}
     model_state = {"mean": jnp.zeros(3)}
     state = jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), model_state=model_state)
-    params["v"][:] = 7  # NumPy's memory is the caller's
+    params["v"][:] = 7  # the caller may reuse its NumPy arrays
     step = jstep.minimize(
         lambda p, m, x: (jnp.sum(p["w"] * p["v"] * x), m), jstep.momentum(0.1, 0.9), has_model_state=True
     )
@@ -81,14 +81,14 @@ def test_create_copies_so_that_params_survive_donation() -> None:
     assert fresh.params["w"] is not params["w"]
 
 
-def test_the_step_given_survives_donation() -> None:
+def test_given_step_is_not_donated() -> None:
     given = jnp.int32(3)
-    state = plain(global_step=given)
+    state = create(global_step=given)
     jstep.minimize(lambda p: jnp.sum(p["dense"]["kernel"]), jstep.adam())(state)
     assert int(given) == 3
 
 
-def test_one_array_in_two_places_can_be_donated() -> None:
+def test_shared_arrays_can_be_donated() -> None:
     shared = jnp.ones(3)
     optimizer = jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.9))
     state = jstep.TrainState.create({"a": shared, "b": shared}, optimizer)
@@ -98,7 +98,7 @@ def test_one_array_in_two_places_can_be_donated() -> None:
     assert jstep.global_step(state) == 2
 
 
-def test_copy_false_keeps_the_arrays() -> None:
+def test_copy_false_keeps_arrays() -> None:
     params = {"w": jnp.ones(3)}
     assert jstep.TrainState.create(params, jstep.adam(), copy=False).params["w"] is params["w"]
     shared = jnp.ones(3)
@@ -106,7 +106,7 @@ def test_copy_false_keeps_the_arrays() -> None:
         jstep.TrainState.create({"a": shared, "b": shared}, jstep.adam(), copy=False)
 
 
-def test_numbers_become_arrays_of_a_strong_dtype() -> None:
+def test_numbers_become_arrays_without_weak_types() -> None:
     state = jstep.TrainState.create({"a": 1.0, "b": 2, "c": True, "d": np.float32(3), "e": None}, jstep.adam())
     dtypes = {k: (v.dtype, v.weak_type) for k, v in state.params.items() if v is not None}
     assert dtypes == {
@@ -118,51 +118,51 @@ def test_numbers_become_arrays_of_a_strong_dtype() -> None:
     assert state.params["e"] is None
 
 
-def test_model_state_is_a_slot_of_the_state_and_not_per_parameter() -> None:
-    state = plain(model_state={"mean": np.zeros(2, np.float32), "count": 0})
+def test_model_state_is_not_a_parameter_slot() -> None:
+    state = create(model_state={"mean": np.zeros(2, np.float32), "count": 0})
     assert state.slots["model_state"]["count"].dtype == jnp.int32
     assert jstep.get_slot_names(state) == ["m", "v"]
-    assert "model_state" not in plain().slots
+    assert "model_state" not in create().slots
 
 
 @pytest.mark.parametrize("step", [0, 5, np.int64(5), np.uint8(5), jnp.int32(5), LAST])
 def test_create_global_step(step: Any) -> None:
-    made = jstep.create_global_step(step)
-    assert isinstance(made, jax.Array)
-    assert made.shape == ()
-    assert made.dtype == jnp.int32
-    assert not made.weak_type
-    assert int(made) == int(step)
-    assert jstep.global_step(plain(global_step=step)) == int(step)
-    assert int(plain(global_step=step).slots["start_step"]) == int(step)
+    created = jstep.create_global_step(step)
+    assert isinstance(created, jax.Array)
+    assert created.shape == ()
+    assert created.dtype == jnp.int32
+    assert not created.weak_type
+    assert int(created) == int(step)
+    assert jstep.global_step(create(global_step=step)) == int(step)
+    assert int(create(global_step=step).slots["start_step"]) == int(step)
 
 
 def test_create_global_step_defaults_to_zero_and_may_be_traced() -> None:
     assert int(jstep.create_global_step()) == 0
     assert int(jax.jit(jstep.create_global_step)(3)) == 3
-    states = jax.vmap(lambda n: plain(global_step=n))(jnp.arange(3))
+    states = jax.vmap(lambda n: create(global_step=n))(jnp.arange(3))
     np.testing.assert_array_equal(states.global_step, [0, 1, 2])
 
 
 @pytest.mark.usefixtures("x64")
 def test_steps_are_int64_under_x64() -> None:
     assert jstep.create_global_step(2**40).dtype == jnp.int64
-    assert jstep.global_step(jstep.increment_global_step(plain(global_step=2**40))) == 2**40 + 1
+    assert jstep.global_step(jstep.increment_global_step(create(global_step=2**40))) == 2**40 + 1
 
 
-def test_getters() -> None:
-    state = plain(global_step=4)
+def test_global_step_getters() -> None:
+    state = create(global_step=4)
     assert jstep.get_global_step(state) is state.global_step
     assert jstep.get_or_create_global_step(state) is state.global_step
-    none = state.replace(global_step=None)
-    assert jstep.get_global_step(none) is None
-    made = jstep.get_or_create_global_step(none)
-    assert (int(made), made.dtype) == (0, jnp.int32)
+    without_step = state.replace(global_step=None)
+    assert jstep.get_global_step(without_step) is None
+    created = jstep.get_or_create_global_step(without_step)
+    assert (int(created), created.dtype) == (0, jnp.int32)
     assert type(jstep.global_step(state)) is int
 
 
-def test_increment() -> None:
-    state = plain(global_step=4)
+def test_increment_global_step() -> None:
+    state = create(global_step=4)
     assert jstep.global_step(jstep.increment_global_step(state)) == 5
     assert jstep.global_step(jstep.increment_global_step(state, 10)) == 14
     assert jstep.global_step(jstep.increment_global_step(state, np.int64(0))) == 4
@@ -173,7 +173,7 @@ def test_increment() -> None:
 
 
 def test_slots_by_name_and_path() -> None:
-    state = plain()
+    state = create()
     assert jstep.get_slot(state, "m") is state.slots["m"]
     assert jstep.get_slot(state, "m", "dense/kernel") is state.slots["m"]["dense"]["kernel"]
     assert jstep.get_slot(state, "nothing") is None
@@ -186,15 +186,15 @@ def test_slots_by_name_and_path() -> None:
     assert jstep.get_slot_names(bare) == ["m", "v"]
     scalar = jstep.TrainState.create(1.0, jstep.adam())
     assert jstep.get_slot_names(scalar) == ["m", "v"]
-    assert jstep.get_slot_names(plain(jstep.gradient_descent(0.1))) == []
+    assert jstep.get_slot_names(create(jstep.gradient_descent(0.1))) == []
 
 
 def test_repr_is_a_short_summary() -> None:
-    state = plain(global_step=12)
+    state = create(global_step=12)
     text = repr(state)
     assert len(text.splitlines()) == 1
     assert "12" in text  # the step
-    assert "6" in text  # numbers
+    assert "6" in text  # number of parameters
     assert "24 B" in text  # bytes
     for name in ("m", "v"):
         assert f"{name} (" in text
@@ -205,20 +205,20 @@ def test_repr_is_a_short_summary() -> None:
 
 
 def test_repr_survives_tracing_and_donation() -> None:
-    assert "TrainState" in repr(jax.eval_shape(plain))
+    assert "TrainState" in repr(jax.eval_shape(create))
     seen = []
-    jax.jit(lambda s: seen.append(repr(s)))(plain())
+    jax.jit(lambda s: seen.append(repr(s)))(create())
     assert "TrainState" in seen[0]
-    state = plain()
+    state = create()
     jstep.minimize(lambda p: jnp.sum(p["dense"]["kernel"]), jstep.adam())(state)
     assert "TrainState" in repr(state)
-    assert "TrainState" in repr(plain().replace(global_step=None))
+    assert "TrainState" in repr(create().replace(global_step=None))
 
 
-def test_states_compare_as_a_whole() -> None:
+def test_states_compare_by_value() -> None:
     state = jstep.TrainState.create({"w": jnp.array([1.0, jnp.nan]), "key": jax.random.key(0)}, jstep.adam(0.1))
     same = jax.tree.map(jnp.copy, state)
-    for other, wanted in (
+    for other, expected in (
         (state, True),
         (same, True),
         (state.replace(global_step=jnp.int32(1)), False),
@@ -229,24 +229,24 @@ def test_states_compare_as_a_whole() -> None:
         (3, False),
         (None, False),
     ):
-        assert (state == other) is wanted
-        assert (state != other) is not wanted
+        assert (state == other) is expected
+        assert (state != other) is not expected
     assert (jax.eval_shape(lambda: state) == jax.eval_shape(lambda: same)) is True
     assert jax.jit(lambda a, b: jnp.asarray([a == b, a == a]))(state, same).tolist() == [False, True]
     with pytest.raises(TypeError, match="unhashable"):
         hash(state)
 
 
-def test_a_donated_state_compares() -> None:
+def test_donated_states_can_be_compared() -> None:
     state = jstep.TrainState.create({"w": jnp.ones(3)}, jstep.adam(0.1))
     after = jax.jit(lambda state: state, donate_argnums=0)(state)
     assert (state == after) is False
     assert (state == state) is True
 
 
-def test_the_summary_of_a_state_orders_slots_by_name() -> None:
+def test_summary_sorts_slots_by_name() -> None:
     optimizer = jstep.adam(0.1)
     state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
     after, _ = jstep.minimize(lambda p: p["w"].sum(), optimizer)(state)
-    for one in (state, after, state.replace(slots=dict(reversed(state.slots.items())))):
-        assert re.findall(r"(\w+) \(", str(one).partition("slots")[2]) == ["m", "start_step", "v"]
+    for value in (state, after, state.replace(slots=dict(reversed(state.slots.items())))):
+        assert re.findall(r"(\w+) \(", str(value).partition("slots")[2]) == ["m", "start_step", "v"]

@@ -1,4 +1,4 @@
-"""What moves between devices, read from texts that the compilers for CPUs, GPUs and TPUs printed."""
+"""Collectives parsed from the HLO of compiled programs for CPUs, GPUs and TPUs."""
 
 import re
 from pathlib import Path
@@ -7,24 +7,24 @@ import pytest
 
 from jstep.tools.collectives import collectives_of
 
-TEXTS = Path(__file__).parent / "compiled_texts"
+PROGRAMS = Path(__file__).parent / "compiled_programs"
 A, B, X, F, LOSS = 512 * 256, 256, 256 * 1024, 1024, 1
-"""Elements of the MLP's parameters. FSDP splits a, x and f over 8 devices; b stays whole."""
+"""Numbers of elements of the MLP's parameters. FSDP shards a, x and f over 8 devices; b is replicated."""
 STACK = 2 * 8 * 64 * 256
-"""Elements of 8 layers of two matrices."""
+"""Number of elements of 8 layers with two matrices each."""
 PART = 4 * 128 * 256
-"""The bytes on each device of what the programs with shard_map exchange."""
+"""Bytes per device that the programs with shard_map exchange."""
 MANUAL = {"reduce-scatter": (1, 8 * PART), "all-to-all": (1, PART), "collective-permute": (1, PART)}
 NESTED = {"all-reduce": (5 * 3 + 1 + 1 + 7, 24 * PART), "all-gather": (5 + 1, 6 * 8 * PART)}
 """5 × (3 sums and a gather), a loop of unknown length (a maximum in its condition, a sum in its body), 7 sums, and a
-conditional whose branches gather or sum: the gather moves more."""
+conditional whose branches gather or sum, of which the gather moves more."""
 EXPECTED = {
     "fsdp_tpu_0_10_2": {
-        "all-reduce": (1, 4 * (B + F + LOSS)),  # f is small: reduced everywhere
-        "all-gather": (3, 2 * (A + X) + 4 * F),  # matrices are gathered in bfloat16; one of them asynchronously
+        "all-reduce": (1, 4 * (B + F + LOSS)),  # f is small and reduced on all devices
+        "all-gather": (3, 2 * (A + X) + 4 * F),  # matrices are gathered in bfloat16, one of them asynchronously
         "reduce-scatter": (1, 4 * (A + X)),
     },
-    "fsdp_tpu7x_0_10_2": {  # as calls that run on another core meanwhile
+    "fsdp_tpu7x_0_10_2": {  # calls that run concurrently on another core
         "all-reduce": (1, 4 * (B + F + LOSS)),
         "all-gather": (3, 2 * (A + X) + 4 * F),
         "reduce-scatter": (2, 4 * (A + X)),
@@ -41,7 +41,7 @@ EXPECTED = {
     },
     "manual_tpu_0_10_2": {
         "all-reduce": (1, 2 * PART),
-        "all-gather": (2, 8 * PART + 8 * PART // 2),  # of equal shapes and channels, one of them in bfloat16
+        "all-gather": (2, 8 * PART + 8 * PART // 2),  # equal shapes and channels, one in bfloat16
         **MANUAL,
     },
     "manual_gpu_0_10_2": {"all-reduce": (1, 2 * PART), "all-gather": (1, 2 * 8 * PART), **MANUAL},
@@ -49,11 +49,11 @@ EXPECTED = {
     "nested_tpu_0_12_0_1": NESTED,
     "nested_gpu_0_12_0_1": NESTED,
     "stacked_tpu_0_10_2": {
-        "all-reduce": (8 + 1, 8 * 4 * STACK // 8 + 4),  # each layer's gradients where they are computed, and the loss
-        "all-gather": (4 * 8, 2 * 8 * 2 * STACK),  # all layers in bfloat16 for each, forward and backward
+        "all-reduce": (8 + 1, 8 * 4 * STACK // 8 + 4),  # the gradients of each layer, and the loss
+        "all-gather": (4 * 8, 2 * 8 * 2 * STACK),  # all layers in bfloat16 for each layer, forward and backward
     },
     "two_slices_tpu_0_10_2": {
-        "all-reduce": (1, 4 * 2048),  # the rest of the gradients and the loss, padded
+        "all-reduce": (1, 4 * 2048),  # the other gradients and the loss, padded
         "all-gather": (2, 4 * (A + X)),
         "reduce-scatter": (2, 4 * (A + X)),
         "between slices": (3, 4 * ((A + X) // 16 + 2048)),
@@ -61,29 +61,29 @@ EXPECTED = {
 }
 
 
-def recorded(name):
-    return (TEXTS / f"{name}.txt").read_text()
+def read_program(name):
+    return (PROGRAMS / f"{name}.txt").read_text()
 
 
-def test_every_recorded_text_is_checked():
-    assert {path.stem for path in TEXTS.iterdir()} == EXPECTED.keys()
+def test_every_recorded_program_is_tested():
+    assert {path.stem for path in PROGRAMS.iterdir()} == EXPECTED.keys()
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_recorded_texts(name):
-    assert collectives_of(recorded(name)) == EXPECTED[name]
+def test_recorded_programs(name):
+    assert collectives_of(read_program(name)) == EXPECTED[name]
 
 
-def test_counted_loops_are_the_known_ones():
-    """The compiler for GPUs writes how often a loop runs; without that the same follows from its counter."""
-    text = recorded("nested_gpu_0_12_0_1")
+def test_trip_counts_match_those_of_the_compiler():
+    """The GPU compiler annotates trip counts; without annotations, they follow from the loop counter."""
+    text = read_program("nested_gpu_0_12_0_1")
     assert re.findall(r'"known_trip_count":\{"n":"(\d+)"\}', text) == ["3", "5", "7"]
     assert collectives_of(text.replace("known_trip_count", "")) == NESTED
 
 
-def test_copies_of_an_asynchronous_exchange_need_their_start():
-    """What continues an exchange counts only where no start of it is in the text."""
-    text = recorded("fsdp_tpu_0_10_2")
+def test_async_collectives_are_counted_once():
+    """The continuation of a collective is counted only if its start is not in the program."""
+    text = read_program("fsdp_tpu_0_10_2")
     assert text.count('chain_id="0"') == 3
     without = text.replace("AsyncCollectiveStart", "Other")
     assert collectives_of(without)["all-gather"].number == 2 + 3
@@ -147,16 +147,16 @@ FORWARD = {
         ({"step": 2}, 3),
         ({"direction": "LE"}, 6),
         ({"direction": "NE"}, 5),
-        ({"direction": "NE", "step": 2}, 1),  # passes over its end: not known
+        ({"direction": "NE", "step": 2}, 1),  # skips its end: unknown
         ({"compared": "%end, %j", "direction": "GT"}, 5),
         ({"operation": "subtract", "start": 9, "direction": "GT"}, 4),
         ({"operation": "subtract", "start": 9, "direction": "GE", "step": 2}, 3),
-        ({"operation": "subtract"}, 1),  # never ends: not known
+        ({"operation": "subtract"}, 1),  # never ends: unknown
         ({"stop": "parameter(1)"}, 1),
         ({"operation": "multiply"}, 1),
     ],
 )
-def test_loops_run_as_often_as_their_counter_says(changed, runs):
+def test_trip_count_follows_from_the_counter(changed, runs):
     found = collectives_of(LOOP.format(**(FORWARD | changed)))
     assert found == ({"all-reduce": (runs, runs * 128)} if runs else {})
 
@@ -210,15 +210,15 @@ ENTRY %main (x: f32[4,8], i: s32[]) -> f32[4,8] {
 """
 
 
-def test_a_program_with_one_of_each():
+def test_program_with_every_collective():
     assert collectives_of(PROGRAM) == {
-        "all-gather": (2, 256 + 256),  # one in the branch that moves most
-        "reduce-scatter": (3, 3 * 128),  # what is given, which is more than what is taken
+        "all-gather": (2, 256 + 256),  # one in the branch that moves more
+        "reduce-scatter": (3, 3 * 128),  # the input, which is larger than the output
         "all-to-all": (1, 64 + 3 + 7),
-        "collective-permute": (2, 128 + 128),  # one of them written as a send; a send to the host is none
+        "collective-permute": (2, 128 + 128),  # one is written as a send; sends to the host do not count
     }
 
 
-def test_what_is_not_a_program_moves_nothing():
+def test_invalid_programs_have_no_collectives():
     assert collectives_of("") == {}
     assert collectives_of("HloModule m\n\nENTRY %main () -> () {\n  all-reduce(\n  %x = all-reduce\n}\n") == {}

@@ -1,4 +1,4 @@
-"""What a step takes, before it runs: operations, memory, what moves between devices."""
+"""`cost`: FLOPs, memory and collectives of a step, before it runs."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jstep
 SIDE, ROWS, LAYERS = 64, 32, 3
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 PRODUCTS = 6 * ROWS * LAYERS * SIDE * SIDE
-"""Of a step: a product of matrices for each layer, and two for its gradients, but for that of the batch."""
+"""FLOPs of a step: one matrix product per layer, and two for its gradients, except that of the batch."""
 
 
 def scanned(params, x):
@@ -33,37 +33,37 @@ BATCH = jnp.ones((ROWS, SIDE))
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Of the plain step on one device."""
+def single_device():
+    """The cost of the plain step on one device."""
     return jstep.cost(STEP, jax.eval_shape(state), BATCH)
 
 
-def test_operations_count_loops_as_often_as_they_run(alone):
-    flops = alone.flops
+def test_flops_are_multiplied_by_trip_counts(single_device):
+    flops = single_device.flops
     assert 0.85 * PRODUCTS < flops < 1.25 * PRODUCTS
     assert jstep.cost(SCANNED, state(), BATCH).flops == pytest.approx(flops, rel=0.15)
     many = jstep.cost(jstep.scan_steps(STEP), state(), jnp.stack([BATCH] * 5))
     assert many.flops == pytest.approx(5 * flops, rel=0.05)
-    parts = jstep.cost(jstep.minimize(plain, OPTIMIZER, num_microbatches=4), state(), BATCH)
-    assert parts.flops == pytest.approx(flops, rel=0.15)
+    accumulated = jstep.cost(jstep.minimize(plain, OPTIMIZER, num_microbatches=4), state(), BATCH)
+    assert accumulated.flops == pytest.approx(flops, rel=0.15)
 
 
-def test_shapes_will_do_and_nothing_runs(alone):
+def test_cost_from_shapes_does_not_run_the_step(single_device):
     cost = jstep.cost(STEP, jax.eval_shape(state), jax.ShapeDtypeStruct((ROWS, SIDE), jnp.float32))
-    one = 4 * LAYERS * SIDE * SIDE
-    assert (cost.params_bytes, cost.slots_bytes) == (one, one)
-    assert cost.argument_bytes == pytest.approx(2 * one + 4 * ROWS * SIDE, abs=64)
-    assert cost.alias_bytes >= 2 * one
+    weight_bytes = 4 * LAYERS * SIDE * SIDE
+    assert (cost.params_bytes, cost.slots_bytes) == (weight_bytes, weight_bytes)
+    assert cost.argument_bytes == pytest.approx(2 * weight_bytes + 4 * ROWS * SIDE, abs=64)
+    assert cost.alias_bytes >= 2 * weight_bytes
     assert cost.peak_bytes == cost.argument_bytes + cost.output_bytes - cost.alias_bytes + cost.temp_bytes
     assert cost.collectives == {}
     assert cost.compile_seconds > 0
-    alive = state()
-    of_arrays = jstep.cost(STEP, alive, BATCH)
-    assert not alive.params["w"].is_deleted()
-    assert of_arrays.flops == alone.flops
+    concrete = state()
+    concrete_cost = jstep.cost(STEP, concrete, BATCH)
+    assert not concrete.params["w"].is_deleted()
+    assert concrete_cost.flops == single_device.flops
 
 
-def test_a_step_of_ones_own_and_a_loop_of_unknown_length():
+def test_custom_step_with_a_loop_of_unknown_length():
     def step(state, x):
         params = jax.lax.while_loop(lambda p: p["w"].sum() < x, lambda p: {"w": p["w"] + 1}, state.params)
         return state.replace(params=params), {"loss": x}
@@ -74,7 +74,7 @@ def test_a_step_of_ones_own_and_a_loop_of_unknown_length():
     assert "1 loops of unknown length" in str(cost)
 
 
-def test_a_loop_on_shards():
+def test_loop_in_a_shard_map():
     mesh = jax.make_mesh((8,), ("data",))
     spec = PartitionSpec("data")
     loop = jax.shard_map(
@@ -88,14 +88,14 @@ def test_a_loop_on_shards():
     assert cost.flops == pytest.approx(10 * 2 * SIDE**3, rel=0.05)
 
 
-def test_on_a_mesh(alone):
+def test_cost_on_a_mesh(single_device):
     mesh = jax.make_mesh((8,), ("data",))
     rows = jstep.shard_batch(np.ones((ROWS, SIDE), np.float32), mesh)
     replicated = jstep.shard_state(state(), mesh, PartitionSpec())
     cost = jstep.cost(SCANNED, replicated, rows)
     assert cost.devices == 8
-    assert cost.params_bytes == alone.params_bytes
-    assert cost.flops < 0.5 * alone.flops
+    assert cost.params_bytes == single_device.params_bytes
+    assert cost.flops < 0.5 * single_device.flops
     reduced = cost.collectives["all-reduce"]
     assert reduced.number >= LAYERS
     assert reduced.bytes >= cost.params_bytes
@@ -103,41 +103,45 @@ def test_on_a_mesh(alone):
     split = jstep.shard_state(state(), mesh, PartitionSpec(None, None, "data"))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), split)
     cost = jstep.cost(STEP, shapes, rows)
-    assert cost.params_bytes * 8 == alone.params_bytes
-    assert cost.slots_bytes * 8 == alone.slots_bytes
+    assert cost.params_bytes * 8 == single_device.params_bytes
+    assert cost.slots_bytes * 8 == single_device.slots_bytes
     assert cost.alias_bytes >= cost.params_bytes
     assert max(map(len, str(cost).splitlines())) <= 100
 
 
-def test_it_says_where_it_does_not_fit(alone):
-    text = str(jstep.Cost(**{**vars(alone), "memory_bytes": 1000, "devices": 4}))
+def test_report_says_that_it_does_not_fit(single_device):
+    text = str(jstep.Cost(**{**vars(single_device), "memory_bytes": 1000, "devices": 4}))
     assert "of 1000 B: it does not fit" in text
     assert text.startswith("a step on each of 4 devices")
 
 
-def test_bad_arguments():
+def test_invalid_arguments():
     with pytest.raises(TypeError, match="train_step=3: must be a function"):
         jstep.cost(3, state())
     with pytest.raises(TypeError, match="state: must be a TrainState"):
         jstep.cost(STEP, {}, BATCH)
 
 
-def test_slots_on_the_host_are_counted_apart():
+def test_host_slots_are_counted_separately():
     mesh = jax.make_mesh((8,), ("data",))
     batch = jstep.shard_batch(BATCH, mesh)
 
-    def where(**how):
-        return jstep.shard_state(state(), mesh, [("w", PartitionSpec(None, "data"))], **how)
+    def create(**options):
+        return jstep.shard_state(state(), mesh, [("w", PartitionSpec(None, "data"))], **options)
 
-    there, here = (jstep.cost(STEP, where(**how), batch) for how in ({}, {"slots_memory": "pinned_host"}))
+    on_device, on_host = (
+        jstep.cost(STEP, create(**options), batch) for options in ({}, {"slots_memory": "pinned_host"})
+    )
     slot = 4 * LAYERS * SIDE * SIDE // 8
-    assert (there.host_bytes, there.slots_bytes) == (0, slot)
-    assert (here.host_bytes, here.slots_bytes, here.params_bytes) == (slot, 0, slot)
-    assert there.argument_bytes - here.argument_bytes == slot
-    assert here.peak_bytes == here.argument_bytes + here.output_bytes - here.alias_bytes + here.temp_bytes
-    assert "on the host" in str(here)
-    assert "on the host" not in str(there)
-    shapes, _ = STEP.eval_shape(where(slots_memory="pinned_host"), batch)
+    assert (on_device.host_bytes, on_device.slots_bytes) == (0, slot)
+    assert (on_host.host_bytes, on_host.slots_bytes, on_host.params_bytes) == (slot, 0, slot)
+    assert on_device.argument_bytes - on_host.argument_bytes == slot
+    assert (
+        on_host.peak_bytes == on_host.argument_bytes + on_host.output_bytes - on_host.alias_bytes + on_host.temp_bytes
+    )
+    assert "on the host" in str(on_host)
+    assert "on the host" not in str(on_device)
+    shapes, _ = STEP.eval_shape(create(slots_memory="pinned_host"), batch)
     assert jstep.cost(STEP, shapes, batch).host_bytes == slot
-    undonated = jstep.cost(STEP.__wrapped__, where(slots_memory="pinned_host"), batch)
+    undonated = jstep.cost(STEP.__wrapped__, create(slots_memory="pinned_host"), batch)
     assert (undonated.host_bytes, undonated.alias_bytes) == (slot, 0)

@@ -1,4 +1,4 @@
-"""What the cost of a step warns about, and what it does not."""
+"""Warnings in the cost of a step."""
 
 import functools
 from pathlib import Path
@@ -40,7 +40,7 @@ def language_model(params, tokens, *, place=lambda x: x, block=block):
 
 
 def on_rows(x):
-    """The line that the warning asks for."""
+    """The constraint that the warning suggests."""
     mesh = MESH
     return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))
 
@@ -61,20 +61,20 @@ def rows(*shape, dtype=jnp.float32, mesh=MESH, spec=("data",)):
 TOKENS = rows(32, TIME + 1, dtype=jnp.int32)
 
 
-def warned(step, state, *args):
+def warnings_for(step, state, *args):
     step = step if hasattr(step, "lower") else jax.jit(step)
     compiled = step.lower(state, *args).compile()
     return warnings_of(compiled.as_text(), state, args, step.trace(state, *args).jaxpr, compiled.out_info)
 
 
-@pytest.mark.parametrize("one_block", [block, jax.checkpoint(block)], ids=["kept", "recomputed"])
-def test_fsdp_without_the_one_line(one_block):
-    """XLA then moves activations to the weights; with the line it moves weights to the activations."""
+@pytest.mark.parametrize("one_block", [block, jax.checkpoint(block)], ids=["stored", "recomputed"])
+def test_fsdp_without_an_activation_constraint(one_block):
+    """XLA moves activations to the weights without the constraint, and weights to the activations with it."""
     loss = functools.partial(language_model, block=one_block)
-    (found,) = warned(jstep.minimize(loss, OPTIMIZER), fsdp(), TOKENS)
+    (found,) = warnings_for(jstep.minimize(loss, OPTIMIZER), fsdp(), TOKENS)
     assert found.startswith("activations are resharded (")
     assert 'x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))' in found
-    assert not warned(jstep.minimize(functools.partial(loss, place=on_rows), OPTIMIZER), fsdp(), TOKENS)
+    assert not warnings_for(jstep.minimize(functools.partial(loss, place=on_rows), OPTIMIZER), fsdp(), TOKENS)
 
 
 def mlp():
@@ -104,25 +104,25 @@ STEP = jstep.minimize(regression, OPTIMIZER)
     ],
     ids=["replicated", "zero1", "fsdp", "tensor", "microbatches", "microbatches of fsdp", "scanned steps"],
 )
-def test_nothing_to_warn_about(step, state, args):
-    assert warned(step, state(), *args) == []
+def test_layouts_without_warnings(step, state, args):
+    assert warnings_for(step, state(), *args) == []
 
 
 def contrastive(params, x, y):
-    """Every row against all others: gathers activations, as it must."""
+    """Compare every row with all others, which requires a gather of activations."""
     u, w = x @ params["a"], y @ params["a"]
     scores = u @ w.T
     return jnp.mean(jax.nn.logsumexp(scores, 1) - jnp.sum(u * w, 1))
 
 
 def normalized(params, x, y):
-    """Gathers what is computed from parameters, not the parameters."""
+    """Gather values computed from parameters instead of the parameters."""
     return regression({**params, "a": params["a"] / jnp.linalg.norm(params["a"], axis=0, keepdims=True)}, x, y)
 
 
 @pytest.mark.parametrize("loss", [contrastive, normalized])
-def test_gathers_that_a_loss_needs(loss):
-    assert warned(jstep.minimize(loss, OPTIMIZER), fsdp(mlp), *PAIRS) == []
+def test_required_gathers_do_not_warn(loss):
+    assert warnings_for(jstep.minimize(loss, OPTIMIZER), fsdp(mlp), *PAIRS) == []
 
 
 def experts():
@@ -130,7 +130,7 @@ def experts():
 
 
 def routed(params, x):
-    """Experts on different devices, to which rows are sent and from which they come back."""
+    """Send rows to experts on different devices and back."""
 
     def inside(up, down, x):
         sent = jax.lax.all_to_all(x.reshape(8, -1, 64), "data", 0, 0)
@@ -143,7 +143,7 @@ def routed(params, x):
 
 
 def sequence_parallel(params, x):
-    """Constraints of one's own on activations, between which XLA moves them."""
+    """Apply custom constraints to activations, between which XLA moves them."""
 
     def place(x, *spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(BOTH, P(*spec)))
@@ -154,29 +154,29 @@ def sequence_parallel(params, x):
     return jnp.mean(x**2)
 
 
-def test_exchanges_that_a_loss_asks_for():
+def test_explicit_exchanges_do_not_warn():
     specs = [("router", P()), ("*", P("data"))]
     step = jstep.minimize(routed, OPTIMIZER)
     state, batch = create(experts, specs=specs), rows(512, 64)
     assert "all-to-all" in jstep.cost(step, state, batch).collectives
-    assert warned(step, state, batch) == []
+    assert warnings_for(step, state, batch) == []
     step = jstep.minimize(sequence_parallel, OPTIMIZER)
     state, batch = TENSOR(), rows(16, 32, 64, mesh=BOTH)
     assert {"all-to-all", "all-gather"} & jstep.cost(step, state, batch).collectives.keys()
-    assert warned(step, state, batch) == []
+    assert warnings_for(step, state, batch) == []
 
 
-def test_a_loss_that_places_its_activations():
+def test_is_annotated_finds_constraints_of_the_loss():
     def traced(loss):
         return jstep.minimize(loss, OPTIMIZER, num_microbatches=2).trace(fsdp(), TOKENS).jaxpr
 
-    assert not is_annotated(traced(language_model))  # the constraint that microbatches come with is not the loss's
+    assert not is_annotated(traced(language_model))  # the constraint for microbatches is not one of the loss
     assert is_annotated(traced(functools.partial(language_model, place=on_rows)))
 
 
-def test_a_state_that_is_not_donated():
-    kept = jstep.minimize(regression, OPTIMIZER, donate=False)
-    (found,) = warned(kept, REPLICATED(), *PAIRS)
+def test_undonated_state_warns():
+    undonated = jstep.minimize(regression, OPTIMIZER, donate=False)
+    (found,) = warnings_for(undonated, REPLICATED(), *PAIRS)
     total = 3 * 4 * (64 * 32 + 32 + 32 * 64) + 8
     assert found.startswith(f"{total / 1024:.3g} KiB of the state is not donated (params['a'] and 10 more)")
     assert "jax.jit(step, donate_argnums=0)" in found
@@ -188,34 +188,34 @@ def test_a_state_that_is_not_donated():
     def only_metrics(state, x, y):
         return {"loss": regression(state.params, x, y)}
 
-    assert warned(only_metrics, REPLICATED(), *PAIRS) == []
+    assert warnings_for(only_metrics, REPLICATED(), *PAIRS) == []
 
 
-def test_slots_that_are_gathered():
-    """An update that needs all rows of a slot that is split."""
+def test_gathered_slots_warn():
+    """An update that needs all rows of a sharded slot."""
 
     def step(state, x, y):
         _, sums = jax.value_and_grad(regression)(state.params, x, y)
         slots = {**state.slots, "m": jax.tree.map(lambda m, g: 0.9 * m + g, state.slots["m"], sums)}
-        whole = jax.lax.with_sharding_constraint(state.slots["m"]["a"], NamedSharding(MESH, P()))
-        params = {**state.params, "a": state.params["a"] - whole @ whole.T @ state.params["a"]}
+        gathered = jax.lax.with_sharding_constraint(state.slots["m"]["a"], NamedSharding(MESH, P()))
+        params = {**state.params, "a": state.params["a"] - gathered @ gathered.T @ state.params["a"]}
         return state.replace(params=params, slots=slots), {}
 
     state = create(mlp, slot_axis="data")
-    places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    (found,) = warned(jax.jit(step, donate_argnums=0, out_shardings=(places, {})), state, *PAIRS)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    (found,) = warnings_for(jax.jit(step, donate_argnums=0, out_shardings=(shardings, {})), state, *PAIRS)
     assert found.startswith(f"slots are gathered (slots['m']['a']; {4 * 64 * 32 // 1024} KiB per step)")
 
 
-def test_a_batch_that_is_not_on_the_mesh():
-    """Then the program is another one than that of a run that splits the batch."""
+def test_batch_outside_the_mesh_warns():
+    """Its program differs from that of a run with a sharded batch."""
     state, (x, y) = fsdp(mlp), (np.ones((64, 64), np.float32), jnp.ones((64, 64)))
     for batch in ((x, y), jax.eval_shape(lambda: (x, y))):
         found, *_ = jstep.cost(STEP, state, *batch).warnings
         assert found.startswith("the batch is not on the mesh of the state, so each of its 8 devices gets all of it")
         assert "jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))" in found
-    for given in ((state, *jstep.shard_batch((x, y), MESH)), (state, x, PAIRS[1])):
-        assert jstep.cost(STEP, *given).warnings == ()
+    for arguments in ((state, *jstep.shard_batch((x, y), MESH)), (state, x, PAIRS[1])):
+        assert jstep.cost(STEP, *arguments).warnings == ()
     for one_device in (create(mlp, jax.make_mesh((1,), ("data",))), jstep.TrainState.create(mlp, OPTIMIZER)):
         assert jstep.cost(STEP, one_device, x, y).warnings == ()
 
@@ -235,12 +235,12 @@ def layers(params, x):
     return jnp.mean(jax.lax.scan(jax.checkpoint(block), x, params)[0] ** 2)
 
 
-def test_layers_stacked_on_the_axis_that_is_split():
-    """A TPU gathers all layers in each iteration, to take one; a CPU gathers them once."""
+def test_layers_sharded_along_the_stacked_axis_warn():
+    """A TPU gathers all layers in each iteration to use one; a CPU gathers them once."""
     state, batch = create(stacked, specs=[("*", P("data"))]), rows(64, 64)
     step = jstep.minimize(layers, OPTIMIZER)
-    assert warned(step, state, batch) == []
-    text = (Path(__file__).parent / "compiled_texts" / "stacked_tpu_0_10_2.txt").read_text()
+    assert warnings_for(step, state, batch) == []
+    text = (Path(__file__).parent / "compiled_programs" / "stacked_tpu_0_10_2.txt").read_text()
     (found,) = warnings_of(text, state, [batch], step.trace(state, batch).jaxpr)
     assert found.startswith("parameters are gathered more often than they are used (params['")
     assert " and 1 more; 16 times per step): " in found

@@ -1,4 +1,4 @@
-"""Peak device memory from a compiler's report."""
+"""Peak device memory, from the compiler's memory analysis."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def report(device, host=(0, 0, 0, 0), **others):
     return SimpleNamespace(**sizes, **{name: int(n * MB) for name, n in others.items()})
 
 
-# As the TPU's compiler reported them for v5e:2x4, libtpu 0.0.42 and 0.0.50.
+# Reports of the TPU compiler for v5e:2x4, libtpu 0.0.42 and 0.0.50.
 REPORTS = {
     "large": (report((403.18, 402.65, 402.65, 134.41), peak_memory_in_bytes=537.40), 537.40),
     "small, mostly in VMEM": (report((50.86, 50.33, 50.33, 0), peak_memory_in_bytes=122.69), 50.86),
@@ -41,17 +41,17 @@ REPORTS = {
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_what_a_compiler_reports(name):
+def test_peak_from_compiler_reports(name):
     memory, want = REPORTS[name]
     assert device_peak(memory) == pytest.approx(want * MB, abs=MB / 10)
 
 
 @pytest.mark.parametrize("memory", [None, SimpleNamespace(), SimpleNamespace(argument_size_in_bytes=1)])
-def test_not_known(memory):
+def test_unknown_peak(memory):
     assert device_peak(memory) is None
 
 
-def test_a_compiled_program():
+def test_peak_of_a_compiled_program():
     double = jax.jit(lambda x: 2 * x, donate_argnums=0)
     x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
     assert device_peak(double.lower(x).compile().memory_analysis()) == 2**20

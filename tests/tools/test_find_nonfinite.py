@@ -1,4 +1,4 @@
-"""The first operation that makes a NaN or an infinity: which, at which line, inside of what."""
+"""`find_nonfinite`: the first operation that produces a NaN or infinity, its line, and its context."""
 
 import functools
 import inspect
@@ -29,25 +29,25 @@ def check(found, primitive, line, where="", name=None):
     assert found.source in str(found)
 
 
-def test_an_operation_at_the_top():
+def test_operation_at_top_level():
     def loss_fn(params, x):
         return jnp.log(params["w"] * x).sum()
 
     found = jstep.find_nonfinite(loss_fn, {"w": X}, 2.0)
     check(found, "log", here(-3), name="loss_fn")
-    assert [str(one) for one in found.inputs] == ["float32[3] from 0 to 4"]
+    assert [str(value) for value in found.inputs] == ["float32[3] from 0 to 4"]
     assert (found.inputs[0].low, found.inputs[0].high) == (0.0, 4.0)
     assert "1 infinite" in str(found.outputs[0])
     assert found.reaches
 
 
-def test_nothing():
+def test_finite_functions_return_none():
     assert jstep.find_nonfinite(lambda x: jnp.exp(x) / (x + 1), X) is None
     assert jstep.find_nonfinite(lambda i: i + 1, np.arange(3)) is None
     assert jstep.find_nonfinite(lambda: jnp.zeros(3)) is None
 
 
-def test_jit_remat_and_a_function_of_jax():
+def test_jit_remat_and_jax_functions():
     @jax.jit
     def inner(x):
         return jax.checkpoint(lambda x: 1 / x)(x)
@@ -59,20 +59,20 @@ def test_jit_remat_and_a_function_of_jax():
     assert found.where == "jit(floor_divide)"
 
 
-def test_the_line_is_that_of_this_caller():
-    """JAX's own compiled functions are traced once for all their callers."""
+def test_line_is_that_of_the_current_caller():
+    """JAX's own compiled functions are traced once for all callers."""
     jax.make_jaxpr(lambda x: x % 0.0)(X)
     found = jstep.find_nonfinite(lambda x: x % 0.0, X)
     assert found.source.startswith(here(-1))
 
 
-def test_the_line_of_what_jax_alone_has_called():
+def test_line_of_functions_called_only_by_jax():
     found = jstep.find_nonfinite(jax.vmap(lambda x: jax.lax.cond(x > 0, jnp.log, jnp.sqrt, x)), X - 2)
     check(found, "sqrt", here(-1))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_iteration_of_a_scan_and_the_branch_of_a_cond(reverse):
+def test_scan_iteration_and_cond_branch(reverse):
     def body(carry, t):
         carry = jax.lax.cond(t == 2, lambda c: jnp.log(c - c), lambda c: c, carry)
         return carry, carry
@@ -83,7 +83,7 @@ def test_the_iteration_of_a_scan_and_the_branch_of_a_cond(reverse):
     assert str(found.inputs[0]) == "float32[3] all 0"
 
 
-def test_the_gradient_of_a_scan_counts_as_the_scan():
+def test_gradient_of_a_scan():
     def loss(w, xs):
         return jax.lax.scan(lambda c, x: (c + jnp.sqrt(w * x), None), 0.0, xs)[0]
 
@@ -92,7 +92,7 @@ def test_the_gradient_of_a_scan_counts_as_the_scan():
     assert found.where.startswith("scan iteration 2")
 
 
-def test_loops_in_loops():
+def test_nested_scans():
     def inner(c, t):
         return c - 1, 1 / c
 
@@ -104,7 +104,7 @@ def test_loops_in_loops():
     check(found, "div", here(-7), "scan iteration 1, scan iteration 2")
 
 
-def test_while():
+def test_while_loop_and_its_condition():
     def step(c):
         return 1 / (3.0 - c) * 0 + c + 1
 
@@ -118,20 +118,20 @@ def test_while():
     check(found, "log", here(-2), "while condition iteration 2")
 
 
-def test_an_overflow_by_a_constant_in_a_loop():
-    """XLA makes (c · a) · b one product with a · b."""
+def test_overflow_by_a_constant_in_a_loop():
+    """XLA combines (c · a) · b into one product with a · b."""
     found = jstep.find_nonfinite(lambda x: jax.lax.scan(lambda c, _: (c * 3e37, None), x, None, length=2)[0], X)
     check(found, "mul", here(-1), "scan iteration 1")
 
 
-def test_a_reduction_of_ones_own_is_an_operation():
+def test_custom_reduction_is_one_operation():
     assert jstep.find_nonfinite(lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b * 0.5, (0,)), X + 1) is None
     found = jstep.find_nonfinite(lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b * 1e20, (0,)), X + 1)
     check(found, "reduce", here(-1))
-    assert [str(one) for one in found.inputs] == ["float32[3] from 1 to 3", "float32[] 1"]
+    assert [str(value) for value in found.inputs] == ["float32[3] from 1 to 3", "float32[] 1"]
 
 
-def test_inside_of_a_shard_map():
+def test_inside_a_shard_map():
     mesh = jax.make_mesh((4,), ("data",))  # with Explicit axes
     x = np.ones((4, 3), np.float32)
     x[3] = 0
@@ -147,13 +147,13 @@ def test_inside_of_a_shard_map():
         pipeline, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec()
     )
     placed = [
-        jax.device_put(one, jax.NamedSharding(mesh, PartitionSpec(*axes)))
-        for one, axes in [(np.float32(2), ()), (x, ("data",))]
+        jax.device_put(leaf, jax.NamedSharding(mesh, PartitionSpec(*axes)))
+        for leaf, axes in [(np.float32(2), ()), (x, ("data",))]
     ]
     found = jstep.find_nonfinite(jax.grad(shards), *placed)
-    # What was the shard 3's is the shard 1's after two exchanges; the root of 0 is finite, its derivative is not.
+    # The values of shard 3 are on shard 1 after two exchanges; the root of 0 is finite, its derivative is not.
     check(found, "div", here(-14), "shard_map (data 1), scan iteration 2, cond branch 1")
-    assert [str(one) for one in found.inputs] == ["float32[] 0.5", "float32[1,3] all 0"]
+    assert [str(value) for value in found.inputs] == ["float32[] 0.5", "float32[1,3] all 0"]
 
 
 def test_custom_derivatives():
@@ -175,7 +175,7 @@ def test_custom_derivatives():
     assert found.source.startswith(here(-2))
 
 
-def test_constants_are_no_finding():
+def test_infinite_constants_are_not_reported():
     mask = np.float32([0, -np.inf, 0])
     assert jstep.find_nonfinite(lambda x: jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)), X) is None
     assert jstep.find_nonfinite(lambda x: jax.nn.softmax(x + mask), X) is None
@@ -184,7 +184,7 @@ def test_constants_are_no_finding():
     assert jstep.find_nonfinite(masked, X) is None
 
 
-def test_a_nan_of_constants_is_one():
+def test_nan_from_constants_is_reported():
     found = jstep.find_nonfinite(lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), X)
     check(found, "sub", here(-1))
     assert "3 NaN" in str(found.outputs[0])
@@ -193,7 +193,7 @@ def test_a_nan_of_constants_is_one():
     check(found, "sub", here(-2), "scan iteration 0")
 
 
-def test_what_a_where_hides_is_told():
+def test_nan_hidden_by_where_is_reported():
     found = jstep.find_nonfinite(lambda x: jnp.where(x > 0, jnp.log(x), 0.0), X)
     check(found, "log", here(-1))
     assert not found.reaches
@@ -221,23 +221,23 @@ def norm_loss(params, x):
     return jnp.sqrt(jnp.sum(y * y))
 
 
-def test_a_step_with_its_gradient():
+def test_gradient_of_a_step():
     line = f"test_find_nonfinite.py:{inspect.getsourcelines(norm_loss)[1] + 2}"
     step, state = make(norm_loss, jstep.gradient_descent(0.1), {"w": jnp.ones((3, 2))})
     batch = jnp.zeros(3)
     check(jstep.find_nonfinite(step, state, batch), "div", line, name="norm_loss")
     assert jstep.find_nonfinite(step, state, batch + 1) is None
     assert not state.params["w"].is_deleted()
-    gone = step(jax.tree.map(jnp.copy, state), batch + 1)[0]
-    step(gone, batch)
+    donated = step(jax.tree.map(jnp.copy, state), batch + 1)[0]
+    step(donated, batch)
     with pytest.raises(RuntimeError, match="params/w' was donated to an earlier step"):
-        jstep.find_nonfinite(step, gone, batch)
+        jstep.find_nonfinite(step, donated, batch)
     stacked = jnp.stack([batch + 1, batch])
     check(jstep.find_nonfinite(jstep.scan_steps(step), state, stacked), "div", line, "scan iteration 1")
     check(jstep.find_nonfinite(lambda state, x: step(state, x), state, batch), "div", line, "jit(train_step)")
 
 
-def test_a_step_with_its_update():
+def test_update_of_a_step():
     optimizer = jstep.gradient_descent(1e30)
     step, state = make(lambda params, x: (params["w"] * x).sum(), optimizer, {"w": jnp.ones(3)})
     found = jstep.find_nonfinite(step, state, jnp.full(3, 1e30))
@@ -245,7 +245,7 @@ def test_a_step_with_its_update():
     assert found.source.startswith("gradient_descent.py:")
 
 
-def test_python_arguments_stay_as_they_are():
+def test_python_arguments_are_not_traced():
     @functools.wraps(norm_loss)
     def loss(x, power, flag=True, name=None):
         assert isinstance(power, int)
@@ -255,17 +255,17 @@ def test_python_arguments_stay_as_they_are():
     assert jstep.find_nonfinite(loss, X, 2).primitive == "div"
     assert jstep.find_nonfinite(loss, X, 2, False) is None
     assert jstep.find_nonfinite(functools.partial(loss, flag=False), X, 2) is None
-    # A float is a number to look at, and stays what it is for who asks it.
+    # A float is checked, and a branch on it still works.
     check(jstep.find_nonfinite(lambda x: jnp.log(x * 2), 0.0), "log", here())
     assert jstep.find_nonfinite(lambda x, rate: x / rate if rate else x, X, 0.0) is None
 
 
-def test_under_the_users_switches():
+def test_under_jax_debug_settings():
     with jax.debug_nans(True), jax.disable_jit(), jax.transfer_guard("disallow"):
         assert jstep.find_nonfinite(jnp.log, X).primitive == "log"
 
 
-def test_a_sharded_state():
+def test_sharded_state():
     mesh = jax.make_mesh((8,), ("data",))
     optimizer = jstep.momentum(0.1, 0.9)
     step, state = make(lambda p, x: (x @ jnp.sqrt(p["w"])).sum(), optimizer, {"w": jnp.zeros((8, 2))})
@@ -275,7 +275,7 @@ def test_a_sharded_state():
     assert found.inputs[-1].shape == (8, 2)
 
 
-def test_bad_arguments():
+def test_invalid_function_and_nonfinite_input():
     with pytest.raises(TypeError, match="fn=3: must be a function"):
         jstep.find_nonfinite(3)
     with pytest.raises(ValueError, match=r"params: w .*1 NaN.*x .*1 infinite.*replay"):

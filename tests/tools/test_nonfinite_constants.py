@@ -1,4 +1,4 @@
-"""Numbers that are not finite and that no operation made: constants that a function closes over, and literals."""
+"""`find_nonfinite` with nonfinite constants: literals and arrays that a function closes over."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ MASK = np.array([0, -np.inf, 0], np.float32)
 X = jnp.ones(3)
 
 
-def test_statistics_with_a_nan_in_a_step() -> None:
+def test_constant_with_a_nan_in_a_step() -> None:
     optimizer = jstep.adam(0.1)
     state = jstep.TrainState.create({"a": jnp.ones(3)}, optimizer)
 
@@ -47,7 +47,7 @@ def _while(x: Any) -> Any:
     )[1]
 
 
-def _holed() -> Any:
+def _with_nan() -> Any:
     xs = np.ones(6, np.float32)
     xs[4] = np.nan
     return xs
@@ -58,14 +58,14 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "jit": (jax.jit(lambda x: (x * NAN).sum()), "mul", "jit(<lambda>)"),
     "scan, literal": (lambda x: jax.lax.scan(lambda c, y: (c + y * np.nan, c), x, X)[0], "mul", "scan iteration 0"),
     "scan, constant": (lambda x: jax.lax.scan(lambda c, y: (c + y * NAN, c), x, X)[0], "mul", "scan iteration 0"),
-    "scan, sliced": (lambda x: jax.lax.scan(lambda c, y: (c * y, c), x, _holed())[0], "mul", "scan iteration 4"),
+    "scan, sliced": (lambda x: jax.lax.scan(lambda c, y: (c * y, c), x, _with_nan())[0], "mul", "scan iteration 4"),
     "scan, backwards": (
-        lambda x: jax.lax.scan(lambda c, y: (c * y, c), x, _holed(), reverse=True)[0],
+        lambda x: jax.lax.scan(lambda c, y: (c * y, c), x, _with_nan(), reverse=True)[0],
         "mul",
         "scan iteration 4, backwards",
     ),
-    "scan, handed on": (
-        lambda x: jax.lax.scan(lambda c, y: ((c[1], c[0] * y), None), (x, x), _holed())[0],
+    "scan, carried": (
+        lambda x: jax.lax.scan(lambda c, y: ((c[1], c[0] * y), None), (x, x), _with_nan())[0],
         "mul",
         "scan iteration 4",
     ),
@@ -78,7 +78,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_nan_wherever_it_is_read(name: str) -> None:
+def test_nan_constant_is_found_where_it_is_read(name: str) -> None:
     fn, primitive, where = FUNCTIONS[name]
     found = jstep.find_nonfinite(fn, X)
     assert found is not None
@@ -87,7 +87,7 @@ def test_a_nan_wherever_it_is_read(name: str) -> None:
     assert "test_nonfinite_constants.py" in found.source
 
 
-def test_numbers_made_of_constants_alone() -> None:
+def test_operation_on_constants_only() -> None:
     key = jax.random.key(0)
     found = jstep.find_nonfinite(lambda x: x + jax.random.normal(key, (3,)) / 0, X)
     assert found is not None
@@ -105,18 +105,18 @@ def test_numbers_made_of_constants_alone() -> None:
         lambda x: jax.lax.scan(lambda c, y: (jnp.maximum(c, y), c.astype(int)), -jnp.inf, x)[0],
     ],
 )
-def test_infinite_bounds_and_masks_are_not_a_finding(fn: Any) -> None:
+def test_infinite_bounds_and_masks_are_not_reported(fn: Any) -> None:
     assert jstep.find_nonfinite(fn, X) is None
 
 
-def test_a_nan_that_is_returned_as_it_is() -> None:
+def test_nan_returned_unchanged() -> None:
     found = jstep.find_nonfinite(lambda x: (x, np.float32(np.nan)), X)
     assert found is not None
     assert found.constant is not None
     assert str(found) == "a constant is not finite, and is returned unchanged: float32[] 1 NaN"
 
 
-def test_infinite_hyperparameters_are_not_a_finding() -> None:
+def test_infinite_hyperparameters_are_not_reported() -> None:
     optimizer = jstep.prodigy()  # growth_rate=inf
     state = jstep.TrainState.create({"a": jnp.ones(3)}, optimizer)
     step = jstep.minimize(lambda p, x: jnp.sum((p["a"] * x) ** 2), optimizer)

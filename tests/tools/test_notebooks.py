@@ -1,4 +1,4 @@
-"""What a notebook shows: tables of states, plans, costs and goodput, and the picture of a plan."""
+"""HTML in notebooks: tables of states, plans, costs and goodput, and the plot of a plan."""
 
 import base64
 import html.parser
@@ -24,8 +24,8 @@ def make_state(model_state=None):
     return jstep.TrainState.create({"<w>": jnp.ones((4, 2))}, OPTIMIZER, model_state=model_state)
 
 
-class Reader(html.parser.HTMLParser):
-    """The text of the cells of each row; fails where a tag is not closed by its own."""
+class TableParser(html.parser.HTMLParser):
+    """A parser that collects the cells of each row, and fails if tags are not nested correctly."""
 
     def __init__(self, text):
         super().__init__()
@@ -52,29 +52,29 @@ class Reader(html.parser.HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_a_state():
-    found = Reader(make_state({"a & b": jnp.ones(3)})._repr_html_())
+def test_state_table():
+    found = TableParser(make_state({"a & b": jnp.ones(3)})._repr_html_())
     assert found.words[0] == "TrainState at step 0: 8 parameters"
     assert [row[0] for row in found.rows] == ["", "params", "m", "model_state", "start_step", "v"]
     assert found.rows[1][1:] == ["1", "32 B"]
 
 
-def test_a_cost():
+def test_cost_table():
     cost = jstep.cost(STEP, make_state(), np.ones((3, 4), np.float32))
-    found = Reader(cost._repr_html_())
+    found = TableParser(cost._repr_html_())
     assert dict(found.rows)["parameters"] == "32 B"
     assert all(row[1] in str(cost) for row in found.rows)
 
 
-def test_goodput():
-    found = Reader(jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000)._repr_html_())
+def test_goodput_table():
+    found = TableParser(jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000)._repr_html_())
     assert found.rows == [
         ["productive", "70.000 s", "70.0 %"],
         ["starting", "20.000 s", "20.0 %"],
         ["down", "10.000 s", "10.0 %"],
     ]
     assert found.words[0] == "goodput 70.0 %: 1000 steps in 100 s, 2 starts"
-    assert Reader(jstep.Goodput()._repr_html_()).rows == []
+    assert TableParser(jstep.Goodput()._repr_html_()).rows == []
 
 
 def plan():
@@ -83,9 +83,9 @@ def plan():
     return jstep.plan(OPTIMIZER, 20, hooks=hooks, points=3, train_step={0: STEP, 9: STEP}, batches=data)
 
 
-def test_a_plan():
+def test_plan_table_and_plot():
     pytest.importorskip("matplotlib")
-    found = Reader(plan()._repr_html_())
+    found = TableParser(plan()._repr_html_())
     assert found.rows[0] == ["step", "learning_rate"]
     assert len(found.rows) == 4
     text = " ".join(found.words)
@@ -95,14 +95,14 @@ def test_a_plan():
     assert base64.b64decode(source.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
 
 
-def test_a_plan_without_matplotlib(monkeypatch):
+def test_plan_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    found = Reader(plan()._repr_html_())
+    found = TableParser(plan()._repr_html_())
     assert found.images == []
     assert len(found.rows) == 4
 
 
-def test_a_plan_of_constants():
-    found = Reader(jstep.plan({"rate": 0.5}, 10)._repr_html_())
+def test_plan_of_constants():
+    found = TableParser(jstep.plan({"rate": 0.5}, 10)._repr_html_())
     assert found.rows == []
     assert "constant: rate 0.5" in found.words

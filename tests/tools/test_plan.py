@@ -1,4 +1,4 @@
-"""What will be: hyperparameters and hooks of all steps, as numbers, as a table, as a picture."""
+"""`plan`: hyperparameters and hooks of all steps, as numbers, a table and a plot."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ import jstep
 RATE = jstep.linear_warmup(jstep.cosine_decay(0.1, 1000), 100)
 
 
-def test_values_are_those_of_the_run():
+def test_values_match_the_optimizer():
     plan = jstep.plan(jstep.adam(RATE), 1000, points=5)
     assert plan.steps.tolist() == [0, 250, 500, 749, 999]
     for name, value in jstep.adam(RATE).hyperparameters(jnp.int32(250)).items():
@@ -25,7 +25,7 @@ def test_prefixes_of_a_partition():
     assert "constant" in str(plan)
 
 
-def test_a_schedule_and_a_dict():
+def test_plan_of_a_schedule_and_of_a_dict():
     (values,) = jstep.plan(RATE, 1000, start=990).hyperparameters.values()
     np.testing.assert_allclose(values, [float(RATE(step)) for step in range(990, 1000)], rtol=1e-6)
     plan = jstep.plan({"rate": RATE, "beta": 0.9, "numpy": np.float32(2)}, 100, points=3)
@@ -33,12 +33,12 @@ def test_a_schedule_and_a_dict():
     assert set(plan.hyperparameters) == {"rate", "beta", "numpy"}
 
 
-def test_a_schedule_of_python():
+def test_plan_of_a_python_schedule():
     plan = jstep.plan(lambda step: 0.5 if step < 5 else 0.25, 10, points=3)
     assert plan.hyperparameters["schedule"].tolist() == [0.5, 0.5, 0.25]
 
 
-def test_a_billion_steps_and_few():
+def test_plan_of_a_billion_steps_and_of_few():
     plan = jstep.plan(RATE, 10**9, hooks=[jstep.LoggingHook(every_n_steps=7)])
     assert len(plan.steps) == 200
     assert plan.steps[-1] == 10**9 - 1
@@ -49,48 +49,48 @@ def test_a_billion_steps_and_few():
     assert jstep.plan(RATE, 1).steps.tolist() == [0]
 
 
-class Each(jstep.Hook):
+class EveryStep(jstep.Hook):
     def after_step(self, step, state, metrics):
         pass
 
 
-class AtTheEnd(jstep.Hook):
+class OnlyAtEnd(jstep.Hook):
     def end(self, step, state):
         pass
 
 
-class Powers(Each):
+class PowersOfTwo(EveryStep):
     def next_due(self, step):
         return 2 ** (step.bit_length())
 
 
-def test_when_hooks_are_due(tmp_path):
+def test_steps_at_which_hooks_are_due(tmp_path):
     hooks = [
         jstep.LoggingHook(every_n_steps=100),
         jstep.CheckpointSaverHook(tmp_path, save_secs=60, save_steps=300),
         jstep.CheckpointSaverHook(tmp_path, save_secs=60),
         jstep.StopAtStepHook(last_step=700),
         jstep.every(5000, print),
-        Each(),
-        AtTheEnd(),
-        Powers(),
+        EveryStep(),
+        OnlyAtEnd(),
+        PowersOfTwo(),
         jstep.NanLossHook(every_n_steps=20),
     ]
     due = jstep.plan(RATE, 1000, start=250, hooks=hooks).due
     assert due[hooks[0]] == due["LoggingHook"] == range(300, 1001, 100)
     assert due[hooks[1]] == range(300, 1000, 300)
-    assert hooks[2] not in due  # due by the clock alone
+    assert hooks[2] not in due  # due by time only
     assert list(due[hooks[3]]) == [700]
     assert len(due[hooks[4]]) == 0
     assert due[hooks[5]] == range(251, 1001)
     assert hooks[6] not in due
     assert due[hooks[7]] == (256, 512)
-    assert due[hooks[8]] == range(260, 1001, 20)  # called after every step, but it reads losses only then
+    assert due[hooks[8]] == range(260, 1001, 20)  # it is called after every step, but reads losses only at these
     with pytest.raises(KeyError, match="0 hooks match 'Nobody'; the hooks are: LoggingHook"):
         due["Nobody"]
 
 
-def test_text_fits_a_hundred_columns():
+def test_text_fits_100_columns():
     optimizer = jstep.partition(
         {f"a_long_label_of_part_{i}": jstep.adam(RATE, beta1=jstep.linear(0.8, 0.9, 100)) for i in range(5)},
         lambda path, leaf: "a_long_label_of_part_0",
@@ -103,17 +103,17 @@ def test_text_fits_a_hundred_columns():
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_pictures(tmp_path, suffix):
+def test_plots(tmp_path, suffix):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"plan.{suffix}"
     hooks = [jstep.LoggingHook(every_n_steps=1), jstep.every(300, print)]
     jstep.plan(jstep.adam(RATE, beta1=RATE), 1000, hooks=hooks).plot(path)
     assert path.stat().st_size > 2000
     if suffix == "svg":
-        jstep.plan(jstep.gradient_descent(0.5), 10).plot(path)  # nothing changes
+        jstep.plan(jstep.gradient_descent(0.5), 10).plot(path)  # all values are constant
 
 
-BAD = [
+INVALID = [
     ({"optimizer": 3}, TypeError, "optimizer=3: must be an optimizer, a schedule or a dict"),
     ({"optimizer": float}, TypeError, "optimizer="),
     ({"optimizer": {"a": "x"}}, TypeError, r"optimizer\['a'\]='x': must be a schedule or a number"),
@@ -128,13 +128,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "error", "message"), BAD, ids=str)
-def test_bad_arguments(wrong, error, message):
+@pytest.mark.parametrize(("arguments", "error", "message"), INVALID, ids=str)
+def test_invalid_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
-        jstep.plan(**{"optimizer": RATE, "last_step": 10} | wrong)
+        jstep.plan(**{"optimizer": RATE, "last_step": 10} | arguments)
 
 
-# The score: stages, batch sizes, rows
+# Stages, batch sizes and rows.
 
 
 def short_loss(params, x):
@@ -149,7 +149,7 @@ def steps_of_stages(optimizer):
     return {0: jstep.minimize(short_loss, optimizer), 600: jstep.minimize(long_loss, optimizer)}
 
 
-def test_the_whole_score(tmp_path):
+def test_stages_batch_sizes_and_rows(tmp_path):
     optimizer = jstep.adam(RATE)
     web, code = np.arange(1000), np.arange(100)
     weights = {0: {"web": 3, "code": 1}, 500: {"web": 1, "code": 1}}
@@ -169,7 +169,7 @@ def test_the_whole_score(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
-def test_the_score_from_a_later_step():
+def test_stages_from_a_later_step():
     data = jstep.batches(np.arange(50), {0: 5, 10: 10, 20: 25}, num_epochs=20)
     plan = jstep.plan(RATE, 15, start=12, batches=data, train_step=steps_of_stages(jstep.adam(RATE)))
     assert (plan.batch_size, plan.stages) == ({10: 10}, {0: "short_loss"})
@@ -177,7 +177,7 @@ def test_the_score_from_a_later_step():
     assert plan.passes == {"rows": 2.0}
 
 
-def test_a_score_of_one_step_and_of_batches_that_end():
+def test_single_step_and_finite_batches():
     data = jstep.batches(np.arange(20), 5, num_epochs=3)
     step = jstep.minimize(short_loss, jstep.adam(RATE))
     plan = jstep.plan(RATE, 100, train_step=step, batches=data)

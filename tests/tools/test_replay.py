@@ -1,4 +1,4 @@
-"""Going back to a step: the state and the batch of an update, as the run had them."""
+"""`replay`: restore the state and batch of an earlier step of a run."""
 
 import jax
 import jax.numpy as jnp
@@ -27,79 +27,79 @@ def batch(step):
     return np.random.default_rng(step).standard_normal(4).astype(np.float32)
 
 
-class Keep(jstep.Hook):
-    """The fingerprint of each state on the way."""
+class FingerprintRecorder(jstep.Hook):
+    """A hook that records the fingerprint of each state."""
 
     def __init__(self):
         self.states = {}
 
     def begin(self, state):
-        self.states[jstep.global_step(state)] = text(state)
+        self.states[jstep.global_step(state)] = digest(state)
 
     def after_step(self, step, state, metrics):
-        self.states[step] = text(state)
+        self.states[step] = digest(state)
 
 
-def text(tree):
+def digest(tree):
     a, b = jstep.fingerprint(tree)
     return f"{a:08x}{b:08x}"
 
 
 def run(last_step=10, batches=batch, **kwargs):
-    keep = Keep()
-    jstep.train(STEP, make_state(), batches, last_step, hooks=[keep], progress=False, **kwargs)
-    return keep.states
+    recorder = FingerprintRecorder()
+    jstep.train(STEP, make_state(), batches, last_step, hooks=[recorder], progress=False, **kwargs)
+    return recorder.states
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """The directory and the states of a run of ten steps with checkpoints at 4, 8 and 10; replays write nothing."""
-    directory = tmp_path_factory.mktemp("ran")
+def finished_run(tmp_path_factory):
+    """Directory and fingerprints of a run of ten steps with checkpoints at 4, 8 and 10; replays write nothing."""
+    directory = tmp_path_factory.mktemp("run")
     return directory, run(checkpoint_dir=directory, save_checkpoint_steps=4)
 
 
 @pytest.mark.parametrize("step", [0, 3, 4, 5, 9])
-def test_any_step_from_the_newest_checkpoint_before(ran, step):
-    directory, states = ran
+def test_replay_from_the_newest_earlier_checkpoint(finished_run, step):
+    directory, states = finished_run
     state, args = jstep.replay(STEP, make_state(), batch, directory, step)
     assert jstep.global_step(state) == step
-    assert text(state) == states[step]
+    assert digest(state) == states[step]
     np.testing.assert_array_equal(args[0], batch(step))
     after, _ = STEP(state, *args)
-    assert text(after) == states[step + 1]
+    assert digest(after) == states[step + 1]
 
 
-def test_the_checkpoints_count_before_the_state_given(ran):
-    directory, states = ran
+def test_checkpoints_take_precedence_over_the_state(finished_run):
+    directory, states = finished_run
     other = make_state().replace(params={"w": jnp.ones(4)})
-    assert text(jstep.replay(STEP, other, batch, directory, 6).state) == states[6]
+    assert digest(jstep.replay(STEP, other, batch, directory, 6).state) == states[6]
 
 
-def test_from_the_state_alone(ran):
-    _, states = ran
+def test_replay_without_checkpoints(finished_run):
+    _, states = finished_run
     replayed = jstep.replay(STEP, make_state(), batch, None, 7)
-    assert text(replayed.state) == states[7]
+    assert digest(replayed.state) == states[7]
     assert isinstance(replayed, jstep.Replay)
 
 
-def test_a_saver_and_a_prefix(tmp_path):
+def test_replay_with_a_saver_and_a_prefix(tmp_path):
     with jstep.Saver(tmp_path, prefix="mine") as saver:
         states = run(checkpoint_dir=saver, save_checkpoint_steps=4)
-        assert text(jstep.replay(STEP, make_state(), batch, saver, 5).state) == states[5]
-    assert text(jstep.replay(STEP, make_state(), batch, tmp_path, 9, prefix="mine").state) == states[9]
+        assert digest(jstep.replay(STEP, make_state(), batch, saver, 5).state) == states[5]
+    assert digest(jstep.replay(STEP, make_state(), batch, tmp_path, 9, prefix="mine").state) == states[9]
 
 
-def test_several_steps_a_call(tmp_path):
+def test_replay_with_several_steps_per_call(tmp_path):
     states = run(steps_per_call=4, checkpoint_dir=tmp_path, save_checkpoint_steps=6)
     assert 4 in states or 6 in states
     for step in sorted(states)[:-1]:
         state, args = jstep.replay(STEP, make_state(), batch, tmp_path, step, steps_per_call=4)
-        assert text(state) == states[step]
+        assert digest(state) == states[step]
         np.testing.assert_array_equal(args[0], batch(step))
 
 
 class Loader:
-    """Batches one after another, with a position."""
+    """An iterator over batches with a position."""
 
     def __init__(self):
         self.at = 0
@@ -118,15 +118,15 @@ class Loader:
         self.at = state["at"]
 
 
-def test_an_iterator_is_set_back(tmp_path):
+def test_iterator_position_is_restored(tmp_path):
     loader = Loader()
     states = run(batches=loader, checkpoint_dir=tmp_path, save_checkpoint_steps=4)
     state, args = jstep.replay(STEP, make_state(), loader, tmp_path, 6)
-    assert text(state) == states[6]
+    assert digest(state) == states[6]
     np.testing.assert_array_equal(args[0], batch(6))
 
 
-def test_tuples_lists_and_batches():
+def test_batches_of_dicts_and_tuples():
     data = jstep.batches({"x": np.arange(40, dtype=np.float32).reshape(10, 4)}, 1, num_epochs=1)
     step = jstep.minimize(lambda params, b: ((params["w"] - b["x"][0]) ** 2).sum(), OPTIMIZER)
     _, args = jstep.replay(step, make_state(), data, None, 4)
@@ -136,7 +136,7 @@ def test_tuples_lists_and_batches():
     assert len(args) == 2
 
 
-def test_a_sharded_run(tmp_path):
+def test_replay_of_a_sharded_run(tmp_path):
     mesh = jax.make_mesh((8,), ("data",))
     step = jstep.minimize(lambda params, x: ((params["w"] - x.sum(0)) ** 2).sum(), OPTIMIZER)
     rows = [np.ones((8, 4), np.float32) * i for i in range(6)]
@@ -145,17 +145,17 @@ def test_a_sharded_run(tmp_path):
         return jstep.shard_state(make_state(), mesh, PartitionSpec())
 
     spec = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
-    keep = Keep()
+    recorder = FingerprintRecorder()
     jstep.train(
-        step, state(), rows, 6, hooks=[keep], checkpoint_dir=tmp_path, save_checkpoint_steps=2, progress=False,
+        step, state(), rows, 6, hooks=[recorder], checkpoint_dir=tmp_path, save_checkpoint_steps=2, progress=False,
         batch_sharding=spec,
     )  # fmt: skip
     replayed = jstep.replay(step, state(), rows, tmp_path, 5, batch_sharding=spec)
-    assert text(replayed.state) == keep.states[5]
+    assert digest(replayed.state) == recorder.states[5]
     assert replayed.args[0].sharding.is_equivalent_to(spec, 2)
 
 
-def test_nan_at_a_step_is_found(tmp_path):
+def test_replay_finds_the_origin_of_a_nan(tmp_path):
     def loss(params, x):
         return jnp.log(params["w"] + x).sum()
 
@@ -179,7 +179,7 @@ def test_nan_at_a_step_is_found(tmp_path):
     assert found.source.endswith("(loss)")
 
 
-BAD = [
+INVALID = [
     ({"step": -1}, ValueError, "step=-1: must be at least 0"),
     ({"step": "3"}, TypeError, "step='3': must be an integer"),
     ({"train_step": 3}, TypeError, "train_step=3: must be a function"),
@@ -196,14 +196,20 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "error", "message"), BAD, ids=lambda x: str(x)[:30])
-def test_bad_arguments(wrong, error, message):
-    given = {"train_step": STEP, "state": make_state(), "batches": batch, "checkpoint_dir": None, "step": 2} | wrong
+@pytest.mark.parametrize(("arguments", "error", "message"), INVALID, ids=lambda x: str(x)[:30])
+def test_invalid_replay_arguments(arguments, error, message):
+    kwargs = {
+        "train_step": STEP,
+        "state": make_state(),
+        "batches": batch,
+        "checkpoint_dir": None,
+        "step": 2,
+    } | arguments
     with pytest.raises(error, match=message):
-        jstep.replay(**given)
+        jstep.replay(**kwargs)
 
 
-def test_nothing_before_the_step(ran, tmp_path):
+def test_no_state_before_the_step(finished_run, tmp_path):
     with pytest.raises(
         ValueError, match=r"step=2: nothing lies before it: no checkpoint_dir.*state given is at step 5"
     ):
@@ -213,9 +219,9 @@ def test_nothing_before_the_step(ran, tmp_path):
     with pytest.raises(
         ValueError, match=r"has checkpoints of the steps \[4, 8, 10\], and the state given is at step 5"
     ):
-        jstep.replay(STEP, make_state(5), batch, ran[0], 2)
+        jstep.replay(STEP, make_state(5), batch, finished_run[0], 2)
 
 
-def test_an_iterator_whose_position_was_not_kept(ran):
+def test_iterator_without_a_saved_position(finished_run):
     with pytest.raises(ValueError, match="the checkpoint of step 4 has no position"):
-        jstep.replay(STEP, make_state(), Loader(), ran[0], 6)  # it is of a function of the step
+        jstep.replay(STEP, make_state(), Loader(), finished_run[0], 6)  # that run used a function of the step

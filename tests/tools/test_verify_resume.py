@@ -1,4 +1,4 @@
-"""`verify_resume`: what it finds, and what it blames."""
+"""`verify_resume`: detected differences and reported causes."""
 
 import itertools
 
@@ -42,7 +42,7 @@ class Positioned:
 
 
 class Loader:
-    """An iterable that begins anew each time, without a position."""
+    """An iterable that starts from scratch each time, without a position."""
 
     def __iter__(self):
         return (DATA[n] for n in range(100))
@@ -57,7 +57,7 @@ def verify(batches=DATA, step=STEP, make_state=make_state, at=3, steps=7):
     [DATA, DATA.__getitem__, [DATA[n] for n in range(7)], Positioned()],
     ids=["indexed", "function", "list", "position"],
 )
-def test_all_is_well(batches):
+def test_identical_runs(batches):
     report = verify(batches)
     assert report
     assert report.ok is True
@@ -65,20 +65,20 @@ def test_all_is_well(batches):
     assert "both runs end in the same state, bit for bit" in str(report)
 
 
-def test_a_position_is_taken_where_it_is():
-    """The iterator may have been read before; both runs begin there."""
+def test_iterator_that_was_read_before():
+    """Both runs begin at its current position."""
     positioned = Positioned()
     next(positioned)
     assert verify(positioned)
 
 
-def test_a_grain_loader():
+def test_grain_loader_resumes():
     grain = pytest.importorskip("grain")
     rows = grain.MapDataset.range(100).shuffle(seed=1).map(lambda i: {"x": np.float32([i, 1]) / 100})
     assert verify(rows.repeat().batch(4).to_iter_dataset())
 
 
-def test_a_state_that_begins_later():
+def test_state_with_a_later_initial_step():
     assert verify(make_state=lambda: make_state().replace(global_step=jstep.create_global_step(5)))
 
 
@@ -96,7 +96,7 @@ def test_integers_and_model_state_resume():
     assert verify(step=jstep.minimize(loss, optimizer, has_model_state=True), make_state=make)
 
 
-def test_a_generator_is_found_out_though_its_values_agree():
+def test_generator_is_reported_although_values_agree():
     report = verify(DATA[n] for n in itertools.count())
     assert not report
     assert report.first_difference is None
@@ -104,10 +104,10 @@ def test_a_generator_is_found_out_though_its_values_agree():
     assert "a new process would continue with other batches" in str(report)
 
 
-def test_an_iterable_that_begins_anew():
+def test_iterable_that_starts_from_scratch():
     report = verify(Loader())
     assert not report
-    # the first in the order of their paths; the step itself agrees
+    # the first one in path order; global_step is identical
     assert report.first_difference == report.differing[0] == "params/w"
     assert "slots/m/w" in report.differing
     assert "global_step" not in report.differing
@@ -115,8 +115,8 @@ def test_an_iterable_that_begins_anew():
     assert "'params/w'" in str(report)
 
 
-def test_a_counter_outside_of_the_state():
-    """Neither reset by make_state nor kept by the checkpoint: whole runs differ from one another."""
+def test_counter_outside_the_state():
+    """It is neither reset by make_state nor saved, so that two uninterrupted runs differ."""
     counter = itertools.count()
 
     def step(state, batch):
@@ -127,7 +127,7 @@ def test_a_counter_outside_of_the_state():
     assert "two uninterrupted runs differ as well" in report.cause
 
 
-def test_what_make_state_resets_and_the_checkpoint_does_not_keep():
+def test_unsaved_counter_that_make_state_resets():
     counter = {}
 
     def make():
@@ -144,7 +144,7 @@ def test_what_make_state_resets_and_the_checkpoint_does_not_keep():
     assert "batches[N]" in report.cause
 
 
-def test_a_position_that_is_wrong():
+def test_wrong_position():
     class Wrong(Positioned):
         def set_state(self, state):
             self.at = int(state) - (int(state) > 0)
@@ -154,7 +154,7 @@ def test_a_position_that_is_wrong():
     assert report.cause
 
 
-def test_states_that_differ_each_time():
+def test_make_state_that_is_not_reproducible():
     rng = np.random.default_rng()
 
     def make():
@@ -164,8 +164,8 @@ def test_states_that_differ_each_time():
     assert "make_state" in report.cause
 
 
-def test_bits_count_not_values():
-    """-0.0 equals 0.0 and NaN does not equal NaN; here only the bits count."""
+def test_comparison_is_bitwise():
+    """-0.0 differs from 0.0, and NaN equals NaN."""
     optimizer = jstep.gradient_descent(0.0)
     step = jstep.minimize(lambda params, batch: jnp.nansum(params["w"]) * 0.0, optimizer)
 
@@ -176,7 +176,7 @@ def test_bits_count_not_values():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "words"),
+    ("arguments", "error", "message"),
     [
         ({"at": 0}, ValueError, "at=0, steps=7: must be 0 < at < steps"),
         ({"at": 7}, ValueError, "at=7, steps=7: must be 0 < at < steps"),
@@ -190,12 +190,12 @@ def test_bits_count_not_values():
         ({"batches": iter([DATA[0]] * 5)}, ValueError, "batches ended after 5 steps"),
     ],
 )
-def test_bad_input(wrong, error, words):
-    with pytest.raises(error, match=words):
-        verify(**wrong)
+def test_invalid_verify_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        verify(**arguments)
 
 
-def test_make_state_that_gives_the_same_state_each_time():
+def test_make_state_that_returns_the_same_state():
     state = make_state()
     with pytest.raises(RuntimeError, match="donated"):
         verify(make_state=lambda: state)

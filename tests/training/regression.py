@@ -1,4 +1,4 @@
-"""A small linear regression that the tests of training share."""
+"""A small linear regression, shared by the tests of training."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Arguments of a step that cannot be right are refused when it is made."""
+"""Invalid arguments of a step raise when the step is created."""
 
 from typing import Any
 
@@ -15,17 +15,17 @@ def loss_fn(params: Any) -> Any:
     return params["w"] ** 2
 
 
-BOOLS = ["has_aux", "has_model_state", "jit", "donate", "increment_global_step", "adaptive"]
+FLAGS = ["has_aux", "has_model_state", "jit", "donate", "increment_global_step", "adaptive"]
 
 
-@pytest.mark.parametrize("name", BOOLS)
+@pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("value", ["no", 1, 0, None])
-def test_bools_only(name: str, value: Any) -> None:
+def test_flags_of_minimize_must_be_booleans(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name}=.*: must be True or False"):
         jstep.minimize(loss_fn, OPTIMIZER, **{name: value})
 
 
-def test_bools_elsewhere() -> None:
+def test_flags_of_other_functions_must_be_booleans() -> None:
     state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
     with pytest.raises(TypeError, match="has_aux='no': must be True or False"):
         jstep.compute_gradients(loss_fn, has_aux="no")
@@ -36,7 +36,7 @@ def test_bools_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "kind", "words"),
+    ("kwargs", "kind", "message"),
     [
         (
             {"rng": jnp.ones(2)},
@@ -56,13 +56,13 @@ def test_bools_elsewhere() -> None:
         ({"metrics": ("gradnorm",)}, ValueError, "nearest: 'grad_norm'"),
     ],
 )
-def test_bad_arguments(kwargs: Any, kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
+def test_other_invalid_arguments(kwargs: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
         jstep.minimize(loss_fn, OPTIMIZER, **kwargs)
 
 
 @pytest.mark.parametrize("bad", [3, None, "loss"])
-def test_what_is_no_function(bad: Any) -> None:
+def test_functions_are_required(bad: Any) -> None:
     for make in (lambda: jstep.minimize(bad, OPTIMIZER), lambda: jstep.compute_gradients(bad)):
         with pytest.raises(TypeError, match=r"loss_fn=.*: must be a function"):
             make()
@@ -70,7 +70,7 @@ def test_what_is_no_function(bad: Any) -> None:
         jstep.scan_steps(bad)
 
 
-def test_scans_of_nothing() -> None:
+def test_invalid_scans_and_states() -> None:
     step = jstep.minimize(lambda p, x: p["w"] * x, OPTIMIZER)
     state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
     with pytest.raises(ValueError, match="argument 0 is empty; there is no step to run"):

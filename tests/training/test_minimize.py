@@ -1,4 +1,4 @@
-"""The step's meaning: one clock, metrics, variables, model state, keys, microbatches."""
+"""Semantics of `minimize`: step counter, metrics, variables, model state, keys, and microbatches."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from regression import X, Y, close, fresh, loss_fn
 import jstep
 
 
-def test_minimize_is_compute_then_apply() -> None:
+def test_minimize_computes_and_applies_gradients() -> None:
     optimizer = jstep.adam(0.1)
     state, metrics = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
     loss, grads = jstep.compute_gradients(loss_fn)(fresh(optimizer).params, X, Y)
@@ -23,8 +23,7 @@ def test_minimize_is_compute_then_apply() -> None:
     assert again.keys() == metrics.keys()
 
 
-def test_the_first_minute() -> None:
-    """What a newcomer types."""
+def test_quickstart() -> None:
     optimizer = jstep.adam(jstep.exponential_decay(0.1, 100, 0.9, staircase=True))
     state = fresh(optimizer)
     train_step = jstep.minimize(loss_fn, optimizer)
@@ -40,17 +39,17 @@ def test_apply_gradients_is_pure() -> None:
     optimizer = jstep.momentum(0.1, 0.9)
     state = fresh(optimizer)
     grads = {"w": jnp.ones(3), "b": jnp.float32(1)}
-    one, two = (jstep.apply_gradients(state, grads, optimizer) for _ in range(2))
-    close(one, two)
+    first, second = (jstep.apply_gradients(state, grads, optimizer) for _ in range(2))
+    close(first, second)
     np.testing.assert_array_equal(state.params["w"], 1.0)
     assert jstep.global_step(state) == 0
 
 
-# One clock.
+# The step counter.
 
 
 def test_everything_reads_the_step_before_the_update() -> None:
-    """At N → N+1: the schedule sees N, the metrics report that value, the state counts N + 1."""
+    """In the step N → N + 1, the schedule and the metrics use N, and the new state has N + 1."""
     schedule = jstep.piecewise_constant([6], [1.0, 0.25])
     optimizer = jstep.gradient_descent(schedule)
     step = jstep.minimize(lambda p: jnp.sum(p["w"]) + p["b"], optimizer)
@@ -64,7 +63,7 @@ def test_everything_reads_the_step_before_the_update() -> None:
     np.testing.assert_array_equal(state.params["w"], -0.25)
 
 
-def test_a_step_that_is_not_counted_leaves_the_clock() -> None:
+def test_uncounted_steps_do_not_increment_the_step() -> None:
     optimizer = jstep.gradient_descent(jstep.exponential_decay(0.1, 1, 0.5))
     step = jstep.minimize(loss_fn, optimizer, increment_global_step=False)
     state = fresh(optimizer)
@@ -95,7 +94,7 @@ def test_skipped_updates_advance_the_step_but_not_the_age() -> None:
     close(inf.params, plain.params)
 
 
-def test_interrupted_runs_continue_bit_for_bit() -> None:
+def test_resume_is_bitwise_identical() -> None:
     optimizer = jstep.with_moving_average(
         jstep.adam(jstep.cosine_decay(0.1, 50)), jstep.ExponentialMovingAverage(0.9, True, True)
     )
@@ -104,23 +103,23 @@ def test_interrupted_runs_continue_bit_for_bit() -> None:
         return loss_fn(params, x + 0.1 * jax.random.normal(rng, x.shape), y)
 
     step = jstep.minimize(noisy, optimizer, rng=jax.random.key(0))
-    straight = fresh(optimizer)
+    uninterrupted = fresh(optimizer)
     for _ in range(6):
-        straight, _ = step(straight, X, Y)
-    broken = fresh(optimizer)
+        uninterrupted, _ = step(uninterrupted, X, Y)
+    resumed = fresh(optimizer)
     for _ in range(3):
-        broken, _ = step(broken, X, Y)
-    broken = jax.tree.map(jnp.asarray, jax.device_get(broken))
+        resumed, _ = step(resumed, X, Y)
+    resumed = jax.tree.map(jnp.asarray, jax.device_get(resumed))
     for _ in range(3):
-        broken, _ = step(broken, X, Y)
-    for a, b in zip(jax.tree.leaves(straight), jax.tree.leaves(broken), strict=True):
+        resumed, _ = step(resumed, X, Y)
+    for a, b in zip(jax.tree.leaves(uninterrupted), jax.tree.leaves(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 # Metrics.
 
 
-def test_metrics_hold_the_loss_and_every_hyperparameter() -> None:
+def test_metrics_contain_loss_and_hyperparameters() -> None:
     optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=0.5), jstep.adam(0.1))
     for jit in (True, False):
         _, metrics = jstep.minimize(loss_fn, optimizer, jit=jit)(fresh(optimizer), X, Y)
@@ -134,12 +133,12 @@ def test_norms_on_request() -> None:
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm", "param_norm"))
     _, grads = jstep.compute_gradients(loss_fn)(fresh(optimizer).params, X, Y)
     state, metrics = step(fresh(optimizer), X, Y)
-    np.testing.assert_allclose(metrics["grad_norm"], jstep.global_norm(grads), rtol=1e-5)  # raw: before the clip
-    np.testing.assert_allclose(metrics["update_norm"], 1.0, rtol=1e-5)  # as added
-    np.testing.assert_allclose(metrics["param_norm"], jstep.global_norm(state.params), rtol=1e-5)  # the new ones
+    np.testing.assert_allclose(metrics["grad_norm"], jstep.global_norm(grads), rtol=1e-5)  # before clipping
+    np.testing.assert_allclose(metrics["update_norm"], 1.0, rtol=1e-5)  # as added to the parameters
+    np.testing.assert_allclose(metrics["param_norm"], jstep.global_norm(state.params), rtol=1e-5)  # after the update
 
 
-def test_norms_leave_integers_and_missing_gradients_out() -> None:
+def test_norms_ignore_integers_and_missing_gradients() -> None:
     optimizer = jstep.gradient_descent(1.0)
     params = {"w": jnp.array([3.0]), "n": jnp.array([100]), "k": jax.random.key(0), "f": jnp.array([4.0])}
     state = jstep.TrainState.create(params, optimizer)
@@ -151,7 +150,7 @@ def test_norms_leave_integers_and_missing_gradients_out() -> None:
     np.testing.assert_allclose(metrics["param_norm"], np.hypot(-1.0, 4.0), rtol=1e-6)
 
 
-def test_aux_joins_the_metrics() -> None:
+def test_aux_is_merged_into_the_metrics() -> None:
     optimizer = jstep.gradient_descent(0.1)
 
     def mapping(params: Any, x: jax.Array, y: jax.Array) -> Any:
@@ -171,7 +170,7 @@ def test_aux_joins_the_metrics() -> None:
 # Variables and model state.
 
 
-def test_var_list_leaves_the_rest_as_it_is() -> None:
+def test_var_list_leaves_other_parameters_unchanged() -> None:
     optimizer = jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9))
     state, _ = jstep.minimize(loss_fn, optimizer, var_list=["w"])(fresh(optimizer), X, Y)
     assert float(state.params["b"]) == 0.5
@@ -181,7 +180,7 @@ def test_var_list_leaves_the_rest_as_it_is() -> None:
 
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
-def test_model_state_passes_through(has_aux: bool, n: int) -> None:
+def test_model_state_is_updated_per_microbatch(has_aux: bool, n: int) -> None:
     optimizer = jstep.gradient_descent(0.1)
 
     def loss(params: Any, model_state: Any, x: jax.Array, y: jax.Array) -> Any:
@@ -205,7 +204,7 @@ def test_model_state_passes_through(has_aux: bool, n: int) -> None:
     assert int(state.slots["model_state"]["batches"]) == 2 * n
 
 
-def test_model_state_keeps_its_dtypes() -> None:
+def test_model_state_keeps_its_dtype() -> None:
     def loss(params: Any, model_state: Any, x: jax.Array) -> Any:
         return jnp.sum(params["w"]) + 0.0 * params["b"], model_state.astype(jnp.float32) + 0.5
 
@@ -218,7 +217,7 @@ def test_model_state_keeps_its_dtypes() -> None:
 # Keys.
 
 
-def test_rng_is_a_function_of_the_step() -> None:
+def test_rng_depends_on_the_step() -> None:
     key, optimizer = jax.random.key(7), jstep.gradient_descent(0.0)
 
     def loss(params: Any, *, rng: jax.Array) -> Any:
@@ -231,7 +230,7 @@ def test_rng_is_a_function_of_the_step() -> None:
         assert float(metrics["draw"]) == float(jax.random.uniform(jax.random.fold_in(key, n)))
 
 
-def test_rng_of_a_microbatch() -> None:
+def test_rng_depends_on_the_microbatch() -> None:
     key, optimizer = jax.random.key(7), jstep.gradient_descent(0.0)
 
     def loss(params: Any, x: jax.Array, *, rng: jax.Array) -> Any:
@@ -246,17 +245,17 @@ def test_rng_of_a_microbatch() -> None:
 # Microbatches.
 
 
-def test_microbatches_are_one_update() -> None:
+def test_microbatches_accumulate_into_one_update() -> None:
     optimizer = jstep.adam(0.1)
-    whole, one = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
-    parts, many = jstep.minimize(loss_fn, optimizer, num_microbatches=4)(fresh(optimizer), X, Y)
-    close(parts.params, whole.params, 1e-4)
-    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
-    assert jstep.global_step(parts) == 1
+    full, metrics = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
+    accumulated, accumulated_metrics = jstep.minimize(loss_fn, optimizer, num_microbatches=4)(fresh(optimizer), X, Y)
+    close(accumulated.params, full.params, 1e-4)
+    np.testing.assert_allclose(accumulated_metrics["loss"], metrics["loss"], rtol=1e-5)
+    assert jstep.global_step(accumulated) == 1
 
 
 @pytest.mark.parametrize("kind", [None, jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_a_skipped_update_keeps_the_model_state(kind):
+def test_skipped_updates_keep_the_model_state(kind):
     def loss_fn(params, stats, x):
         new = {"mean": 0.9 * stats["mean"] + 0.1 * x.mean(0), "count": stats["count"] + 1, "key": stats["key"]}
         return jnp.mean((x @ params["w"]) ** 2), new

@@ -1,4 +1,4 @@
-"""The gradient noise scale: what one step measures, and what the state averages."""
+"""The gradient noise scale: estimates of one step and their moving averages."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ EMA = jstep.ExponentialMovingAverage(0.5)
 
 
 def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
-    """Its gradient at one example is that example, for w, and a constant, for b."""
+    """A loss whose gradient for one example is the example for w, and a constant for b."""
     return jnp.mean(x @ params["w"]) + 0.5 * params["b"]
 
 
@@ -23,26 +23,26 @@ def params() -> Any:
     return {"w": jnp.zeros(3), "b": jnp.float32(0.0), "n": jnp.int32(3), "none": None}
 
 
-def drawn(seed: int, rows: int = ROWS) -> np.ndarray:
+def draw_rows(seed: int, rows: int = ROWS) -> np.ndarray:
     return np.random.default_rng(seed).normal([1.0, -0.5, 0.25], [1.0, 2.0, 0.5], (rows, 3)).astype(np.float32)
 
 
-def one_batch(x: np.ndarray, weights: Any = None, n: int = N) -> tuple[float, float]:
-    """The two estimates in float64, from the equations of the design."""
+def estimate(x: np.ndarray, weights: Any = None, n: int = N) -> tuple[float, float]:
+    """Compute both estimates in float64 from their definitions."""
     parts = np.asarray(x, np.float64).reshape(n, -1, 3)
     g = np.concatenate([parts.mean(1), np.full((n, 1), 0.5)], axis=1)
     w = np.full(n, parts.shape[1], float) if weights is None else np.asarray(weights, float)
     g, w = g[w > 0], w[w > 0]
-    whole = (w[:, None] * g).sum(0) / w.sum()
-    small, big = (w * (g**2).sum(1)).sum() / w.sum(), (whole**2).sum()
+    total = (w[:, None] * g).sum(0) / w.sum()
+    small, big = (w * (g**2).sum(1)).sum() / w.sum(), (total**2).sum()
     noise = (small - big) * w.sum() / (len(w) - 1)
     return noise, big - noise / w.sum()
 
 
-def averaged(measured: list[tuple[float, float]], decay: float = 0.99) -> dict[str, float]:
+def average(measured: list[tuple[float, float]], decay: float = 0.99) -> dict[str, float]:
     both = np.zeros(2)
-    for one in measured:
-        both = decay * both + (1 - decay) * np.asarray(one)
+    for estimates in measured:
+        both = decay * both + (1 - decay) * np.asarray(estimates)
     noise, square = both / (1 - decay ** len(measured))
     return {"gradient_noise": noise, "gradient_square": square, "noise_scale": noise / square if square > 0 else np.nan}
 
@@ -52,30 +52,30 @@ def check(metrics: Any, expected: dict[str, float], rtol: float = 2e-5) -> None:
         np.testing.assert_allclose(metrics[name], expected[name], rtol=rtol, err_msg=name)
 
 
-def made(optimizer: jstep.Optimizer, **kwargs: Any) -> Any:
+def make(optimizer: jstep.Optimizer, **kwargs: Any) -> Any:
     given = {"num_microbatches": N, "metrics": ("noise_scale",), **kwargs}
     return jstep.minimize(loss_fn, optimizer, **given), jstep.TrainState.create(params(), optimizer)
 
 
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
 @pytest.mark.parametrize("decay", [0.99, 0.5, 0.0])
-def test_averages_of_both_parts_follow_the_equations(method: Any, decay: float) -> None:
+def test_averages_follow_the_equations(method: Any, decay: float) -> None:
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3), decay=decay)
-    step, state = made(optimizer, aggregation_method=method)
+    step, state = make(optimizer, aggregation_method=method)
     measured = []
     for seed in range(5):
-        x = drawn(seed)
-        measured.append(one_batch(x))
+        x = draw_rows(seed)
+        measured.append(estimate(x))
         state, metrics = step(state, x)
-        check(metrics, averaged(measured, decay))
+        check(metrics, average(measured, decay))
 
 
-def test_the_estimates_are_unbiased() -> None:
-    """Over many steps, the mean is what the distribution says: tr Σ = 1 + 4 + 1/4, |G|² = 1 + 1/4 + 1/16 + 1/4."""
+def test_estimates_are_unbiased() -> None:
+    """Means over many steps match the distribution: tr Σ = 1 + 4 + 1/4, |G|² = 1 + 1/4 + 1/16 + 1/4."""
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.0), decay=0.0)
-    step, state = made(optimizer)
+    step, state = make(optimizer)
     steps = 4000
-    batches = jnp.asarray(drawn(0, steps * 16).reshape(steps, 16, 3))
+    batches = jnp.asarray(draw_rows(0, steps * 16).reshape(steps, 16, 3))
     _, metrics = jstep.scan_steps(step)(state, batches)
     noise, square = (np.asarray(metrics[name], np.float64) for name in NAMES[:2])
     for values, true in ((noise, 5.25), (square, 1.5625)):
@@ -84,12 +84,12 @@ def test_the_estimates_are_unbiased() -> None:
 
 
 @pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0, 5.0), (3.0, 0.0, 2.0, 0.0), (0.5, 0.25, 0.0, 0.0)])
-def test_weights_are_the_unit_and_parts_without_weight_do_not_count(weights: Any) -> None:
+def test_noise_is_per_unit_weight_and_zero_weights_are_ignored(weights: Any) -> None:
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
-    step, state = made(optimizer, weight_fn=lambda x, w: jnp.mean(w))
-    x = drawn(3)
+    step, state = make(optimizer, weight_fn=lambda x, w: jnp.mean(w))
+    x = draw_rows(3)
     per_row = np.repeat(np.float32(weights), ROWS // N)
-    expected = averaged([one_batch(x, weights)])
+    expected = average([estimate(x, weights)])
     x[per_row == 0] = np.nan
     _, metrics = step(state, x, per_row)
     check(metrics, expected)
@@ -99,44 +99,44 @@ def slots_of(state: Any) -> dict[str, float]:
     return {name: float(value) for name, value in state.slots.items() if "noise/" in name}
 
 
-def test_one_weighted_part_or_none_measures_nothing() -> None:
+def test_fewer_than_two_weighted_microbatches_give_nan() -> None:
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
-    step, state = made(optimizer, weight_fn=lambda x, w: jnp.mean(w))
+    step, state = make(optimizer, weight_fn=lambda x, w: jnp.mean(w))
     one, none = np.repeat(np.float32([0, 2, 0, 0]), ROWS // N), np.zeros(ROWS, np.float32)
     for per_row in (one, none):
-        state, metrics = step(state, drawn(0), per_row)
+        state, metrics = step(state, draw_rows(0), per_row)
         assert all(np.isnan(metrics[name]) for name in NAMES)
-    state, metrics = step(state, drawn(1), np.ones(ROWS, np.float32))
-    first = averaged([one_batch(drawn(1), np.ones(N))])
+    state, metrics = step(state, draw_rows(1), np.ones(ROWS, np.float32))
+    first = average([estimate(draw_rows(1), np.ones(N))])
     check(metrics, first)
-    state, metrics = step(state, drawn(2), one)
+    state, metrics = step(state, draw_rows(2), one)
     check(metrics, first)
 
 
-def test_steps_that_do_not_ask_neither_move_nor_age_the_averages() -> None:
+def test_steps_without_the_metric_keep_the_averages() -> None:
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
-    asks, state = made(optimizer)
-    silent = jstep.minimize(loss_fn, optimizer)
-    state, _ = asks(state, drawn(0))
+    measuring_step, state = make(optimizer)
+    plain_step = jstep.minimize(loss_fn, optimizer)
+    state, _ = measuring_step(state, draw_rows(0))
     before = slots_of(state)
-    state, metrics = silent(state, drawn(1))
+    state, metrics = plain_step(state, draw_rows(1))
     assert not set(NAMES) & set(metrics)
     state = jstep.apply_gradients(state, {**params(), "n": None}, optimizer)
     assert slots_of(state) == before
-    state, metrics = asks(state, drawn(2))
-    check(metrics, averaged([one_batch(drawn(0)), one_batch(drawn(2))]))
+    state, metrics = measuring_step(state, draw_rows(2))
+    check(metrics, average([estimate(draw_rows(0)), estimate(draw_rows(2))]))
 
 
-def test_steps_that_do_not_count_are_measured_all_the_same() -> None:
+def test_uncounted_steps_are_measured() -> None:
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
-    step, state = made(optimizer, increment_global_step=False)
+    step, state = make(optimizer, increment_global_step=False)
     for seed in range(3):
-        state, metrics = step(state, drawn(seed))
+        state, metrics = step(state, draw_rows(seed))
     assert int(state.global_step) == 0
-    check(metrics, averaged([one_batch(drawn(seed)) for seed in range(3)]))
+    check(metrics, average([estimate(draw_rows(seed)) for seed in range(3)]))
 
 
-def test_a_negative_square_has_no_scale_and_is_not_clipped() -> None:
+def test_negative_square_gives_nan_and_is_not_clipped() -> None:
     x = np.float32([[1, 0, 0], [-1, 0, 0], [1, 0, 0], [-1, 0, 0]])
     only_w = lambda params, x: jnp.mean(x @ params["w"])  # noqa: E731
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
@@ -157,39 +157,39 @@ GUARDS = {
 
 @pytest.mark.parametrize("place", GUARDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_steps_that_were_skipped_leave_the_averages(place: str, bad: float) -> None:
+def test_skipped_steps_keep_the_averages(place: str, bad: float) -> None:
     optimizer = GUARDS[place](jstep.chain(jstep.clip_gradients(by_global_norm=0.1), jstep.adam(1e-3)))
-    step, state = made(optimizer)
+    step, state = make(optimizer)
     measured = []
     for seed in range(4):
-        x = drawn(seed)
+        x = draw_rows(seed)
         if seed in (0, 2):
             x[1, 1] = bad
         else:
-            measured.append(one_batch(x))
+            measured.append(estimate(x))
         state, metrics = step(state, x)
         if measured:
-            check(metrics, averaged(measured))
+            check(metrics, average(measured))
         else:
             assert all(np.isnan(metrics[name]) for name in NAMES)
     assert all(np.isfinite(value) for value in slots_of(state).values())
 
 
-AROUND = {
+OUTER_WRAPPERS = {
     "update_every": lambda inner: jstep.update_every(2, jstep.with_noise_scale(inner)),
     "update_every, accumulating": lambda inner: jstep.update_every(2, jstep.with_noise_scale(inner), accumulate=True),
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-def test_around_it_some_steps_are_left_out(around: str) -> None:
-    step, state = made(AROUND[around](jstep.adam(1e-3)))
+@pytest.mark.parametrize("name", OUTER_WRAPPERS)
+def test_outer_update_every_leaves_out_steps(name: str) -> None:
+    step, state = make(OUTER_WRAPPERS[name](jstep.adam(1e-3)))
     for seed in range(4):
-        state, metrics = step(state, drawn(seed))
-    check(metrics, averaged([one_batch(drawn(1)), one_batch(drawn(3))]))
+        state, metrics = step(state, draw_rows(seed))
+    check(metrics, average([estimate(draw_rows(1)), estimate(draw_rows(3))]))
 
 
-INDIFFERENT = {
+OTHER_WRAPPERS = {
     "update_every": lambda: jstep.with_noise_scale(jstep.update_every(2, jstep.adam(1e-3))),
     "partition": lambda: jstep.with_noise_scale(
         jstep.partition({"a": jstep.adam(1e-3), "b": jstep.adam(1e-2)}, lambda path, leaf: "ab"["b" in path])
@@ -201,27 +201,27 @@ INDIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("place", INDIFFERENT)
-def test_what_else_there_is_does_not_matter(place: str) -> None:
-    step, state = made(INDIFFERENT[place]())
+@pytest.mark.parametrize("place", OTHER_WRAPPERS)
+def test_other_wrappers_do_not_change_the_estimates(place: str) -> None:
+    step, state = make(OTHER_WRAPPERS[place]())
     for seed in range(2):
-        state, metrics = step(state, drawn(seed))
-    check(metrics, averaged([one_batch(drawn(0)), one_batch(drawn(1))]))
+        state, metrics = step(state, draw_rows(seed))
+    check(metrics, average([estimate(draw_rows(0)), estimate(draw_rows(1))]))
 
 
-def test_values_of_the_update_do_not_change() -> None:
+def test_updates_do_not_change() -> None:
     plain, measuring = jstep.adam(1e-2), jstep.with_noise_scale(jstep.adam(1e-2))
     a = jstep.TrainState.create(params(), plain)
     step_a = jstep.minimize(loss_fn, plain, num_microbatches=N)
-    step_b, b = made(measuring)
+    step_b, b = make(measuring)
     for seed in range(3):
-        a, _ = step_a(a, drawn(seed))
-        b, _ = step_b(b, drawn(seed))
+        a, _ = step_a(a, draw_rows(seed))
+        b, _ = step_b(b, draw_rows(seed))
     assert jstep.fingerprint(a.params).tolist() == jstep.fingerprint(b.params).tolist()
 
 
-def test_squares_of_low_precision_are_float32() -> None:
-    """In bfloat16 the difference of squares would be rounding alone."""
+def test_squares_are_computed_in_float32() -> None:
+    """In bfloat16, the difference of the squares would be only rounding error."""
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
 
     def loss(params: Any, x: Any) -> Any:
@@ -234,7 +234,7 @@ def test_squares_of_low_precision_are_float32() -> None:
     np.testing.assert_allclose(metrics["gradient_noise"], 0.5, rtol=1e-3)
 
 
-def test_equal_rows_of_a_table_add_up_within_a_microbatch() -> None:
+def test_duplicate_lookups_are_summed_per_microbatch() -> None:
     ids = np.int32([[0, 0], [0, 1], [2, 2], [3, 0]])
 
     def sparse(params: Any, ids: Any) -> Any:
@@ -256,34 +256,34 @@ def test_equal_rows_of_a_table_add_up_within_a_microbatch() -> None:
     assert np.isfinite(found).all()
 
 
-def test_several_losses_are_one_gradient() -> None:
+def test_several_losses_form_one_gradient() -> None:
     losses = {
         "w": (lambda params, x: jnp.mean(x @ params["w"]), ["w"]),
         "b": (lambda params, x: 0.5 * params["b"] + 0 * jnp.sum(x), ["b"]),
     }
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
     step = jstep.minimize(losses, optimizer, num_microbatches=N, metrics=("noise_scale",))
-    _, metrics = step(jstep.TrainState.create(params(), optimizer), drawn(0))
-    check(metrics, averaged([one_batch(drawn(0))]))
+    _, metrics = step(jstep.TrainState.create(params(), optimizer), draw_rows(0))
+    check(metrics, average([estimate(draw_rows(0))]))
 
 
 def test_var_list_rng_and_sharpness() -> None:
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
     for kwargs in ({"var_list": ["w"]}, {"sharpness": 0.1}, {"sharpness": jstep.constant(0.1)}):
-        step, state = made(optimizer, **kwargs)
-        _, metrics = step(state, drawn(0))
-        noise, square = one_batch(drawn(0))
+        step, state = make(optimizer, **kwargs)
+        _, metrics = step(state, draw_rows(0))
+        noise, square = estimate(draw_rows(0))
         square -= 0.25 if "var_list" in kwargs else 0.0
         check(metrics, {"gradient_noise": noise, "gradient_square": square, "noise_scale": noise / square})
 
 
-def test_scanned_steps_and_a_jit_of_the_user_agree() -> None:
+def test_scanned_steps_match_an_outer_jit() -> None:
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
-    step, state = made(optimizer)
-    pure, other = made(optimizer, jit=False)
-    stacked = np.stack([drawn(seed) for seed in range(4)])
+    step, state = make(optimizer)
+    pure, other = make(optimizer, jit=False)
+    stacked = np.stack([draw_rows(seed) for seed in range(4)])
     state, metrics = jstep.scan_steps(step)(state, stacked)
     for x in stacked:
         other, last = jax.jit(pure)(other, x)
     check({name: metrics[name][-1] for name in NAMES}, {name: float(last[name]) for name in NAMES})
-    check(last, averaged([one_batch(x) for x in stacked]))
+    check(last, average([estimate(x) for x in stacked]))

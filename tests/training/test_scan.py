@@ -1,4 +1,4 @@
-"""Several steps in one call."""
+"""`scan_steps`: several steps in one call."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def stacked(k: int) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.mark.parametrize("jit", [True, False])
-def test_scan_steps_is_k_steps(jit: bool) -> None:
+def test_scan_steps_matches_k_steps(jit: bool) -> None:
     optimizer = jstep.adam(jstep.exponential_decay(0.1, 3, 0.5))
     step = jstep.minimize(loss_fn, optimizer, jit=jit)
     xs, ys = stacked(4)
@@ -31,7 +31,7 @@ def test_scan_steps_is_k_steps(jit: bool) -> None:
     assert sorted(all_metrics) == sorted(metrics)
 
 
-def test_scan_steps_donates_and_takes_trees() -> None:
+def test_scan_steps_donates_and_accepts_trees() -> None:
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(lambda p, batch: loss_fn(p, *batch), optimizer)
     state = fresh(optimizer)
@@ -48,7 +48,7 @@ def test_scan_steps_without_args() -> None:
     assert metrics["loss"].shape == (5,)
 
 
-def test_scanned_calls_of_different_lengths_have_metrics_of_their_own_length() -> None:
+def test_metrics_have_the_length_of_each_call() -> None:
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(lambda p, x: jnp.sum((p["w"] - x) ** 2), optimizer)
     many = jstep.scan_steps(step)

@@ -1,4 +1,4 @@
-"""minimize of a mapping of losses: one update, each loss by its own parameters."""
+"""`minimize` with a mapping of losses: one update, each loss trains its own parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ SGD = jstep.gradient_descent(0.1)
 
 
 def grads_of(params, x, keys=(None, None)):
-    """Gradients of each loss by its own parameters, by hand."""
+    """Gradients of each loss with respect to its own parameters, computed manually."""
     critic = jax.grad(lambda w: critic_loss(params | {"critic": {"w": w}}, x, keys[0]))(params["critic"]["w"])
     actor = jax.grad(lambda w: actor_loss(params | {"actor": {"w": w}}, x, keys[1]))(params["actor"]["w"])
     return {"critic": {"w": critic}, "actor": {"w": actor}, "rest": jnp.float32(0.0)}
@@ -57,7 +57,7 @@ def after(params, grads):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"gate_gradients": jstep.GATE_GRAPH, "jit": False}])
-def test_each_loss_moves_its_own_parameters(form, kwargs):
+def test_each_loss_trains_its_own_parameters(form, kwargs):
     step = jstep.minimize(FORMS[form], SGD, metrics="grad_norm", **kwargs)
     state, metrics = step(jstep.TrainState.create(PARAMS, SGD), X)
     grads = grads_of(PARAMS, X)
@@ -70,7 +70,7 @@ def test_each_loss_moves_its_own_parameters(form, kwargs):
     assert set(metrics) == {"loss", "critic/loss", "actor/loss", "learning_rate", "grad_norm"}
 
 
-def test_each_loss_has_a_key_of_its_own():
+def test_each_loss_has_its_own_key():
     key = jax.random.key(3)
     step = jstep.minimize(LOSSES, SGD, rng=key)
     state, _ = step(jstep.TrainState.create(PARAMS, SGD, 7), X)
@@ -78,7 +78,7 @@ def test_each_loss_has_a_key_of_its_own():
     assert_close(state.params, after(PARAMS, grads_of(PARAMS, X, keys)))
 
 
-def test_aux_and_summaries_are_named():
+def test_aux_and_summaries_are_prefixed():
     def with_aux(loss, aux):
         def fn(params, x):
             value = loss(params, x)
@@ -100,7 +100,7 @@ def test_aux_and_summaries_are_named():
         jstep.minimize(clash, SGD, has_aux=True)(jstep.TrainState.create(PARAMS, SGD), X)
 
 
-def test_context_knows_the_sum_and_the_same_gradients():
+def test_context_has_the_total_loss_and_gradients():
     seen = {}
 
     def update(updates, slots, params, step, context):
@@ -117,7 +117,7 @@ def test_context_knows_the_sum_and_the_same_gradients():
     assert seen["gradients"][0]["rest"] is None
 
 
-def test_rows_that_a_loss_looks_up_stay_rows():
+def test_lookup_gradients_stay_sparse():
     params = {"critic": jnp.ones((4, 2)), "actor": jnp.ones(2)}
     losses = {
         "critic": (lambda p, ids: jnp.sum(jstep.lookup(p["critic"], ids) * p["actor"][None]), "critic"),
@@ -125,18 +125,18 @@ def test_rows_that_a_loss_looks_up_stay_rows():
     }
     kinds = {}
 
-    def look(updates, params, step):
+    def record_types(updates, params, step):
         kinds.update(jax.tree.map(type, updates, is_leaf=lambda x: isinstance(x, jstep.IndexedSlices)))
         return updates
 
-    optimizer = jstep.chain(jstep.stateless(look), SGD)
+    optimizer = jstep.chain(jstep.stateless(record_types), SGD)
     state, _ = jstep.minimize(losses, optimizer)(jstep.TrainState.create(params, optimizer), jnp.array([1, 1]))
     assert kinds["critic"] is jstep.IndexedSlices
     assert_close(state.params["critic"][:, 0], [1.0, 0.8, 1.0, 1.0])
     assert_close(state.params["actor"], [0.8, 0.8])
 
 
-def test_it_composes():
+def test_losses_compose_with_wrappers_and_scan():
     optimizer = jstep.skip_nonfinite(
         jstep.with_moving_average(
             jstep.partition(
@@ -159,8 +159,8 @@ def test_it_composes():
     assert_close(scanned.params, single.params)
     assert scanned.slots["actor/start_step"] == 2
     np.testing.assert_array_equal(metrics["skipped"], [0, 0, 1, 0])
-    made = lambda: jstep.TrainState.create(PARAMS, optimizer)  # noqa: E731
-    report = jstep.verify_resume(made, step, [(batch,) for batch in batches], 2, 4)
+    create = lambda: jstep.TrainState.create(PARAMS, optimizer)  # noqa: E731
+    report = jstep.verify_resume(create, step, [(batch,) for batch in batches], 2, 4)
     assert report, report
 
 
@@ -173,7 +173,7 @@ def test_losses_of_different_dtypes_and_loss_scales():
     assert_close(state.params["actor"], 0.8)
 
 
-def test_names_of_steps():
+def test_titles_of_steps():
     def my_loss(params):
         return params["critic"]["w"].sum()
 
@@ -197,7 +197,7 @@ def test_names_of_steps():
         (LOSSES, {"num_microbatches": 0}, ValueError, "num_microbatches=0"),
     ],
 )
-def test_bad_losses(losses, kwargs, error, match):
+def test_invalid_losses(losses, kwargs, error, match):
     with pytest.raises(error, match=match):
         jstep.minimize(losses, SGD, **kwargs)
 
@@ -213,23 +213,23 @@ def test_bad_losses(losses, kwargs, error, match):
         ({"c": (critic_loss, lambda path, leaf: False)}, r"No variables to optimize: loss_fn\['c'\]\[1\]="),
     ],
 )
-def test_var_lists_that_do_not_fit(losses, match):
+def test_invalid_var_lists(losses, match):
     with pytest.raises(ValueError, match=match):
         jstep.minimize(losses, SGD)(jstep.TrainState.create(PARAMS, SGD), X)
 
 
-def test_an_error_of_one_loss_names_it():
+def test_error_names_the_loss():
     losses = {"critic": (critic_loss, "critic/*"), "actor": (lambda p, x: p["actor"]["w"], "actor/*")}
     with pytest.raises(ValueError, match="the loss has shape") as caught:
         jstep.minimize(losses, SGD)(jstep.TrainState.create(PARAMS, SGD), X)
     assert any("'actor'" in note for note in caught.value.__notes__)
 
 
-def test_a_model_state_stays_as_it_is():
-    """Another stage of the run may have one."""
-    kept = {"mean": jnp.arange(3.0)}
+def test_model_state_is_unchanged():
+    """The state may have one that another stage of the run uses."""
+    model_state = {"mean": jnp.arange(3.0)}
     params = {"critic": {"w": jnp.ones(2)}, "actor": {"w": jnp.ones(2)}}
-    state = jstep.TrainState.create(params, SGD, model_state=kept)
+    state = jstep.TrainState.create(params, SGD, model_state=model_state)
     losses = {"critic": (lambda p: jnp.sum(p["critic"]["w"] ** 2), "critic/*")}
     state, _ = jstep.minimize(losses, SGD)(state)
-    np.testing.assert_array_equal(state.slots["model_state"]["mean"], kept["mean"])
+    np.testing.assert_array_equal(state.slots["model_state"]["mean"], model_state["mean"])

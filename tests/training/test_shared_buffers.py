@@ -1,4 +1,4 @@
-"""Buffers that a step would donate twice, or donate and read: JAX crashes the process on a mesh, jstep names both."""
+"""Shared buffers that a step would donate twice or donate and read; JAX would crash on a mesh, jstep raises."""
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ def create(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("again", [lambda tree: tree, lambda tree: jax.device_put(tree, tree["w"].sharding)])
+@pytest.mark.parametrize("alias", [lambda tree: tree, lambda tree: jax.device_put(tree, tree["w"].sharding)])
 @pytest.mark.parametrize("n", [1, 2])
-def test_slots_that_are_the_parameters(mesh, again, n):
+def test_slots_that_share_buffers_with_parameters(mesh, alias, n):
     step = jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=n)
     state, _ = step(create(mesh), X)
-    aliased = state.replace(slots={**state.slots, "slow": again(state.params)})
+    aliased = state.replace(slots={**state.slots, "slow": alias(state.params)})
     with pytest.raises(ValueError, match="'params/w' and 'slots/slow/w' share one buffer"):
         step(aliased, X)
     with pytest.raises(ValueError, match="'params/w' and 'slots/slow/w' share one buffer"):
@@ -42,7 +42,7 @@ def test_slots_that_are_the_parameters(mesh, again, n):
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_parameters_that_are_an_argument_too(mesh):
+def test_arguments_that_share_buffers_with_parameters(mesh):
     step = jstep.minimize(loss_fn, OPTIMIZER)
     for state in (create(mesh), step(create(mesh), X, None)[0]):
         with pytest.raises(ValueError, match="'params/w' and the step's argument '1/w' share one buffer"):

@@ -1,4 +1,4 @@
-"""What a step shows of its state: loss scales, skips, held hyperparameters."""
+"""State values in the metrics: loss scales, skipped steps, and held hyperparameters."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ def fresh(optimizer: jstep.Optimizer) -> jstep.TrainState:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_loss_is_scaled_and_shown_unscaled(n: int) -> None:
+def test_loss_is_scaled_but_reported_unscaled(n: int) -> None:
     plain = jstep.gradient_descent(0.5)
     optimizer = jstep.dynamic_loss_scale(plain, initial=8.0, period=2)
     kwargs: Any = {"metrics": ("grad_norm", "update_norm"), "num_microbatches": n}
-    want, shown = jstep.minimize(loss_fn, plain, **kwargs)(fresh(plain), X)
+    want, want_metrics = jstep.minimize(loss_fn, plain, **kwargs)(fresh(plain), X)
     step = jstep.minimize(loss_fn, optimizer, **kwargs)
     state, metrics = step(fresh(optimizer), X)
     np.testing.assert_allclose(state.params["w"], want.params["w"])
-    for name in shown:
-        np.testing.assert_allclose(metrics[name], shown[name], rtol=1e-6)
+    for name in want_metrics:
+        np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-6)
     assert float(metrics["loss_scale"]) == 8.0
     state, metrics = step(state, X)
     assert (float(metrics["loss_scale"]), float(state.slots["loss_scale"])) == (8.0, 16.0)
@@ -39,11 +39,11 @@ def test_the_loss_is_scaled_and_shown_unscaled(n: int) -> None:
     assert jstep.global_step(state) == 3
 
 
-def test_the_loss_is_scaled_wherever_the_slot_is() -> None:
+def test_loss_is_scaled_for_a_scoped_loss_scale() -> None:
     optimizer = jstep.scope("outer", jstep.dynamic_loss_scale(jstep.gradient_descent(1.0), initial=4.0))
     seen: list[Any] = []
 
-    def seeing(params: Any, x: jax.Array) -> jax.Array:
+    def tapped_loss(params: Any, x: jax.Array) -> jax.Array:
         @jax.custom_jvp
         def tap(w: jax.Array) -> jax.Array:
             return w
@@ -52,7 +52,7 @@ def test_the_loss_is_scaled_wherever_the_slot_is() -> None:
         seen.append(1)
         return jnp.mean(tap(params["w"]) * x)
 
-    state, metrics = jstep.minimize(seeing, optimizer)(fresh(optimizer), X)
+    state, metrics = jstep.minimize(tapped_loss, optimizer)(fresh(optimizer), X)
     np.testing.assert_allclose(state.params["w"], 2.0 - 2.5)
     assert float(metrics["outer/loss_scale"]) == 4.0
     two = jstep.partition(
@@ -64,7 +64,7 @@ def test_the_loss_is_scaled_wherever_the_slot_is() -> None:
         jstep.minimize(lambda p: p["w"] * p["v"], two)(both)
 
 
-def test_small_gradients_of_half_precision_survive() -> None:
+def test_small_float16_gradients_do_not_underflow() -> None:
     optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(1.0), initial=2.0**15)
     params = {"w": jnp.float16(1.0)}
 
@@ -77,7 +77,7 @@ def test_small_gradients_of_half_precision_survive() -> None:
     np.testing.assert_allclose(metrics["loss"], 1e-8, rtol=1e-2)
 
 
-def test_skips_and_held_hyperparameters_are_shown() -> None:
+def test_skips_and_held_hyperparameters_are_metrics() -> None:
     optimizer = jstep.skip_nonfinite(jstep.gradient_descent(jstep.held("learning_rate", 0.5)))
     step = jstep.minimize(loss_fn, optimizer)
     state, metrics = step(fresh(optimizer), X)

@@ -1,4 +1,4 @@
-"""The compiled step: compiled once, donated, inside other transformations."""
+"""The compiled step: compilation cache, donation, and use inside other transformations."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from regression import X, Y, close, fresh, loss_fn
 import jstep
 
 
-def test_a_second_call_compiles_nothing(compilations: Any) -> None:
+def test_second_call_does_not_compile(compilations: Any) -> None:
     optimizer = jstep.chain(jstep.clip_gradients(by_norm=1.0), jstep.rmsprop(jstep.linear_warmup(0.1, 10)))
     traces = []
 
@@ -37,7 +37,7 @@ def test_a_second_call_compiles_nothing(compilations: Any) -> None:
     assert jstep.global_step(state) == 9
 
 
-def test_the_state_is_donated_unless_told() -> None:
+def test_state_is_donated_by_default() -> None:
     optimizer = jstep.adam(0.1)
     state = fresh(optimizer)
     new, _ = jstep.minimize(loss_fn, optimizer)(state, X, Y)
@@ -49,7 +49,7 @@ def test_the_state_is_donated_unless_told() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
 
 
-def test_a_donated_state_used_again_is_explained() -> None:
+def test_reuse_of_a_donated_state_raises() -> None:
     optimizer = jstep.adam(0.1)
     state, step = fresh(optimizer), jstep.minimize(loss_fn, optimizer)
     step(state, X, Y)
@@ -67,7 +67,7 @@ def test_lowering_and_tracing() -> None:
     assert "minimize" not in repr(step) or "TrainStep" in repr(step)
 
 
-def test_a_step_inside_other_transformations() -> None:
+def test_step_inside_other_transformations() -> None:
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     state, _ = jax.jit(step)(fresh(optimizer), X, Y)

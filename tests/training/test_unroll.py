@@ -1,4 +1,4 @@
-"""Loops that are unrolled where XLA would run what is in them slowly."""
+"""Unrolling of loops whose body XLA runs slowly inside a loop."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def fresh() -> jstep.TrainState:
     return jstep.TrainState.create({"k": jnp.ones((3, 3, 1, 2)) / 9}, OPTIMIZER)
 
 
-def loops(step: Any, *args: Any) -> bool:
+def has_loop(step: Any, *args: Any) -> bool:
     return "stablehlo.while" in step.lower(fresh(), *args).as_text()
 
 
@@ -34,13 +34,13 @@ def loops(step: Any, *args: Any) -> bool:
     ("loss_fn", "unroll", "want"),
     [(dense, None, True), (convolved, None, False), (convolved, 1, True), (dense, True, False), (dense, 2, False)],
 )
-def test_scans_and_microbatches_loop_or_not(loss_fn: Any, unroll: Any, want: bool) -> None:
+def test_unrolling_of_scans_and_microbatches(loss_fn: Any, unroll: Any, want: bool) -> None:
     step = jstep.minimize(loss_fn, OPTIMIZER)
-    assert loops(jstep.scan_steps(step, unroll=unroll), jnp.stack([IMAGES, IMAGES])) == want
-    assert loops(jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, unroll=unroll), IMAGES) == want
+    assert has_loop(jstep.scan_steps(step, unroll=unroll), jnp.stack([IMAGES, IMAGES])) == want
+    assert has_loop(jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, unroll=unroll), IMAGES) == want
 
 
-def test_values_are_the_same() -> None:
+def test_unrolling_does_not_change_values() -> None:
     want = None
     for unroll in (None, 1, True, 2):
         step = jstep.minimize(convolved, OPTIMIZER, num_microbatches=2, unroll=unroll)
@@ -50,7 +50,7 @@ def test_values_are_the_same() -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
-def test_the_loss_is_traced_once() -> None:
+def test_loss_is_traced_once() -> None:
     seen = []
 
     def loss_fn(params: Any, x: jax.Array) -> jax.Array:
@@ -66,6 +66,6 @@ def test_the_loss_is_traced_once() -> None:
     "make", [lambda **k: jstep.scan_steps(len, **k), lambda **k: jstep.minimize(dense, OPTIMIZER, **k)]
 )
 @pytest.mark.parametrize(("unroll", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("all", TypeError)])
-def test_bad_arguments(make: Any, unroll: Any, kind: type[Exception]) -> None:
+def test_invalid_unroll(make: Any, unroll: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="unroll="):
         make(unroll=unroll)

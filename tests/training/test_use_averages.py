@@ -1,4 +1,4 @@
-"""use_averages: the loss gets the moving averages of the parameters."""
+"""`use_averages`: pass moving averages of the parameters to the loss."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ X = jnp.array([[1.0, 2.0], [0.5, -1.0]])
 
 
 def distance(params, x, averages):
-    """Of the student from its teacher, and of both from the data."""
+    """Squared distance of the student to twice its teacher and to the data."""
     assert averages["n"].dtype == jnp.int32
     return jnp.mean((params["w"] - 2 * averages["w"]) ** 2 + (x - params["w"]) ** 2)
 
 
-def by_hand(steps):
+def reference(steps):
     w = teacher = PARAMS["w"]
     grad = jax.grad(lambda w, teacher: distance({"w": w}, X, {"w": teacher, "n": PARAMS["n"]}))
     for _ in range(steps):
@@ -28,25 +28,25 @@ def by_hand(steps):
 
 
 OPTIMIZERS = {
-    "plain": (lambda one: one, True),
-    "scope": (lambda one: jstep.scope("s", one), True),
-    "by name": (lambda one: jstep.scope("s", one), "s/ExponentialMovingAverage"),
+    "plain": (lambda inner: inner, True),
+    "scope": (lambda inner: jstep.scope("s", inner), True),
+    "by name": (lambda inner: jstep.scope("s", inner), "s/ExponentialMovingAverage"),
     "guard": (jstep.skip_nonfinite, True),
-    "scale": (lambda one: jstep.dynamic_loss_scale(one, initial=4.0), True),
-    "label": (lambda one: jstep.partition({"a/b": one, "a": jstep.adam()}, lambda path, leaf: "a/b"), True),
+    "scale": (lambda inner: jstep.dynamic_loss_scale(inner, initial=4.0), True),
+    "label": (lambda inner: jstep.partition({"a/b": inner, "a": jstep.adam()}, lambda path, leaf: "a/b"), True),
     "master": (jstep.master_weights, True),
 }
 
 
-@pytest.mark.parametrize("how", OPTIMIZERS)
-def test_the_loss_sees_the_averages(how):
-    around, use = OPTIMIZERS[how]
-    optimizer = around(jstep.with_moving_average(jstep.gradient_descent(0.1), EMA))
-    step = jstep.minimize(distance, optimizer, use_averages=use)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_loss_receives_the_averages(name):
+    wrap, use_averages = OPTIMIZERS[name]
+    optimizer = wrap(jstep.with_moving_average(jstep.gradient_descent(0.1), EMA))
+    step = jstep.minimize(distance, optimizer, use_averages=use_averages)
     state = jstep.TrainState.create(PARAMS, optimizer)
     for _ in range(3):
         state, _ = step(state, X)
-    w, teacher = by_hand(3)
+    w, teacher = reference(3)
     np.testing.assert_allclose(state.params["w"], w, rtol=1e-5)
     np.testing.assert_allclose(jstep.averaged_params(state)["w"], teacher, rtol=1e-5)
 
@@ -54,16 +54,16 @@ def test_the_loss_sees_the_averages(how):
 @pytest.mark.parametrize(
     "kwargs", [{"num_microbatches": 2}, {"jit": False}, {"sharpness": 0.0}, {"metrics": "grad_norm"}]
 )
-def test_averages_are_not_split_and_need_no_compiling(kwargs):
+def test_averages_with_other_options(kwargs):
     optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), EMA)
     step = jstep.minimize(distance, optimizer, use_averages=True, **kwargs)
     state, _ = step(jstep.TrainState.create(PARAMS, optimizer), X)
-    np.testing.assert_allclose(state.params["w"], by_hand(1)[0], rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], reference(1)[0], rtol=1e-5)
 
 
-def test_no_gradient_comes_through_the_averages():
+def test_averages_have_no_gradient():
     optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), EMA, var_list=lambda path, leaf: path == "w")
-    params = {"w": jnp.float32(1.0), "v": jnp.float32(2.0)}  # v is not averaged: its own value is in the averages
+    params = {"w": jnp.float32(1.0), "v": jnp.float32(2.0)}  # v is not averaged: the averages contain its value
     step = jstep.minimize(lambda p, averages: p["w"] * averages["v"] * averages["w"], optimizer, use_averages=True)
     state, _ = step(jstep.TrainState.create(params, optimizer))
     assert state.params["v"] == 2.0
@@ -76,7 +76,7 @@ def test_no_gradient_comes_through_the_averages():
     assert outer(jstep.TrainState.create(params, optimizer)) == 2.0
 
 
-def test_rng_model_state_and_aux_beside_them():
+def test_averages_with_rng_model_state_and_aux():
     optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), EMA)
 
     def loss(params, model_state, x, averages, rng):
@@ -89,7 +89,7 @@ def test_rng_model_state_and_aux_beside_them():
     assert state.slots["model_state"] == 1.0
 
 
-def test_an_optimizer_without_averages_is_an_error_that_says_how_to_get_them():
+def test_missing_averages_raise_with_a_hint():
     optimizer = jstep.adam()
     step = jstep.minimize(distance, optimizer, use_averages=True)
     with pytest.raises(ValueError, match=r"use_averages: .*jstep\.with_moving_average\(optimizer, ema\)"):
@@ -101,6 +101,6 @@ def test_an_optimizer_without_averages_is_an_error_that_says_how_to_get_them():
 
 
 @pytest.mark.parametrize(("value", "error"), [(1, TypeError), (None, TypeError), ("", ValueError)])
-def test_bad_arguments(value, error):
+def test_invalid_use_averages(value, error):
     with pytest.raises(error, match="use_averages="):
         jstep.minimize(distance, jstep.adam(), use_averages=value)

@@ -1,4 +1,4 @@
-"""A Wasserstein GAN on Gaussians in the plane, against a loop with two hand-kept Adams: equal bit for bit."""
+"""A Wasserstein GAN on 2D Gaussians, bitwise identical to a loop with two manual Adam optimizers."""
 
 import functools
 
@@ -44,15 +44,16 @@ def batch(n):
 
 @jax.jit
 def adam(p, m, v, g, t):
-    """One update of Adam as the contract has it, by hand."""
+    """One update of Adam, written out."""
     m = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, m, g)
     v = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * (g * g), v, g)
-    of_m, of_v = (-jnp.expm1(t * np.float32(np.log(beta))) for beta in (BETA1, BETA2))  # 1 − βᵗ, all digits
-    rate = RATE * (jnp.sqrt(of_v) / of_m)
+    # 1 − βᵗ, at full precision
+    correction_m, correction_v = (-jnp.expm1(t * np.float32(np.log(beta))) for beta in (BETA1, BETA2))
+    rate = RATE * (jnp.sqrt(correction_v) / correction_m)
     return jax.tree.map(lambda p, m, v: p - rate * m / (jnp.sqrt(v) + EPSILON), p, m, v), m, v
 
 
-def by_hand():
+def reference():
     params, times = fresh(), {"critic": 0, "actor": 0}
     zeros = {name: jax.tree.map(jnp.zeros_like, params[name]) for name in params}
     slots = {name: (zeros[name], zeros[name]) for name in params}
@@ -60,27 +61,28 @@ def by_hand():
 
     @functools.partial(jax.jit, static_argnums=0)
     def gradient(name, params, *data):
-        return jax.grad(lambda own: losses[name](params | {name: own}, *data))(params[name])
+        return jax.grad(lambda trained: losses[name](params | {name: trained}, *data))(params[name])
 
     for n in range(STEPS):
-        due = ["critic"] + ["actor"] * (n % N_CRITIC == N_CRITIC - 1)
-        grads = {name: gradient(name, params, *batch(n)) for name in due}  # both at the same parameters
-        for name in due:
+        names = ["critic"] + ["actor"] * (n % N_CRITIC == N_CRITIC - 1)
+        grads = {name: gradient(name, params, *batch(n)) for name in names}  # all at the same parameters
+        for name in names:
             times[name] += 1
-            own, *slots[name] = adam(params[name], *slots[name], grads[name], np.float32(times[name]))
-            params = params | {name: own}
+            updated, *slots[name] = adam(params[name], *slots[name], grads[name], np.float32(times[name]))
+            params = params | {name: updated}
     return params, times
 
 
-def test_a_wgan_is_that_of_two_hand_kept_adams():
-    both = jstep.adam(RATE, BETA1, BETA2, EPSILON)
+def test_wgan_matches_two_manual_adams():
+    adam_optimizer = jstep.adam(RATE, BETA1, BETA2, EPSILON)
     optimizer = jstep.partition(
-        {"critic": both, "actor": jstep.update_every(N_CRITIC, both)}, lambda path, leaf: path.split("/")[0]
+        {"critic": adam_optimizer, "actor": jstep.update_every(N_CRITIC, adam_optimizer)},
+        lambda path, leaf: path.split("/")[0],
     )
     step = jstep.minimize({"critic": (critic_loss, "critic/*"), "actor": (actor_loss, "actor/*")}, optimizer)
     state = jstep.TrainState.create(fresh(), optimizer)
     for n in range(STEPS):
         state, _ = step(state, *batch(n))
-    want, times = by_hand()
+    want, times = reference()
     assert {name: STEPS - int(state.slots[f"{name}/start_step"]) for name in times} == times
     jax.tree.map(np.testing.assert_array_equal, state.params, want)

@@ -1,4 +1,4 @@
-"""Layouts that cannot be: axis, leaf and size are named."""
+"""Invalid layouts, meshes and batches: errors name the axis, leaf and size."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +12,9 @@ import jstep
 STATE = {"w": jnp.ones((16, 4)), "v": {"k": jnp.ones(6)}}
 
 
-@pytest.mark.parametrize("how", ["shard_state", "create", "create from a function"])
+@pytest.mark.parametrize("entry_point", ["shard_state", "create", "create from a function"])
 @pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
+    ("arguments", "kind", "parts"),
     [
         ({"param_specs": P("dta")}, ValueError, ["no axis 'dta'", "nearest: 'data'", "{'data': 8}"]),
         ({"param_specs": [("v/*", P("data"))]}, ValueError, ["'v/k'", "dimension 0 of shape (6,)", "8 parts"]),
@@ -28,20 +28,20 @@ STATE = {"w": jnp.ones((16, 4)), "v": {"k": jnp.ones(6)}}
         ({"slot_axis": ["data"]}, TypeError, ["slot_axis=['data']", "tuple of names"]),
     ],
 )  # fmt: skip
-def test_bad_layouts_name_axis_leaf_and_size(how, arguments, kind, words):
-    def lay_out():
-        if how == "shard_state":
+def test_invalid_layouts_name_axis_leaf_and_size(entry_point, arguments, kind, parts):
+    def create_sharded():
+        if entry_point == "shard_state":
             return jstep.shard_state(jstep.TrainState.create(STATE, jstep.adam()), DATA, **arguments)
-        params = STATE if how == "create" else lambda: STATE
+        params = STATE if entry_point == "create" else lambda: STATE
         return jstep.TrainState.create(params, jstep.adam(), mesh=DATA, **arguments)
 
     with pytest.raises(kind) as caught:
-        lay_out()
-    for word in words:
-        assert word in str(caught.value)
+        create_sharded()
+    for part in parts:
+        assert part in str(caught.value)
 
 
-def test_bad_meshes_and_states():
+def test_invalid_meshes_and_states():
     for mesh in (None, "data", DATA.devices, DATA.abstract_mesh):
         with pytest.raises(TypeError, match=r"(?s)mesh=.*must be a jax\.sharding\.Mesh"):
             jstep.shard_state(jstep.TrainState.create(STATE, jstep.adam()), mesh)
@@ -57,7 +57,7 @@ def test_bad_meshes_and_states():
         jstep.fsdp_specs(STATE, DATA, min_size=0.5)
 
 
-def test_bad_batches():
+def test_invalid_batches():
     with pytest.raises(ValueError, match=r"'x' has 12 rows .* 8 parts .* 'data' .* multiple of 8"):
         jstep.shard_batch({"x": np.ones((12, 2))}, DATA)
     with pytest.raises(ValueError, match="no axis 'rows'"):
@@ -78,7 +78,7 @@ def test_bad_batches():
         )
 
 
-def test_a_donated_state_is_named():
+def test_error_names_the_donated_leaf():
     step = jstep.minimize(loss_fn, jstep.adam())
     state = create("fsdp", jstep.adam())
     batch = jstep.shard_batch(data(), DATA)

@@ -1,4 +1,4 @@
-"""Slots of other shapes than their parameter, and models that look like functions."""
+"""Sharding of slots whose shape differs from the parameter's, and of callable models."""
 
 import dataclasses
 from typing import Any
@@ -30,13 +30,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "spec", "slot", "want"), CASES)
-def test_a_slot_lies_as_its_parameter_without_the_dropped_axis(shape: Any, spec: Any, slot: Any, want: Any) -> None:
+def test_slots_drop_an_axis_of_the_sharding(shape: Any, spec: Any, slot: Any, want: Any) -> None:
     got = of_slot(MESH, NamedSharding(MESH, spec), shape, slot, None)
     assert got.is_equivalent_to(NamedSharding(MESH, want), len(slot))
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (4, 8, 8), (8, 8, 8), (8, 8, 4)])
-def test_rows_and_columns_of_a_square_parameter_are_told_apart_by_name(shape: Any) -> None:
+def test_factored_slots_of_square_parameters(shape: Any) -> None:
     second, largest = np.argsort(shape, kind="stable")[-2:]
     spec = [None] * len(shape)
     spec[second], spec[largest] = "data", "model"
@@ -48,7 +48,7 @@ def test_rows_and_columns_of_a_square_parameter_are_told_apart_by_name(shape: An
         assert leaf.sharding.is_equivalent_to(want, leaf.ndim), slot
 
 
-def test_factored_slots_stay_where_they_lie() -> None:
+def test_factored_slots_keep_their_sharding() -> None:
     optimizer = jstep.adafactor(0.1, min_dim_size_to_factor=1)
     params = {"w": jnp.ones((8, 16))}
     state = jstep.TrainState.create(params, optimizer, mesh=DATA, param_specs=P("data"))
@@ -63,7 +63,7 @@ def test_factored_slots_stay_where_they_lie() -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """A model as Equinox has them: a tree of arrays that can be called."""
+    """A model as in Equinox: a callable pytree."""
 
     w: Any
     b: Any
@@ -72,7 +72,7 @@ class Linear:
         return x @ self.w + self.b[None]
 
 
-def test_a_model_with_a_call_is_no_function() -> None:
+def test_callable_models_are_pytrees() -> None:
     model = Linear(jnp.ones((8, 2)), jnp.zeros(2))
     specs = jstep.fsdp_specs(model, DATA, min_size=4)
     optimizer = jstep.momentum(0.1, 0.9)

@@ -1,12 +1,12 @@
-"""Threads under a Coordinator."""
+"""Thread helpers for the tests of `Coordinator`."""
 
 import threading
 import traceback
 
-LONG = 20  # seconds until a test that hangs fails
+TIMEOUT = 20  # seconds after which a hanging test fails
 
 
-def started(target, name=None, daemon=True):
+def start_thread(target, name=None, daemon=True):
     thread = threading.Thread(target=target, name=name, daemon=daemon)
     thread.start()
     return thread
@@ -19,12 +19,12 @@ def fail_with(coord, exception):
         coord.request_stop(ex)
 
 
-def names_in(traceback_):
+def function_names(traceback_):
     return [frame.name for frame in traceback.extract_tb(traceback_)]
 
 
-def holds():
-    """A fixture: an event that holds threads until the test sets it, or ends."""
+def blocking_event():
+    """A fixture: an event that blocks threads until the test sets it or ends."""
     event = threading.Event()
     yield event
     event.set()

@@ -1,4 +1,4 @@
-"""Slots on the host, a few at a time: as TPUs compute, tried on CPUs."""
+"""Slots in host memory, updated in groups as on TPUs, tested on CPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ MESHES = {
 
 @pytest.fixture
 def in_groups(monkeypatch):
-    """Has a CPU do what TPUs do; by itself it need not, since its memory is that of the host."""
+    """Update in groups on a CPU as on TPUs; a CPU needs no groups, since its memory is host memory."""
     monkeypatch.setattr(apply, "is_worth_a_sequence", lambda state: any(map(is_on_host, jax.tree.leaves(state.slots))))
 
 
@@ -37,18 +37,18 @@ def loss_fn(params, x, y):
     return jnp.mean((params["scale"] * (x @ params["half"] + params["f"][None]) - y) ** 2)
 
 
-def created(optimizer, kind="auto", **how):
+def create(optimizer, kind="auto", **options):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=MESHES[kind])
     specs = [("blocks", jax.P(None, "data")), ("x", jax.P("data"))]
-    state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=specs, **how)
+    state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=specs, **options)
     random = np.random.default_rng(0)
     batch = random.normal(size=(16, 12)).astype(np.float32), random.normal(size=(16, 8)).astype(np.float32)
     return state, jstep.shard_batch(batch, mesh)
 
 
-def loops_of(jaxpr, outside=True):
-    """The names of the loops over arrays on the host, and the bytes brought in outside of them."""
-    names, brought = [], 0
+def host_loops(jaxpr, outside=True):
+    """Return the names of loops over host arrays, and the bytes transferred to the device outside of them."""
+    names, transferred = [], 0
     for eqn in jaxpr.eqns:
         is_loop = eqn.primitive.name in ("while", "scan")
         carries = is_loop and any(v.aval.memory_space == jax.memory.Space.Host for v in eqn.invars)
@@ -56,60 +56,60 @@ def loops_of(jaxpr, outside=True):
         if outside and eqn.primitive.name == "device_put":
             spaces = [getattr(v.aval, "memory_space", None) for v in (*eqn.invars, *eqn.outvars)]
             if spaces == [jax.memory.Space.Host, jax.memory.Space.Device]:
-                brought += eqn.invars[0].aval.size * eqn.invars[0].aval.dtype.itemsize
+                transferred += eqn.invars[0].aval.size * eqn.invars[0].aval.dtype.itemsize
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.ClosedJaxpr)):
             if isinstance(inner, core.ClosedJaxpr):
-                more, bytes_ = loops_of(inner.jaxpr, outside and not carries)
-                names, brought = names + more, brought + bytes_
-    return names, brought
+                more, bytes_ = host_loops(inner.jaxpr, outside and not carries)
+                names, transferred = names + more, transferred + bytes_
+    return names, transferred
 
 
-def same(got, want):
+def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), got, want)
 
 
 @pytest.mark.parametrize("name", TABLE if ALL else SOME)
-def test_every_optimizer_does_the_same(name, in_groups):
+def test_grouped_updates_match(name, in_groups):
     optimizer = TABLE[name].make(0.01)
     step = jstep.minimize(loss_fn, optimizer, metrics=("update_norm",))
     kind = list(MESHES)[list(TABLE).index(name) % 2]
     results = []
-    for how in ({}, {"slots_memory": "pinned_host"}):
-        state, batch = created(optimizer, kind, **how)
+    for options in ({}, {"slots_memory": "pinned_host"}):
+        state, batch = create(optimizer, kind, **options)
         before = jax.tree.map(lambda leaf: leaf.sharding, state)
-        if how:
+        if options:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.slots) if leaf.ndim)
-            loops, brought = loops_of(step.trace(state, *batch).jaxpr.jaxpr)
+            loops, transferred = host_loops(step.trace(state, *batch).jaxpr.jaxpr)
             assert bool(loops) == bool(size)
-            assert brought <= size / 16
+            assert transferred <= size / 16
         for _ in range(2):
             old = state
             state, metrics = step(state, *batch)
             assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == before
         results.append(jax.device_get((state.params, state.slots, metrics)))
-    same(*results)
+    assert_close(*results)
 
 
-def test_stacked_matrices_go_by_slices_and_others_whole(in_groups):
+def test_stacked_matrices_are_updated_in_slices(in_groups):
     for optimizer, kinds in ((jstep.adam(0.01), {"scan", "while"}), (jstep.lamb(0.01), {"while"})):
-        state, batch = created(optimizer, slots_memory="pinned_host")
-        loops, _ = loops_of(jstep.minimize(loss_fn, optimizer).trace(state, *batch).jaxpr.jaxpr)
+        state, batch = create(optimizer, slots_memory="pinned_host")
+        loops, _ = host_loops(jstep.minimize(loss_fn, optimizer).trace(state, *batch).jaxpr.jaxpr)
         assert set(loops) == kinds
 
 
-def test_steps_in_a_scan_microbatches_and_unknown_shardings(in_groups):
+def test_grouped_updates_in_scans_and_custom_jit(in_groups):
     optimizer = jstep.skip_nonfinite(jstep.chain(jstep.clip_gradients(by_global_norm=0.1), jstep.adamw(0.01)))
     step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
     results = []
-    for how in ({}, {"slots_memory": "pinned_host"}):
-        state, batch = created(optimizer, **how)
+    for options in ({}, {"slots_memory": "pinned_host"}):
+        state, batch = create(optimizer, **options)
         twice = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
         state, _ = jstep.scan_steps(step)(state, *twice)
         out = jax.tree.map(lambda leaf: leaf.sharding, state)
         state, _ = jax.jit(step.__wrapped__, out_shardings=(out, None))(state, *batch)
         results.append(jax.device_get((state.params, state.slots)))
-    same(*results)
+    assert_close(*results)
 
 
 def test_rows_of_tables_and_leaves_without_gradients(in_groups):
@@ -120,37 +120,37 @@ def test_rows_of_tables_and_leaves_without_gradients(in_groups):
 
     step = jstep.minimize(loss, optimizer, var_list=["x"])
     results = []
-    for how in ({}, {"slots_memory": "pinned_host"}):
-        state, _ = created(optimizer, **how)
+    for options in ({}, {"slots_memory": "pinned_host"}):
+        state, _ = create(optimizer, **options)
         state, _ = step(state, jnp.array([1, 5, 1]), jnp.ones(3))
         results.append(jax.device_get((state.params, state.slots)))
-    same(*results)
+    assert_close(*results)
 
 
-def test_loops_of_the_update_count_once(in_groups):
+def test_cost_counts_grouped_updates_once(in_groups):
     step = jstep.minimize(loss_fn, jstep.lamb(0.01))
     costs = []
-    for how in ({}, {"slots_memory": "pinned_host"}):
-        state, batch = created(jstep.lamb(0.01), **how)
+    for options in ({}, {"slots_memory": "pinned_host"}):
+        state, batch = create(jstep.lamb(0.01), **options)
         costs.append(jstep.cost(step, state, *batch))
     assert [cost.loops_unknown for cost in costs] == [0, 0]
     assert costs[1].flops == pytest.approx(costs[0].flops, rel=0.2)
 
 
-def test_a_guard_inside_of_a_partition(in_groups):
+def test_skip_nonfinite_inside_a_partition(in_groups):
     parts = {"guarded": jstep.skip_nonfinite(jstep.adam(0.01)), "not": jstep.adam(0.01)}
     optimizer = jstep.partition(parts, lambda path, leaf: "not" if path == "x" else "guarded")
     step = jstep.minimize(loss_fn, optimizer)
     for nonfinite in (False, True):
-        state, (x, y) = created(optimizer, slots_memory="pinned_host")
+        state, (x, y) = create(optimizer, slots_memory="pinned_host")
         _, metrics = step(state, x, y * jnp.inf if nonfinite else y)
         assert float(metrics["guarded/skipped"]) == nonfinite
-        assert float(metrics["skipped"]) == 0  # what is not guarded was not skipped
+        assert float(metrics["skipped"]) == 0  # the unguarded optimizer was not skipped
 
 
-def test_find_nonfinite_looks_into_the_loops(in_groups):
+def test_find_nonfinite_inside_grouped_updates(in_groups):
     optimizer = jstep.adam(0.01)
-    state, (x, y) = created(optimizer, slots_memory="pinned_host")
+    state, (x, y) = create(optimizer, slots_memory="pinned_host")
     found = jstep.find_nonfinite(jstep.minimize(loss_fn, optimizer), state, x, y * 1e30)
     assert found is not None
     assert jstep.find_nonfinite(jstep.minimize(loss_fn, optimizer), state, x, y) is None

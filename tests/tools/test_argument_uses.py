@@ -1,4 +1,4 @@
-"""How often a traced program uses its arguments."""
+"""The number of uses of the arguments of a traced program."""
 
 import math
 
@@ -16,12 +16,12 @@ def product(x, w):
     return x @ w, None
 
 
-def of_unknown_length(w, x):
+def loop_of_unknown_length(w, x):
     return lax.while_loop(lambda c: c[1].sum() < 9, lambda c: (c[0], c[1] @ c[0]), (w, x))[1]
 
 
 def carried(w, x):
-    """What a loop carries is used in each iteration, also if another place of it was where it began."""
+    """A carried value is used in each iteration, also if it moves to another position of the carry."""
 
     def body(carry, _):
         first, second, x = carry
@@ -46,11 +46,11 @@ def by_callback(w, x):
         (lambda w, x: lax.scan(lambda x, _: product(x, w), x, None, length=5)[0], W, 5),
         (lambda w, x: lax.map(lambda row: row @ w, x), W, 8),
         (lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w.T), W, 2),
-        (of_unknown_length, W, 1),
+        (loop_of_unknown_length, W, 1),
         (carried, W, 5),
         (lambda w, x: jax.grad(lambda w: jax.checkpoint(lambda w: jnp.sin(x @ w))(w).sum())(w), W, 2),
         (by_callback, W, math.inf),
     ],
 )
-def test_uses(function, argument, uses):
+def test_number_of_uses(function, argument, uses):
     assert uses_of(jax.make_jaxpr(function)(argument, X))[0] == uses

@@ -1,4 +1,4 @@
-"""Losses that JAX refuses on Explicit axes: once more on Auto axes, one log line, and JAX's own errors."""
+"""Losses that JAX rejects on Explicit axes fall back to Auto axes, with one log line or JAX's error."""
 
 import logging
 
@@ -31,7 +31,7 @@ def gather(params, x, ids):
 
 @pytest.mark.parametrize("mesh", [EXPLICIT, MIXED], ids=["explicit", "mixed"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_two_traces_one_line_and_one_print_a_step(mesh, n, caplog):
+def test_fallback_to_auto_axes(mesh, n, caplog):
     calls, prints = [], []
 
     def loss(params, x, ids):
@@ -44,9 +44,9 @@ def test_two_traces_one_line_and_one_print_a_step(mesh, n, caplog):
     state, want = create(mesh), create()
     for _ in range(2):
         state, metrics = step(state, *jstep.shard_batch((X, IDS), mesh))
-        want, wanted = jstep.minimize(gather, OPTIMIZER)(want, X, IDS)
+        want, want_metrics = jstep.minimize(gather, OPTIMIZER)(want, X, IDS)
     jax.effects_barrier()
-    np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-5)
     assert len(calls) == 2
     assert len(prints) == 2 * n
     (line,) = [line for line in caplog.messages if "Auto axes" in line]
@@ -68,7 +68,7 @@ def converts(params, x, ids):
 
 @pytest.mark.parametrize("loss", [branches, asserts, converts])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_plain_bug_is_raised_without_a_word_on_meshes(loss, n):
+def test_other_errors_do_not_mention_axes(loss, n):
     kinds = []
     for mesh in (EXPLICIT, AUTO):
         with pytest.raises(Exception) as caught:
@@ -78,7 +78,7 @@ def test_a_plain_bug_is_raised_without_a_word_on_meshes(loss, n):
     assert kinds[0] is kinds[1]
 
 
-def test_what_is_refused_on_both_types_raises_the_first_error_with_a_note():
+def test_errors_on_both_axis_types_raise_the_first():
     def half_annotated(params, x, ids):
         rows = params["table"].at[ids].get(out_sharding=P("data"))
         return gather(params, rows, ids)
@@ -90,7 +90,7 @@ def test_what_is_refused_on_both_types_raises_the_first_error_with_a_note():
     assert [note for note in caught.value.__notes__ if "axis_types=" in note]
 
 
-def test_an_error_on_auto_axes_alone_is_noted():
+def test_different_error_on_auto_axes_is_a_note():
     def other_axis(params, x, ids):
         rows = params["table"][ids] + x  # ambiguous on Explicit axes
         return jnp.mean((jax.lax.with_sharding_constraint(rows, P("rows")) @ params["w"]) ** 2)

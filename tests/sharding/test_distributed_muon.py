@@ -1,4 +1,4 @@
-"""Muon's iteration over a mesh: no device repeats what another computes, and the values stay the same."""
+"""Muon's iteration distributed over a mesh: work is not duplicated, and values do not change."""
 
 import collections
 import re
@@ -14,7 +14,7 @@ import jstep
 
 N, SHAPE = 16, (64, 128)
 IDEAL = N * 5 * (2 * 2 * SHAPE[0] ** 2 * SHAPE[1] + 2 * SHAPE[0] ** 3) / 8
-"""The operations of the iteration's products, divided by 8 devices."""
+"""FLOPs of the iteration's matrix products, divided by 8 devices."""
 
 ONE, TWO = ((8,), ("data",)), ((4, 2), ("data", "model"))
 LAYOUTS = {
@@ -23,7 +23,7 @@ LAYOUTS = {
     "columns": (ONE, (None, "data")),
     "both": (TWO, ("data", "model")),
     "rows over both": (TWO, (("data", "model"), None)),
-    "model alone": (TWO, (None, "model")),
+    "only model": (TWO, (None, "model")),
 }
 
 
@@ -32,7 +32,7 @@ def mesh_of(layout, types=AxisType.Auto):
     return jax.make_mesh(shape, names, axis_types=(types,) * len(names))
 
 
-def several():
+def separate():
     return {f"w{i}": weights(i, SHAPE) for i in range(N)}
 
 
@@ -49,11 +49,11 @@ def loss_fn(params, x):
     return sum(jnp.sum(jnp.sin(leaf * jnp.mean(x))) for leaf in jax.tree.leaves(params))
 
 
-def state_of(make, optimizer, layout, types=AxisType.Auto, **how):
+def state_of(make, optimizer, layout, types=AxisType.Auto, **options):
     split = layout[1]
     spec = P(None, *split) if make is stacked else P(*split)
     specs = [("*", spec)] if any(split) else None
-    return jstep.TrainState.create(make, optimizer, mesh=mesh_of(layout, types), param_specs=specs, **how)
+    return jstep.TrainState.create(make, optimizer, mesh=mesh_of(layout, types), param_specs=specs, **options)
 
 
 def compiled(step, state):
@@ -62,8 +62,8 @@ def compiled(step, state):
     return program.cost_analysis()["flops"], collections.Counter(found)
 
 
-def after(make, layout, types, optimizer, **how):
-    state = state_of(make, optimizer, layout, types, **how)
+def params_after(make, layout, types, optimizer, **options):
+    state = state_of(make, optimizer, layout, types, **options)
     new, _ = jstep.minimize(loss_fn, optimizer)(state, jnp.ones(8))
     return jax.device_get(new.params)
 
@@ -72,32 +72,37 @@ def assert_same(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
 
 
-@pytest.mark.parametrize("make", [several, stacked])
+@pytest.mark.parametrize("make", [separate, stacked])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_matrix_is_computed_once(name, make):
     layout, optimizer = LAYOUTS[name], jstep.muon(1e-2)
     flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state_of(make, optimizer, layout))
     assert flops < 1.3 * IDEAL
     assert sum(collectives.values()) <= 12
-    alone = jstep.muon(1e-2, distribute=False)
-    assert_same(after(make, layout, AxisType.Auto, optimizer), after(make, layout, AxisType.Auto, alone))
+    undistributed = jstep.muon(1e-2, distribute=False)
+    assert_same(
+        params_after(make, layout, AxisType.Auto, optimizer), params_after(make, layout, AxisType.Auto, undistributed)
+    )
 
 
 @pytest.mark.parametrize("name", ["replicated", "rows", "both"])
-def test_so_on_explicit_axes(name):
+def test_distribution_on_explicit_axes(name):
     layout, optimizer = LAYOUTS[name], jstep.muon(1e-2)
     flops, collectives = compiled(
-        jstep.minimize(loss_fn, optimizer), state_of(several, optimizer, layout, AxisType.Explicit)
+        jstep.minimize(loss_fn, optimizer), state_of(separate, optimizer, layout, AxisType.Explicit)
     )
     assert flops < 1.3 * IDEAL
     assert sum(collectives.values()) <= 12
-    alone = jstep.muon(1e-2, distribute=False)
-    assert_same(after(several, layout, AxisType.Explicit, optimizer), after(several, layout, AxisType.Explicit, alone))
+    undistributed = jstep.muon(1e-2, distribute=False)
+    assert_same(
+        params_after(separate, layout, AxisType.Explicit, optimizer),
+        params_after(separate, layout, AxisType.Explicit, undistributed),
+    )
 
 
-def test_so_under_zero1():
+def test_distribution_under_zero1():
     optimizer = jstep.muon(1e-2)
-    state = state_of(several, optimizer, LAYOUTS["replicated"], slot_axis="data")
+    state = state_of(separate, optimizer, LAYOUTS["replicated"], slot_axis="data")
     flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state)
     assert flops < 1.3 * IDEAL
     assert sum(collectives.values()) <= N + 12  # each parameter is gathered once, as under any ZeRO-1
@@ -108,15 +113,15 @@ def wrapped():
     return jstep.master_weights(jstep.skip_nonfinite(muon))
 
 
-def test_so_within_wrappers_and_scanned_steps():
+def test_distribution_in_wrappers_and_scanned_steps():
     optimizer = wrapped()
     step = jstep.scan_steps(jstep.minimize(loss_fn, optimizer))
-    state = state_of(several, optimizer, LAYOUTS["replicated"])
+    state = state_of(separate, optimizer, LAYOUTS["replicated"])
     flops = step.lower(state, jnp.ones((2, 8))).compile().cost_analysis()["flops"]
     assert flops < 1.3 * IDEAL  # the body of a loop counts once
 
 
-def test_matrices_of_other_shapes_and_single_ones_beside():
+def test_matrices_of_different_shapes():
     layout, optimizer = LAYOUTS["rows"], jstep.muon(1e-2)
 
     def make():
@@ -132,7 +137,7 @@ def test_matrices_of_other_shapes_and_single_ones_beside():
     assert jax.tree.map(lambda a: a.sharding, new[True]) == jax.tree.map(lambda a: a.sharding, new[False])
 
 
-def test_a_batch_that_is_split_stays_where_it_is():
+def test_sharded_stacks_are_not_moved():
     optimizer = jstep.muon(1e-2)
     state = jstep.TrainState.create(
         lambda: {"experts": weights(0, (N, *SHAPE))}, optimizer, mesh=mesh_of(LAYOUTS["rows"]),
@@ -140,12 +145,12 @@ def test_a_batch_that_is_split_stays_where_it_is():
     )  # fmt: skip
     flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state)
     assert flops < 1.3 * IDEAL
-    assert set(collectives) <= {"all-reduce"}  # of the loss
+    assert set(collectives) <= {"all-reduce"}  # for the loss
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
-    ("sizes", "spec", "how"),
+    ("sizes", "spec", "options"),
     [
         ([16], P("model"), {}),
         ([12], P("data", None, "model"), {}),
@@ -153,13 +158,13 @@ def test_a_batch_that_is_split_stays_where_it_is():
         ([12], P(), {"slot_axis": "data"}),
     ],
 )
-def test_a_batch_that_is_split_over_some_devices_is_spread_over_the_others(sizes, spec, how, types):
+def test_partly_sharded_stacks_use_all_devices(sizes, spec, options, types):
     flops, new = {}, {}
     for distribute in (True, False):
         optimizer = jstep.muon(1e-2, distribute=distribute)
         state = jstep.TrainState.create(
             lambda: {f"w{i}": weights(i, (n, *SHAPE)) for i, n in enumerate(sizes)}, optimizer,
-            mesh=mesh_of((TWO, ()), types), param_specs=[("*", spec)], **how,
+            mesh=mesh_of((TWO, ()), types), param_specs=[("*", spec)], **options,
         )  # fmt: skip
         flops[distribute], collectives = compiled(jstep.minimize(loss_fn, optimizer), state)
         new[distribute] = jax.device_get(jstep.minimize(loss_fn, optimizer)(state, jnp.ones(8))[0].params)
@@ -169,7 +174,7 @@ def test_a_batch_that_is_split_over_some_devices_is_spread_over_the_others(sizes
     assert_same(new[True], new[False])
 
 
-def test_a_transposed_leaf_is_spread_as_the_matrix_it_is():
+def test_transposed_leaves_are_distributed():
     axes = lambda path, leaf: (2, 0)  # noqa: E731
     make = lambda: {"w": weights(0, (SHAPE[1], N, SHAPE[0]))}  # noqa: E731
     optimizer = jstep.muon(1e-2, axes=axes)
@@ -181,33 +186,33 @@ def test_a_transposed_leaf_is_spread_as_the_matrix_it_is():
     assert collectives["all-to-all"] == 2
 
 
-def test_one_device_has_the_program_without():
+def test_program_on_one_device_is_unchanged():
     programs = []
     for distribute in (True, False):
         optimizer = jstep.muon(1e-2, distribute=distribute)
-        state = jstep.TrainState.create(several(), optimizer)
+        state = jstep.TrainState.create(separate(), optimizer)
         programs.append(jstep.minimize(loss_fn, optimizer).lower(state, jnp.ones(8)).as_text())
     assert programs[0] == programs[1]
 
 
 def test_eager_updates_and_ensembles():
     optimizer = jstep.muon(1e-2)
-    state = state_of(several, optimizer, LAYOUTS["both"])
+    state = state_of(separate, optimizer, LAYOUTS["both"])
     grads = jax.tree.map(jnp.cos, state.params)
-    alone = jstep.muon(1e-2, distribute=False)
+    undistributed = jstep.muon(1e-2, distribute=False)
     assert_same(
         jax.device_get(jstep.apply_gradients(state, grads, optimizer).params),
-        jax.device_get(jstep.apply_gradients(state, grads, alone).params),
+        jax.device_get(jstep.apply_gradients(state, grads, undistributed).params),
     )
 
     def members(optimizer):
-        """A hand-written step whose state holds two of each."""
+        """A custom step whose state holds two members of each leaf."""
 
         def step(state, x):
-            one = lambda params, slots: jstep.apply_gradients(  # noqa: E731
+            update = lambda params, slots: jstep.apply_gradients(  # noqa: E731
                 state.replace(params=params, slots=slots), jax.tree.map(jnp.cos, params), optimizer
             )
-            new = jax.vmap(one)(state.params, {"momentum": state.slots["momentum"]})
+            new = jax.vmap(update)(state.params, {"momentum": state.slots["momentum"]})
             return state.replace(params=new.params, global_step=state.global_step + 1), {}
 
         mesh = mesh_of(LAYOUTS["rows"])
@@ -217,9 +222,9 @@ def test_eager_updates_and_ensembles():
         )  # fmt: skip
         return jax.device_get(jstep.TrainStep(step)(state, jnp.ones(8))[0].params)
 
-    assert_same(members(optimizer), members(alone))
+    assert_same(members(optimizer), members(undistributed))
 
 
-def test_distribute_is_a_bool():
+def test_distribute_must_be_a_boolean():
     with pytest.raises(TypeError, match="distribute="):
         jstep.muon(1e-2, distribute=1)

@@ -1,4 +1,4 @@
-"""Metrics that no step computes belong to the program that was traced with them."""
+"""Constant metrics: values that the step does not compute belong to the traced program."""
 
 import functools
 from typing import Any
@@ -14,11 +14,11 @@ from jstep.training import scanned_step
 
 
 def by_shape(state: Any, x: jax.Array) -> Any:
-    """A step whose constant is another for each shape of its batch."""
+    """A step whose constant metric depends on the shape of the batch."""
     return state, {"rows": np.float32(x.shape[0]), "mean": jnp.mean(x)}
 
 
-def test_constants_are_those_of_the_program_that_ran() -> None:
+def test_constants_belong_to_the_program_that_ran() -> None:
     step = jstep.TrainStep(by_shape, donate=False)
     state = fresh(jstep.gradient_descent(0.1))
     seen = [float(step(state, jnp.ones(n))[1]["rows"]) for n in (2, 3, 2, 3)]
@@ -27,27 +27,27 @@ def test_constants_are_those_of_the_program_that_ran() -> None:
     assert float(jstep.scan_steps(step)(state, jnp.ones((4, 5)))[1]["rows"][3]) == 5
 
 
-def test_plain_numbers_of_ones_own_are_constants() -> None:
+def test_custom_hyperparameter_numbers_are_constants() -> None:
     base = jstep.gradient_descent(0.5)
-    mine = base._replace(hyperparameters=lambda step: {"a": 0.25, "b": np.float32(3), "c": 7, "d": True})
-    step = jstep.minimize(loss_fn, mine)
-    state, metrics = step(fresh(mine), X, Y)
+    custom = base._replace(hyperparameters=lambda step: {"a": 0.25, "b": np.float32(3), "c": 7, "d": True})
+    step = jstep.minimize(loss_fn, custom)
+    state, metrics = step(fresh(custom), X, Y)
     assert step.constant_metrics == {"a", "b", "c", "d"}
     assert {name: metrics[name].item() for name in "abcd"} == {"a": 0.25, "b": 3.0, "c": 7, "d": True}
     assert all(isinstance(metrics[name], np.generic) for name in "abcd")
-    text = step.trace(state, X, Y)
-    assert jax.tree.structure(text.out_info[1]) == jax.tree.structure(metrics)
+    traced = step.trace(state, X, Y)
+    assert jax.tree.structure(traced.out_info[1]) == jax.tree.structure(metrics)
 
 
-def test_constants_are_the_same_objects_at_each_call() -> None:
-    """Hooks compare them at every step, by identity: their values cost more than the step."""
+def test_constants_are_the_same_objects_in_each_call() -> None:
+    """Hooks compare them by identity at every step, since comparing values would cost more than the step."""
     optimizer = jstep.adam(0.1)
     step, state = jstep.minimize(loss_fn, optimizer), fresh(optimizer)
     seen = []
     for _ in range(3):
         state, metrics = step(state, X, Y)
         seen.append(metrics)
-    assert all(seen[0][name] is one[name] for one in seen for name in step.constant_metrics)
+    assert all(seen[0][name] is metrics[name] for metrics in seen for name in step.constant_metrics)
     seen[0].clear()
     assert "beta1" in step(state, X, Y)[1]
     many, state = scanned_step(step), fresh(optimizer)
@@ -59,7 +59,7 @@ def test_constants_are_the_same_objects_at_each_call() -> None:
     assert many.constant_metrics
 
 
-def test_what_a_program_lowered_by_hand_returns_is_whole() -> None:
+def test_lowered_program_returns_all_metrics() -> None:
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     state = fresh(optimizer)
@@ -67,7 +67,7 @@ def test_what_a_program_lowered_by_hand_returns_is_whole() -> None:
     assert sorted(metrics) == sorted(step(state, X, Y)[1])
 
 
-def test_a_state_of_ones_own() -> None:
+def test_custom_state() -> None:
     step = jstep.TrainStep(lambda state, x: ({"n": state["n"] + x}, {"k": 2}))
     state = {"n": jnp.int32(0)}
     for _ in range(2):
@@ -76,10 +76,10 @@ def test_a_state_of_ones_own() -> None:
     assert int(metrics["k"]) == 2
 
 
-# Several steps in a call, of the very step.
+# Scanned steps.
 
 
-def test_a_decorated_step_is_another_step() -> None:
+def test_decorated_step_is_scanned_as_a_different_step() -> None:
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     scanned_step(step)
@@ -94,8 +94,8 @@ def test_a_decorated_step_is_another_step() -> None:
     assert jstep.global_step(state) == 2
     assert scanned_step(frozen) is scanned_step(frozen) is not scanned_step(step)
     batches = [(X, Y)] * 4
-    kept = jstep.train(frozen, fresh(optimizer), batches, 4, steps_per_call=2, progress=False)
-    np.testing.assert_array_equal(kept.params["w"], 1.0)
+    trained = jstep.train(frozen, fresh(optimizer), batches, 4, steps_per_call=2, progress=False)
+    np.testing.assert_array_equal(trained.params["w"], 1.0)
 
 
 def test_partial_and_bound_steps() -> None:
@@ -112,7 +112,7 @@ def test_partial_and_bound_steps() -> None:
 
     a, b = Trainer(1.0), Trainer(2.0)
     stacked = jnp.stack([X, X]), jnp.stack([Y, Y])
-    losses = [scanned_step(of.step)(fresh(optimizer), *stacked)[1]["loss"] for of in (a, b)]
+    losses = [scanned_step(trainer.step)(fresh(optimizer), *stacked)[1]["loss"] for trainer in (a, b)]
     np.testing.assert_allclose(losses[1], 2 * losses[0])
     partial = functools.partial(lambda k, state, *args: b.step(state, *args), 3)
     np.testing.assert_allclose(scanned_step(partial)(fresh(optimizer), *stacked)[1]["loss"], losses[1])
@@ -120,12 +120,12 @@ def test_partial_and_bound_steps() -> None:
 
 
 @pytest.mark.parametrize("donate", ["yes", 1, None])
-def test_donate_is_a_bool(donate: Any) -> None:
+def test_donate_must_be_a_boolean(donate: Any) -> None:
     with pytest.raises(TypeError, match=r"donate=.*: must be True or False"):
         jstep.TrainStep(by_shape, donate=donate)
 
 
-# What is handed out is nobody's memory.
+# Returned metrics do not share memory with the step.
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_metrics_may_be_donated_and_deleted(optimizer: jstep.Optimizer) -> None:
         metrics["beta1"][...] = 0
 
 
-def test_stacked_ones_cannot_be_written_to() -> None:
+def test_stacked_constants_are_read_only() -> None:
     optimizer = jstep.adam(0.1)
     step = jstep.scan_steps(jstep.minimize(loss_fn, optimizer))
     _, metrics = step(fresh(optimizer), jnp.stack([X] * 3), jnp.stack([Y] * 3))

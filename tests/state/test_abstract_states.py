@@ -1,4 +1,4 @@
-"""States and batches of shapes: made and compiled as those of arrays, and refused where something would run."""
+"""Abstract states and batches: created and compiled like arrays, and refused when something would run."""
 
 import jax
 import jax.numpy as jnp
@@ -27,60 +27,60 @@ def shape_of(leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def is_same(shape, leaf):
+def assert_same(shape, leaf):
     assert isinstance(shape, jax.ShapeDtypeStruct)
     assert (shape.shape, shape.dtype, shape.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
 
 
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("where", [{}, {"slot_axis": "data"}, {"param_specs": [("w", P("data"))]}], ids=str)
-def test_create_gives_the_shapes_of_the_arrays_that_it_would_make(mesh, where):
-    state = jstep.TrainState.create(init, OPTIMIZER, 7, {"mean": np.zeros(3), "n": 1}, mesh=mesh, **where)
+@pytest.mark.parametrize("options", [{}, {"slot_axis": "data"}, {"param_specs": [("w", P("data"))]}], ids=str)
+def test_abstract_state_matches_the_concrete_state(mesh, options):
+    state = jstep.TrainState.create(init, OPTIMIZER, 7, {"mean": np.zeros(3), "n": 1}, mesh=mesh, **options)
     variables = {"mean": jax.ShapeDtypeStruct((3,), jnp.float32), "n": 1}
-    shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, 7, variables, mesh=mesh, **where)
-    jax.tree.map(is_same, shapes, state)
+    shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, 7, variables, mesh=mesh, **options)
+    jax.tree.map(assert_same, shapes, state)
     assert "abstract" in repr(shapes)
 
 
-def test_without_a_mesh():
+def test_abstract_state_without_a_mesh():
     shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER)
-    whole = jax.eval_shape(lambda: jstep.TrainState.create(init(), OPTIMIZER))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), whole)
+    want = jax.eval_shape(lambda: jstep.TrainState.create(init(), OPTIMIZER))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), want)
     with pytest.raises(ValueError, match="global_step=-1"):
         jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, -1)
 
 
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_batches_of_shapes(mesh):
+def test_abstract_batches(mesh):
     batch = jstep.shard_batch((X, Y), mesh)
     shapes = jstep.shard_batch((jax.ShapeDtypeStruct(X.shape, X.dtype), Y), mesh)
-    is_same(shapes[0], batch[0])
+    assert_same(shapes[0], batch[0])
     assert isinstance(shapes[1], jax.Array)
     with pytest.raises(ValueError, match="at '0' has 30 rows"):
         jstep.shard_batch([jax.ShapeDtypeStruct((30, 2), jnp.float32)], mesh)
 
 
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("where", [{}, {"slot_axis": "data"}], ids=str)
-def test_the_program_of_shapes_is_the_one_that_runs(mesh, parts, where):
-    state = jstep.TrainState.create(init, OPTIMIZER, mesh=mesh, **where)
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"slot_axis": "data"}], ids=str)
+def test_program_from_shapes_is_that_of_arrays(mesh, num_microbatches, options):
+    state = jstep.TrainState.create(init, OPTIMIZER, mesh=mesh, **options)
     batch = jstep.shard_batch((X, Y), mesh)
 
-    def text(step, state, batch):
+    def compiled_text(step, state, batch):
         return step.lower(state, *batch).compile().as_text()
 
     both = (state, batch), jax.tree.map(shape_of, (state, batch))
-    steps = [jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=parts) for _ in both]
-    of_arrays, of_shapes = (text(step, *given) for step, given in zip(steps, both, strict=True))
-    assert of_shapes == of_arrays
+    steps = [jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=num_microbatches) for _ in both]
+    from_arrays, from_shapes = (compiled_text(step, *inputs) for step, inputs in zip(steps, both, strict=True))
+    assert from_shapes == from_arrays
     costs = [jstep.cost(step, state, *batch) for step, (state, batch) in zip(steps, both, strict=True)]
     assert costs[0].collectives == costs[1].collectives
     assert costs[0].flops == costs[1].flops
     assert costs[0].alias_bytes == costs[1].alias_bytes
 
 
-def test_shapes_cannot_run():
+def test_abstract_states_cannot_run():
     train_step = jstep.minimize(loss_fn, OPTIMIZER)
     shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, mesh=AUTO)
     state = jstep.TrainState.create(init, OPTIMIZER, mesh=AUTO)
@@ -104,13 +104,13 @@ def test_state_and_batch_on_different_devices():
     state = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, mesh=AUTO)
     with pytest.raises(ValueError, match=r"state is on a mesh of 8 .* and args\[0\] on a mesh of 4"):
         jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, *jstep.shard_batch((X, Y), half))
-    # The same devices with other axis types, and a batch that is on none.
+    # The same devices with other axis types, and a batch without a mesh.
     batch = jstep.shard_batch((X, Y), EXPLICIT)
     assert jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, *batch).devices == 8
     assert jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, X, Y).devices == 8
 
 
-def test_rows_of_several_axes_on_shapes():
+def test_abstract_batch_over_several_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     found = jstep.shard_batch(jax.ShapeDtypeStruct((16, 3), jnp.bfloat16), mesh, ("data", "model"))
     assert found.sharding == NamedSharding(mesh, P(("data", "model")))

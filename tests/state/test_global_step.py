@@ -1,4 +1,4 @@
-"""The functions of the step: of states, of steps themselves, and where the count would not fit."""
+"""Functions of the global step, for states and for steps, and overflow of the step."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ import jstep
 
 LAST = 2**31 - 1
 OPTIMIZER = jstep.gradient_descent(0.1)
-ALL = [
+FUNCTIONS = [
     jstep.get_global_step,
     jstep.get_or_create_global_step,
     jstep.global_step,
@@ -24,7 +24,7 @@ def state(step: Any = 0) -> jstep.TrainState:
 
 
 @pytest.mark.parametrize("step", [7, np.int64(7), jnp.int32(7), jstep.create_global_step(7)])
-def test_a_step_itself(step: Any) -> None:
+def test_functions_accept_a_step(step: Any) -> None:
     for get in (jstep.get_global_step, jstep.get_or_create_global_step):
         got = get(step)
         assert int(got) == 7
@@ -37,43 +37,43 @@ def test_a_step_itself(step: Any) -> None:
     assert int(jax.jit(jstep.increment_global_step)(step)) == 8
 
 
-@pytest.mark.parametrize("of", ALL)
-@pytest.mark.parametrize("what", [1.5, "7", None, True, jnp.float32(7), {"w": 1}, [7], object()])
-def test_what_is_neither_a_step_nor_has_one(of: Any, what: Any) -> None:
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("value", [1.5, "7", None, True, jnp.float32(7), {"w": 1}, [7], object()])
+def test_invalid_states_and_steps(function: Any, value: Any) -> None:
     with pytest.raises(TypeError, match="must be a state with a global_step, or a step"):
-        of(what)
+        function(value)
 
 
-def test_a_state_whose_field_is_none() -> None:
+def test_state_without_a_step() -> None:
     empty = state().replace(global_step=None)
     assert jstep.get_global_step(empty) is None
     assert int(jstep.get_or_create_global_step(empty)) == 0
-    for of in (jstep.global_step, jstep.increment_global_step):
+    for function in (jstep.global_step, jstep.increment_global_step):
         with pytest.raises(ValueError, match=r"no global step: give it one with state\.replace"):
-            of(empty)
+            function(empty)
 
 
-def test_a_mapping_and_a_population() -> None:
+def test_mappings_and_populations() -> None:
     assert jstep.global_step({"global_step": jnp.int32(3)}) == 3
     assert int(jstep.increment_global_step({"global_step": jnp.int32(3), "w": 1})["global_step"]) == 4
-    several = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, OPTIMIZER, 2))(jnp.ones(3))
-    assert jstep.get_global_step(several).shape == (3,)
+    population = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, OPTIMIZER, 2))(jnp.ones(3))
+    assert jstep.get_global_step(population).shape == (3,)
     with pytest.raises(ValueError, match=r"must be a scalar, got shape \(3,\)"):
-        jstep.global_step(several)
-    assert jax.vmap(jstep.increment_global_step)(several).global_step.tolist() == [3, 3, 3]
+        jstep.global_step(population)
+    assert jax.vmap(jstep.increment_global_step)(population).global_step.tolist() == [3, 3, 3]
 
 
-def test_a_donated_step_is_said() -> None:
+def test_donated_step_raises() -> None:
     old = state()
     jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(old)
     with pytest.raises(RuntimeError, match="donated"):
         jstep.global_step(old)
 
 
-# Where the count would not fit.
+# Overflow.
 
 
-def test_outside_a_trace_it_is_an_error() -> None:
+def test_eager_overflow_raises() -> None:
     full = state(LAST)
     for act in (
         lambda: jstep.increment_global_step(full),
@@ -82,27 +82,27 @@ def test_outside_a_trace_it_is_an_error() -> None:
     ):
         with pytest.raises(ValueError, match=r"does not fit int32, whose last step is 2147483647"):
             act()
-    kept = jstep.apply_gradients(full, {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=False)
-    assert jstep.global_step(kept) == LAST
+    unchanged = jstep.apply_gradients(full, {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=False)
+    assert jstep.global_step(unchanged) == LAST
 
 
-def test_a_compiled_step_stays_at_the_last() -> None:
+def test_compiled_overflow_saturates() -> None:
     step = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)
-    at = state(LAST - 1)
+    current = state(LAST - 1)
     for _ in range(3):
-        at, _ = step(at)
-        assert jstep.global_step(at) == LAST
+        current, _ = step(current)
+        assert jstep.global_step(current) == LAST
     assert int(jax.jit(jstep.increment_global_step)(jnp.int32(LAST), 5)) == LAST
     assert int(jax.jit(jstep.increment_global_step)(jnp.int32(LAST - 9), 5)) == LAST - 4
 
 
 def test_steps_under_x64(x64: None) -> None:
-    at = state(LAST)
-    at, _ = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(at)
-    assert jstep.global_step(at) == LAST + 1
+    current = state(LAST)
+    current, _ = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(current)
+    assert jstep.global_step(current) == LAST + 1
 
 
 @pytest.mark.parametrize("amount", [-1, 1.5, True, "1", 2**40])
-def test_bad_amounts(amount: Any) -> None:
+def test_invalid_increments(amount: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="amount="):
         jstep.increment_global_step(state(), amount)

@@ -1,4 +1,4 @@
-"""A step that does not fit has a cost as well; what its compiler does not say is None."""
+"""Cost of a step that does not fit into memory; values that the compiler does not report are None."""
 
 import dataclasses
 
@@ -27,12 +27,12 @@ NEW = (
     [(OLD, (int(16.62 * 2**30), int(15.75 * 2**30))), (NEW, (int(512.5 * 2**20), 256 * 2**20)), ("INTERNAL: no", None)],
     ids=["old", "new", "other"],
 )
-def test_what_xla_says(text, needed):
+def test_memory_is_parsed_from_the_error(text, needed):
     assert _needed(jax.errors.JaxRuntimeError(text)) == needed
 
 
-class Refused:
-    """A compiled step that XLA refuses to compile."""
+class FailingStep:
+    """A step whose compilation fails."""
 
     def __init__(self, step, text):
         self.step, self.text = step, text
@@ -50,14 +50,14 @@ class Refused:
         raise jax.errors.JaxRuntimeError(self.text)
 
 
-def given():
+def example_inputs():
     state = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((16, 8))}, OPTIMIZER))
     return state, jax.ShapeDtypeStruct((4, 16), jnp.float32)
 
 
-def test_it_is_a_cost_and_no_exception():
+def test_out_of_memory_returns_a_cost():
     step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
-    cost = jstep.cost(Refused(step, OLD), *given())
+    cost = jstep.cost(FailingStep(step, OLD), *example_inputs())
     assert cost.fits is False
     assert (cost.peak_bytes, cost.memory_bytes) == (int(16.62 * 2**30), int(15.75 * 2**30))
     assert cost.params_bytes == 4 * 16 * 8
@@ -69,22 +69,22 @@ def test_it_is_a_cost_and_no_exception():
     assert set(unknown) >= {"bytes_accessed", "temp_bytes", "output_bytes", "alias_bytes", "collectives"}
 
 
-def test_other_errors_are_raised():
+def test_other_compiler_errors_are_raised():
     step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
     with pytest.raises(jax.errors.JaxRuntimeError, match="the compiler broke"):
-        jstep.cost(Refused(step, "INTERNAL: the compiler broke"), *given())
+        jstep.cost(FailingStep(step, "INTERNAL: the compiler broke"), *example_inputs())
 
 
-def test_where_nothing_says_how_much_there_is():
+def test_unknown_device_memory():
     step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER)
-    cost = jstep.cost(step, *given())
+    cost = jstep.cost(step, *example_inputs())
     assert (cost.memory_bytes, cost.fits, cost.topology) == (None, None, None)
     assert "fit" not in str(cost)
 
 
 @pytest.mark.parametrize(("spec", "warns"), [(P("data"), True), (P(), False)], ids=str)
 @pytest.mark.parametrize("is_constrained", [False, True])
-def test_what_may_be_the_reason(spec, warns, is_constrained):
+def test_warning_about_a_possible_reason(spec, warns, is_constrained):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, P("data"))
 
@@ -95,7 +95,7 @@ def test_what_may_be_the_reason(spec, warns, is_constrained):
 
     state = jstep.TrainState.create(lambda: {"w": jnp.zeros((16, 8))}, OPTIMIZER, mesh=mesh, param_specs=spec)
     tokens = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=rows)
-    cost = jstep.cost(Refused(jstep.minimize(loss, OPTIMIZER), OLD), state, tokens)
+    cost = jstep.cost(FailingStep(jstep.minimize(loss, OPTIMIZER), OLD), state, tokens)
     assert bool(cost.warnings) == (warns and not is_constrained)
     if cost.warnings:
         assert 'with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))' in cost.warnings[0]

@@ -1,4 +1,4 @@
-"""States and batches over a mesh of 8 devices: the same training, laid out otherwise."""
+"""Training on a mesh of 8 devices matches training on one device under every layout."""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,15 @@ import jstep
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_training_equals_that_of_one_device(name, compilations):
-    """50 steps of every optimizer; one compilation, every leaf where it lay, the memory taken over."""
+def test_sharded_training_matches_one_device(name, compilations):
+    """50 steps of every optimizer: one compilation, unchanged shardings, donated states."""
     optimizer, steps = TABLE[name].make(TABLE[name].rate), TABLE[name].alike or 50
     if TABLE[name].alike:
-        alone = jstep.TrainState.create(init(), optimizer)
-        want, metrics = run(jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm")), alone, steps=steps)
-    # Each optimizer under one layout, in turn; the one with all there is under every one.
+        reference = jstep.TrainState.create(init(), optimizer)
+        want, metrics = run(
+            jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm")), reference, steps=steps
+        )
+    # Each optimizer is tested under one layout; "everything" is tested under all.
     for layout in LAYOUTS if ALL or name == "everything" else [list(LAYOUTS)[list(TABLE).index(name) % 4]]:
         mesh = LAYOUTS[layout][0]
         step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm"))
@@ -51,8 +53,8 @@ NOISY_STEP = jstep.minimize(noisy, AVERAGED, has_aux=True, num_microbatches=4, r
 
 
 @pytest.fixture(scope="module")
-def noisy_alone():
-    """State and metrics after 12 steps on one device, whose blocks of rows are the microbatches of a mesh."""
+def noisy_reference():
+    """State and metrics after 12 steps on one device, with the microbatches of a mesh as blocks of rows."""
 
     def every_fourth(batch):
         return jax.tree.map(lambda leaf: leaf.reshape(8, 4, -1).swapaxes(0, 1).reshape(leaf.shape), batch)
@@ -61,17 +63,17 @@ def noisy_alone():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_microbatches_scans_and_random_numbers(layout, noisy_alone):
+def test_microbatches_scans_and_random_numbers(layout, noisy_reference):
     mesh = LAYOUTS[layout][0]
-    want, metrics = noisy_alone
+    want, metrics = noisy_reference
     scanned = jstep.scan_steps(NOISY_STEP)
     state = create(layout, AVERAGED)
     before = shardings(state)
     batches = jstep.batches(data(), 32, seed=2)
     for first in (0, 4, 8):
-        some = jax.tree.map(lambda *leaves: np.stack(leaves), *batches[first : first + 4])
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches[first : first + 4])
         rows = NamedSharding(mesh, P(None, "data"))
-        state, got = scanned(state, *jax.device_put(some, rows))
+        state, got = scanned(state, *jax.device_put(stacked, rows))
     assert shardings(state) == before
     assert scanned._cache_size() == 1
     assert_close((state.params, state.slots), (want.params, want.slots))
@@ -81,11 +83,11 @@ def test_microbatches_scans_and_random_numbers(layout, noisy_alone):
 
 @pytest.mark.parametrize("mesh", [DATA, AUTO], ids=["explicit", "auto"])
 @pytest.mark.parametrize("specs", [None, P("data"), P(None, "data")])
-def test_sparse_rows_of_a_table(specs, mesh):
-    """Repeated rows, rows on every device, clipped by the norm of all."""
+def test_sparse_updates_of_a_table(specs, mesh):
+    """Updates with repeated rows on all devices, clipped by their global norm."""
     optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=0.5), jstep.adagrad(0.1))
 
-    def looked_up(state, indices, targets):
+    def lookup_step(state, indices, targets):
         grads = jax.grad(lambda rows: jnp.mean((rows - targets) ** 2))(state.params["table"][indices])
         slices = jstep.IndexedSlices(grads, indices, (64, 8))
         return jstep.apply_gradients(state, {"table": slices}, optimizer), {}
@@ -98,20 +100,19 @@ def test_sparse_rows_of_a_table(specs, mesh):
     want = jstep.TrainState.create({"table": table}, optimizer)
     state = jstep.TrainState.create({"table": table}, optimizer, mesh=mesh, param_specs=specs, slot_axis="data")
     before = shardings(state)
-    alone = jax.jit(looked_up)
+    reference = jax.jit(lookup_step)
     if mesh is AUTO:
-        step = jax.jit(looked_up, out_shardings=(before, None), donate_argnums=0)
-    else:  # JAX refuses the gather on Explicit axes
-        step = jstep.TrainStep(looked_up)
+        step = jax.jit(lookup_step, out_shardings=(before, None), donate_argnums=0)
+    else:  # JAX rejects the gather on Explicit axes
+        step = jstep.TrainStep(lookup_step)
     for batch in batches:
-        want, _ = alone(want, *batch)
+        want, _ = reference(want, *batch)
         state, _ = step(state, *jstep.shard_batch(batch, mesh))
     assert_close((state.params, state.slots), (want.params, want.slots))
     assert shardings(state) == before
 
 
-def test_loop_with_several_steps_in_a_call(tmp_path):
-    """The same loop, one argument more."""
+def test_loop_with_several_steps_per_call(tmp_path):
     optimizer = jstep.momentum(0.05, 0.9)
     batches = jstep.batches(data(), 32, seed=2)
     want, _ = run(jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(init(), optimizer), steps=23)

@@ -1,4 +1,4 @@
-"""Whether a compiler computes results twice to fit a program into memory."""
+"""Detection of recomputation by the compiler to save memory."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import pytest
 
 from jstep.tools.recomputed import recomputes
 
-TEXT = """\
+PROGRAM = """\
 HloModule jit_train_step, is_scheduled=true
 
 ENTRY %main (x: f32[600000,1024]) -> f32[600000,1024] {{
@@ -21,7 +21,7 @@ ENTRY %main (x: f32[600000,1024]) -> f32[600000,1024] {{
 @pytest.mark.parametrize(
     ("name", "recomputed"),
     [
-        ("convolution_tanh_fusion.5.remat", True),  # of jax 0.10.2, libtpu 0.0.42.1, one v5e
+        ("convolution_tanh_fusion.5.remat", True),  # from jax 0.10.2, libtpu 0.0.42.1, one v5e
         ("convolution_tanh_fusion.5.remat2.1", True),
         ("fusion.3.remat.clone", True),
         ("copy.7.remat_compressed", True),
@@ -30,12 +30,12 @@ ENTRY %main (x: f32[600000,1024]) -> f32[600000,1024] {{
         ("fusion.rematerialized", False),
     ],
 )
-def test_copies_by_the_compiler(name, recomputed):
+def test_recomputed_instructions(name, recomputed):
     operation = "jit(step)/transpose(jvp())/checkpoint/x.remat/mul"
-    assert recomputes(TEXT.format(name=name, operation=operation)) is recomputed
+    assert recomputes(PROGRAM.format(name=name, operation=operation)) is recomputed
 
 
-def test_checkpoint_of_a_model_is_none():
+def test_jax_checkpoint_does_not_count():
     def loss(params, x):
         for weights in params:
             x = jax.checkpoint(lambda x, weights: jnp.tanh(x @ weights))(x, weights)

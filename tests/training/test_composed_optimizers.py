@@ -1,4 +1,4 @@
-"""Steps of composed optimizers."""
+"""Training steps with composed optimizers."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ def test_partition_gives_each_label_its_own_optimizer() -> None:
     assert float(only.params["b"]) == float(state.params["b"])
 
 
-def test_a_chain_passes_updates_on() -> None:
-    """Momentum, then a clip of what momentum made: the elements act in order."""
+def test_chain_applies_its_elements_in_order() -> None:
+    """Clipping before scaling differs from clipping after it."""
     first = jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.gradient_descent(2.0))
     last = jstep.chain(jstep.gradient_descent(2.0), jstep.clip_gradients(by_value=1.0))
     grads = {"w": jnp.full(3, 5.0), "b": jnp.float32(0.25)}
@@ -38,7 +38,7 @@ def test_a_chain_passes_updates_on() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:chain")
-def test_nested_names() -> None:
+def test_names_of_nested_scopes() -> None:
     optimizer = jstep.chain(
         jstep.scope("outer", jstep.chain(jstep.scope("inner", jstep.adam(0.1)))),
         jstep.scope("second", jstep.momentum(1.0, 0.5)),
@@ -50,20 +50,20 @@ def test_nested_names() -> None:
     jstep.minimize(loss_fn, optimizer)(state, X, Y)
 
 
-def test_an_optimizer_of_ones_own() -> None:
+def test_custom_optimizer() -> None:
     def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
         count = jax.tree.map(lambda c: c + 1, slots["count"])
         return jax.tree.map(lambda g: -jnp.sign(g), updates), {"count": count}
 
-    mine = jstep.Optimizer(
+    custom = jstep.Optimizer(
         lambda params, global_step=0: {"count": jax.tree.map(jnp.zeros_like, params)},
         update,
-        lambda step: {"mine": 1.0},
+        lambda step: {"custom": 1.0},
     )
     optimizer = jstep.with_moving_average(
-        jstep.chain(jstep.clip_gradients(by_norm=1.0), mine), jstep.ExponentialMovingAverage(0.5)
+        jstep.chain(jstep.clip_gradients(by_norm=1.0), custom), jstep.ExponentialMovingAverage(0.5)
     )
     state, metrics = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
     assert float(state.slots["count"]["b"]) == 1.0
-    assert float(metrics["mine"]) == 1.0
+    assert float(metrics["custom"]) == 1.0
     assert set(np.abs(np.asarray(state.params["w"]) - 1)) == {1.0}

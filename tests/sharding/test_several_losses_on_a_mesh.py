@@ -1,4 +1,4 @@
-"""Several losses, averages and an optimizer that waits, over a mesh of 8 devices: the same training."""
+"""Several losses, averages and `update_every` on a mesh of 8 devices match one device."""
 
 import jax.numpy as jnp
 import pytest
@@ -26,15 +26,15 @@ LOSSES = {"first": (first, ["a", "bias"]), "second": (second, "deep/*")}
 
 
 @pytest.fixture(scope="module")
-def alone():
+def single_device():
     step = jstep.minimize(LOSSES, OPTIMIZER, use_averages=True, metrics=("grad_norm",))
     return run(step, jstep.TrainState.create(init(), OPTIMIZER), steps=5)
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_equals_that_of_one_device(layout, n, alone):
-    want, metrics = alone
+def test_several_losses_match_one_device(layout, n, single_device):
+    want, metrics = single_device
     step = jstep.minimize(LOSSES, OPTIMIZER, use_averages=True, metrics=("grad_norm",), num_microbatches=n)
     state = create(layout, OPTIMIZER)
     before, mesh = shardings(state), LAYOUTS[layout][0]

@@ -1,4 +1,4 @@
-"""The gradient noise scale: where its wrapper stands, meshes, restarts, and what is refused."""
+"""The gradient noise scale: position of the wrapper, meshes, restarts, and invalid arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +14,15 @@ import jstep
 
 NAMES = ("gradient_noise", "gradient_square", "noise_scale")
 PARAMS = {"a": jnp.float32(1.0), "b": jnp.float32(2.0)}
-MEASURED = lambda: jstep.with_noise_scale(jstep.gradient_descent(1.0))  # noqa: E731
+MEASURING = lambda: jstep.with_noise_scale(jstep.gradient_descent(1.0))  # noqa: E731
 SGD = lambda: jstep.gradient_descent(1.0)  # noqa: E731
-WRONG: dict[str, Callable[[], jstep.Optimizer]] = {
-    "label": lambda: jstep.partition({"a": MEASURED(), "b": SGD()}, lambda path, leaf: path),
-    "only-label": lambda: jstep.partition({"a": MEASURED()}, lambda path, leaf: "a"),
-    "behind": lambda: jstep.chain(jstep.add_weight_decay(0.1), MEASURED()),
-    "before": lambda: jstep.chain(MEASURED(), jstep.decay_weights(0.1)),
+MISPLACED: dict[str, Callable[[], jstep.Optimizer]] = {
+    "label": lambda: jstep.partition({"a": MEASURING(), "b": SGD()}, lambda path, leaf: path),
+    "only-label": lambda: jstep.partition({"a": MEASURING()}, lambda path, leaf: "a"),
+    "behind": lambda: jstep.chain(jstep.add_weight_decay(0.1), MEASURING()),
+    "before": lambda: jstep.chain(MEASURING(), jstep.decay_weights(0.1)),
     "deep": lambda: jstep.dynamic_loss_scale(
-        jstep.scope("s", jstep.partition({"a": jstep.master_weights(MEASURED())}, lambda path, leaf: "a"))
+        jstep.scope("s", jstep.partition({"a": jstep.master_weights(MEASURING())}, lambda path, leaf: "a"))
     ),
 }
 
@@ -31,9 +31,9 @@ def loss_fn(params: Any, x: Any) -> Any:
     return params["a"] * jnp.mean(x) + params["b"]
 
 
-@pytest.mark.parametrize("place", WRONG)
-def test_elsewhere_it_says_where_it_belongs(place: str) -> None:
-    optimizer = WRONG[place]()
+@pytest.mark.parametrize("place", MISPLACED)
+def test_misplaced_wrapper_raises(place: str) -> None:
+    optimizer = MISPLACED[place]()
     state = jstep.TrainState.create(PARAMS, optimizer)
     for metrics in ((), ("noise_scale",)):
         step = jstep.minimize(loss_fn, optimizer, num_microbatches=2, metrics=metrics)
@@ -41,22 +41,22 @@ def test_elsewhere_it_says_where_it_belongs(place: str) -> None:
             step(state, jnp.ones(2))
 
 
-def test_a_loss_scale_stands_around_it() -> None:
+def test_loss_scale_must_be_outermost() -> None:
     optimizer = jstep.with_noise_scale(jstep.dynamic_loss_scale(SGD()))
     step = jstep.minimize(loss_fn, optimizer, num_microbatches=2, metrics=("noise_scale",))
     with pytest.raises(ValueError, match="dynamic_loss_scale: must be outermost"):
         step(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))
 
 
-def test_bad_input() -> None:
+def test_invalid_noise_scale_arguments() -> None:
     with pytest.raises(ValueError, match=r"num_microbatches=1: must be at least 2 .*noise_scale"):
-        jstep.minimize(loss_fn, MEASURED(), metrics=("noise_scale",))
+        jstep.minimize(loss_fn, MEASURING(), metrics=("noise_scale",))
     with pytest.raises(ValueError, match=r"num_microbatches=1: must be at least 2"):
-        jstep.minimize(loss_fn, MEASURED(), metrics="noise_scale")
+        jstep.minimize(loss_fn, MEASURING(), metrics="noise_scale")
     step = jstep.minimize(loss_fn, SGD(), num_microbatches=2, metrics=("noise_scale",))
     with pytest.raises(ValueError, match=r"create state and step with jstep.with_noise_scale\(optimizer\)"):
         step(jstep.TrainState.create(PARAMS, SGD()), jnp.ones(2))
-    step = jstep.minimize(loss_fn, MEASURED(), num_microbatches=2, metrics=("noise_scale",))
+    step = jstep.minimize(loss_fn, MEASURING(), num_microbatches=2, metrics=("noise_scale",))
     with pytest.raises(ValueError, match=r"no slot 'noise/gradient_noise'"):
         step(jstep.TrainState.create(PARAMS, SGD()), jnp.ones(2))
     with pytest.raises(ValueError, match="decay=1"):
@@ -68,17 +68,17 @@ def test_bad_input() -> None:
     with pytest.raises(TypeError, match="optimizer="):
         jstep.with_noise_scale(jstep.adam)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'noise_scales' is unknown; nearest: 'noise_scale'"):
-        jstep.minimize(loss_fn, MEASURED(), metrics=("noise_scales",))
+        jstep.minimize(loss_fn, MEASURING(), metrics=("noise_scales",))
 
     def create() -> Any:
-        return jstep.TrainState.create(PARAMS, jstep.with_noise_scale(MEASURED()))
+        return jstep.TrainState.create(PARAMS, jstep.with_noise_scale(MEASURING()))
 
     with pytest.raises(ValueError, match="noise/gradient_noise"):
         create()
 
 
-def test_a_metric_of_the_same_name_is_refused() -> None:
-    optimizer = MEASURED()
+def test_aux_metric_of_the_same_name_is_refused() -> None:
+    optimizer = MEASURING()
     step = jstep.minimize(
         lambda params, x: (loss_fn(params, x), {"noise_scale": 1.0}),
         optimizer,
@@ -90,8 +90,8 @@ def test_a_metric_of_the_same_name_is_refused() -> None:
         step(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))
 
 
-def test_slots_are_users_to_name() -> None:
-    """A slot is known by who made it, not by its name."""
+def test_custom_slot_may_have_the_same_name() -> None:
+    """Slots are recognized by their optimizer, not by name."""
 
     def rule(g: Any, p: Any, slots: Any, h: Any) -> Any:
         return -g, {"noise/gradient_noise": slots["noise/gradient_noise"] + 1}
@@ -130,23 +130,23 @@ def rows(seed: int, size: int = 64) -> tuple[np.ndarray, np.ndarray]:
 
 
 def every_nth(x: np.ndarray, n: int) -> np.ndarray:
-    """Rows in the order in which contiguous blocks are what a sharded batch has as microbatches."""
+    """Reorder rows so that contiguous blocks are the microbatches of a sharded batch."""
     return np.concatenate([x[i::n] for i in range(n)])
 
 
 @pytest.mark.parametrize("loss", [mlp, table])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
-def test_a_part_is_the_microbatch_of_all_devices(types: Any, layout: str, loss: Any) -> None:
+def test_microbatches_span_all_devices(types: Any, layout: str, loss: Any) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
     step = jstep.minimize(loss, optimizer, num_microbatches=4, metrics=("noise_scale",))
     sharded = jstep.TrainState.create(mlp_params(), optimizer, mesh=mesh, param_specs=LAYOUTS[layout])
-    alone = jstep.TrainState.create(mlp_params(), optimizer)
+    single = jstep.TrainState.create(mlp_params(), optimizer)
     for seed in range(2):
         batch = rows(seed)
         sharded, metrics = step(sharded, *jstep.shard_batch(batch, mesh))
-        alone, expected = step(alone, *(every_nth(x, 4) for x in batch))
+        single, expected = step(single, *(every_nth(x, 4) for x in batch))
     for name in NAMES:
         np.testing.assert_allclose(metrics[name], expected[name], rtol=2e-4)
         assert metrics[name].sharding.is_fully_replicated
@@ -156,8 +156,8 @@ def test_a_part_is_the_microbatch_of_all_devices(types: Any, layout: str, loss: 
     assert np.isfinite(metrics["gradient_noise"]).all()
 
 
-def test_it_moves_no_gradients_between_devices() -> None:
-    """On Auto axes gradients are reduced for each part anyway; their squares are those of what each device has."""
+def test_measuring_adds_no_collectives() -> None:
+    """On Auto axes, gradients are reduced per microbatch anyway; squares use local gradients."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     costs = []
     for metrics in ((), ("noise_scale",)):
@@ -171,8 +171,8 @@ def test_it_moves_no_gradients_between_devices() -> None:
     assert measured.temp_bytes <= plain.temp_bytes + 1024
 
 
-def test_an_optimizer_that_reads_the_loss() -> None:
-    """L-BFGS and others that evaluate the loss again do not measure again."""
+def test_optimizers_that_evaluate_the_loss() -> None:
+    """Optimizers that evaluate the loss again, such as L-BFGS, do not measure again."""
 
     def update(updates: Any, slots: Any, params: Any, step: Any, context: Any) -> Any:
         loss, again = context.value_and_grad(params)
@@ -199,7 +199,7 @@ def test_averages_survive_a_restart() -> None:
     assert report.ok, str(report)
 
 
-def test_slots_made_late_are_corrected_as_fresh() -> None:
+def test_bias_correction_starts_with_the_slots() -> None:
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
     step = jstep.minimize(mlp, optimizer, num_microbatches=4, metrics=("noise_scale",))
     found = []

@@ -1,19 +1,19 @@
-"""A QueueRunner started again, collections of them, wrong arguments."""
+"""Restarting a `QueueRunner`, collections, and invalid arguments."""
 
 import pytest
-from runner_ops import counting, drained, ended, ends_all_threads
+from runner_ops import check_no_leftover_threads, counting_op, drain, join_all
 
 from jstep.queues import FIFOQueue, QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.coordinator import Coordinator
 
-no_thread_is_left = pytest.fixture(autouse=True)(ends_all_threads)
+no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
 
-class TestAgain:
+class TestRestart:
     def test_not_while_threads_are_running(self):
         queue = FIFOQueue(2)
         coord = Coordinator()
-        runner = QueueRunner(queue, [counting(queue)])
+        runner = QueueRunner(queue, [counting_op(queue)])
         threads = runner.create_threads(coord, start=True)
         with pytest.raises(RuntimeError, match=rf"have not ended yet: {threads[0].name}"):
             runner.create_threads(coord)
@@ -28,13 +28,13 @@ class TestAgain:
         with pytest.raises(RuntimeError, match="were never started"):
             runner.create_threads()
 
-    def test_after_they_have_ended_with_the_exceptions_forgotten(self):
+    def test_restart_clears_the_recorded_exceptions(self):
         def broken():
             raise ValueError("broken")
 
         runner = QueueRunner(FIFOQueue(2), [broken])
         for _ in range(2):
-            assert ended(runner.create_threads(start=True))
+            assert join_all(runner.create_threads(start=True))
             assert len(runner.exceptions_raised) == 1
 
 
@@ -43,7 +43,7 @@ class TestCollections:
         name = request.node.name
         queues = [FIFOQueue(3), FIFOQueue(3)]
         for queue in queues:
-            add_queue_runner(QueueRunner(queue, [counting(queue)] * 2), collection=name)
+            add_queue_runner(QueueRunner(queue, [counting_op(queue)] * 2), collection=name)
         coord = Coordinator()
         threads = start_queue_runners(coord, collection=name)
         assert len(threads) == 4
@@ -54,18 +54,18 @@ class TestCollections:
         coord.join(threads)
         assert all(queue.is_closed() for queue in queues)
 
-    def test_collections_are_separate_and_one_is_the_default(self, request):
-        mine, theirs = FIFOQueue(3), FIFOQueue(3)
-        add_queue_runner(QueueRunner(mine, [counting(mine, 1)]))
-        add_queue_runner(QueueRunner(theirs, [counting(theirs, 1)]), collection=request.node.name)
-        assert ended(start_queue_runners())
-        assert drained(mine) == [0]
-        assert theirs.size() == 0
+    def test_collections_are_separate(self, request):
+        default, other = FIFOQueue(3), FIFOQueue(3)
+        add_queue_runner(QueueRunner(default, [counting_op(default, 1)]))
+        add_queue_runner(QueueRunner(other, [counting_op(other, 1)]), collection=request.node.name)
+        assert join_all(start_queue_runners())
+        assert drain(default) == [0]
+        assert other.size() == 0
 
-    def test_running_ones_are_left_alone_and_closed_ones_leave(self, request, caplog):
+    def test_running_are_skipped_and_closed_are_removed(self, request, caplog):
         name = request.node.name
         queue = FIFOQueue(3)
-        runner = QueueRunner(queue, [counting(queue)])
+        runner = QueueRunner(queue, [counting_op(queue)])
         add_queue_runner(runner, name)
         add_queue_runner(runner, name)
         coord = Coordinator()
@@ -78,13 +78,13 @@ class TestCollections:
         assert start_queue_runners(coord, collection=name) == []
         assert name in caplog.text
 
-    def test_made_and_not_started(self, request):
+    def test_threads_created_but_not_started(self, request):
         queue = FIFOQueue(3)
-        add_queue_runner(QueueRunner(queue, [counting(queue, 3)]), request.node.name)
+        add_queue_runner(QueueRunner(queue, [counting_op(queue, 3)]), request.node.name)
         (thread,) = start_queue_runners(start=False, daemon=False, collection=request.node.name)
         assert not thread.daemon
         thread.start()
-        assert drained(queue) == [0, 1, 2]
+        assert drain(queue) == [0, 1, 2]
 
     def test_misuse(self):
         with pytest.raises(TypeError, match=r"qr=<FIFOQueue.*must be a QueueRunner"):
@@ -121,7 +121,7 @@ def test_names_and_repr():
     def read_lines():
         raise StopIteration
 
-    runner = QueueRunner(queue, [read_lines, counting(queue, 1)])
+    runner = QueueRunner(queue, [read_lines, counting_op(queue, 1)])
     threads = runner.create_threads()
     assert [t.name for t in threads] == [
         "QueueRunnerThread-FIFOQueue-0-read_lines",
