@@ -2,20 +2,20 @@
 
     python tests/benchmarks/bench_collectives.py
 
-Collectives are counted in the compiled HLO, a loop's body as often as it runs. Bytes are those that each device
+Collectives are counted in the compiled HLO, those in a loop once per iteration. Bytes are those that each device
 sends in ring algorithms: 2(n-1)/n·S for an all-reduce of S bytes, (n-1)/n·S for an all-gather or a reduce-scatter
 whose total is S, an all-to-all or a permutation. The minimum of a layout, for P bytes of parameters:
 
     data parallel     2(n-1)/n·P   one all-reduce of the gradients (and 4 bytes of loss)
     ZeRO-1            2(n-1)/n·P   reduce-scatter of the gradients, all-gather of the parameters
-    FSDP (ZeRO-3)     3(n-1)/n·P   the same, and the parameters are gathered once more for the backward pass
-    tensor parallel   activations and their gradients once for each pair of layers, and the gradients of each
-                      device's part over the data axis
+    FSDP (ZeRO-3)     3(n-1)/n·P   the same, plus an all-gather of the parameters for the backward pass
+    tensor parallel   activations and their gradients once per pair of layers, and the gradients of each
+                      device's shard over the data axis
 
-XLA's CPU backend has no reduce-scatter: if a device needs a part of a sum, it runs an all-reduce and a slice instead,
-at twice the bytes. On GPU and TPU XLA turns that pair into a reduce-scatter. Nor does the CPU backend move the
-reduction of a running sum out of a loop, as the GPU backend does: here each microbatch reduces. FSDP may send less than
-its minimum: if a batch is smaller than the parameters, XLA sends activations instead.
+XLA's CPU backend has no reduce-scatter: if a device needs one shard of a sum, it runs an all-reduce and a slice,
+at twice the bytes. On GPU and TPU XLA turns that pair into a reduce-scatter. Unlike the GPU backend, the CPU backend
+does not move the reduction of a running sum out of a loop either, so each microbatch runs an all-reduce. FSDP may
+send less than its minimum: if a batch is smaller than the parameters, XLA sends activations instead.
 """
 
 import math
@@ -58,7 +58,7 @@ def loss_fn(params, x):
 
 
 def computations(text):
-    """Map from computation name to its lines; the entry is named ENTRY."""
+    """Return the lines of each computation by name; the entry computation is named ENTRY."""
     found, name = {}, None
     for line in text.splitlines():
         head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
@@ -71,7 +71,7 @@ def computations(text):
 
 
 def collectives(text):
-    """(kind, bytes of the result, devices that take part, runs) for every collective."""
+    """Return (kind, result bytes, number of devices, runs) for every collective."""
     bodies = computations(text)
     found = []
 
@@ -94,7 +94,7 @@ def collectives(text):
 
 
 def group_size(line):
-    """Number of devices that share one collective, in each of XLA's notations."""
+    """Return the number of devices in a collective, in any of XLA's notations."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return len(listed[1].split(","))
@@ -109,9 +109,9 @@ def group_size(line):
 
 
 def sent(kind, size, n):
-    """Bytes that each device sends."""
+    """Return the bytes that each device sends."""
     if kind == "reduce-scatter":
-        return (n - 1) * size  # its result is a part
+        return (n - 1) * size  # the result is one shard
     return {"all-reduce": 2, "collective-permute": n / max(n - 1, 1)}.get(kind, 1) * (n - 1) / n * size
 
 
@@ -121,7 +121,7 @@ def main():
     share = 7 / 8 * total
     columns_and_rows = [("*/up", P(None, "model")), ("*/down", P("model"))]
     rows = 4 * BATCH * WIDTH // 4  # activations of a data shard
-    # Forward: one sum after each `down`; backward: one of the gradients before each `up`, but the first one's input.
+    # One all-reduce after each `down` in the forward pass; one before each `up` but the first in the backward pass.
     activations = (2 * PAIRS - 1) * 2 * (1 / 2) * rows
     layouts = {
         "data parallel": (data, {}, 2 * share),
@@ -134,8 +134,8 @@ def main():
     print(f"{PAIRS} pairs of layers, {total / 1e6:.1f} MB of parameters, batch {BATCH}, Adam, 8 devices")
     print(f"{'':17}{'microbatches':>12}  {'MB sent':>8} {'minimum':>8} {'ratio':>6}  {'MB/device':>9}  collectives")
     ratios = []
-    for name, (mesh, how, least) in layouts.items():
-        state = jstep.TrainState.create(init, optimizer, mesh=mesh, **how)
+    for name, (mesh, options, minimum) in layouts.items():
+        state = jstep.TrainState.create(init, optimizer, mesh=mesh, **options)
         first = jax.devices()[0]
         held = sum(
             shard.data.nbytes
@@ -152,9 +152,9 @@ def main():
             for kind, _, _, runs in found:
                 counts[kind] += runs
             listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-            figures = f"{moved / 1e6:8.2f} {least / 1e6:8.2f} {moved / least:6.2f}  {held / 1e6:9.2f}"
+            figures = f"{moved / 1e6:8.2f} {minimum / 1e6:8.2f} {moved / minimum:6.2f}  {held / 1e6:9.2f}"
             print(f"{name:17}{n:>12}  {figures}  {listed}")
-            ratios.append((f"{name}, microbatches: {n}", moved / least))
+            ratios.append((f"{name}, microbatches: {n}", moved / minimum))
     print("\nBytes that a device sends in a step, 8 devices")
     for name, ratio in ratios:
         report_ratio(name, "the least possible", ratio)
