@@ -213,11 +213,7 @@ def test_a_state_without_a_mesh():
     mesh = jstep.topology("v5e:2x4")
     bare = jstep.cost(step, abstract, *rows, topology="v5e:2x4")
     placed = jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *jstep.shard_batch(rows, mesh))
-    assert (bare.collectives, bare.flops, bare.peak_bytes) == (
-        placed.collectives,
-        placed.flops,
-        placed.peak_bytes,
-    )
+    assert (bare.collectives, bare.flops, bare.peak_bytes) == (placed.collectives, placed.flops, placed.peak_bytes)
     arrays = jstep.cost(step, jstep.TrainState.create(params(), OPTIMIZER), *rows, topology="v5e:2x4")
     assert arrays.collectives == bare.collectives
     stacked = [jax.ShapeDtypeStruct((3, *one.shape), one.dtype) for one in rows]
