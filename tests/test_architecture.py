@@ -61,8 +61,7 @@ SHARED_TRACES = {
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",
 }
-"""Modules that use jit inside of a step, where it compiles nothing but traces an update rule or a norm once for all leaves
-of equal shape."""
+"""Modules with a jit inside of a step: it compiles nothing, but traces a rule or norm once for all leaves of a shape."""
 
 
 def layer_of(module: str) -> int:
@@ -129,7 +128,7 @@ def test_host_packages_are_independent(module: str) -> None:
     for other in inner_imports(module):
         top = other.split(".")[0]
         assert top == own or other.split(".")[0] not in HOST, f"{module} imports {other}"
-        assert top != "training", f"{module} imports training: host packages do not define steps"
+        assert top != "training", f"{module} imports training"
 
 
 def test_the_root_contains_only_packages() -> None:
@@ -138,21 +137,13 @@ def test_the_root_contains_only_packages() -> None:
     assert (ROOT / "py.typed").exists()
 
 
-CROSS_PACKAGE_TESTS = {
-    "architecture",
-    "docstrings",
-    "golden",
-    "optimizer_contract",
-    "public_names",
-    "averages",
-    "scripts",
-}
+SHARED_TESTS = {"architecture", "docstrings", "golden", "optimizer_contract", "public_names", "averages", "scripts"}
 
 
 def test_tests_are_in_the_folders_of_their_packages() -> None:
     """Only tests of several packages are directly in tests/."""
     here = Path(__file__).parent
-    assert {path.stem.removeprefix("test_") for path in here.glob("test_*.py")} <= CROSS_PACKAGE_TESTS
+    assert {path.stem.removeprefix("test_") for path in here.glob("test_*.py")} <= SHARED_TESTS
     assert {"cli", "core", "data", "queues", "summary"} <= {path.name for path in here.iterdir() if path.is_dir()}
 
 
@@ -216,9 +207,7 @@ def test_third_party_imports(module: str) -> None:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or ""]
         lazy = LAZY - LOADED_WHEN_USED.get(module, set())
-        assert not lazy & {n.split(".")[0] for n in names}, (
-            f"{module} imports {names} at module level, but it must be lazy"
-        )
+        assert not lazy & {n.split(".")[0] for n in names}, f"{module} imports {names} at module level"
 
 
 def jit_uses(tree: ast.AST) -> list[str]:
