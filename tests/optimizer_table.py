@@ -1,4 +1,4 @@
-"""Every optimizer and combinator, with its expected properties, one line each."""
+"""Every optimizer and composition of optimizers, with its expected properties, one line each."""
 
 from optimizer_entries.classic import CLASSIC
 from optimizer_entries.entry import EMA, Entry

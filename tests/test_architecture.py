@@ -61,7 +61,7 @@ SHARED_TRACES = {
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",
 }
-"""Modules with a jit inside of a step: it compiles nothing, but traces a rule or norm once for all leaves of a shape."""
+"""Modules with a jit inside of a step: it compiles nothing, but traces a rule or norm once per shape of leaves."""
 
 
 def layer_of(module: str) -> int:
@@ -273,7 +273,7 @@ def test_import_jstep_is_lightweight() -> None:
     assert not set(complete.stdout.split()) & (heavy | FORBIDDEN)
 
 
-# Files.
+# Sizes and names of files.
 
 TESTS = sorted((ROOT.parent / "tests").rglob("*.py"))
 
