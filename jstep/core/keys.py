@@ -24,7 +24,7 @@ def as_key(value: Any, argument: str) -> Any:
         ValueError: The value is an array of several keys.
     """
     dtype = getattr(value, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    typed = trees.is_key(value)
     if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
         raise TypeError(f"{argument}={shown(value)}: must be a key, such as jax.random.key(0), got {kind(value)}")
     if np.ndim(value) != (0 if typed else 1):
@@ -36,11 +36,12 @@ def without_mesh(key: Any) -> Any:
     """Copy a key off its mesh, if it is on one, so that it can be used with arrays on any mesh."""
     if not isinstance(key, jax.Array) or trees.is_traced(key):
         return key
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    data = on_host(jax.random.key_data(key) if typed else key)
+    data = on_host(trees.key_data(key))
     if data is None:
         return key
     with internal_transfers(), jax.set_mesh(_NO_MESH):
         return (
-            jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(key)) if typed else jnp.asarray(data)
+            jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(key))
+            if trees.is_key(key)
+            else jnp.asarray(data)
         )

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jstep.core.contexts import internal_transfers
+from jstep.core.trees import is_key
 
 _ORIGINS = {"name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin"}
 _RULES = {"jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd"}
@@ -178,7 +178,7 @@ def _type_text(aval: Any) -> str:
 
 def _array_text(x: Any) -> str:
     if isinstance(x, jax.Array):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             return f"{x.dtype} {_array_text(jax.random.key_data(x))}"
         if not x.is_fully_addressable:  # its values are on other hosts
             return f"{x.dtype}{list(x.shape)} of several processes"

@@ -71,6 +71,16 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
+def is_key(x: Any) -> bool:
+    """Whether x is an array of typed PRNG keys, traced or not, or the shape of one."""
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def key_data(leaf: Any) -> Any:
+    """Return the data of typed PRNG keys, and any other leaf unchanged."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
 def is_function(x: Any) -> bool:
     """Whether x is a function; a model that is a tree of arrays is not one, even if it has a `__call__`."""
     return callable(x) and (isinstance(x, jax.tree_util.Partial) or jax.tree_util.all_leaves([x]))
@@ -148,7 +158,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool) -> Array:
             f"params: the leaf at {quoted(path)} is complex ({jnp.result_type(leaf)}); "
             "jstep trains real parameters: keep its real and imaginary parts as two leaves."
         )
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return leaf.copy() if copy and not is_traced(leaf) else leaf
     # A weak type would become strong in the first step, and cause a second compilation.
     dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))

@@ -4,13 +4,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.stack import stack_trees
-from jstep.core.trees import flatten, path_str, quoted
+from jstep.core.trees import flatten, is_key, path_str, quoted
 from jstep.data import _permutation
 
 RowNumbers: TypeAlias = _permutation.Rows | slice
@@ -201,7 +200,7 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if leaf.ndim == 0:
             raise TypeError(f"{argument}: the {type(leaf).__name__} at {path} is a scalar and has no rows")
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if isinstance(leaf, jax.Array) and is_key(leaf):
             return KeySource(leaf, path)
         return ArraySource(leaf, path)
     name = type(leaf).__name__

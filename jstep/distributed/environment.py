@@ -123,8 +123,8 @@ def _of_skypilot() -> dict[str, Setting]:
         return found
     absent = [name for field, name in _SKYPILOT.items() if field not in found]
     if absent and found:
-        said = ", ".join(map(str, found.values()))
-        raise ValueError(f"{said}: {', '.join(absent)} must be set as well, as SkyPilot sets all of them")
+        names = ", ".join(map(str, found.values()))
+        raise ValueError(f"{names}: {', '.join(absent)} must be set as well, as SkyPilot sets all of them")
     if not found:
         return {}
     nodes = found[ADDRESS].value.split()

@@ -107,9 +107,9 @@ def initialize(
         several = environment.several()
         if not found and not several and "should be defined" in str(error):
             return  # no cluster detected: one process
-        said = ", ".join(str(found.get(name, Setting(None, name))) for name in (ADDRESS, COUNT, INDEX))
+        settings = ", ".join(str(found.get(name, Setting(None, name))) for name in (ADDRESS, COUNT, INDEX))
         raise ValueError(
-            f"{said if found or not several else several}: {error} Missing: {environment.missing(found)}. Give all "
+            f"{settings if found or not several else several}: {error} Missing: {environment.missing(found)}. Give all "
             "three as arguments or variables, or start the processes under SLURM (srun), Open MPI or on a TPU slice, "
             "where they are detected; num_processes=1 trains with a single process."
         ) from error

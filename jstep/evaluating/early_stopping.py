@@ -83,7 +83,7 @@ class EarlyStopping:
         return self.metric
 
     @property
-    def told_apart_by(self) -> dict[str, Any]:
+    def identifying_settings(self) -> dict[str, Any]:
         """The settings, which identify the callback among others with the same metric."""
         return {"mode": self._mode, "patience": self._patience, "min_delta": float(self._min_delta)}
 

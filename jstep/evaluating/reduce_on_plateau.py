@@ -102,7 +102,7 @@ class ReduceOnPlateau:
         return f"{self.metric}, {self._name}"
 
     @property
-    def told_apart_by(self) -> dict[str, Any]:
+    def identifying_settings(self) -> dict[str, Any]:
         """The settings, which identify the callback among others with the same metric and hyperparameter."""
         return {
             "mode": self._mode,

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jstep.core.memory import on_devices
+from jstep.core.trees import key_data
 from jstep.fingerprints.host import host_sums
 from jstep.fingerprints.mix import HALF, HIGH, MASK, STRIDE, U, lanes, sealed, split_at
 
@@ -16,9 +16,7 @@ HOST = np.ndarray | np.generic
 
 def device_sums(array: Any) -> Any:
     """Return the sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
-    array = on_devices(array)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
+    array = key_data(on_devices(array))
     if not array.size:
         return jnp.zeros(2, U)
     key = _keys(array)

@@ -116,7 +116,7 @@ class EvaluationHook(CadencedHook):
         self._reported_step: int | None = None
         self._owed: int | None = None
         self._stop_requested: Callable[[], bool] = lambda: False
-        self._is_kept = False
+        self._resumable = False
 
     @property
     def watches(self) -> str:
@@ -143,7 +143,7 @@ class EvaluationHook(CadencedHook):
         super().use_run(run)
         if self._takes_writer:
             self._writer = run.writer
-        self._is_kept, self._stop_requested = run.saver is not None, run.stop_requested
+        self._resumable, self._stop_requested = run.saver is not None, run.stop_requested
         self._callbacks.each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
@@ -244,7 +244,7 @@ class EvaluationHook(CadencedHook):
             return None
         self._reported_step = step
         result = self._callbacks(step, state, values, on_cadence=on_cadence)
-        if self._is_kept and len(self.results) == 1:
+        if self._resumable and len(self.results) == 1:
             self.get_state()  # raises now, not at the first save, if a state cannot be saved
         return result
 

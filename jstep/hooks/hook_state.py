@@ -102,7 +102,7 @@ def _record(owner: _Owner, one: Any, where: str) -> dict[str, Any]:
 
 def _settings(one: Any) -> dict[str, Any]:
     """The settings of a stock object, by which twins are matched."""
-    settings = getattr(one, "told_apart_by", None)
+    settings = getattr(one, "identifying_settings", None)
     return settings if isinstance(settings, dict) else {}
 
 

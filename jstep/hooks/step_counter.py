@@ -14,7 +14,7 @@ from jstep.hooks.writers import check_writer
 from jstep.state import TrainState, get_global_step
 
 TAG = "global_step/sec"
-_KEPT = 1000
+_HISTORY = 1000
 """The number of measurements kept for lines that are delivered late."""
 
 
@@ -113,7 +113,7 @@ class StepCounterHook(CadencedHook):
         self._compiled = 0
         self._unfinished: deque[_UnfinishedInterval] = deque()
         self._unfinished_at = 0.0
-        self._figures: deque[_Figure] = deque(maxlen=_KEPT)
+        self._figures: deque[_Figure] = deque(maxlen=_HISTORY)
         self._sizes: list[tuple[int, int | None]] = []  # (step, rows of a batch from that step)
         self._examples_per_sec: float | None = None
         self.steps_per_sec: float | None = None

@@ -87,7 +87,7 @@ def trace_of(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
 
 def _state(state: Any, held: Mapping[str, float]) -> dict[str, Any]:
     leaves = trees.leaves_with_paths(shapes_of(state))
-    said = [f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
+    described = [f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
     where = [
         f"{path} {'anywhere' if leaf.sharding is None else sharding_text(leaf.sharding)}"
         for path, leaf in leaves
@@ -97,7 +97,7 @@ def _state(state: Any, held: Mapping[str, float]) -> dict[str, Any]:
     for _, leaf in leaves:
         dtypes[str(leaf.dtype)] = dtypes.get(str(leaf.dtype), 0) + 1
     return {
-        "hash": digest_of(*said),
+        "hash": digest_of(*described),
         "sharding": digest_of(*where),
         "params": sum(math.prod(leaf.shape) for path, leaf in leaves if path.split("/")[0] == "params"),
         "leaves": len(leaves),

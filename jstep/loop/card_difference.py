@@ -59,15 +59,15 @@ def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
             for line in _differences(_name(section, name), one.get(name, _ABSENT), other.get(name, _ABSENT))
         ]
         hashes = [
-            said
-            for (key, name), said in _HASHES.items()
-            if key == section and one.get(name) != other.get(name) and _says_more(name, one, other, lines)
+            label
+            for (key, name), label in _HASHES.items()
+            if key == section and one.get(name) != other.get(name) and _adds_information(name, one, other, lines)
         ]
         found += [begins + line for line in [*lines, *hashes]]
     return found + list(_programs(a, b))
 
 
-def _says_more(name: str, a: Mapping[str, Any], b: Mapping[str, Any], lines: list[str]) -> bool:
+def _adds_information(name: str, a: Mapping[str, Any], b: Mapping[str, Any], lines: list[str]) -> bool:
     """Whether a hash adds to the lines; that of the sharding does if the leaves are otherwise the same."""
     return a.get("hash") == b.get("hash") if name == "sharding" else not lines
 

@@ -31,10 +31,10 @@ class OverlappedStart(NamedTuple):
     first: FirstBatch
 
 
-def open_source(batches: Any, start: int, last_step: int, extra: Mapping[str, Any], *, is_kept: bool) -> Source:
+def open_source(batches: Any, start: int, last_step: int, extra: Mapping[str, Any], *, resumable: bool) -> Source:
     """The batches from a step, at the position that was saved with its checkpoint."""
-    source = source_of(batches, start, last_step, saved_position(extra), is_kept=is_kept)
-    if not is_kept:
+    source = source_of(batches, start, last_step, saved_position(extra), resumable=resumable)
+    if not resumable:
         return source._replace(position=None)  # the position is never saved
     if source.position is None or source.begin is not None:
         return source
@@ -77,7 +77,7 @@ def overlap_start(
     if own is not None and not own.is_endless and start >= len(own):
         return None
     make = functools.partial(
-        open_source, batches, start, last_step, checkpoints.extra, is_kept=checkpoints.saver is not None
+        open_source, batches, start, last_step, checkpoints.extra, resumable=checkpoints.saver is not None
     )
     source = make()
     # A function of the step can be called again, if its first call failed because it needs what a hook sets up.

@@ -15,6 +15,7 @@ from jstep.loop.background_compiler import BackgroundCompiler
 from jstep.loop.batch_feeder import Call
 from jstep.loop.cards import Cards
 from jstep.loop.compilations import compilations_here, seconds_here
+from jstep.loop.redundant_rows import warn_of_redundant_rows
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.loop.trace_step import trace_step
 from jstep.timeline import Stopwatch
@@ -141,6 +142,8 @@ class Programs:
             self.dispatched.add(program, call.steps, new, call.args, lambda: trace_step(step, new, call.args))
         if self.ahead_compiler is not None and isinstance(result, tuple):
             self.ahead_compiler.after(result[0], call.args, stacked=call.stacked)
+        if is_first and isinstance(result, tuple) and len(self._begun) == 1:
+            warn_of_redundant_rows(step, result[0], call.args)
         if is_first and self.cards is not None and isinstance(result, tuple) and len(result) == 2:
             self.cards.ran(step, self._first, call.steps, *result, call.args)
         return result

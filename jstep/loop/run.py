@@ -136,8 +136,8 @@ class Run:
         if overlapped is not None:
             source, items = overlapped.source, iter(overlapped.first)
         else:
-            is_kept = start.saver is not None
-            source = open_source(batches, start.step, options.last_step, start.extra, is_kept=is_kept)
+            resumable = start.saver is not None
+            source = open_source(batches, start.step, options.last_step, start.extra, resumable=resumable)
             items = self._times.first_of(copied_batches(source, self._fetched))
         hook_state.check_keys(hook_set.hooks)
         done = runner.begin(start.state)

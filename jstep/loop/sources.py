@@ -74,7 +74,7 @@ class Source(NamedTuple):
     begin: Callable[[], Any] | None = None
 
 
-def source_of(batches: Any, start: int, last_step: int, position: Any = None, *, is_kept: bool = False) -> Source:
+def source_of(batches: Any, start: int, last_step: int, position: Any = None, *, resumable: bool = False) -> Source:
     """The batches from step `start`.
 
     Args:
@@ -84,7 +84,7 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
         start: The first step.
         last_step: The step at which to end.
         position: The position of an earlier run, from `encode_position` or as a `SavedPosition`; None in a fresh run.
-        is_kept: Whether the run saves checkpoints, from which it may be resumed later.
+        resumable: Whether the run saves checkpoints, from which it may be resumed later.
     """
     check_batches(batches)
     if keeps_position(batches):
@@ -121,7 +121,7 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
             name,
             ways_out,
         )
-    elif is_kept:
+    elif resumable:
         _logger.warning(
             "A %s has no position to resume from: if this run is stopped and resumed from its checkpoint, the batches "
             "start where the %s is then, not where the run stopped. %s",

@@ -158,11 +158,11 @@ def state_shardings(
             ]
         )
 
-    def wherever(name: str, tree: Any) -> Any:
+    def slot_placement(name: str, tree: Any) -> Any:
         # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
         return jax.tree.map(lambda _: on_all, tree) if name == MODEL_STATE else slot(name, tree)
 
-    return treedef.unflatten(placed), {name: wherever(name, tree) for name, tree in slots.items()}, on_all
+    return treedef.unflatten(placed), {name: slot_placement(name, tree) for name, tree in slots.items()}, on_all
 
 
 def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
@@ -251,7 +251,7 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
             return jax.device_put(leaf.copy(), sharding)
         # On a CPU may_alias=False is not honored: the state could alias NumPy's memory.
         return jax.device_put(np.array(leaf), sharding)
-    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if trees.is_key(leaf):
         return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     # Every process has the whole leaf and keeps its own shards.
     host = np.asarray(leaf)

@@ -217,9 +217,7 @@ def _has_same_bits(a: Any, b: Any) -> bool:
         return False
     if any(isinstance(one, jax.Array) and (one.is_deleted() or not one.is_fully_addressable) for one in (a, b)):
         return False
-    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
-    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    return np.asarray(trees.key_data(a)).tobytes() == np.asarray(trees.key_data(b)).tobytes()
 
 
 def _unshared(params: Params, slots: Slots) -> Slots:

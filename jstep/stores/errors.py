@@ -52,18 +52,18 @@ def translated(error: Exception, verb: str, url: str) -> OSError:
     codes = re.findall(r"\[http_response_code='([0-9]+)'\]", text)
     status = int(codes[-1]) if codes else 0
     code = _code(text)
-    said = " ".join(str(part) for part in (status or "", code) if part)
+    details = " ".join(str(part) for part in (status or "", code) if part)
     if status == 416 or text.startswith("OUT_OF_RANGE"):
         return TruncatedError(f"{url}: it is shorter than it was")
     if code in _REGION or status in (301, 307):
-        return StoreError(f"{what}: the bucket is in another region ({said}); set AWS_REGION to that of the bucket")
+        return StoreError(f"{what}: the bucket is in another region ({details}); set AWS_REGION to that of the bucket")
     if code in _EXPIRED | _UNKNOWN_KEYS or status == 401:
         expired = "the credentials have expired" if code in _EXPIRED else "no valid credentials"
-        return PermissionError(f"{what}: {expired} ({said}): {_LOGIN[scheme]}")
+        return PermissionError(f"{what}: {expired} ({details}): {_LOGIN[scheme]}")
     if status == 403 or text.startswith("PERMISSION_DENIED"):
         right = _RIGHTS[scheme].get(verb, _WRITE[scheme])
         return PermissionError(
-            f"{what}: not permitted ({said or 'PERMISSION_DENIED'}). It needs the right {right} on the bucket "
+            f"{what}: not permitted ({details or 'PERMISSION_DENIED'}). It needs the right {right} on the bucket "
             f"{bucket!r}; for other credentials, use {_LOGIN[scheme]}"
         )
     if code == "NoSuchBucket" or (status == 404 and verb != "read"):
@@ -80,11 +80,11 @@ def translated(error: Exception, verb: str, url: str) -> OSError:
         after = f", {int(tries[1]) + 1} tries in half a minute" if tries else ""
         if tries or status == 429 or status >= 500:
             return BusyError(
-                f"{what}: the store did not accept it (HTTP {said}{after}). It is busy or down; run again later"
+                f"{what}: the store did not accept it (HTTP {details}{after}). It is busy or down; run again later"
             )
         # S3 returns 400 for expired temporary keys, and gives the reason only in a body, which a HEAD lacks.
         hint = f"; have the credentials expired? {_LOGIN[scheme]}" if status == 400 else "; see the log of the store"
-        return StoreError(f"{what}: the store did not accept it (HTTP {said}){hint}")
+        return StoreError(f"{what}: the store did not accept it (HTTP {details}){hint}")
     return StoreError(f"{what}: {scrubbed(text)}")
 
 
@@ -97,7 +97,7 @@ def no_bucket(url: str, verb: str) -> FileNotFoundError:
     )
 
 
-def no_answer(url: str, verb: str, seconds: float, known: str | None = None) -> OSError:
+def no_response(url: str, verb: str, seconds: float, known: str | None = None) -> OSError:
     """Return the error for a store that does not respond; `known` is the reason of an earlier failure."""
     if known is not None:
         return ConnectionError(f"{url}: cannot {verb}: {known}")

@@ -57,7 +57,7 @@ class Pending:
         except TimeoutError:
             self._future.cancel()
             known = outages.reason(self._bucket)
-            problem = errors.no_answer(self.url, self._verb, max(1.0, left), known)
+            problem = errors.no_response(self.url, self._verb, max(1.0, left), known)
         except _ERRORS as error:
             problem = errors.translated(error, self._verb, self.url)
         else:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jstep.core import trees
 from jstep.core.devices import device_count, device_of, sharding_of
 from jstep.core.flops import work_of
 from jstep.core.memory import is_of_host
@@ -169,7 +169,7 @@ def _bytes(tree: Any, *, on_host: bool = False) -> int:
         if sharding is not None:
             shape = sharding.shard_shape(shape)
         here = jax.ShapeDtypeStruct(shape, dtype)
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if trees.is_key(here):
             here = jax.eval_shape(jax.random.key_data, here)
         count = 1
         for length in here.shape:

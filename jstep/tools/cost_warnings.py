@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
+from jstep.core.activation_annotations import is_annotated
 from jstep.core.meshes import mesh_of
 from jstep.core.sizes import size
-from jstep.tools.activation_annotations import is_annotated
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.compiled.exchanges import Exchange, exchanges_of
 from jstep.tools.compiled.origins import argument_of
@@ -77,7 +76,7 @@ def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> 
 def unplaced_batch(state: Any, args: Sequence[Any]) -> list[str]:
     """Return a warning if the state is on a mesh of several devices and no array of the batch is on it."""
     mesh = mesh_of(state)
-    has_rows = any(np.ndim(leaf) > 0 and not _is_key(leaf) for leaf in jax.tree.leaves(args))
+    has_rows = any(np.ndim(leaf) > 0 and not trees.is_key(leaf) for leaf in jax.tree.leaves(args))
     if mesh is None or mesh.size == 1 or not has_rows or mesh_of(args) is not None:
         return []
     return [
@@ -85,10 +84,6 @@ def unplaced_batch(state: Any, args: Sequence[Any]) -> list[str]:
         "without batch_sharding. With batch_sharding, train runs another program; to measure that one, place the "
         "batch in the same way, such as jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))"
     ]
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
 
 
 def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:

@@ -6,8 +6,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint import Saver
@@ -176,9 +174,7 @@ def _cause(
 
 def _on_host(state: TrainState) -> dict[str, np.ndarray[Any, Any]]:
     def host(leaf: Any) -> np.ndarray[Any, Any]:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        return np.array(leaf)  # a copy, since the leaf is donated to the next step
+        return np.array(trees.key_data(leaf))  # a copy, since the leaf is donated to the next step
 
     tree = {"params": state.params, "slots": state.slots, "global_step": state.global_step}
     return {path: host(leaf) for path, leaf in trees.leaves_with_paths(tree)}

@@ -26,7 +26,7 @@ from jstep.optimizers.match_gradients import match_gradients
 from jstep.optimizers.names import AGES, Role, Roles, roles_of
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
-from jstep.optimizers.wrappers.skip_nonfinite import ASKED, LEFT_OUT
+from jstep.optimizers.wrappers.skip_nonfinite import LEFT_OUT, NOT_REACHED
 from jstep.state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 from jstep.state.global_step import later_step
 from jstep.training.layouts import layouts_of
@@ -149,8 +149,8 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     loss_scale_of(roles, held)
     noise_slots(roles)
     guards = [name for name in roles.of(Role.LAST_FINITE) if name in held]
-    asked = {name: jnp.full_like(held[name], ASKED) for name in guards}
-    updates, own = call_update(optimizer, grads, held | asked, state.params, step, context)
+    not_reached = {name: jnp.full_like(held[name], NOT_REACHED) for name in guards}
+    updates, own = call_update(optimizer, grads, held | not_reached, state.params, step, context)
     _check_slots(held, own)
     left_out = {name: own[name] == LEFT_OUT for name in guards}
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}

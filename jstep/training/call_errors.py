@@ -98,8 +98,7 @@ def _buffer(leaf: Any) -> Any:
     """Return an identifier of the memory of an array; None if it has none on this process."""
     if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
         return None
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = trees.key_data(leaf)
     if not leaf.sharding.addressable_devices:
         return None
     part = leaf.addressable_data(0)

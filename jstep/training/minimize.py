@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jstep.clipping import global_norm
@@ -263,7 +262,7 @@ def _checked_key(rng: Any) -> Any:
         return None
     if not trees.is_array(rng):
         raise TypeError(f"rng={shown(rng)}: must be a key, such as jax.random.key(0), got {kind(rng)}")
-    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    typed = trees.is_key(rng)
     if not (typed or (rng.dtype == np.uint32 and np.ndim(rng) == 1)):
         raise TypeError(f"rng: must be a key, such as jax.random.key(0), got {kind(rng)}")
     if typed and np.ndim(rng):

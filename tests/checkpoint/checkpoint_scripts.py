@@ -1,4 +1,4 @@
-"""Scripts that save and restore in a process of their own, which may be killed."""
+"""Scripts that save and restore in a separate process, which a test may kill."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import textwrap
 
 PRELUDE = """
 import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
 import jax, jax.numpy as jnp, numpy as np
 import jstep
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
@@ -21,7 +21,7 @@ def state_at(step, value, size=1000):
 
 
 def start(script, *args, **env):
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:  # tracebacks show its lines
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:  # for the source lines in tracebacks
         file.write(PRELUDE + textwrap.dedent(script))
     command = [sys.executable, file.name, *map(str, args)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}

@@ -1,4 +1,4 @@
-"""States to save, and what tests of checkpoints look at on the disk."""
+"""States to save, and helpers that inspect or corrupt the files of a checkpoint."""
 
 import glob
 import os
@@ -38,7 +38,7 @@ def assert_same(a, b):
 
 
 def listing(directory):
-    """What is there, but for the file that says who writes."""
+    """Return the entries of a directory, without the claim file of its writer."""
     return sorted(name for name in os.listdir(directory) if not name.endswith(".jstep-writer"))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on other devices, and by several processes."""
+"""Restoring onto other devices and shardings, and checkpoints of several processes."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ import jstep
 from jstep.checkpoint import Saver, latest_checkpoint
 
 
-def placed(tree, specs, shape, names):
+def shapes_and_shardings(tree, specs, shape, names):
     devices = jax.devices()[: np.prod(shape)]
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
     shardings = jax.tree.map(lambda leaf: NamedSharding(mesh, specs.get(leaf.shape, P())), tree)
@@ -28,14 +28,14 @@ def bits(tree):
     return [as_bits(leaf) for leaf in jax.tree.leaves((tree.params, tree.slots))]
 
 
-def test_other_devices(tmp_path):
-    """Arrays come back as the target's shardings say, whatever they were saved with."""
+def test_restore_uses_the_shardings_of_the_target(tmp_path):
+    """Restored arrays have the target's shardings, whatever they were saved with."""
     keys = jax.random.split(jax.random.key(0), 8)
     params = {"w": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8.0), "key": keys}
-    made = jstep.TrainState.create(params, jstep.gradient_descent(0.1), global_step=1)
-    made = made.replace(slots={"m": {"w": made.params["w"] + 1, "none": jnp.zeros((0, 8))}})
+    state = jstep.TrainState.create(params, jstep.gradient_descent(0.1), global_step=1)
+    state = state.replace(slots={"m": {"w": state.params["w"] + 1, "none": jnp.zeros((0, 8))}})
     with Saver(tmp_path) as saver:
-        saver.save(made)
+        saver.save(state)
     saver = Saver(tmp_path)
     shapes = {"params": {"w": (8, 8), "b": (8,)}, "slots": {"m": {"w": (8, 8), "none": (0, 8)}}}
     abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple)
@@ -51,12 +51,12 @@ def test_other_devices(tmp_path):
         ({(8, 8): P("x")}, (2,), ("x",)),  # fewer devices, and replicas
         ({}, (8,), ("x",)),
     ]:
-        wanted, shardings = placed(target, specs, *mesh)
-        restored = saver.restore(wanted)  # from what other shardings wrote
+        wanted, shardings = shapes_and_shardings(target, specs, *mesh)
+        restored = saver.restore(wanted)  # saved with other shardings
         assert bits(restored) == bits(plain)
         for leaf, sharding in zip(jax.tree.leaves(restored), jax.tree.leaves(shardings), strict=True):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding, leaf.shape)
-        # donation really takes place, replicas included
+        # arrays can really be donated, replicas included
         bump = jax.jit(lambda t: t.replace(params=t.params | {"w": t.params["w"] + 1}), donate_argnums=0)
         stepped = bump(restored)
         assert (np.asarray(stepped.params["w"]) == np.asarray(plain.params["w"]) + 1).all()
@@ -67,7 +67,7 @@ def test_other_devices(tmp_path):
         step += 1
         saver.save(saver.restore(wanted).replace(global_step=jax.device_put(jnp.int32(step), shardings.global_step)))
         assert bits(saver.restore(target)) == bits(plain)
-    # averages and their slot, from one array on disk to two places
+    # parameters and the slot of averages are both read from one array on disk
     both = target.replace(slots={"ExponentialMovingAverage": {"w": target.params["w"]}})
     saver.save(
         both.replace(
@@ -76,7 +76,7 @@ def test_other_devices(tmp_path):
             slots={"ExponentialMovingAverage": {"w": plain.params["w"] * 2}},
         )
     )
-    wanted, shardings = placed(both, {(8, 8): P("x")}, (8,), ("x",))
+    wanted, shardings = shapes_and_shardings(both, {(8, 8): P("x")}, (8,), ("x",))
     mixed = wanted.replace(slots=both.slots)
     for shapes in (wanted, mixed):
         back = saver.restore(shapes, use_averages=True)
@@ -112,7 +112,7 @@ TWO = """
 
 
 FAILS = """
-    # One fails: nobody waits for it, nothing is put in its place, all hear of it, and the next save is whole.
+    # A save that fails on one process fails on all: none hangs, nothing is published, and the next save succeeds.
     from jstep.checkpoint.store import checksums, manifest_file
 
     def full(*args):
@@ -125,20 +125,20 @@ FAILS = """
         saver.wait()
         if process == broken:
             module, name = ((checksums, "write_part"), (manifest_file, "write"))[1 - broken]
-            whole = getattr(module, name)
+            original = getattr(module, name)
             setattr(module, name, full)
         try:
             saver.save(state(step))
             saver.save(state(step + 1))
         except CheckpointError as error:
-            said = str(error)
+            message = str(error)
             if process == broken:
-                assert "the disk is full" in said, said
-                setattr(module, name, whole)
+                assert "the disk is full" in message, message
+                setattr(module, name, original)
             elif broken == 1:
-                assert "process 1 did not write its part" in said, said
+                assert "process 1 did not write its part" in message, message
             else:
-                assert "see the error of another process" in said, said
+                assert "see the error of another process" in message, message
             print(step)
         saver.save(state(step + 1))
     assert saver.all_steps() == [1, 3, 5], saver.all_steps()
@@ -147,13 +147,13 @@ FAILS = """
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return sock.getsockname()[1]
 
 
 def test_two_processes(tmp_path):
-    """All take part, each with its shards; one keeps the directory; damage and failures are found by all."""
+    """Each process writes its shards, the first manages the directory, and all detect corruption and failures."""
     port = free_port()
     script = (
         TWO
@@ -170,7 +170,7 @@ def test_two_processes(tmp_path):
     for call in (lambda: second.save(state(9)), second.claim):
         try:
             call()
-        except CheckpointError as error:  # on both, or one would wait for the other
+        except CheckpointError as error:  # on both processes, otherwise one would wait for the other
             assert ("one writer at a time" if process == 0 else "see the error of process 0") in str(error), error
             print("refused")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
@@ -184,12 +184,12 @@ def test_two_processes(tmp_path):
         data = bytearray(open(path, "rb").read())
         data[len(data) // 2] ^= 1
         open(path, "wb").write(data)
-    multihost_utils.sync_global_devices("damaged")
+    multihost_utils.sync_global_devices("corrupted")
     try:
         saver.restore(shapes)
     except CheckpointError as error:
         assert "model-3" in str(error) and "newest intact checkpoint is step 2" in str(error), error
-        print("found")
+        print("detected")
     saver.delete(3)
     assert saver.all_steps() == [2]
     print("deleted")
@@ -199,9 +199,9 @@ def test_two_processes(tmp_path):
     )
     processes = [start(script, tmp_path, process, port) for process in range(2)]
     outputs = [end(process) for process in processes]
-    assert [out[-6:] for out in outputs] == [["refused", "refused", "found", "deleted", "2", "4"]] * 2
+    assert [out[-6:] for out in outputs] == [["refused", "refused", "detected", "deleted", "2", "4"]] * 2
     assert sorted(os.listdir(tmp_path)) == ["fails", "model-2"]
     assert sorted(os.listdir(tmp_path / "fails")) == ["model-1", "model-3", "model-5"]
-    with Saver(tmp_path) as saver:  # one process goes on with what two wrote
+    with Saver(tmp_path) as saver:  # one process restores what two saved
         assert saver.restore(step=2)["params"]["w"].tolist() == [2 + i for i in range(8)]
     assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2")

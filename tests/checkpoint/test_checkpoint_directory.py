@@ -1,4 +1,4 @@
-"""What lies in a directory beside checkpoints, and saves that are cut short."""
+"""Other entries in the directory of checkpoints, and interrupted saves."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from jstep.checkpoint.store import place as _checkpoint_dir
 
 
 class TestDirectory:
-    def test_foreign_and_half_written(self, tmp_path):
+    def test_foreign_and_incomplete_entries_are_ignored(self, tmp_path):
         with Saver(tmp_path) as saver:
             save_all(saver, [5])
             for name in (
@@ -40,7 +40,7 @@ class TestDirectory:
             assert latest_checkpoint(tmp_path, "model") == str(tmp_path / "model-5")
             assert listing(tmp_path) == before
 
-    def test_extra_files_in_a_checkpoint_do_no_harm(self, tmp_path):
+    def test_extra_files_in_a_checkpoint_are_ignored(self, tmp_path):
         with Saver(tmp_path) as saver:
             path = saver.save(state_at(1))
             saver.wait()
@@ -48,7 +48,7 @@ class TestDirectory:
                 file.write("the good one")
             assert int(saver.restore(state_at(0)).global_step) == 1
 
-    def test_what_stands_in_the_way(self, tmp_path, caplog):
+    def test_entries_with_the_name_of_a_checkpoint_are_moved(self, tmp_path, caplog):
         (tmp_path / "model-1").mkdir()
         (tmp_path / "model-1" / "thesis.tex").write_text("unique")
         (tmp_path / "model-2").write_text("a file")
@@ -58,13 +58,13 @@ class TestDirectory:
         with Saver(tmp_path) as saver:
             save_all(saver, [1, 2, 3, 4])
             assert saver.all_steps() == [1, 2, 3, 4]
-        # nobody's data is lost, remains of checkpoints are
+        # user files are kept; remains of checkpoints are deleted
         assert (tmp_path / "model-1.set-aside-0" / "thesis.tex").read_text() == "unique"
         assert (tmp_path / "model-2.set-aside-0").read_text() == "a file"
         assert len(listing(tmp_path)) == 6
         assert "moved to" in caplog.text
 
-    def test_the_same_step_twice(self, tmp_path):
+    def test_saving_a_step_again_replaces_its_checkpoint(self, tmp_path):
         with Saver(tmp_path) as saver:
             saver.save(state_at(3, 1.0), extra="one")
             assert saver.save(state_at(3, 2.0), extra="two") == str(tmp_path / "model-3")
@@ -73,7 +73,7 @@ class TestDirectory:
             assert saver.all_steps() == [3]
         assert listing(tmp_path) == ["model-3"]
 
-    def test_the_same_step_twice_and_the_second_fails(self, tmp_path, monkeypatch):
+    def test_a_failed_replacement_keeps_the_old_checkpoint(self, tmp_path, monkeypatch):
         with Saver(tmp_path) as saver:
             save_all(saver, [3])
             monkeypatch.setattr(manifest_file, "write", fail)
@@ -83,7 +83,7 @@ class TestDirectory:
             assert saver.restore(state_at(0)).params["w"][0, 0] == 3
         assert listing(tmp_path) == ["model-3"]
 
-    def test_two_prefixes(self, tmp_path):
+    def test_two_prefixes_are_independent(self, tmp_path):
         (tmp_path / "model-4.orbax-checkpoint-tmp").mkdir()
         (tmp_path / "best-4.orbax-checkpoint-tmp").mkdir()
         with Saver(tmp_path, max_to_keep=2) as a, Saver(tmp_path, "model-best", max_to_keep=1) as b:
@@ -95,7 +95,7 @@ class TestDirectory:
             assert b.restore(state_at(0)).params["w"][0, 0] == 2
         assert listing(tmp_path) == ["best-4.orbax-checkpoint-tmp", "model-2", "model-3", "model-best-13"]
 
-    def test_leftovers_go_with_the_first_save(self, tmp_path):
+    def test_the_first_save_cleans_up_leftovers(self, tmp_path):
         with Saver(tmp_path) as saver:
             save_all(saver, [1, 2])
         os.makedirs(tmp_path / "model-3.orbax-checkpoint-tmp" / "d")
@@ -106,7 +106,7 @@ class TestDirectory:
         os.rename(tmp_path / "model-2", tmp_path / "model-2.jstep-replaced")
         os.makedirs(tmp_path / "model-2")
         with Saver(tmp_path) as saver:
-            # a reader changes nothing, and finds what a killed replacement left
+            # reading changes nothing, and recovers the old checkpoint of a killed replacement
             assert saver.all_steps() == [1, 2]
             assert int(saver.restore(state_at(0)).global_step) == 2
             assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2.jstep-replaced")
@@ -116,8 +116,8 @@ class TestDirectory:
             assert int(saver.restore(state_at(0), step=2).global_step) == 2
         assert listing(tmp_path) == ["model-1", "model-2", "model-3.orbax-checkpoint-tmp.mine", "model-5"]
 
-    def test_a_crash_at_any_moment_of_putting_in_place(self, tmp_path, monkeypatch):
-        """Interrupted before any of its file operations, publishing leaves the old checkpoint or the new one."""
+    def test_publishing_is_atomic_under_crashes(self, tmp_path, monkeypatch):
+        """A crash before any of its file operations leaves either the old checkpoint or the new one."""
 
         class Crash(BaseException):
             pass
@@ -127,12 +127,12 @@ class TestDirectory:
             for name in ("rename", "unlink", "rmdir"):
                 operation = getattr(os, name)
 
-                def checked(*args, operation=operation, **kwargs):
+                def crashing(*args, operation=operation, **kwargs):
                     if next(calls) == number:
                         raise Crash
                     return operation(*args, **kwargs)
 
-                monkeypatch.setattr(os, name, checked)
+                monkeypatch.setattr(os, name, crashing)
 
         with Saver(tmp_path / "a") as saver:
             saver.save(state_at(3, 1.0))
@@ -162,7 +162,7 @@ class TestDirectory:
         assert len(outcomes) > 10
 
 
-def test_the_users_home_is_expanded(tmp_path, monkeypatch):
+def test_tilde_in_a_path_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with jstep.Saver("~/runs/x") as saver:

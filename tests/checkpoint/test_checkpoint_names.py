@@ -1,4 +1,4 @@
-"""Names of checkpoints, what is kept in extra, and what is said of it in the manifest."""
+"""Names of checkpoints, the values of `extra`, and the content of the manifest."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from jstep.checkpoint.store import checksums
 
 
 class TestNames:
-    def test_name(self):
+    def test_a_name_is_prefix_and_step(self):
         assert checkpoint_name("my-model", 1000) == "my-model-1000"
         assert checkpoint_name("model", np.int64(3)) == checkpoint_name("model", jnp.int32(3)) == "model-3"
 
@@ -26,7 +26,7 @@ class TestNames:
         with pytest.raises(TypeError, match="step="):
             checkpoint_name("model", step)
 
-    def test_refused(self):
+    def test_invalid_names_are_refused(self):
         with pytest.raises(ValueError, match="step=-1"):
             checkpoint_name("model", -1)
         with pytest.raises(ValueError, match="prefix='a/b'"):
@@ -42,19 +42,19 @@ class TestNames:
         with pytest.raises(TypeError, match="prefix=3"):
             checkpoint_name(3, 1)
 
-    def test_path_is_a_function_of_global_step(self, tmp_path):
+    def test_save_names_the_checkpoint_after_global_step(self, tmp_path):
         with Saver(tmp_path) as saver:
             assert saver.save(state_at(1000)) == str(tmp_path / "model-1000")
         assert listing(tmp_path) == ["model-1000"]
 
-    def test_relative_directory(self, tmp_path, monkeypatch):
+    def test_a_relative_directory_is_made_absolute(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         with Saver("here/there") as saver:
             path = saver.save(state_at(1))
         monkeypatch.chdir("/")
         assert os.path.isdir(path)
 
-    def test_latest_checkpoint(self, tmp_path):
+    def test_latest_checkpoint_of_any_or_one_prefix(self, tmp_path):
         assert latest_checkpoint(tmp_path / "none") is None
         assert latest_checkpoint(tmp_path) is None
         with Saver(tmp_path) as a, Saver(tmp_path, prefix="best") as b:
@@ -67,14 +67,14 @@ class TestNames:
     def test_any_object_with_a_global_step(self, tmp_path):
         @jax.tree_util.register_dataclass
         @dataclasses.dataclass
-        class Mine:
+        class CustomState:
             global_step: jax.Array
             table: np.ndarray
 
         with Saver(tmp_path) as saver:
-            assert saver.save(Mine(jnp.int32(7), np.arange(3.0))).endswith("model-7")
-            back = saver.restore(Mine(jnp.int32(0), np.zeros(3)))
-        assert isinstance(back.table, np.ndarray)  # NumPy where the target has NumPy
+            assert saver.save(CustomState(jnp.int32(7), np.arange(3.0))).endswith("model-7")
+            back = saver.restore(CustomState(jnp.int32(0), np.zeros(3)))
+        assert isinstance(back.table, np.ndarray)  # NumPy because the target has NumPy
         assert back.table.dtype == np.float64
         assert back.table.tolist() == [0, 1, 2]
 
@@ -93,19 +93,19 @@ def nested(depth):
 
 
 class TestExtra:
-    def test_twice_is_not_cyclic(self, tmp_path):
+    def test_a_shared_value_is_not_a_cycle(self, tmp_path):
         shared = [1]
         with Saver(tmp_path) as saver:
             saver.save(state_at(1), extra={"a": shared, "b": [shared, shared]})
             assert saver.extra() == {"a": [1], "b": [[1], [1]]}
 
-    def test_comes_back(self, tmp_path):
+    def test_extra_is_restored_as_saved(self, tmp_path):
         extra = {"epoch": 3, "loss": [0.5, None, float("inf")], "name": "é\n", "on": True, "deep": {"a": {"b": 2**70}}}
         with Saver(tmp_path) as saver:
             saver.save(state_at(1), extra=extra)
-            extra["epoch"] = 4  # after save: not ours any more
+            extra["epoch"] = 4  # extra was copied by save
             assert saver.extra() == extra | {"epoch": 3}
-            saver.extra()["deep"]["a"]["b"] = "mine"
+            saver.extra()["deep"]["a"]["b"] = "changed"
             assert saver.extra() == extra | {"epoch": 3}
             saver.save(state_at(2))
             assert saver.extra() is None
@@ -127,7 +127,7 @@ class TestExtra:
         ],
         ids=repr,
     )
-    def test_names_what_is_not_json(self, tmp_path, extra, match):
+    def test_error_names_what_is_not_json(self, tmp_path, extra, match):
         with Saver(tmp_path) as saver:
             with pytest.raises(TypeError, match=match):
                 saver.save(state_at(1), extra=extra)
@@ -136,7 +136,7 @@ class TestExtra:
 
 
 class TestManifest:
-    def test_is_readable(self, tmp_path):
+    def test_content(self, tmp_path):
         with Saver(tmp_path, clock=lambda: 1000.0) as saver:
             path = saver.save(state_at(3), extra={"a": 1})
         with open(f"{path}/manifest.json") as file:
@@ -159,13 +159,13 @@ class TestManifest:
             with pytest.raises(CheckpointError, match="format 2, written by jstep"):
                 saver.restore(state_at(0))
 
-    def test_blocks(self, tmp_path, monkeypatch):
+    def test_error_names_the_corrupted_block(self, tmp_path, monkeypatch):
         monkeypatch.setattr(checksums, "BLOCK", 1000)
-        made = jstep.TrainState.create({"w": jnp.arange(2500)}, NO_SLOTS)
+        state = jstep.TrainState.create({"w": jnp.arange(2500)}, NO_SLOTS)
         with Saver(tmp_path, compress=False) as saver:
-            path = saver.save(made)
-            assert_same(saver.restore(made), made)
+            path = saver.save(state)
+            assert_same(saver.restore(state), state)
             large = max(files_of(path), key=os.path.getsize)
             flip(large, 4321)
             with pytest.raises(CheckpointError, match=r"bytes \[4000, 5000\) differs"):
-                saver.restore(made)
+                saver.restore(state)

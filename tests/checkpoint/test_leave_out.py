@@ -1,4 +1,4 @@
-"""What a Saver leaves out: parameters and their slots, which a target brings."""
+"""`Saver(leave_out=…)`: parameters and slots that are not saved and are taken from the target on restore."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("leave_out", FORMS.values(), ids=FORMS)
-def test_every_form(tmp_path, leave_out):
+def test_every_form_selects_the_same_leaves(tmp_path, leave_out):
     with Saver(tmp_path, leave_out=leave_out) as saver:
         saver.save(state_of())
         saved, absent = saved_paths(saver)
@@ -64,45 +64,45 @@ def test_every_form(tmp_path, leave_out):
 
 
 @pytest.mark.parametrize("leave_out", [None, [], False], ids=repr)
-def test_nothing_is_left_out(tmp_path, leave_out):
+def test_an_empty_selection_saves_everything(tmp_path, leave_out):
     with Saver(tmp_path, leave_out=leave_out) as saver:
         saver.save(state_of())
         assert saved_paths(saver)[1] is None
         assert_same(saver.restore(jax.eval_shape(state_of)), state_of())
 
 
-@pytest.mark.parametrize("again", [{"leave_out": "base/*"}, {}], ids=["same Saver", "any Saver"])
-def test_the_target_brings_it(tmp_path, again, caplog):
+@pytest.mark.parametrize("options", [{"leave_out": "base/*"}, {}], ids=["same Saver", "any Saver"])
+def test_restore_takes_left_out_leaves_from_the_target(tmp_path, options, caplog):
     with Saver(tmp_path, leave_out="base/*") as saver:
         saver.save(state_of())
-    with Saver(tmp_path, **again) as saver, caplog.at_level(logging.WARNING):
+    with Saver(tmp_path, **options) as saver, caplog.at_level(logging.WARNING):
         target = state_of(lora=0.0, step=0)
-        found = saver.restore(target)
-        assert_same(found, state_of())
+        restored = saver.restore(target)
+        assert_same(restored, state_of())
         assert not caplog.records
-        jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(found)
+        jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(restored)
         assert_same(target, state_of(lora=0.0, step=0))
         assert_same(saver.restore_params(params_of(lora=0.0)), params_of())
         assert not caplog.records
-        found = saver.restore(None)
-        assert set(found["params"]) == {"base_norm", "lora"}
+        restored = saver.restore(None)
+        assert set(restored["params"]) == {"base_norm", "lora"}
 
 
-def test_other_values_are_warned_about(tmp_path, caplog):
+def test_other_values_in_the_target_are_warned_about(tmp_path, caplog):
     with Saver(tmp_path, leave_out="base/*") as saver:
         saver.save(state_of())
         for restore in (saver.restore, lambda state: saver.restore_params(state.params)):
             caplog.clear()
-            found = restore(state_of(base=7.0, lora=0.0, step=0))
-            assert getattr(found, "params", found)["base"]["w"][0, 0] == 7  # those of target
-            assert getattr(found, "params", found)["lora"]["base"]["w"][0, 0] == 2
+            restored = restore(state_of(base=7.0, lora=0.0, step=0))
+            assert getattr(restored, "params", restored)["base"]["w"][0, 0] == 7  # the values of the target
+            assert getattr(restored, "params", restored)["lora"]["base"]["w"][0, 0] == 2
             (record,) = caplog.records
             assert "target has other values" in record.getMessage()
             assert "'params/base/w'" in record.getMessage()
             assert "'params/base/scale'" not in record.getMessage()
 
 
-def test_a_saver_that_leaves_out_less_than_the_last_one_says_so_once(tmp_path, caplog):
+def test_leaving_out_less_than_before_is_warned_about_once(tmp_path, caplog):
     def save(*steps, **options):
         caplog.clear()
         with Saver(tmp_path, **options) as saver, caplog.at_level(logging.WARNING):
@@ -112,18 +112,18 @@ def test_a_saver_that_leaves_out_less_than_the_last_one_says_so_once(tmp_path, c
 
     assert not save(1, 2, leave_out="base/*")
     assert not save(3, leave_out=["base/*", "lora/*"])
-    (again,) = save(4, 5, leave_out="base/*")
-    assert "model-3 left out leaves that the next checkpoint contains, because leave_out changed" in again
-    assert "(4): 'params/lora/base/w'" in again
-    (again,) = save(6, 7)
-    assert "'params/base/scale', 'params/base/w'" in again
-    assert "checkpoint_dir=jstep.Saver(directory, leave_out=…)" in again
+    (message,) = save(4, 5, leave_out="base/*")
+    assert "model-3 left out leaves that the next checkpoint contains, because leave_out changed" in message
+    assert "(4): 'params/lora/base/w'" in message
+    (message,) = save(6, 7)
+    assert "'params/base/scale', 'params/base/w'" in message
+    assert "checkpoint_dir=jstep.Saver(directory, leave_out=…)" in message
     assert not save(8)
     assert not save(9, leave_out="base/*")
 
 
 @pytest.mark.parametrize("options", [{}, {"partial": True}], ids=repr)
-def test_shapes_alone_are_an_error(tmp_path, options):
+def test_a_target_without_values_is_an_error(tmp_path, options):
     with Saver(tmp_path, leave_out="base/*") as saver:
         saver.save(state_of())
         with pytest.raises(ValueError, match=r"left out of .*model-5.*'params/base/scale'") as error:
@@ -137,7 +137,7 @@ def test_shapes_alone_are_an_error(tmp_path, options):
             saver.restore(donated, **options)
 
 
-def test_another_shape_is_listed(tmp_path):
+def test_another_shape_in_the_target_is_an_error(tmp_path):
     with Saver(tmp_path, leave_out="base/*") as saver:
         saver.save(state_of())
         target = state_of()
@@ -147,7 +147,7 @@ def test_another_shape_is_listed(tmp_path):
         assert saver.restore(target, partial=True).params["base"]["w"].shape == (3, 5)
 
 
-def test_names_of_what_is_left_out(tmp_path, caplog):
+def test_names_map_left_out_leaves(tmp_path, caplog):
     with Saver(tmp_path, leave_out="base/*") as saver:
         saver.save(jstep.TrainState.create(params_of(), jstep.gradient_descent(0.1)))
         params = params_of(lora=0.0)
@@ -161,15 +161,15 @@ def test_names_of_what_is_left_out(tmp_path, caplog):
             saver.restore(target)
 
 
-def test_a_whole_checkpoint_is_restored_whole(tmp_path):
+def test_a_complete_checkpoint_is_restored_completely(tmp_path):
     with Saver(tmp_path) as saver:
         saver.save(state_of())
     with Saver(tmp_path, leave_out="base/*") as saver:
         assert_same(saver.restore(jax.eval_shape(state_of)), state_of())
 
 
-def test_no_slot_is_known_by_its_name():
-    """Labels, scopes and parameters that are called as slots or parts of a state are."""
+def test_selection_does_not_depend_on_slot_names():
+    """Labels, scopes and parameters may have the names of slots or of fields of the state."""
     params = {"m": jnp.zeros(2), "m/v": jnp.zeros(2), "params": {"m": jnp.zeros(3)}, "start_step": jnp.zeros(2)}
     optimizer = jstep.partition(
         {"m": jstep.adam(), "params": jstep.scope("slots/m", jstep.adam())},
@@ -189,7 +189,7 @@ def test_no_slot_is_known_by_its_name():
     assert len(left_out(True)) == 4 + 3 * 2 + 2
 
 
-def test_a_bare_leaf_keeps_its_scalars(tmp_path):
+def test_a_bare_leaf_does_not_leave_out_scalars(tmp_path):
     state = jstep.TrainState.create(jnp.zeros(()), jstep.adam())
     paths = trees.paths_of(state)
     assert sorted(paths[i] for i in left_out_indices(state, True)) == ["params", "slots/m", "slots/v"]
@@ -203,7 +203,7 @@ def test_a_bare_leaf_keeps_its_scalars(tmp_path):
         (lambda path, leaf: 1, TypeError, "leave_out: at 'base/scale'"),
         ({"other": True}, ValueError, "leave_out=.*: a tree of bools must have the structure"),
     ],
-    ids=["number", "glob", "answer", "tree"],
+    ids=["number", "glob", "result", "tree"],
 )
 def test_bad_input(tmp_path, leave_out, error, match):
     with pytest.raises(error, match=match), Saver(tmp_path, leave_out=leave_out) as saver:
@@ -211,12 +211,12 @@ def test_bad_input(tmp_path, leave_out, error, match):
     assert not [name for name in os.listdir(tmp_path) if name.startswith("model-")]
 
 
-def test_a_state_without_params(tmp_path):
+def test_a_state_without_params_is_an_error(tmp_path):
     with Saver(tmp_path, leave_out="w") as saver, pytest.raises(ValueError, match="leave_out"):
         saver.save({"global_step": jnp.int32(3), "w": jnp.zeros(3)})
 
 
-def test_a_dict_with_params(tmp_path):
+def test_a_dict_state_with_params(tmp_path):
     state = {"params": params_of(), "global_step": jnp.int32(3)}
     with Saver(tmp_path, leave_out="base/*") as saver:
         saver.save(state)
@@ -224,8 +224,8 @@ def test_a_dict_with_params(tmp_path):
         assert_same(saver.restore(state), state)
 
 
-def test_a_donated_state_may_follow(tmp_path):
-    """The fingerprints are those of what was saved, whatever the next step does to its memory."""
+def test_the_state_may_be_donated_after_save(tmp_path):
+    """The fingerprints are those of the state as it was passed, although the next steps reuse its memory."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     prints = jstep.fingerprint(state_of().params["base"], per_leaf=True)
     with Saver(tmp_path, leave_out="base/w", max_to_keep=None) as saver:
@@ -234,9 +234,9 @@ def test_a_donated_state_may_follow(tmp_path):
         for _ in range(3):
             state = step(state)
         saver.wait()
-        (found, *_) = [leaf for leaf in saved_paths(saver)[1] if leaf["path"] == "params/base/w"]
-        again = jstep.fingerprint({"params": {"base": {"w": state_of().params["base"]["w"]}}}, per_leaf=True)
-        assert found["fingerprint"] == "".join(f"{int(word):08x}" for word in again["params/base/w"])
+        (record, *_) = [leaf for leaf in saved_paths(saver)[1] if leaf["path"] == "params/base/w"]
+        expected = jstep.fingerprint({"params": {"base": {"w": state_of().params["base"]["w"]}}}, per_leaf=True)
+        assert record["fingerprint"] == "".join(f"{int(word):08x}" for word in expected["params/base/w"])
         assert prints.keys() == {"w", "scale"}
 
 
@@ -246,14 +246,14 @@ def test_on_a_mesh(tmp_path, caplog):
         state = jstep.TrainState.create({"w": jnp.arange(8.0), "a": jnp.ones(2)}, jstep.adam())
         with Saver(tmp_path, leave_out="w") as saver:
             saver.save(jstep.shard_state(state, mesh, specs))
-            found = saver.restore(jstep.shard_state(state, mesh, [("w", jax.P("data"))]))
-            assert_same(found, state)
-            assert found.params["w"].sharding.spec == jax.P("data")
+            restored = saver.restore(jstep.shard_state(state, mesh, [("w", jax.P("data"))]))
+            assert_same(restored, state)
+            assert restored.params["w"].sharding.spec == jax.P("data")
             assert_same(saver.restore(state), state)
     assert not caplog.records
 
 
-def test_damage_is_found_as_ever(tmp_path):
+def test_corruption_is_detected(tmp_path):
     with Saver(tmp_path, leave_out="base/*") as saver:
         path = saver.save(state_of())
         saver.wait()

@@ -1,4 +1,4 @@
-"""Parameters alone, of a checkpoint of any optimizer."""
+"""`Saver.restore_params`: only the parameters, from a checkpoint of any optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -33,20 +33,20 @@ def saver(request, tmp_path):
         yield saver
 
 
-def test_lists_tuples_and_types_are_those_of_the_target(saver, caplog):
+def test_containers_and_array_types_are_those_of_the_target(saver, caplog):
     target = params_of(0)
     for given in (target, jax.eval_shape(lambda: target)):
         for step, value in ((None, 12), (3, 3)):
-            found = saver.restore_params(given, step=step)
-            assert_same(found, params_of(value))
-            assert isinstance(found["layers"], list)
-            assert isinstance(found["layers"][1], tuple)
+            restored = saver.restore_params(given, step=step)
+            assert_same(restored, params_of(value))
+            assert isinstance(restored["layers"], list)
+            assert isinstance(restored["layers"][1], tuple)
     as_numpy = saver.restore_params(jax.tree.map(np.asarray, target))
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(as_numpy))
     assert not caplog.records
 
 
-def test_a_fine_tune_starts_at_step_0(saver):
+def test_fine_tuning_starts_at_step_0(saver):
     state = jstep.TrainState.create(saver.restore_params(params_of(0)), jstep.adagrad(0.1))
     assert int(state.global_step) == 0
     assert state.params["layers"][0]["w"][0, 0] == 12
@@ -57,19 +57,19 @@ def test_shardings_are_those_of_the_target(saver):
     sharding = jax.NamedSharding(mesh, jax.P("data"))
     target = jax.eval_shape(lambda: params_of(0))
     target["layers"][0]["w"] = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
-    found = saver.restore_params(target)["layers"][0]["w"]
-    assert found.sharding.is_equivalent_to(sharding, 2)
-    assert_same(np.asarray(found), np.full((8, 2), 12, np.float32))
+    restored = saver.restore_params(target)["layers"][0]["w"]
+    assert restored.sharding.is_equivalent_to(sharding, 2)
+    assert_same(np.asarray(restored), np.full((8, 2), 12, np.float32))
 
 
-def test_nothing_is_shared(saver):
+def test_restored_leaves_do_not_alias_the_target(saver):
     target = params_of(0)
-    found = saver.restore_params(target)
-    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(found)
+    restored = saver.restore_params(target)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(restored)
     assert_same(target, params_of(0))
 
 
-def test_what_does_not_fit_is_listed(saver):
+def test_error_lists_what_does_not_fit(saver):
     target = params_of(0)
     target["layers"][0]["kernel"] = target["layers"][0].pop("w")
     target["n"] = jnp.float32(0)
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_listed(saver):
         saver.restore_params({"other": jnp.zeros(3)})
 
 
-def test_entries_that_the_checkpoint_lacks_are_named(tmp_path):
+def test_error_suggests_a_target_without_missing_entries(tmp_path):
     lora, base = {"a": jnp.ones(2), "b": jnp.ones(3)}, {f"w{i:02}": jnp.zeros(1) for i in range(30)}
     with Saver(tmp_path) as saver:
         saver.save(jstep.TrainState.create({"lora": lora}, jstep.adam()))
@@ -96,7 +96,7 @@ def test_entries_that_the_checkpoint_lacks_are_named(tmp_path):
         hint = "The checkpoint has nothing of 'base': restore_params({'lora': …}) restores the rest."
         assert str(error.value).endswith(hint)
         assert_same(saver.restore_params({"lora": lora}), {"lora": lora})
-        # Without 'base' the rest would not fit either, or nothing would be left.
+        # No suggestion: without 'base' the rest does not fit either, or nothing is left.
         for target in (
             {"base": base, "lora": lora | {"c": jnp.zeros(1)}},
             {"base": base, "lora": {"a": lora["a"]}},
@@ -118,7 +118,7 @@ def test_entries_that_the_checkpoint_lacks_are_named(tmp_path):
         lambda path: "layers/0/w" if path == "layers/0/kernel" else path,
         {"layers/0/kernel": "params/layers/0/w"}.get,
     ],
-    ids=["whole", "short", "function", "short function", "get"],
+    ids=["full path", "short path", "function", "short function", "get"],
 )
 def test_names(saver, names):
     target = params_of(0)

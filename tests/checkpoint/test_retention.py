@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention: `max_to_keep` and `keep_checkpoint_every_n_hours`."""
 
 import shutil
 
@@ -25,7 +25,7 @@ class TestRetention:
             save_all(saver, range(8))
             assert saver.all_steps() == list(range(8))
 
-    def test_after_a_restart(self, tmp_path):
+    def test_max_to_keep_after_a_restart(self, tmp_path):
         with Saver(tmp_path, max_to_keep=3) as saver:
             save_all(saver, [1, 2, 3])
         with Saver(tmp_path, max_to_keep=3) as saver:
@@ -35,7 +35,7 @@ class TestRetention:
             save_all(saver, [6])
             assert saver.all_steps() == [6]
 
-    def test_the_newest_and_the_just_saved_stay(self, tmp_path, caplog):
+    def test_the_newest_and_the_last_saved_are_kept(self, tmp_path, caplog):
         with Saver(tmp_path, max_to_keep=1) as saver:
             save_all(saver, [10])
             assert not caplog.records
@@ -47,31 +47,31 @@ class TestRetention:
             save_all(saver, [11])
             assert saver.all_steps() == [11]
 
-    def test_hours(self, tmp_path):
+    def test_one_per_interval_is_kept_permanently(self, tmp_path):
         now = [0.0]
         options = {"max_to_keep": 2, "keep_checkpoint_every_n_hours": 1.0, "clock": lambda: now[0]}
 
         def run(saver, steps):
-            for step in steps:  # one every half hour
+            for step in steps:  # one per half hour
                 now[0] = step * 1800.0
                 saver.save(state_at(step))
 
         with Saver(tmp_path, **options) as saver:
             run(saver, range(1, 8))
-            # 3 is the first saved more than an hour after the start, 5 the first more than two
+            # 3 is the first one saved more than an hour after the start, and 5 the first after more than two
             assert saver.all_steps() == [3, 5, 6, 7]
             assert saver.last_checkpoints == [str(tmp_path / "model-6"), str(tmp_path / "model-7")]
         now[0] = 0.0
         with Saver(tmp_path, **options) as saver:
             run(saver, range(8, 11))
             assert saver.all_steps() == [3, 5, 7, 9, 10]
-        # kept for good means for good
+        # they stay permanently, also with other settings
         with Saver(tmp_path, max_to_keep=1) as saver:
             run(saver, [11])
             assert saver.all_steps() == [3, 5, 7, 11]
             assert saver.last_checkpoints == [str(tmp_path / "model-11")]
 
-    def test_memory_survives_a_damaged_manifest(self, tmp_path):
+    def test_permanent_steps_survive_a_corrupted_manifest(self, tmp_path):
         now = [0.0]
         with Saver(tmp_path, max_to_keep=1, keep_checkpoint_every_n_hours=1, clock=lambda: now[0]) as saver:
             for step in range(1, 5):
@@ -89,10 +89,10 @@ class TestRetention:
         max_to_keep=st.integers(1, 4),
         hours=st.sampled_from([1, 2, 5.5]),
     )
-    def test_is_that_of_tf(self, gaps, max_to_keep, hours):
-        """tf.train.Saver's bookkeeping, line by line, where saves come oftener than the hours."""
+    def test_agrees_with_tf_train_saver(self, gaps, max_to_keep, hours):
+        """The reference is the bookkeeping of tf.train.Saver, with more than one save per interval."""
         last, kept_by_tf, next_time, now = [], [], hours * 3600, 0.0
-        there, kept = {}, _retention.RetainedSteps(frozenset(), 0.0)
+        existing, kept = {}, _retention.RetainedSteps(frozenset(), 0.0)
         for step, gap in enumerate(gaps):
             now += gap * hours * 3600
             last.append((step, now))
@@ -101,21 +101,21 @@ class TestRetention:
                 if old[1] > next_time:
                     next_time += hours * 3600
                     kept_by_tf.append(old[0])
-            there[step] = now
-            victims, kept = _retention.evictions(there, step, kept, max_to_keep, hours)
+            existing[step] = now
+            victims, kept = _retention.evictions(existing, step, kept, max_to_keep, hours)
             for victim in victims:
-                del there[victim]
+                del existing[victim]
             assert sorted(kept.steps) == kept_by_tf
-            assert sorted(there) == sorted(kept_by_tf + [step for step, _ in last])
+            assert sorted(existing) == sorted(kept_by_tf + [step for step, _ in last])
 
-    def test_a_pause_counts_once(self):
+    def test_a_long_pause_counts_as_one_interval(self):
         hour = 3600.0
-        there = {step: 100 * hour + step for step in range(5)}
-        victims, kept = _retention.evictions(there, 4, _retention.RetainedSteps(frozenset(), 0.0), 1, 1.0)
+        existing = {step: 100 * hour + step for step in range(5)}
+        victims, kept = _retention.evictions(existing, 4, _retention.RetainedSteps(frozenset(), 0.0), 1, 1.0)
         assert victims == [1, 2, 3]
         assert kept == _retention.RetainedSteps(frozenset({0}), 100 * hour)
 
-    def test_what_is_deleted_is_not_half_there(self, tmp_path, monkeypatch):
+    def test_deletion_is_atomic(self, tmp_path, monkeypatch):
         with Saver(tmp_path, max_to_keep=1) as saver:
             save_all(saver, [1])
             monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # killed while deleting
@@ -138,6 +138,6 @@ class TestRetention:
         ],
         ids=repr,
     )
-    def test_arguments(self, tmp_path, options, error, match):
+    def test_bad_arguments(self, tmp_path, options, error, match):
         with pytest.raises(error, match=match):
             Saver(tmp_path, **options)

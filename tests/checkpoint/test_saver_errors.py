@@ -1,4 +1,4 @@
-"""What is refused, and when failures are heard of."""
+"""Errors of `Saver`: bad arguments, states that cannot be saved, and failed background saves."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ from jstep.checkpoint.store.in_flight import IN_FLIGHT
 
 
 class TestErrors:
-    def test_directory(self, tmp_path):
+    def test_bad_directories(self, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(NotADirectoryError, match="there is a file of that name"):
             Saver(tmp_path / "file")
@@ -37,7 +37,7 @@ class TestErrors:
         with pytest.raises(NotADirectoryError, match="directory of checkpoints cannot be created"):
             saver.save(state_at(1))
 
-    def test_what_cannot_be_saved(self, tmp_path):
+    def test_states_that_cannot_be_saved(self, tmp_path):
         saver = Saver(tmp_path)
         with pytest.raises(TypeError, match="'params/w' is str"):
             saver.save(state_at(1).replace(params={"w": "x"}))
@@ -57,7 +57,7 @@ class TestErrors:
         assert listing(tmp_path) == []
 
     @pytest.mark.parametrize("call", ["save", "wait", "close", "restore", "extra", "all_steps", "latest_step", "last"])
-    def test_background_failure_surfaces_at_the_next_call(self, tmp_path, monkeypatch, call):
+    def test_a_background_failure_is_raised_by_the_next_call(self, tmp_path, monkeypatch, call):
         saver = Saver(tmp_path)
         save_all(saver, [1])
         monkeypatch.setattr(manifest_file, "write", fail)
@@ -73,7 +73,7 @@ class TestErrors:
             calls.get(call, getattr(saver, call, None))()
         assert isinstance(error.value.__cause__, OSError)
         monkeypatch.undo()
-        # said once; nothing half-written is left; it goes on
+        # the error is raised once, no incomplete files remain, and later saves succeed
         assert listing(tmp_path) == ["model-1"]
         assert saver.all_steps() == [1]
         if call != "close":
@@ -81,19 +81,19 @@ class TestErrors:
             assert saver.all_steps() == [1, 4]
         saver.close()
 
-    def test_synchronous_failure(self, tmp_path, monkeypatch):
+    def test_a_synchronous_failure_is_raised_by_save(self, tmp_path, monkeypatch):
         monkeypatch.setattr(manifest_file, "write", fail)
         saver = Saver(tmp_path, async_save=False)
         with pytest.raises(CheckpointError, match=r"model-2 was not saved.*there are none yet"):
             saver.save(state_at(2))
         assert listing(tmp_path) == []
 
-    def test_synchronous(self, tmp_path):
+    def test_a_synchronous_save_is_complete_on_return(self, tmp_path):
         saver = Saver(tmp_path, async_save=False)
         saver.save(state_at(2))
         assert listing(tmp_path) == ["model-2"]
 
-    def test_the_error_under_way_is_the_one_to_see(self, tmp_path, monkeypatch):
+    def test_close_does_not_mask_the_error_of_the_block(self, tmp_path, monkeypatch):
         monkeypatch.setattr(manifest_file, "write", fail)
         with pytest.raises(KeyError, match="mine") as error, Saver(tmp_path) as saver:  # noqa: PT012
             saver.save(state_at(2))
@@ -102,7 +102,7 @@ class TestErrors:
         with pytest.raises(CheckpointError), Saver(tmp_path) as saver:
             saver.save(state_at(2))
 
-    def test_closed(self, tmp_path):
+    def test_a_saver_can_only_restore_after_close(self, tmp_path):
         saver = Saver(tmp_path)
         saver.save(state_at(2))
         saver.close()
@@ -112,7 +112,7 @@ class TestErrors:
         assert saver.latest_step() == 2
         assert int(saver.restore(state_at(0)).global_step) == 2
 
-    def test_failure_in_a_saver_nobody_holds(self, tmp_path, monkeypatch, caplog):
+    def test_failure_of_an_unreferenced_saver_is_logged(self, tmp_path, monkeypatch, caplog):
         monkeypatch.setattr(manifest_file, "write", fail)
         Saver(tmp_path).save(state_at(2))
         gc.collect()
@@ -121,7 +121,7 @@ class TestErrors:
         assert "model-2 was not saved" in caplog.text
         assert not IN_FLIGHT
 
-    def test_an_interrupt_while_saving(self, tmp_path, monkeypatch):
+    def test_an_interrupted_save_leaves_no_files(self, tmp_path, monkeypatch):
         with Saver(tmp_path) as saver:
             save_all(saver, [1])
 
@@ -136,7 +136,7 @@ class TestErrors:
             save_all(saver, [3])
         assert listing(tmp_path) == ["model-1", "model-3"]
 
-    def test_many_threads(self, tmp_path):
+    def test_saves_from_many_threads(self, tmp_path):
         with Saver(tmp_path, max_to_keep=None) as saver:
             threads = [threading.Thread(target=saver.save, args=(state_at(step, step),)) for step in range(8)]
             for thread in threads:
@@ -150,8 +150,8 @@ class TestErrors:
         assert repr(Saver(tmp_path)) == f"<jstep.Saver {tmp_path}/model-*>"
 
 
-def test_a_loop_is_closed_when_its_tasks_have_ended():
-    """Orbax closes its own at the first failure; what else is being written would not be waited for."""
+def test_an_event_loop_is_closed_after_its_tasks_have_ended():
+    """Orbax closes its event loop at the first failure, without waiting for its other writes."""
     loop, ended = asyncio.new_event_loop(), []
 
     async def lasts():
@@ -174,7 +174,7 @@ def test_a_loop_is_closed_when_its_tasks_have_ended():
     assert loop.is_closed()
 
 
-def test_loggers_of_others_are_left_as_they_were(tmp_path, monkeypatch):
+def test_filters_of_other_loggers_are_removed_after_the_save(tmp_path, monkeypatch):
     gate = threading.Event()
     write = manifest_file.write
     monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), write(*args)))
@@ -196,16 +196,16 @@ def test_loggers_of_others_are_left_as_they_were(tmp_path, monkeypatch):
         assert [list(logger.filters) for logger in loggers] == before
 
 
-def test_one_module_knows_orbax():
-    found = [
+def test_only_two_modules_import_orbax_and_tensorstore():
+    modules = [
         path.name
         for path in pathlib.Path(checkpoint.__file__).parent.rglob("*.py")
         if re.search(r"^\s*(import|from) (orbax|tensorstore)", path.read_text(), re.MULTILINE)
     ]
-    assert sorted(found) == ["orbax_arrays.py", "tensors.py"]
+    assert sorted(modules) == ["orbax_arrays.py", "tensors.py"]
 
 
-def test_save_returns_before_the_file_is_there(tmp_path, monkeypatch):
+def test_save_returns_before_the_checkpoint_exists(tmp_path, monkeypatch):
     gate = threading.Event()
     write = manifest_file.write
     monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), write(*args)))

@@ -1,4 +1,4 @@
-"""Restoring into a target: what fits, in part, averages, shardings."""
+"""`Saver.restore` into a target: mismatches, partial restores, averages and shardings."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jstep.checkpoint import Saver
 
 
 class TestRestore:
-    def test_mismatch_lists_paths_and_touches_nothing(self, tmp_path):
+    def test_mismatch_lists_paths_and_changes_nothing(self, tmp_path):
         with Saver(tmp_path) as saver:
             saver.save(state_at(1))
             params = {"w": jnp.zeros((2, 3)), "new": jnp.zeros(2)}
@@ -24,14 +24,14 @@ class TestRestore:
         assert "partial=True" in text
         assert not params["w"].is_deleted()
 
-    def test_dtype_is_part_of_it(self, tmp_path):
+    def test_another_dtype_is_a_mismatch(self, tmp_path):
         with Saver(tmp_path) as saver:
             saver.save(state_at(1))
             half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, state_at(1))
             with pytest.raises(ValueError, match=r"'params/w' \(float32\[3,2\], and bfloat16\[3,2\] in target\)"):
                 saver.restore(half)
 
-    def test_lists_are_cut_at_twenty(self, tmp_path):
+    def test_error_lists_at_most_twenty_paths(self, tmp_path):
         with Saver(tmp_path) as saver:
             saver.save(state_at(1))
             many = jstep.TrainState.create({f"p{i:02}": 0.0 for i in range(30)}, NO_SLOTS)
@@ -40,7 +40,7 @@ class TestRestore:
         assert "'params/p19', … and 10 more" in str(error.value)
         assert "p20" not in str(error.value)
 
-    def test_long_lists_are_counted_by_prefix(self, tmp_path):
+    def test_error_counts_the_other_paths_by_prefix(self, tmp_path):
         def state(**params):
             return jstep.TrainState.create(params, jstep.adam())
 
@@ -70,21 +70,21 @@ class TestRestore:
         assert int(back.global_step) == 7
         assert set(back.slots) == {"m", "v", "start_step"}
         kept = (back.params["new"].unsafe_buffer_pointer(), target.params["new"].unsafe_buffer_pointer())
-        assert kept[0] != kept[1]  # donating the one spares the other
+        assert kept[0] != kept[1]  # donating one does not affect the other
 
-    def test_partial_keeps_what_differs(self, tmp_path):
+    def test_partial_keeps_leaves_of_another_shape(self, tmp_path):
         with Saver(tmp_path) as saver:
             saver.save(state_at(7, 2.0))
             target = state_at(0).replace(params={"w": jnp.ones((4, 4))})
             assert saver.restore(target, partial=True).params["w"].tolist() == [[1] * 4] * 4
 
-    def test_partial_of_a_part(self, tmp_path):
+    def test_partial_into_a_subtree(self, tmp_path):
         with Saver(tmp_path) as saver:
             saver.save(state_at(7, 2.0))
             back = saver.restore({"params": {"w": jax.ShapeDtypeStruct((3, 2), jnp.float32)}}, partial=True)
             assert back["params"]["w"].tolist() == [[2, 2]] * 3
 
-    def test_partial_needs_values_for_the_rest(self, tmp_path):
+    def test_partial_needs_values_for_missing_leaves(self, tmp_path):
         with Saver(tmp_path) as saver:
             saver.save(state_at(7))
             target = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((3, 2))}, jstep.adam()))
@@ -96,48 +96,48 @@ class TestRestore:
     def averaged(self):
         ema = jstep.ExponentialMovingAverage(0.5)
         params = {"w": jnp.ones(3), "n": jnp.arange(2)}
-        made = jstep.TrainState.create(params, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema))
-        slots = made.slots | {ema.name: {"w": jnp.asarray([0.1, 0.2, 0.3]), "n": None}}
-        return made.replace(params=params | {"w": jnp.ones(3, jnp.bfloat16)}, slots=slots)
+        state = jstep.TrainState.create(params, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema))
+        slots = state.slots | {ema.name: {"w": jnp.asarray([0.1, 0.2, 0.3]), "n": None}}
+        return state.replace(params=params | {"w": jnp.ones(3, jnp.bfloat16)}, slots=slots)
 
     def test_averages(self, tmp_path):
-        made = self.averaged()
+        state = self.averaged()
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            back = saver.restore(made, use_averages=True)
-            assert_same(back.params, jstep.averaged_params(made))
-            assert_same(back.slots, made.slots)
-            # an evaluation needs no slot of averages
-            plain = made.replace(slots={"momentum": made.slots["momentum"]})
+            saver.save(state)
+            back = saver.restore(state, use_averages=True)
+            assert_same(back.params, jstep.averaged_params(state))
+            assert_same(back.slots, state.slots)
+            # the target of an evaluation does not need the slot of averages
+            plain = state.replace(slots={"momentum": state.slots["momentum"]})
             assert_same(saver.restore(plain, use_averages=True).params, back.params)
             with pytest.raises(ValueError, match="extra in the checkpoint"):
                 saver.restore(plain)
-            looked = saver.restore(use_averages=True)
-            assert as_bits(looked["params"]["w"]) == as_bits(back.params["w"])
-            assert looked["params"]["n"].tolist() == [0, 1]
+            loaded = saver.restore(use_averages=True)
+            assert as_bits(loaded["params"]["w"]) == as_bits(back.params["w"])
+            assert loaded["params"]["n"].tolist() == [0, 1]
 
-    def test_averages_share_nothing_with_their_slot(self, tmp_path):
-        made = self.averaged()
-        made = made.replace(params=made.params | {"w": jnp.ones(3)})
+    def test_averages_do_not_alias_their_slot(self, tmp_path):
+        state = self.averaged()
+        state = state.replace(params=state.params | {"w": jnp.ones(3)})
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            for target in (made, jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), made)):
+            saver.save(state)
+            for target in (state, jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), state)):
                 back = saver.restore(target, use_averages=True)
                 jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(back)
 
-    def test_averages_of_another_name(self, tmp_path):
+    def test_averages_with_a_custom_name(self, tmp_path):
         ema = jstep.ExponentialMovingAverage(0.5, name="shadow")
-        made = jstep.TrainState.create({"w": 1.0}, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema))
-        made = made.replace(slots=made.slots | {"shadow": {"w": jnp.float32(0.25)}})
+        state = jstep.TrainState.create({"w": 1.0}, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema))
+        state = state.replace(slots=state.slots | {"shadow": {"w": jnp.float32(0.25)}})
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            assert float(saver.restore(made, use_averages="shadow").params["w"]) == 0.25
+            saver.save(state)
+            assert float(saver.restore(state, use_averages="shadow").params["w"]) == 0.25
             with pytest.raises(ValueError, match=r"no slot 'ExponentialMovingAverage'.*\['momentum', 'shadow'\]"):
-                saver.restore(made, use_averages=True)
+                saver.restore(state, use_averages=True)
             with pytest.raises(TypeError, match="use_averages=3"):
-                saver.restore(made, use_averages=3)
+                saver.restore(state, use_averages=3)
 
-    def test_which_step(self, tmp_path):
+    def test_selects_the_step(self, tmp_path):
         with Saver(tmp_path) as saver:
             with pytest.raises(FileNotFoundError, match="no checkpoint model-"):
                 saver.restore(state_at(0))
@@ -150,36 +150,36 @@ class TestRestore:
             with pytest.raises(TypeError, match="step='1'"):
                 saver.restore(state_at(0), step="1")
 
-    def test_target_must_say_what_it_wants(self, tmp_path):
+    def test_leaves_of_the_target_must_be_arrays_or_shapes(self, tmp_path):
         with Saver(tmp_path) as saver:
             saver.save(state_at(1))
             with pytest.raises(TypeError, match="'params/w' is str"):
                 saver.restore(state_at(1).replace(params={"w": "x"}))
 
-    def test_donated_target(self, tmp_path):
+    def test_a_donated_target(self, tmp_path):
         target = state_at(0)
         with Saver(tmp_path) as saver:
             saver.save(state_at(1, 3.0))
             jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(target)
             assert saver.restore(target).params["w"].tolist() == [[3, 3]] * 3
-            gone = jnp.zeros(2)
-            gone.delete()
+            deleted = jnp.zeros(2)
+            deleted.delete()
             with pytest.raises(ValueError, match="'params/x' is not in the checkpoint"):
-                saver.restore(target.replace(params={"x": gone}), partial=True)
+                saver.restore(target.replace(params={"x": deleted}), partial=True)
 
     def test_shardings_are_those_of_the_target(self, tmp_path):
-        # several devices: test_checkpoint_survival.py
+        # for several devices see test_checkpoint_devices.py
         mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        made = state_at(1).replace(slots={"key": jax.random.split(jax.random.key(0), 2), "zero": jnp.zeros((0, 2))})
+        state = state_at(1).replace(slots={"key": jax.random.split(jax.random.key(0), 2), "zero": jnp.zeros((0, 2))})
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            put = jax.tree.map(lambda x: jax.device_put(x, sharding), made)
-            assert_same(saver.restore(put), made)
+            saver.save(state)
+            put = jax.tree.map(lambda x: jax.device_put(x, sharding), state)
+            assert_same(saver.restore(put), state)
             for leaf in jax.tree.leaves(saver.restore(put)):
                 assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
-    def test_a_sharding_that_cannot_be(self, tmp_path):
+    def test_an_abstract_mesh_is_an_error(self, tmp_path):
         auto = (jax.sharding.AxisType.Auto,)
         abstract = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto)
         sharding = jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec())
@@ -189,8 +189,8 @@ class TestRestore:
             with pytest.raises(ValueError, match="'params/w' is over an abstract mesh"):
                 saver.restore(state_at(0).replace(params={"w": bad}))
 
-    def test_shapes_made_inside_a_mesh(self, tmp_path):
-        """jax.eval_shape gives abstract meshes under jax.set_mesh: they stand for the one that is set."""
+    def test_abstract_shapes_use_the_current_mesh(self, tmp_path):
+        """Under jax.set_mesh, jax.eval_shape returns abstract meshes, which refer to the mesh that is set."""
 
         def fresh():
             return jstep.TrainState.create({"w": jnp.ones((4, 2))}, jstep.adam())
@@ -198,26 +198,26 @@ class TestRestore:
         mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
         with Saver(tmp_path) as saver:
             with jax.set_mesh(mesh):
-                made = fresh()
-                saver.save(made)
+                state = fresh()
+                saver.save(state)
                 shapes = jax.eval_shape(fresh)
                 back = saver.restore(shapes)
-            assert_same(back, made)
-            assert back.params["w"].sharding.is_equivalent_to(made.params["w"].sharding, 2)
+            assert_same(back, state)
+            assert back.params["w"].sharding.is_equivalent_to(state.params["w"].sharding, 2)
             with pytest.raises(ValueError, match=r"abstract mesh.*jax.set_mesh\(mesh\)"):
                 saver.restore(shapes)
 
     @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
-    def test_under_a_guard(self, tmp_path, guard):
+    def test_under_a_transfer_guard(self, tmp_path, guard):
         mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-        made = jstep.shard_state(state_at(1, 2.0), mesh, jax.sharding.PartitionSpec())
+        state = jstep.shard_state(state_at(1, 2.0), mesh, jax.sharding.PartitionSpec())
         with Saver(tmp_path) as saver:
             with jax.transfer_guard(guard):
-                saver.save(made)
+                saver.save(state)
                 with jax.set_mesh(mesh):  # shapes of arrays on Explicit axes are over an abstract mesh
-                    shapes = jax.eval_shape(lambda: made)
-                    back = [saver.restore(target) for target in (made, shapes)]
-                back.append(saver.restore(made))
+                    shapes = jax.eval_shape(lambda: state)
+                    back = [saver.restore(target) for target in (state, shapes)]
+                back.append(saver.restore(state))
                 saver.restore()
             for one in back:
-                assert_same(one, made)
+                assert_same(one, state)

@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit: dtypes, keys, containers, models."""
+"""Restored values are bitwise identical to the saved ones: dtypes, PRNG keys, containers and models."""
 
 import dataclasses
 import os
@@ -35,28 +35,28 @@ class TestRoundTrip:
         *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
 
-    def test_every_dtype_bit_for_bit(self, tmp_path):
+    def test_every_dtype_is_bitwise_identical(self, tmp_path):
         rng = np.random.default_rng(0)
         model_state = {
             name: jnp.asarray(rng.integers(0, 2, (3, 5)).astype(jnp.dtype(name))) for name in self.DTYPES
         } | {"complex": jnp.asarray(1j, jnp.complex64), "nan": jnp.asarray([np.nan, -0.0, np.inf, 1e-45], jnp.float32)}
         params = {"w": jnp.ones(2)}
-        made = jstep.TrainState.create(params, jstep.adam()).replace(slots={"all": model_state})
+        state = jstep.TrainState.create(params, jstep.adam()).replace(slots={"all": model_state})
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            assert_same(saver.restore(made), made)
-            looked = saver.restore()
+            saver.save(state)
+            assert_same(saver.restore(state), state)
+            loaded = saver.restore()
         for name, leaf in model_state.items():
-            assert looked["slots"]["all"][name].dtype == leaf.dtype
-            assert as_bits(looked["slots"]["all"][name]) == as_bits(leaf)
+            assert loaded["slots"]["all"][name].dtype == leaf.dtype
+            assert as_bits(loaded["slots"]["all"][name]) == as_bits(leaf)
 
     def test_wide_dtypes(self, tmp_path, x64):
-        made = jstep.TrainState.create({"w": jnp.arange(3.0), "n": jnp.arange(3)}, NO_SLOTS, global_step=2**40)
-        assert made.params["w"].dtype == jnp.float64
+        state = jstep.TrainState.create({"w": jnp.arange(3.0), "n": jnp.arange(3)}, NO_SLOTS, global_step=2**40)
+        assert state.params["w"].dtype == jnp.float64
         with Saver(tmp_path) as saver:
-            assert saver.save(made).endswith(str(2**40))
-            shapes = jax.eval_shape(lambda: made)
-            assert_same(saver.restore(shapes), made)
+            assert saver.save(state).endswith(str(2**40))
+            shapes = jax.eval_shape(lambda: state)
+            assert_same(saver.restore(shapes), state)
             with jax.enable_x64(False), pytest.raises(ValueError, match=r"'params/[wn]'.*jax_enable_x64"):
                 saver.restore(shapes)
 
@@ -67,19 +67,19 @@ class TestRoundTrip:
             "none": jax.random.split(jax.random.key(2), 0),
             "other": jax.random.key(3, impl="unsafe_rbg"),
         }
-        made = state_at(1).replace(slots={"keys": keys})
+        state = state_at(1).replace(slots={"keys": keys})
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            back = saver.restore(jax.eval_shape(lambda: made))
-            assert_same(back, made)
+            saver.save(state)
+            back = saver.restore(jax.eval_shape(lambda: state))
+            assert_same(back, state)
             assert saver.restore()["slots"]["keys"]["many"].shape == (2, 3, 2)
-            wrong = made.replace(slots={"keys": keys | {"one": jax.random.key(1, impl="rbg")}})
+            wrong = state.replace(slots={"keys": keys | {"one": jax.random.key(1, impl="rbg")}})
             with pytest.raises(ValueError, match=r"differing \(1\): 'slots/keys/one'"):
                 saver.restore(wrong)
         draw = jax.random.normal(back.slots["keys"]["other"], 3)
         assert as_bits(draw) == as_bits(jax.random.normal(keys["other"], 3))
 
-    def test_odd_keys(self, tmp_path):
+    def test_unusual_keys(self, tmp_path):
         params = {
             "a.b": 1.0,
             "a": {"b": 2.0, ".zarray": 3.0, "..": 4.0, "": 5.0},
@@ -91,10 +91,10 @@ class TestRoundTrip:
             "/n/": {"/": 13.0},
             "x" * 300: 10.0,
         }
-        made = jstep.TrainState.create(params, NO_SLOTS)
+        state = jstep.TrainState.create(params, NO_SLOTS)
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            assert_same(saver.restore(made), made)
+            saver.save(state)
+            assert_same(saver.restore(state), state)
             assert jax.tree.map(float, saver.restore()["params"]) == params
 
     def test_containers(self, tmp_path):
@@ -105,58 +105,58 @@ class TestRoundTrip:
             "nothing": [],
             "none": None,
         }
-        made = jstep.TrainState.create(params, jstep.adam(), model_state={"mean": jnp.ones((0, 3))})
+        state = jstep.TrainState.create(params, jstep.adam(), model_state={"mean": jnp.ones((0, 3))})
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            back = saver.restore(jax.eval_shape(lambda: made))
-            assert_same(back, made)
+            saver.save(state)
+            back = saver.restore(jax.eval_shape(lambda: state))
+            assert_same(back, state)
             assert isinstance(back.params["point"], Point)
-            # by path: containers may be others
-            other = made.replace(params=params | {"pair": [jnp.zeros(3, jnp.int32), ()]})
+            # leaves are matched by path, so other containers are allowed
+            other = state.replace(params=params | {"pair": [jnp.zeros(3, jnp.int32), ()]})
             assert saver.restore(other).params["pair"][0].tolist() == [0, 1, 2]
 
     @pytest.mark.parametrize("params", [{}, None, 3.0], ids=repr)
-    def test_trees_of_no_leaf_or_one(self, tmp_path, params):
-        made = jstep.TrainState.create(params, NO_SLOTS)
+    def test_trees_with_at_most_one_leaf(self, tmp_path, params):
+        state = jstep.TrainState.create(params, NO_SLOTS)
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            assert_same(saver.restore(made), made)
+            saver.save(state)
+            assert_same(saver.restore(state), state)
 
     def test_equinox(self, tmp_path):
         model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
         arrays, static = eqx.partition(model, eqx.is_array)
-        made = jstep.TrainState.create(arrays, jstep.adam())
+        state = jstep.TrainState.create(arrays, jstep.adam())
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            back = saver.restore(jax.eval_shape(lambda: made))
-        assert_same(back, made)
+            saver.save(state)
+            back = saver.restore(jax.eval_shape(lambda: state))
+        assert_same(back, state)
         x = jnp.ones(2)
         assert as_bits(eqx.combine(back.params, static)(x)) == as_bits(model(x))
 
     def test_nnx(self, tmp_path):
         graph, params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-        made = jstep.TrainState.create(params, jstep.adam())
+        state = jstep.TrainState.create(params, jstep.adam())
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            back = saver.restore(jax.eval_shape(lambda: made))
-        assert_same(back, made)
+            saver.save(state)
+            back = saver.restore(jax.eval_shape(lambda: state))
+        assert_same(back, state)
         assert nnx.merge(graph, back.params)(jnp.ones(2)).shape == (3,)
 
     def test_slots_with_none_and_scalars(self, tmp_path):
         optimizer = jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.9, zero_debias=True))
-        made = jstep.TrainState.create({"w": jnp.ones(3), "n": jnp.arange(2)}, optimizer, global_step=5)
-        assert made.slots["m"]["n"] is None
+        state = jstep.TrainState.create({"w": jnp.ones(3), "n": jnp.arange(2)}, optimizer, global_step=5)
+        assert state.slots["m"]["n"] is None
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            back = saver.restore(jax.eval_shape(lambda: made))
-        assert_same(back, made)
+            saver.save(state)
+            back = saver.restore(jax.eval_shape(lambda: state))
+        assert_same(back, state)
         assert back.slots["m"]["n"] is None
 
     def test_numbers_in_the_state(self, tmp_path):
-        made = state_at(1).replace(params={"w": [0.5, 2], "flag": True})
+        state = state_at(1).replace(params={"w": [0.5, 2], "flag": True})
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            back = saver.restore(made)
+            saver.save(state)
+            back = saver.restore(state)
         assert back.params["w"][0].dtype == jnp.float32
         assert jax.tree.map(lambda x: x.item(), back.params) == {"w": [0.5, 2], "flag": True}
         assert not any(leaf.weak_type for leaf in jax.tree.leaves(back))
@@ -168,12 +168,12 @@ class TestRoundTrip:
         zeros, noise = jnp.zeros(200_000), jax.random.normal(jax.random.key(0), (200_000,))
         with Saver(tmp_path, compress=compress) as saver:
             for step, (leaf, small) in enumerate(zip((zeros, noise), shrinks, strict=True)):
-                made = jstep.TrainState({"w": leaf, "b": np.ones(3), "e": jnp.zeros((0, 2))}, {}, jnp.int32(step))
-                path = saver.save(made)
+                state = jstep.TrainState({"w": leaf, "b": np.ones(3), "e": jnp.zeros((0, 2))}, {}, jnp.int32(step))
+                path = saver.save(state)
                 saver.wait()
                 size = sum(map(os.path.getsize, files_of(path)))
                 assert (size < leaf.nbytes) == small
-                assert_same(saver.restore(made), made)
+                assert_same(saver.restore(state), state)
 
     def test_orbax_reads_the_arrays(self, tmp_path):
         import orbax.checkpoint as ocp

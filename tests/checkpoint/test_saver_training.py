@@ -1,4 +1,4 @@
-"""Saving between the steps of a training: donation, memory, k + restore + k = 2k."""
+"""Saving between training steps: donation, memory, and bitwise resumption."""
 
 import gc
 
@@ -34,7 +34,7 @@ class TestTraining:
         return state
 
     @pytest.mark.parametrize("target", ["state", "shapes", "stepped", "numpy"])
-    def test_k_restore_k_is_2k_and_nothing_compiles_again(self, tmp_path, target):
+    def test_resume_is_bitwise_and_does_not_recompile(self, tmp_path, target):
         step = self.step()
         straight = self.run(step, self.fresh(), 0, 10)
         half = self.run(step, self.fresh(), 0, 5)
@@ -52,71 +52,71 @@ class TestTraining:
         assert_same(resumed, straight)
         assert step._cache_size() == 1
 
-    def test_restored_arrays_have_memory_of_their_own(self, tmp_path):
-        made = jstep.TrainState.create(
+    def test_restored_arrays_own_their_memory(self, tmp_path):
+        state = jstep.TrainState.create(
             {f"w{i}": jnp.zeros(1024) for i in range(8)} | {"n": jnp.zeros((), jnp.int32)}, jstep.adam()
         )
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            restored = saver.restore(made)
-        pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((made, restored))]
+            saver.save(state)
+            restored = saver.restore(state)
+        pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((state, restored))]
         assert len(set(pointers)) == len(pointers)
-        # Donation really takes place: memory that NumPy lent would not be reused.
+        # Donation reuses the buffers, which it would not do for memory owned by NumPy.
         bump = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
         before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(restored.params)}
         after = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(bump(restored).params)}
         assert before == after
 
     @pytest.mark.parametrize("offset", [0, 4, 16, 32])
-    def test_memory_numpy_lends_is_not_kept(self, offset):
+    def test_memory_of_numpy_arrays_is_copied(self, offset):
         buffer = np.zeros(4096 + 64, np.uint8)
         start = -buffer.ctypes.data % 64 + offset
         array = buffer[start : start + 400].view(np.float32)
-        made = _restored._own(array)
-        assert made.unsafe_buffer_pointer() != array.ctypes.data
-        assert not made.committed
-        assert not made.weak_type
+        state = _restored._own(array)
+        assert state.unsafe_buffer_pointer() != array.ctypes.data
+        assert not state.committed
+        assert not state.weak_type
 
-    def test_shared_scalars_are_told_apart(self, tmp_path):
+    def test_shared_scalars_are_restored_as_separate_arrays(self, tmp_path):
         scalar = jnp.int32(4)
-        made = jstep.TrainState({"w": jnp.ones(2)}, {"start_step": scalar}, scalar)
+        state = jstep.TrainState({"w": jnp.ones(2)}, {"start_step": scalar}, scalar)
         with Saver(tmp_path) as saver:
-            saver.save(made)
-            restored = saver.restore(made)
+            saver.save(state)
+            restored = saver.restore(state)
         stepped = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(restored)
         assert int(stepped.slots["start_step"]) == int(stepped.global_step) == 5
 
     @pytest.mark.parametrize(("stage", "compress"), [(False, False), (False, True), (True, False)])
-    def test_save_then_donate(self, tmp_path, stage, compress):
-        """What is on disk is exactly the state at N: every number of it is N."""
+    def test_the_state_may_be_donated_after_save(self, tmp_path, stage, compress):
+        """The checkpoint of step N holds exactly the state of step N, in which every number is N."""
         size, leaves, saves = 500_000, 6, 3
-        made = jstep.TrainState({f"w{i}": jnp.zeros(size) for i in range(leaves)}, {}, jstep.create_global_step())
+        state = jstep.TrainState({f"w{i}": jnp.zeros(size) for i in range(leaves)}, {}, jstep.create_global_step())
         step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
         with Saver(tmp_path, max_to_keep=None, stage=stage, compress=compress) as saver:
             for _ in range(saves):
-                saver.save(made)
+                saver.save(state)
                 for _ in range(4):
-                    made = step(made)
+                    state = step(state)
             for number in saver.all_steps():
                 for leaf in jax.tree.leaves(saver.restore(step=number)):
                     assert (leaf == number).all()
             assert len(saver.all_steps()) == saves
 
-    def test_stage_follows_a_change_of_shapes(self, tmp_path):
+    def test_staging_adapts_to_changed_shapes(self, tmp_path):
         with Saver(tmp_path, stage=True) as saver:
             for step, size in enumerate([3, 3, 5, 3]):
-                made = jstep.TrainState({"w": jnp.full(size, step), "n": np.arange(2)}, {}, jnp.int32(step))
-                saver.save(made)
+                state = jstep.TrainState({"w": jnp.full(size, step), "n": np.arange(2)}, {}, jnp.int32(step))
+                saver.save(state)
                 assert saver.restore(step=step)["params"]["w"].tolist() == [step] * size
 
-    def test_numpy_leaves_are_copied_at_save(self, tmp_path):
+    def test_numpy_leaves_are_copied_by_save(self, tmp_path):
         table = np.zeros(2_000_000)
         with Saver(tmp_path) as saver:
             saver.save(state_at(1).replace(params={"t": table}))
             table[:] = 1
             assert saver.restore()["params"]["t"].max() == 0
 
-    def test_nothing_is_held_after_wait(self, tmp_path):
+    def test_no_arrays_are_referenced_after_wait(self, tmp_path):
         gc.collect()
         before = len(jax.live_arrays())
         with Saver(tmp_path) as saver:

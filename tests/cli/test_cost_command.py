@@ -1,4 +1,4 @@
-"""`cost`: of a file or a module, as a table or JSON; what is wrong is said on stderr, with exit code 2."""
+"""`cost` of a file or a module, as a table or JSON; errors are printed to stderr, with exit code 2."""
 
 import importlib.util
 import json
@@ -51,14 +51,14 @@ def test_a_file_and_a_module(program, capsys):
     assert main(["cost", f"{program.stem}:make", "--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    found = json.loads(out)
-    assert found["params_bytes"] == 4 * 64 * 32
-    assert found["collectives"] == {}
-    assert found["fits"] is None
+    cost = json.loads(out)
+    assert cost["params_bytes"] == 4 * 64 * 32
+    assert cost["collectives"] == {}
+    assert cost["fits"] is None
 
 
 @pytest.mark.parametrize(
-    ("where", "words"),
+    ("target", "message"),
     [
         ("{file}", "expected PROGRAM:FUNCTION"),
         ("{file}:", "expected PROGRAM:FUNCTION"),
@@ -69,20 +69,20 @@ def test_a_file_and_a_module(program, capsys):
         ("no_such_module_anywhere:make", "No module named"),
     ],
 )
-def test_what_is_wrong_is_said(program, capsys, where, words):
-    assert main(["cost", where.format(file=program)]) == 2
+def test_errors(program, capsys, target, message):
+    assert main(["cost", target.format(file=program)]) == 2
     captured = capsys.readouterr()
-    assert words in captured.err
+    assert message in captured.err
     assert captured.out == ""
 
 
-def test_a_bad_topology_is_said_before_the_program_runs(tmp_path, capsys):
+def test_a_bad_topology_fails_before_the_program_runs(tmp_path, capsys):
     (tmp_path / "never.py").write_text("raise SystemExit('it ran')\n")
     assert main(["cost", f"{tmp_path}/never.py:make", "--topology", "v5e:32x32"]) == 2
     assert "--topology='v5e:32x32'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_a_missing_compiler(program, capsys):
+def test_error_without_libtpu_names_the_extra(program, capsys):
     assert main(["cost", f"{program}:make", "--topology", "v5e:2x2"]) == 2
     assert "pip install 'jstep[tpu]'" in capsys.readouterr().err

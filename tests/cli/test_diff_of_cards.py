@@ -1,4 +1,4 @@
-"""`diff` says first what differs in the cards of two runs."""
+"""`diff` first lists the differences between the cards of two runs."""
 
 import json
 
@@ -34,7 +34,7 @@ def run(tmp_path):
     return run
 
 
-def test_the_last_starts_are_compared_first(run, capsys):
+def test_cards_of_the_last_starts_are_compared_first(run, capsys):
     a, b = run("a", card(7), card(0)), run("b", card(1), value=2.0)
     assert main(["diff", a, b]) == 1
     first, second, third, *_ = capsys.readouterr().out.splitlines()
@@ -44,23 +44,23 @@ def test_the_last_starts_are_compared_first(run, capsys):
     assert json.loads(capsys.readouterr().out)["cards"] == ["batches: seed: 0 in A, 1 in B"]
 
 
-@pytest.mark.parametrize(("seed", "says"), [(1, "differ:"), (0, "do not differ")])
-def test_the_exit_code_is_that_of_the_leaves(run, capsys, seed, says):
+@pytest.mark.parametrize(("seed", "message"), [(1, "differ:"), (0, "do not differ")])
+def test_the_exit_code_depends_only_on_the_leaves(run, capsys, seed, message):
     a, b = run("a", card(0)), run("b", card(seed))
     assert main(["diff", a, b]) == 0
-    assert f"the cards of the last starts {says}" in capsys.readouterr().out
+    assert f"the cards of the last starts {message}" in capsys.readouterr().out
     assert main(["diff", f"{a}/model-3", f"{b}/model-3"]) == 0
-    assert f"the cards of the last starts {says}" in capsys.readouterr().out
+    assert f"the cards of the last starts {message}" in capsys.readouterr().out
 
 
-def test_programs_of_later_lines_belong_to_the_card_before(run, capsys):
+def test_later_programs_belong_to_the_preceding_card(run, capsys):
     program = {"stage": 50, "steps": 1, "batch": [], "hyperparameters": {}, "operations": {"mul": 2}}
     a, b = (run(name, card(), line(programs=[{**program, "hash": name}])) for name in "ab")
     assert main(["diff", a, b]) == 0
     assert "the traced train_step (stage from step 50) differs" in capsys.readouterr().out
 
 
-def test_each_prefix_is_a_run(run, capsys):
+def test_each_prefix_is_a_separate_run(run, capsys):
     lines = [card(), card(3).replace('"model"', '"other"'), card(4).replace('"model"', '"third"')]
     a = run("a", *lines, prefixes=("model", "other"))
     b = run("b", lines[0], lines[1].replace('"seed": 3', '"seed": 5'), prefixes=("model", "other"))
@@ -69,13 +69,13 @@ def test_each_prefix_is_a_run(run, capsys):
 
 
 @pytest.mark.parametrize("lines", [(), ("{", "null\n", '{"kind": "card"}\n', '{"kind": "parts", "card": 1}\n')])
-def test_without_a_card_nothing_is_said(run, capsys, lines):
+def test_without_a_card_nothing_is_printed(run, capsys, lines):
     a, b = run("a", *lines), run("b", card())
     assert main(["diff", a, b]) == 0
     assert capsys.readouterr().out == "the same at all 1 steps in common, 3 to 3\n"
 
 
-HOSTILE = [
+MALICIOUS = [
     card().replace('"Batches"', '"\\u001b[2J"'),
     line(card=1, batches=[1], programs={"x": 1}, stages="x", environment={"XLA_FLAGS": 3}, versions={"jax": {}}),
     line(card=1, programs=[1, {"stage": "x"}, {"stage": 0, "steps": 1, "hash": [], "hyperparameters": 3}]),
@@ -83,10 +83,10 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("hostile", HOSTILE)
-def test_cards_of_anybody_are_harmless(run, capsys, hostile):
-    a, b = run("a", card()), run("b", hostile)
+@pytest.mark.parametrize("malicious", MALICIOUS)
+def test_malicious_cards_are_harmless(run, capsys, malicious):
+    a, b = run("a", card()), run("b", malicious)
     assert main(["diff", a, b]) == 0
-    done = capsys.readouterr()
-    assert "\x1b" not in done.out
-    assert done.err == ""
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out
+    assert output.err == ""

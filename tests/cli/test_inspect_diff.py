@@ -1,4 +1,4 @@
-"""`inspect` and `diff`: what a checkpoint holds, and where two runs part."""
+"""`inspect` shows the content of a checkpoint, and `diff` the step at which two runs diverge."""
 
 import json
 import os
@@ -19,7 +19,7 @@ OPTIMIZER = jstep.momentum(0.1, 0.9)
 
 def strict(text):
     def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
@@ -31,8 +31,8 @@ def state(step=0, **params):
 
 @pytest.fixture
 def save(tmp_path):
-    def save(where, *states, prefix="model", extra=None):
-        with jstep.Saver(tmp_path / where, prefix=prefix, async_save=False) as saver:
+    def save(name, *states, prefix="model", extra=None):
+        with jstep.Saver(tmp_path / name, prefix=prefix, async_save=False) as saver:
             for one in states:
                 path = saver.save(one, extra=extra)
         return os.path.dirname(path), path
@@ -40,12 +40,12 @@ def save(tmp_path):
     return save
 
 
-def flip(path, where):
-    """Changes a byte in the largest file of a checkpoint."""
+def flip(path, offset):
+    """Flip a bit in the largest file of a checkpoint."""
     files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
     file = max((f for f in files if not f.endswith("manifest.json")), key=os.path.getsize)
     data = bytearray(pathlib.Path(file).read_bytes())
-    data[where] ^= 1
+    data[offset] ^= 1
     pathlib.Path(file).write_bytes(data)
 
 
@@ -58,9 +58,9 @@ def test_inspect_a_checkpoint(save, capsys):
     (line,) = [line for line in out.splitlines() if line.startswith("params/bad")]
     assert line.split() == ["params/bad", "float32", "[3]", "12", "1", "1", "1", "2"]
     assert main(["inspect", path, "--json", "--verify"]) == 0
-    found = strict(capsys.readouterr().out)
-    assert (found["step"], found["extra"]["epoch"], found["verified"]) == (7, 3, True)
-    leaves = {leaf["path"]: leaf for leaf in found["leaves"]}
+    result = strict(capsys.readouterr().out)
+    assert (result["step"], result["extra"]["epoch"], result["verified"]) == (7, 3, True)
+    leaves = {leaf["path"]: leaf for leaf in result["leaves"]}
     assert leaves["params/w"] == {
         "path": "params/w", "dtype": "float32", "shape": [2, 3], "bytes": 24, "min": 0.0, "max": 5.0, "mean": 2.5,
         "nonfinite": 0,
@@ -77,23 +77,23 @@ def test_inspect_a_directory(save, capsys):
     assert main(["inspect", directory]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["best-2", "model-1", "model-2"]
     assert main(["inspect", directory, "--json", "--verify"]) == 0
-    found = strict(capsys.readouterr().out)
-    assert [(one["name"], one["step"], one["verified"]) for one in found["checkpoints"]] == [
+    result = strict(capsys.readouterr().out)
+    assert [(one["name"], one["step"], one["verified"]) for one in result["checkpoints"]] == [
         ("best-2", 2, True),
         ("model-1", 1, True),
         ("model-2", 2, True),
     ]
 
 
-def test_damage_is_trouble(save, capsys):
+def test_corruption_is_an_error(save, capsys):
     directory, path = save("run", state(1), state(2, w=jnp.arange(5000.0)))
     flip(path, 1000)
     assert main(["inspect", path, "--verify"]) == 2
     assert "model-2 is corrupted" in capsys.readouterr().err
     assert main(["inspect", directory, "--verify"]) == 2
-    done = capsys.readouterr()
-    assert "CORRUPTED" in done.out
-    assert "model-2 is corrupted" in done.err
+    output = capsys.readouterr()
+    assert "CORRUPTED" in output.out
+    assert "model-2 is corrupted" in output.err
     assert main(["diff", path, path]) == 2
     with open(os.path.join(path, "manifest.json"), "r+b") as file:
         file.truncate(50)
@@ -103,19 +103,19 @@ def test_damage_is_trouble(save, capsys):
 
 
 @pytest.mark.parametrize("command", [["inspect", "{}"], ["diff", "{}", "{}"]])
-@pytest.mark.parametrize("where", ["missing", "empty", "file", "fifo"])
-def test_nothing_there_is_trouble(tmp_path, capsys, command, where):
+@pytest.mark.parametrize("name", ["missing", "empty", "file", "fifo"])
+def test_error_if_there_is_no_checkpoint(tmp_path, capsys, command, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x\n")
     os.mkfifo(tmp_path / "fifo")
-    assert main([word.format(tmp_path / where) for word in command]) == 2
-    done = capsys.readouterr()
-    assert done.out == ""
-    assert str(tmp_path / where) in done.err
-    assert done.err.count("\n") == 1
+    assert main([word.format(tmp_path / name) for word in command]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert str(tmp_path / name) in output.err
+    assert output.err.count("\n") == 1
 
 
-def test_a_renamed_checkpoint_is_trouble(save, capsys):
+def test_a_renamed_checkpoint_is_an_error(save, capsys):
     directory, path = save("run", state(1))
     os.rename(path, path[:-1] + "9")
     assert main(["inspect", path[:-1] + "9"]) == 2
@@ -135,9 +135,9 @@ def test_diff_of_checkpoints(save, capsys):
     out = capsys.readouterr().out
     assert "1 of 6 differ by up to 9.53674e-07 (2 ULPs)" in out
     assert main(["diff", a, b, "--json"]) == 1
-    found = strict(capsys.readouterr().out)
-    leaves = {leaf["path"]: leaf for leaf in found["leaves"]}
-    assert not found["same"]
+    result = strict(capsys.readouterr().out)
+    leaves = {leaf["path"]: leaf for leaf in result["leaves"]}
+    assert not result["same"]
     assert (leaves["params/w"]["number"], leaves["params/w"]["max_ulps"]) == (1, 2)
     assert leaves["params/c"]["why"] == "shape"
     assert leaves["params/old"]["why"] == "only in A"
@@ -155,8 +155,8 @@ def test_diff_of_directories(save, capsys):
     assert "params/w" in out
     assert "params/b" not in out
     assert main(["diff", a, b, "--json"]) == 1
-    found = strict(capsys.readouterr().out)
-    assert (found["step"], [leaf["path"] for leaf in found["leaves"]]) == (4, ["params/w"])
+    result = strict(capsys.readouterr().out)
+    assert (result["step"], [leaf["path"] for leaf in result["leaves"]]) == (4, ["params/w"])
     c, _ = save("c", state(7))
     assert main(["diff", a, c]) == 2
     assert "no step in common" in capsys.readouterr().err
@@ -169,7 +169,7 @@ def entry(step, **leaves):
     return json.dumps({"step": step, "state": f"{sum(leaves.values()):016x}", "leaves": hexes}) + "\n"
 
 
-def test_diff_of_logs(tmp_path, capsys):
+def test_diff_of_fingerprint_logs(tmp_path, capsys):
     a, b = tmp_path / "a.jsonl", tmp_path / "logdir" / "fingerprints.jsonl"
     b.parent.mkdir()
     a.write_text("".join(entry(step, w=step, b=7) for step in range(2, 20, 2)))
@@ -183,14 +183,14 @@ def test_diff_of_logs(tmp_path, capsys):
     assert strict(capsys.readouterr().out)["step"] == 12
 
 
-def test_the_later_line_of_a_step_counts(tmp_path):
+def test_the_last_line_of_a_step_counts(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     a.write_text(entry(2, w=1) + entry(4, w=2))
     b.write_text(entry(2, w=1) + entry(4, w=9) + entry(4, w=2))
     assert main(["diff", str(a), str(b)]) == 0
 
 
-def test_logs_that_are_in_trouble(tmp_path, capsys):
+def test_incomplete_and_invalid_logs(tmp_path, capsys):
     a, b = tmp_path / "a", tmp_path / "b"
     a.write_text(entry(2, w=1) + entry(4, w=2))
     b.write_text(entry(3, w=1))
@@ -199,21 +199,21 @@ def test_logs_that_are_in_trouble(tmp_path, capsys):
     b.write_text('{"step": 2, "state"\n' + entry(4, w=2))
     assert main(["diff", str(a), str(b)]) == 2
     assert "line 1 is not a fingerprint" in capsys.readouterr().err
-    b.write_text(entry(2, w=1) + entry(4, w=3)[:-9])  # a run that is writing, or was killed
+    b.write_text(entry(2, w=1) + entry(4, w=3)[:-9])  # the run is still writing, or was killed
     assert main(["diff", str(a), str(b)]) == 0
     b.write_text(json.dumps({"step": 2, "state": "f" * 16}) + "\n")
     capsys.readouterr()
     assert main(["diff", str(a), str(b)]) == 1
     assert "per_leaf=False" in capsys.readouterr().out
     b.write_text(entry(2, v=1, w=0))
-    assert main(["diff", str(a), str(b)]) == 0  # the sum is the same: it is that of all leaves that counts
+    assert main(["diff", str(a), str(b)]) == 0  # the sum over all leaves is the same, and it decides
     b.write_text(entry(2, v=5))
     capsys.readouterr()
     assert main(["diff", str(a), str(b)]) == 1
     assert "only in A" in capsys.readouterr().out
 
 
-def test_two_kinds_are_trouble(save, tmp_path, capsys):
+def test_diff_of_two_kinds_is_an_error(save, tmp_path, capsys):
     directory, path = save("run", state(1))
     (tmp_path / "log").write_text(entry(1, w=1))
     assert main(["diff", path, directory]) == 2
@@ -238,22 +238,22 @@ def test_units_in_the_last_place(name):
     assert difference("x", np.full(1, np.nan, dtype), one[:1]).max_ulps is None
 
 
-def test_far_apart():
+def test_large_differences():
     big = np.float64([1.7e308])
-    found = difference("x", big, -big)
-    assert found.max_abs is None  # more than a float64 holds
-    assert found.max_ulps > 2**63
+    result = difference("x", big, -big)
+    assert result.max_abs is None  # overflows float64
+    assert result.max_ulps > 2**63
     ints = difference("x", np.int64([-(2**62) - 1]), np.int64([2**62 + 1]))
     assert ints.max_abs == 2.0**63
     assert difference("x", np.uint8([3, 255]), np.uint8([3, 0])).max_abs == 255
     assert difference("x", np.complex64([1 + 2j]), np.complex64([1 + 4j])).max_abs == 2
-    of_an_infinity = difference("x", np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, 2]))
-    assert of_an_infinity.max_abs is None
-    assert of_an_infinity.detail == "1 of 3 differ (1065353216 ULPs) with 1 infinite"
+    infinite = difference("x", np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, 2]))
+    assert infinite.max_abs is None
+    assert infinite.detail == "1 of 3 differ (1065353216 ULPs) with 1 infinite"
     assert difference("x", np.array([True]), np.array([False])).number == 1
 
 
-def test_names_cannot_play_tricks_on_a_terminal(save, capsys):
+def test_names_are_escaped_for_the_terminal(save, capsys):
     directory, path = save("run", state(1, **{"\x1b[31mred": jnp.ones(1)}))
     for arguments in (["inspect", path], ["inspect", directory]):
         assert main(arguments) == 0
@@ -261,35 +261,35 @@ def test_names_cannot_play_tricks_on_a_terminal(save, capsys):
 
 
 def test_help_fits_a_screen(capsys):
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         main(["--help"])
-    assert left.value.code == 0
+    assert caught.value.code == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) < 25
     assert all(name in out for name in ("inspect", "diff", "plot", "events"))
 
 
-def test_what_was_left_out(tmp_path, capsys):
-    def save(where, leave_out, **params):
-        with jstep.Saver(tmp_path / where, leave_out=leave_out, async_save=False) as saver:
+def test_left_out_leaves(tmp_path, capsys):
+    def save(name, leave_out, **params):
+        with jstep.Saver(tmp_path / name, leave_out=leave_out, async_save=False) as saver:
             return saver.save(state(3, **params))
 
-    adapters, whole, other = save("a", ["w", "key"]), save("b", None), save("c", "w", w=jnp.ones((2, 3)))
+    adapters, complete, other = save("a", ["w", "key"]), save("b", None), save("c", "w", w=jnp.ones((2, 3)))
     assert main(["inspect", adapters, "--verify"]) == 0
     out = capsys.readouterr().out
     lines = out[out.index("left out") :].splitlines()
-    print_of_w = "".join(f"{int(word):08x}" for word in jstep.fingerprint(state(3), per_leaf=True)["params/w"])
-    assert ["params/w", "float32", "[2,3]", print_of_w] in [line.split() for line in lines]
+    fingerprint_of_w = "".join(f"{int(word):08x}" for word in jstep.fingerprint(state(3), per_leaf=True)["params/w"])
+    assert ["params/w", "float32", "[2,3]", fingerprint_of_w] in [line.split() for line in lines]
     assert main(["inspect", adapters, "--json"]) == 0
-    found = strict(capsys.readouterr().out)
-    assert [leaf["path"] for leaf in found["left_out"]] == ["params/key", "params/w", "slots/momentum/w"]
-    assert main(["inspect", whole, "--json"]) == 0
+    result = strict(capsys.readouterr().out)
+    assert [leaf["path"] for leaf in result["left_out"]] == ["params/key", "params/w", "slots/momentum/w"]
+    assert main(["inspect", complete, "--json"]) == 0
     assert "left_out" not in strict(capsys.readouterr().out)
 
-    for a, b in ((adapters, whole), (whole, adapters), (adapters, adapters)):
+    for a, b in ((adapters, complete), (complete, adapters), (adapters, adapters)):
         assert main(["diff", a, b]) == 0
         assert "identical (6 leaves, bitwise)" in capsys.readouterr().out
-    for a, b in ((adapters, other), (other, whole)):
+    for a, b in ((adapters, other), (other, complete)):
         assert main(["diff", a, b]) == 1
         out = capsys.readouterr().out
         assert "1 of 6 leaves differ" in out

@@ -1,4 +1,4 @@
-"""Commands that only read files do it without JAX, whose import takes longer than they do."""
+"""Commands that only read files do not import JAX, whose import takes longer than the commands."""
 
 import ast
 import importlib
@@ -21,24 +21,26 @@ runpy.run_module("jstep", run_name="__main__")
 """
 
 
-def words_of(*arguments: str) -> tuple[int, list[str]]:
-    done = subprocess.run(
+def run_command(*arguments: str) -> tuple[int, list[str]]:
+    completed = subprocess.run(
         [sys.executable, "-c", REPORT, *arguments], capture_output=True, text=True, check=False, timeout=300
     )
-    return done.returncode, [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    return completed.returncode, [*completed.stdout.splitlines(), *completed.stderr.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    at = tmp_path_factory.mktemp("run")
+    folder = tmp_path_factory.mktemp("run")
     optimizer = jstep.gradient_descent(0.25)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-    jstep.train(train_step, state, [jnp.ones(())] * 3, 3, checkpoint_dir=at / "run", logdir=at / "log", progress=False)
-    jstep.save_weights(at / "run" / "w.safetensors", {"w": jnp.ones(2, jnp.bfloat16)})
-    (at / "broken").mkdir()
-    (at / "broken" / "model-7").mkdir()
-    return at
+    jstep.train(
+        train_step, state, [jnp.ones(())] * 3, 3, checkpoint_dir=folder / "run", logdir=folder / "log", progress=False
+    )
+    jstep.save_weights(folder / "run" / "w.safetensors", {"w": jnp.ones(2, jnp.bfloat16)})
+    (folder / "broken").mkdir()
+    (folder / "broken" / "model-7").mkdir()
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,9 @@ def run(tmp_path_factory):
     ],
     ids=" ".join,
 )
-def test_it_is_done_without_jax(run, arguments, expected):
-    at = [str(run / word) if word.split("/")[0] in ("run", "log") else word for word in arguments]
-    code, lines = words_of(*at)
+def test_commands_do_not_import_jax(run, arguments, expected):
+    command = [str(run / word) if word.split("/")[0] in ("run", "log") else word for word in arguments]
+    code, lines = run_command(*command)
     assert code == 0, lines
     assert any(expected in line for line in lines), lines
     assert "no JAX" in lines
@@ -70,20 +72,20 @@ def test_it_is_done_without_jax(run, arguments, expected):
     [("inspect", "nowhere"), ("inspect", "broken"), ("goodput", "nowhere"), ("events", "nowhere"), ("nope",), ()],
     ids=" ".join,
 )
-def test_so_are_its_errors(run, arguments):
-    code, lines = words_of(*(str(run / word) if word in ("nowhere", "broken") else word for word in arguments))
+def test_errors_do_not_import_jax(run, arguments):
+    code, lines = run_command(*(str(run / word) if word in ("nowhere", "broken") else word for word in arguments))
     assert code == 2
     assert any(line.startswith(("jstep ", "python -m jstep: error:")) for line in lines), lines
     assert "no JAX" in lines
 
 
-def test_numbers_are_read_with_jax(run):
-    """The test above can fail: what reads arrays imports JAX."""
-    assert "JAX" in words_of("inspect", str(run / "run" / "model-3"))[1]
+def test_reading_arrays_imports_jax(run):
+    """This shows that the tests above can fail."""
+    assert "JAX" in run_command("inspect", str(run / "run" / "model-3"))[1]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_its_module_and_its_help(name, capsys):
+def test_every_command_has_a_module_and_help(name, capsys):
     importlib.import_module(f"jstep.cli.{name}").COMMAND
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
@@ -91,7 +93,7 @@ def test_every_command_has_its_module_and_its_help(name, capsys):
 
 
 @pytest.mark.parametrize("package", ["core", "checkpoint", "summary", "weights"])
-def test_what_is_imported_when_used_is_what_checkers_see(package):
+def test_lazy_exports_agree_with_the_static_imports(package):
     module = importlib.import_module(f"jstep.{package}")
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     names = {a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}

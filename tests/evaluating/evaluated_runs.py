@@ -1,4 +1,4 @@
-"""A run that is evaluated on the way: the rate goes down until nothing improves."""
+"""A small training run whose learning rate is held in the state, and scripted evaluations."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ def make_state():
 
 
 def batches(step):
-    """A little noise around 1."""
+    """Return a constant batch that alternates between 1.25 and 0.75."""
     return np.full((2,), 1.0 + 0.25 * (-1) ** step, np.float32)
 
 
@@ -29,7 +29,7 @@ def rate(state):
 
 
 def scripted(values, every_n_steps=1):
-    """An evaluation whose results are a function of the step."""
+    """Return an evaluate function whose loss is read from a list, by step."""
 
     def evaluate(state):
         return {"loss": values[min(jstep.global_step(state) // every_n_steps, len(values)) - 1]}

@@ -1,4 +1,4 @@
-"""Evaluations off their cadence, prefixes, names of arguments, and how a run that stopped early continues."""
+"""Off-schedule evaluations, resuming stopped runs, and arguments of `EvaluationHook`."""
 
 import inspect
 
@@ -11,8 +11,8 @@ import jstep
 VALUES = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.5, 3.0, 3.0, 3.0, 3.0]
 
 
-class Counting:
-    """Of one's own: sees every evaluation; one that asks for it, those that are due."""
+class StepRecorder:
+    """A custom callback that records the steps of the evaluations it receives."""
 
     def __init__(self, on_cadence_only=None):
         if on_cadence_only is not None:
@@ -24,7 +24,7 @@ class Counting:
 
 
 def hooks(extra=(), **cadence):
-    """Plateau and patience that any further evaluation would move."""
+    """Return an EvaluationHook whose callbacks would react to any additional evaluation."""
     then = [
         jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=1, cooldown=1),
         jstep.EarlyStopping("loss", patience=6),
@@ -34,38 +34,38 @@ def hooks(extra=(), **cadence):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_a_run_in_two_parts_is_one_run_wherever_it_is_cut(steps_per_call, tmp_path):
-    whole = train(40, hooks())
-    assert rate(whole) < 0.25 / 2
-    assert jstep.global_step(whole) == 40
+def test_a_run_in_two_parts_is_identical_for_every_cut(steps_per_call, tmp_path):
+    uninterrupted = train(40, hooks())
+    assert rate(uninterrupted) < 0.25 / 2
+    assert jstep.global_step(uninterrupted) == 40
     for cut in range(1, 40):
         directory = tmp_path / str(cut)
         train(cut, hooks(), checkpoint_dir=directory, steps_per_call=steps_per_call)
-        again = train(40, hooks(), checkpoint_dir=directory)
-        assert rate(again) == rate(whole), cut
-        assert np.asarray(again.params["w"]).tobytes() == np.asarray(whole.params["w"]).tobytes(), cut
+        resumed = train(40, hooks(), checkpoint_dir=directory)
+        assert rate(resumed) == rate(uninterrupted), cut
+        assert np.asarray(resumed.params["w"]).tobytes() == np.asarray(uninterrupted.params["w"]).tobytes(), cut
 
 
-def test_a_run_in_many_parts(tmp_path):
-    whole = train(40, hooks())
+def test_a_run_in_many_parts_is_identical(tmp_path):
+    uninterrupted = train(40, hooks())
     for last_step in (9, 10, 11, 13, 14, 15, 40):
-        again = train(last_step, hooks(), checkpoint_dir=tmp_path)
-    assert rate(again) == rate(whole)
+        resumed = train(last_step, hooks(), checkpoint_dir=tmp_path)
+    assert rate(resumed) == rate(uninterrupted)
 
 
 @pytest.mark.parametrize(("last_step", "seen", "due"), [(9, [4, 8, 9], [4, 8]), (8, [4, 8], [4, 8]), (3, [3], [])])
-def test_who_sees_an_evaluation_off_the_cadence(last_step, seen, due, tmp_path):
-    plain, all_of_them, only_due = Counting(), Counting(False), Counting(True)
+def test_which_callbacks_receive_an_off_schedule_evaluation(last_step, seen, due, tmp_path):
+    default, every, only_due = StepRecorder(), StepRecorder(False), StepRecorder(True)
     best = jstep.KeepBest(tmp_path, "loss", keep=9)
-    (hook,) = hooks([plain, all_of_them, only_due, best])
+    (hook,) = hooks([default, every, only_due, best])
     train(last_step, [hook])
-    assert list(hook.results) == plain.steps == all_of_them.steps == sorted(best.values) == seen
+    assert list(hook.results) == default.steps == every.steps == sorted(best.values) == seen
     assert only_due.steps == due
     assert hook.newest[0] == last_step
 
 
-def test_by_seconds_the_one_at_the_end_is_off_the_cadence():
-    now, due = [0.0], Counting(True)
+def test_the_last_evaluation_is_off_schedule_with_every_n_secs():
+    now, due = [0.0], StepRecorder(True)
 
     def tick(step, state, metrics):
         now[0] += 1.0
@@ -76,16 +76,16 @@ def test_by_seconds_the_one_at_the_end_is_off_the_cadence():
     assert due.steps == [4, 8]
 
 
-def test_stock_objects_say_whether_they_count_what_is_off_the_cadence():
+def test_on_cadence_only_of_the_stock_callbacks():
     assert jstep.EarlyStopping("loss").on_cadence_only is True
     assert jstep.ReduceOnPlateau("loss", "rate").on_cadence_only is True
     assert not getattr(jstep.KeepBest("directory", "loss"), "on_cadence_only", False)
 
 
-# A run that stopped
+# A stopped run
 
 
-def test_a_run_that_stopped_says_why_and_continues_by_a_reset(tmp_path, caplog):
+def test_a_stopped_run_reports_why_and_reset_continues_it(tmp_path, caplog):
     def hook(**kwargs):
         stop = jstep.EarlyStopping("loss", patience=2, **kwargs)
         return stop, [jstep.EvaluationHook(scripted([3.0], 2), every_n_steps=2, then=[stop])]
@@ -113,7 +113,7 @@ def evaluate(state):
     return {"loss": 1.0}
 
 
-def test_two_hooks_of_one_prefix_are_refused():
+def test_two_hooks_with_the_same_prefix_are_rejected():
     def two(first, second):
         return [jstep.EvaluationHook(evaluate, every_n_steps=n, prefix=p) for n, p in ((1, first), (2, second))]
 
@@ -125,8 +125,8 @@ def test_two_hooks_of_one_prefix_are_refused():
     train(2, two("test", "test/a"))
 
 
-def test_then_is_also_called_callbacks():
-    seen = Counting()
+def test_callbacks_is_an_alias_of_then():
+    seen = StepRecorder()
     train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[seen])])
     assert seen.steps == [1, 2]
     with pytest.raises(TypeError, match="then and callbacks are two names of one argument"):
@@ -142,14 +142,14 @@ def test_then_is_also_called_callbacks():
         train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=twice)])
 
 
-def test_all_but_what_is_evaluated_is_given_by_name():
+def test_all_arguments_but_evaluate_are_keyword_only():
     kinds = [one.kind for one in inspect.signature(jstep.EvaluationHook).parameters.values()]
     assert kinds[0] == inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert set(kinds[1:]) == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize(("key", "error"), [(3, TypeError), ("", ValueError)])
-def test_a_key_is_a_name(key, error):
+def test_a_key_must_be_a_nonempty_string(key, error):
     for make in (
         lambda: jstep.EarlyStopping("loss", key=key),
         lambda: jstep.ReduceOnPlateau("loss", "rate", key=key),

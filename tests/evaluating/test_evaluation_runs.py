@@ -1,4 +1,4 @@
-"""Evaluations that steer a run, also over restarts."""
+"""Runs with evaluation callbacks: early stopping, hyperparameter changes, saved results, and restarts."""
 
 import gc
 import logging
@@ -30,11 +30,11 @@ def test_a_run_stops_early_and_stays_stopped(steps_per_call, tmp_path):
         state = train(100, hooks(), checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
         assert jstep.global_step(state) == 10
     assert jstep.Saver(tmp_path).latest_step() == 10
-    assert jstep.global_step(train(12, [], checkpoint_dir=tmp_path)) == 12  # who wants more takes it out
+    assert jstep.global_step(train(12, [], checkpoint_dir=tmp_path)) == 12  # without the hook, the run continues
 
 
-def steering(values):
-    """Each evaluation counts; at the last one the rate goes down."""
+def plateau_and_stopping(values):
+    """Return an EvaluationHook whose callbacks lower the rate and then stop the run."""
     then = [
         jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=1),
         jstep.EarlyStopping("loss", patience=5),
@@ -46,20 +46,20 @@ VALUES = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize("cut", range(1, 10))
-def test_a_restart_anywhere_changes_nothing(cut, tmp_path):
-    whole = train(30, steering(VALUES))
-    assert rate(whole) < 0.25
-    assert jstep.global_step(whole) == 10
-    train(cut, steering(VALUES), checkpoint_dir=tmp_path)
-    again = train(30, steering(VALUES), checkpoint_dir=tmp_path)
-    assert same(again, whole)
-    assert same(train(30, steering(VALUES), checkpoint_dir=tmp_path), whole)  # and once more, with nothing to do
+def test_a_restart_at_any_step_gives_an_identical_run(cut, tmp_path):
+    uninterrupted = train(30, plateau_and_stopping(VALUES))
+    assert rate(uninterrupted) < 0.25
+    assert jstep.global_step(uninterrupted) == 10
+    train(cut, plateau_and_stopping(VALUES), checkpoint_dir=tmp_path)
+    resumed = train(30, plateau_and_stopping(VALUES), checkpoint_dir=tmp_path)
+    assert same(resumed, uninterrupted)
+    assert same(train(30, plateau_and_stopping(VALUES), checkpoint_dir=tmp_path), uninterrupted)  # already ended
 
 
-def test_a_position_stays_where_a_finished_run_evaluates_for_the_first_time(tmp_path):
-    """It is saved again, as what is remembered changes; the loader's position is none of that."""
+def test_the_first_evaluation_of_a_finished_run_keeps_the_position(tmp_path):
+    """The checkpoint is saved again with the state of the callbacks; the loader position must not change."""
 
-    class Counted:
+    class CountingLoader:
         at = 0
 
         def __next__(self):
@@ -72,17 +72,17 @@ def test_a_position_stays_where_a_finished_run_evaluates_for_the_first_time(tmp_
         def set_state(self, at):
             self.at = at
 
-    train(4, [], checkpoint_dir=tmp_path, batches=Counted())
+    train(4, [], checkpoint_dir=tmp_path, batches=CountingLoader())
     hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, then=[jstep.EarlyStopping("loss", 2)])
-    train(4, [hook], checkpoint_dir=tmp_path, batches=Counted())
-    kept = jstep.Saver(tmp_path).extra()
-    assert kept["batches"] == {"value": 4}
-    (memory,) = kept["hooks"]
-    assert memory["key"] == "EvaluationHook(eval)"
-    assert memory["state"]["step"] == 4
+    train(4, [hook], checkpoint_dir=tmp_path, batches=CountingLoader())
+    extra = jstep.Saver(tmp_path).extra()
+    assert extra["batches"] == {"value": 4}
+    (saved_hook,) = extra["hooks"]
+    assert saved_hook["key"] == "EvaluationHook(eval)"
+    assert saved_hook["state"]["step"] == 4
 
 
-def test_one_hook_may_serve_several_runs():
+def test_one_hook_can_be_used_in_several_runs():
     seen = []
     hook = jstep.EvaluationHook(
         lambda state: {"w": float(state.params["w"][0])},
@@ -96,8 +96,8 @@ def test_one_hook_may_serve_several_runs():
 
 
 @pytest.mark.parametrize("last_step", [4, 5])
-def test_what_the_last_evaluation_changes_is_saved_and_returned(last_step, tmp_path):
-    """Where it is due at the last step, and where it comes at the end only."""
+def test_a_state_from_the_last_evaluation_is_saved_and_returned(last_step, tmp_path):
+    """The evaluation of the last step is due (4), or is off-schedule (5)."""
 
     def halve(step, state, results):
         return jstep.set_hyperparameter(state, "learning_rate", rate(state) / 2)
@@ -109,7 +109,7 @@ def test_what_the_last_evaluation_changes_is_saved_and_returned(last_step, tmp_p
     assert rate(jstep.Saver(tmp_path).restore(make_state())) == expected
 
 
-def test_all_are_called_and_no_word_is_lost(tmp_path):
+def test_all_callbacks_are_called_and_every_result_is_applied(tmp_path):
     seen = []
 
     def halve(step, state, results):
@@ -136,14 +136,14 @@ def test_all_are_called_and_no_word_is_lost(tmp_path):
         (jstep.EarlyStopping("f1", 2), KeyError, "metric='f1': evaluate does not return it"),
     ],
 )
-def test_a_wrong_answer_is_named_at_the_first_evaluation(then, error, words):
+def test_a_wrong_callback_result_is_reported_at_the_first_evaluation(then, error, words):
     with pytest.raises(error, match=words) as caught:
         train(10, [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[then])])
     assert jstep.global_step(caught.value.state) == 2
 
 
 class Unkept:
-    """What it remembers is no JSON."""
+    """A callback whose state is not JSON."""
 
     def __call__(self, step, state, results):
         return None
@@ -155,8 +155,8 @@ class Unkept:
         raise AssertionError
 
 
-def test_what_no_checkpoint_can_hold_is_said_at_the_first_evaluation(tmp_path):
-    """Not at the first save, in an hour; and not where nothing is kept."""
+def test_a_non_json_callback_state_fails_at_the_first_evaluation(tmp_path):
+    """It does not wait for the first save, which may be an hour later; without checkpoints it is not an error."""
     hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[Unkept()])
     with pytest.raises(TypeError, match=r"what Unkept.get_state\(\) returned is not JSON") as caught:
         train(10, [hook], checkpoint_dir=tmp_path)
@@ -174,19 +174,19 @@ def test_what_no_checkpoint_can_hold_is_said_at_the_first_evaluation(tmp_path):
         (lambda d: [jstep.KeepBest(d / "c", "loss", prefix="model")], ValueError, "the run's own checkpoints"),
     ],
 )
-def test_wrong_steering_is_refused_before_the_first_step(make, error, words, tmp_path):
+def test_wrong_callbacks_are_rejected_before_the_first_step(make, error, words, tmp_path):
     with pytest.raises(error, match=words):
         train(
             3,
             [
                 jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, then=make(tmp_path)),
-                jstep.every(1, no),
+                jstep.every(1, fail_on_step),
             ],
             checkpoint_dir=tmp_path / "c",
         )
 
 
-def test_an_evaluation_that_uses_the_state_up_says_so():
+def test_an_evaluation_that_donates_the_state_is_reported():
     def evaluate(state):
         for leaf in jax.tree.leaves(state):
             leaf.delete()
@@ -200,11 +200,11 @@ def test_an_evaluation_that_uses_the_state_up_says_so():
         jstep.evaluator(lambda params, x: {"x": x}, [np.ones(2)])(state)
 
 
-def no(step, state, metrics):
-    raise AssertionError("a step was made")
+def fail_on_step(step, state, metrics):
+    raise AssertionError("a step was run")
 
 
-def test_the_best_of_a_run_are_beside_its_newest(tmp_path):
+def test_best_checkpoints_are_stored_beside_the_newest(tmp_path):
     values = [0.1, 0.5, 0.4, 0.9, 0.8, 0.2]
 
     def hooks():
@@ -219,7 +219,7 @@ def test_the_best_of_a_run_are_beside_its_newest(tmp_path):
     assert same(jstep.Saver(tmp_path).restore(make_state()), state)
 
 
-def test_results_and_held_hyperparameters_are_in_the_lines(caplog):
+def test_results_and_held_hyperparameters_are_logged(caplog):
     caplog.set_level(logging.INFO)
     hook = jstep.EvaluationHook(lambda state: {"loss": 0.5}, every_n_steps=4)
     train(6, [hook], progress=None, log_steps=2)
@@ -229,7 +229,7 @@ def test_results_and_held_hyperparameters_are_in_the_lines(caplog):
     assert all("learning_rate 0.25" in line for line in lines)
 
 
-def test_results_of_an_earlier_step_are_in_the_next_line_with_that_step(caplog):
+def test_results_of_an_earlier_step_are_logged_with_that_step(caplog):
     caplog.set_level(logging.INFO)
     hooks = [
         jstep.EvaluationHook(lambda state: {"loss": 0.5}, every_n_steps=3),
@@ -243,7 +243,7 @@ def test_results_of_an_earlier_step_are_in_the_next_line_with_that_step(caplog):
     assert "(step 6)" not in at_6
 
 
-def test_results_and_held_hyperparameters_are_in_the_bar(capsys):
+def test_results_and_held_hyperparameters_are_in_the_progress_bar(capsys):
     pytest.importorskip("tqdm")
     train(6, [jstep.EvaluationHook(lambda state: {"accuracy": 0.5}, every_n_steps=4)], progress=True)
     last = capsys.readouterr().err.split("\r")[-1]
@@ -251,7 +251,7 @@ def test_results_and_held_hyperparameters_are_in_the_bar(capsys):
     assert "learning_rate 0.25" in last
 
 
-def test_an_evaluation_that_takes_longer_than_its_period_does_not_come_at_every_step():
+def test_an_evaluation_slower_than_its_period_is_not_run_every_step():
     now = [0.0]
 
     def evaluate(state):
@@ -266,8 +266,8 @@ def test_an_evaluation_that_takes_longer_than_its_period_does_not_come_at_every_
     assert list(hook.results) == [10, 20, 30]
 
 
-def test_an_evaluation_that_fails_leaves_no_guard_behind():
-    """Neither while its error is looked at, nor when that is forgotten."""
+def test_a_failed_evaluation_restores_the_transfer_guard():
+    """The guard is restored while the exception is still referenced, and after it is garbage-collected."""
 
     def metrics(params, x):
         guards.append(jax.config.jax_transfer_guard_host_to_device)

@@ -1,4 +1,4 @@
-"""A signal to one process during an evaluation: all of them abandon it at the same batch, save and leave."""
+"""A signal to one process during an evaluation: all processes abandon it at the same batch, save and exit."""
 
 from processes import end, run, start
 
@@ -14,7 +14,7 @@ class Slow:
                 print("sent", flush=True)
                 os.kill(os.getpid(), signal.SIGTERM)
             if mode == "term" and evaluations:
-                time.sleep(0.1)  # JAX looks for signals once a second
+                time.sleep(0.1)  # JAX checks for signals once a second
             yield data[16 * process : 16 * process + 8] if count == 2 else data[:16]
         evaluations.append(1)
 
@@ -32,16 +32,16 @@ finally:
 """
 
 
-def said(one, word):
+def values_of(one, word):
     return [line.removeprefix(f"{word} ") for line in one if line.startswith(f"{word} ")]
 
 
-def test_all_leave_an_evaluation_together_and_make_up_for_it(tmp_path):
+def test_all_processes_abandon_and_repeat_the_evaluation(tmp_path):
     ended = end(start(SCRIPT, 2, tmp_path, "term"))
     assert [one.code for one in ended] == [143, 143], ended[0].err[-2000:]
-    assert [said(one.out.split("\n"), "seen") for one in ended] == [["5"], ["5"]]  # that of step 10 was abandoned
+    assert [values_of(one.out.split("\n"), "seen") for one in ended] == [["5"], ["5"]]  # step 10 was abandoned
     with jstep.Saver(tmp_path) as saver:
         assert saver.latest_step() == 10
     for one in run(SCRIPT, 2, tmp_path, "none"):
-        assert said(one, "seen") == ["10 15 20 25"]
-        assert said(one, "end") == ["25"]  # the fifth: the first is the best, and four in a row are no better
+        assert values_of(one, "seen") == ["10 15 20 25"]
+        assert values_of(one, "end") == ["25"]  # the first evaluation is the best, and the next four are not better

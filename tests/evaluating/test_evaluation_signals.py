@@ -1,4 +1,4 @@
-"""A signal during an evaluation: the run saves and leaves at once, and evaluates after the restart."""
+"""A signal during an evaluation: the run saves and exits at once, and evaluates after the restart."""
 
 import logging
 import os
@@ -16,15 +16,15 @@ NAN = float("nan")
 
 
 class Validation:
-    """Batches that are counted; at one of them a signal comes."""
+    """Counts the batches it yields, and sends a signal to this process at one of them."""
 
     def __init__(self, number=None, at=None):
-        self.number, self.at, self.given = number, at, 0
+        self.number, self.at, self.yielded = number, at, 0
 
     def __iter__(self):
         for i in range(BATCHES):
-            self.given += 1
-            if self.given == self.at:
+            self.yielded += 1
+            if self.yielded == self.at:
                 os.kill(os.getpid(), self.number)
             yield np.full((2,), float(i), np.float32)
 
@@ -41,13 +41,13 @@ def hooks(validation, then, wrapped, every_n_steps=3):
         def evaluate(state):
             try:
                 return {"loss": inner(state)["loss"], "more": 1.0}
-            except Exception:  # a signal is no failure
+            except Exception:  # StopWaiting is a BaseException
                 return {"loss": NAN}
 
     return [jstep.EvaluationHook(evaluate, every_n_steps=every_n_steps, then=then)]
 
 
-def steering(seen):
+def callbacks(seen):
     return [
         lambda step, state, results: seen.append((step, results["loss"])),
         jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=0),
@@ -62,39 +62,39 @@ def same(a, b):
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, jstep.Preempted), (signal.SIGINT, KeyboardInterrupt)])
 @pytest.mark.parametrize("at", [BATCHES + 1, BATCHES + 3, 2 * BATCHES])
-def test_it_is_abandoned_and_made_up_for(at, number, error, steps_per_call, wrapped, tmp_path, caplog):
+def test_an_abandoned_evaluation_is_run_after_the_restart(at, number, error, steps_per_call, wrapped, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     expected, seen = [], []
-    whole = train(12, hooks(Validation(), steering(expected), wrapped), steps_per_call=steps_per_call)
+    uninterrupted = train(12, hooks(Validation(), callbacks(expected), wrapped), steps_per_call=steps_per_call)
     kwargs = {"checkpoint_dir": tmp_path, "steps_per_call": steps_per_call}
     validation = Validation(number, at)
     with pytest.raises(error):
-        train(12, hooks(validation, steering(seen), wrapped), **kwargs)
-    assert validation.given == at  # no batch after the signal
+        train(12, hooks(validation, callbacks(seen), wrapped), **kwargs)
+    assert validation.yielded == at  # no batch after the signal
     assert jstep.Saver(tmp_path).latest_step() == 6
     assert "step 6: the run is to stop; EvaluationHook(eval) is abandoned, and due after a restart" in caplog.text
-    resumed = train(12, hooks(Validation(), steering(seen), wrapped), **kwargs)
+    resumed = train(12, hooks(Validation(), callbacks(seen), wrapped), **kwargs)
     assert seen == expected == [(step, 1.0) for step in (3, 6, 9, 12)]
-    assert same(resumed, whole)
-    assert rate(whole) == 0.25 / 8
+    assert same(resumed, uninterrupted)
+    assert rate(uninterrupted) == 0.25 / 8
 
 
-def test_the_evaluation_at_the_end(tmp_path):
-    """Off its cadence, so the next run with more steps has none to make up for; the same run has."""
+def test_the_evaluation_at_the_last_step(tmp_path):
+    """It is off-schedule: a run with the same last step evaluates again, a longer one does not."""
     seen = []
-    for again, expected in ((7, [(3, 1.0), (6, 1.0), (7, 1.0)]), (9, [(3, 1.0), (6, 1.0), (9, 1.0)])):
+    for last_step, expected in ((7, [(3, 1.0), (6, 1.0), (7, 1.0)]), (9, [(3, 1.0), (6, 1.0), (9, 1.0)])):
         seen.clear()
-        directory = tmp_path / str(again)
+        directory = tmp_path / str(last_step)
         with pytest.raises(jstep.Preempted):
             train(
-                7, hooks(Validation(signal.SIGTERM, 2 * BATCHES + 2), steering(seen), False), checkpoint_dir=directory
+                7, hooks(Validation(signal.SIGTERM, 2 * BATCHES + 2), callbacks(seen), False), checkpoint_dir=directory
             )
         assert jstep.Saver(directory).latest_step() == 7
-        train(again, hooks(Validation(), steering(seen), False), checkpoint_dir=directory)
+        train(last_step, hooks(Validation(), callbacks(seen), False), checkpoint_dir=directory)
         assert seen == expected
 
 
-def test_a_stop_in_an_evaluation_that_is_made_up_for(tmp_path):
+def test_early_stopping_in_an_evaluation_after_the_restart(tmp_path):
     def then():
         return [jstep.EarlyStopping("loss", 1)]
 
@@ -105,7 +105,7 @@ def test_a_stop_in_an_evaluation_that_is_made_up_for(tmp_path):
     assert jstep.global_step(train(12, hooks(Validation(), then(), False), checkpoint_dir=tmp_path)) == 6
 
 
-def test_an_evaluation_that_raises_is_made_up_for(tmp_path):
+def test_an_evaluation_that_raised_is_run_after_the_restart(tmp_path):
     seen, fails = [], [True]
 
     def evaluate(state):
@@ -115,7 +115,7 @@ def test_an_evaluation_that_raises_is_made_up_for(tmp_path):
         return {"loss": 1.0}
 
     def hooks():
-        return [jstep.EvaluationHook(evaluate, every_n_steps=3, then=steering(seen))]
+        return [jstep.EvaluationHook(evaluate, every_n_steps=3, then=callbacks(seen))]
 
     with pytest.raises(OSError, match="no disk"):
         train(9, hooks(), checkpoint_dir=tmp_path)
@@ -123,7 +123,7 @@ def test_an_evaluation_that_raises_is_made_up_for(tmp_path):
     assert [step for step, _ in seen] == [3, 6, 9]
 
 
-def test_a_function_that_is_not_jsteps_is_waited_for(tmp_path):
+def test_a_custom_evaluate_function_is_not_interrupted(tmp_path):
     def evaluate(state):
         os.kill(os.getpid(), signal.SIGTERM)
         return {"loss": float(jnp.sum(state.params["w"]))}
@@ -134,8 +134,8 @@ def test_a_function_that_is_not_jsteps_is_waited_for(tmp_path):
     assert seen == [3]
 
 
-def test_nobody_asks_outside_of_a_hook():
-    """Neither by itself, nor in another hook of a run that is to stop."""
+def test_an_evaluator_outside_of_evaluation_hook_ignores_signals():
+    """It is not interrupted when called directly, or in another hook of a run that is about to stop."""
     evaluate, found = jstep.evaluator(loss, Validation()), []
 
     def by_hand(step, state, metrics):

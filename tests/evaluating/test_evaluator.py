@@ -1,4 +1,4 @@
-"""`evaluator`: exact, whatever the batches, the device and the dtype."""
+"""`evaluator`: exact results for all batch sizes, shardings and dtypes; endless batches; bad input."""
 
 import itertools
 
@@ -46,7 +46,7 @@ def mesh_of(count):
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 23])
-def test_every_example_counts_the_same_whatever_the_size_of_the_last_batch(size):
+def test_examples_have_equal_weight_for_all_batch_sizes(size):
     found = jstep.evaluator(metrics, in_batches(size))(make_state())
     assert list(found) == ["each", "right", "mean", "pair"]
     assert all(type(value) is float for value in found.values())
@@ -56,55 +56,55 @@ def test_every_example_counts_the_same_whatever_the_size_of_the_last_batch(size)
 
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("explicit", [False, True])
-def test_the_same_on_a_mesh_that_the_rows_do_not_divide_over(count, explicit):
+def test_rows_that_do_not_divide_over_the_mesh(count, explicit):
     mesh = mesh_of(count)
     state = jstep.shard_state(make_state(), mesh)
     batches = jstep.batches(X, 8, shuffle=False, num_epochs=1, drop_remainder=False)
     evaluate = jstep.evaluator(metrics, batches, batch_sharding=NamedSharding(mesh, PartitionSpec("data")))
-    alone = jstep.evaluator(metrics, batches)(make_state())
+    unsharded = jstep.evaluator(metrics, batches)(make_state())
     if explicit:
         with jax.set_mesh(mesh):
             found = evaluate(state)
     else:
         found = evaluate(state)
-    assert found == pytest.approx(alone, rel=1e-6)
-    assert found["right"] == alone["right"]
+    assert found == pytest.approx(unsharded, rel=1e-6)
+    assert found["right"] == unsharded["right"]
 
 
-def test_a_prefix_of_shardings_and_a_tuple_of_arguments():
+def test_prefix_shardings_and_batches_of_several_arguments():
     mesh = mesh_of(4)
-    rows, everywhere = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    rows, replicated = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
 
     def metric_fn(params, x, y):
         return {"error": (x["a"] @ params["w"] - y) ** 2}
 
     batches = [({"a": X[:8]}, OUT[:8].astype(np.float32)), ({"a": X[8:11]}, OUT[8:11].astype(np.float32))]
-    for sharding in (rows, (rows, everywhere), ({"a": rows}, rows)):
+    for sharding in (rows, (rows, replicated), ({"a": rows}, rows)):
         found = jstep.evaluator(metric_fn, batches, batch_sharding=sharding)(jstep.shard_state(make_state(), mesh))
         assert found["error"] == pytest.approx(0, abs=1e-10)
 
 
-def test_compiled_once_for_each_shape(compilations):
+def test_it_compiles_once_per_batch_shape(compilations):
     evaluate = jstep.evaluator(metrics, in_batches(5))
     state = make_state()
-    with compilations() as seen:
+    with compilations() as compiled:
         evaluate(state)
-    assert len(seen) == 2  # 5 rows, and the 3 of the last batch
-    with compilations() as seen:
+    assert len(compiled) == 2  # 5 rows, and the 3 of the last batch
+    with compilations() as compiled:
         evaluate(state)
         evaluate(make_state())
-    assert seen == []
+    assert compiled == []
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_totals_of_low_precision_are_exact(dtype):
-    """A running sum in bfloat16 would stay at 256."""
+def test_sums_of_low_precision_metrics_are_exact(dtype):
+    """A running sum in bfloat16 would stop growing at 256."""
     values = np.full(3000, 1.0, np.float32)
     found = jstep.evaluator(lambda params, x: {"one": x.astype(dtype)}, in_batches(100, values))(make_state())
     assert found == {"one": 1.0}
 
 
-def test_integers_past_two_to_the_31():
+def test_integer_sums_beyond_int32_are_exact():
     big = np.full(8, 2**31 - 1, np.int32)
     found = jstep.evaluator(
         lambda params, x: {"each": x, "mean": x[0], "pair": (x[0], jnp.int32(1)), "small": x.astype(jnp.uint8)},
@@ -120,7 +120,7 @@ def test_sums_are_rounded_once():
     }
 
 
-def test_no_count_and_no_number():
+def test_zero_counts_nan_and_infinity():
     found = jstep.evaluator(
         lambda params, x: {"none": (jnp.sum(x) * 0, 0), "nan": x * jnp.nan, "inf": x * jnp.inf},
         [np.ones(3, np.float32)],
@@ -130,7 +130,7 @@ def test_no_count_and_no_number():
     assert found["inf"] == np.inf
 
 
-def test_model_state():
+def test_has_model_state():
     def metric_fn(params, model_state, x):
         return {"mean": x[:, 0] - model_state["mean"]}
 
@@ -146,7 +146,7 @@ def params_seen(state, **kwargs):
     return found["w"]
 
 
-def test_averages():
+def test_use_averages():
     optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5))
     state = jstep.apply_gradients(make_state(optimizer), {"w": -jnp.ones(3)}, optimizer)
     assert params_seen(state) == 2.0
@@ -156,7 +156,7 @@ def test_averages():
         params_seen(make_state(), use_averages=True)
 
 
-def test_schedule_free_parameters():
+def test_use_averages_with_schedule_free_parameters():
     optimizer = jstep.schedule_free_sgd(0.5)
     state = jstep.apply_gradients(make_state(optimizer), {"w": -jnp.ones(3)}, optimizer)
     state = jstep.apply_gradients(state, {"w": -jnp.ones(3)}, optimizer)
@@ -164,7 +164,7 @@ def test_schedule_free_parameters():
     assert params_seen(state, use_averages=True) != params_seen(state)
 
 
-def test_the_state_is_not_used_up_and_no_guard_is_in_the_way():
+def test_the_state_is_not_donated_and_transfer_guards_do_not_apply():
     state = make_state()
     evaluate = jstep.evaluator(metrics, in_batches(5))
     with jax.transfer_guard("disallow"):
@@ -176,7 +176,7 @@ def test_the_state_is_not_used_up_and_no_guard_is_in_the_way():
 
 
 class Positioned:
-    """An iterator that can be set back."""
+    """An iterator with `get_state` and `set_state`."""
 
     def __init__(self):
         self.at = 0
@@ -207,13 +207,13 @@ class Loader:
 @pytest.mark.parametrize(
     "batches", [in_batches(5), tuple(in_batches(5)), Positioned(), Indexed(), Loader(), X[:, None]], ids=type
 )
-def test_batches_are_gone_through_once_a_call(batches):
+def test_each_call_evaluates_all_batches_once(batches):
     evaluate = jstep.evaluator(metrics, batches)
     assert evaluate(make_state()) == evaluate(make_state())
     assert evaluate(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
 
 
-def test_a_generator_is_used_up():
+def test_a_generator_is_exhausted_by_the_first_evaluation():
     evaluate = jstep.evaluator(metrics, (x for x in in_batches(5)))
     assert evaluate(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
     with pytest.raises(ValueError, match="an iterator, which the first evaluation has exhausted"):
@@ -221,23 +221,23 @@ def test_a_generator_is_used_up():
 
 
 @pytest.mark.parametrize("batches", [[], (x for x in ()), np.ones((0, 2))])
-def test_nothing_to_evaluate(batches):
+def test_empty_batches_are_rejected(batches):
     with pytest.raises(ValueError, match="empty, there is nothing to evaluate"):
         jstep.evaluator(metrics, batches)(make_state())
 
 
 ENDLESS = jstep.batches(X, 4)
 
-FOR_EVER = [ENDLESS, iter(ENDLESS), ENDLESS[3:], itertools.repeat(X), itertools.count(), itertools.cycle([X])]
+ENDLESS_BATCHES = [ENDLESS, iter(ENDLESS), ENDLESS[3:], itertools.repeat(X), itertools.count(), itertools.cycle([X])]
 
 
-@pytest.mark.parametrize("batches", FOR_EVER)
-def test_batches_without_end(batches):
+@pytest.mark.parametrize("batches", ENDLESS_BATCHES)
+def test_endless_batches_are_rejected(batches):
     with pytest.raises(ValueError, match=r"has no end; .* jstep.batches\(…, num_epochs=1"):
         jstep.evaluator(metrics, batches)
 
 
-def test_a_generator_without_end(monkeypatch):
+def test_an_endless_generator_is_rejected(monkeypatch):
     monkeypatch.setattr("jstep.evaluating.evaluation_loop.MOST", 20)
     with pytest.raises(ValueError, match="no end after 20"):
         jstep.evaluator(metrics, (X for _ in itertools.count()))(make_state())
@@ -280,12 +280,12 @@ def test_bad_arguments(arguments, error, words):
         (lambda x: jax.lax.complex(x[0, 0], x[0, 0]), TypeError, "the metric 'm' is an array of complex64"),
     ],
 )
-def test_a_metric_that_is_none_is_named(metric, error, words):
+def test_an_invalid_metric_is_named(metric, error, words):
     with pytest.raises(error, match=words):
         jstep.evaluator(lambda params, x: {"m": metric(x)}, [X])(make_state())
 
 
-def test_other_mistakes_of_the_function():
+def test_invalid_results_and_arguments_of_metric_fn():
     with pytest.raises(TypeError, match=r"metric_fn returned an array of .*: must be a mapping"):
         jstep.evaluator(lambda params, x: x, [X])(make_state())
     with pytest.raises(TypeError, match="the name 3 of a metric is int"):

@@ -1,4 +1,4 @@
-"""Evaluating on several processes: each has its own rows, and all come to the same numbers and decisions."""
+"""Evaluation on several processes: each evaluates its own rows, and all get the same results and decisions."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ for size, rows_in_all in ((16, 64), (16, 55), (8, 19)):
     assert evaluate(state) == found
     print("found", *found.values())
 
-# Loaders that say nothing of their lengths: unequal parts, unequally often.
+# Loaders without a length: processes have different numbers of batches, of different sizes.
 parts = np.array_split(data[:21], [4, 9])
 mine = [parts[0], parts[2]] if process == 0 else [parts[1]]
 if count == 1:
     mine = list(parts)
 print("found", *jstep.evaluator(value, mine, batch_sharding=rows)(state).values())
 
-# Objects: counts are the same, whatever the number of processes and the sizes of their parts.
+# Metric objects: counts are identical for any number of processes and any sizes of their parts.
 def objects(params, x):
     out = jnp.tanh(x @ params["w"])
     truth = x[:, 0] + 0.1 * x[:, 1] > 0
@@ -41,13 +41,13 @@ for part in (mine, jstep.batches(data[:55], 16, shuffle=False, num_epochs=1, dro
     print("perplexity", counts.pop("perplexity"))
     print("counts", *counts.values())
 
-# What steers a run decides alike; what is best is kept by all of them.
+# Callbacks decide alike on all processes, and all of them save the best checkpoint.
 import itertools
 then = [jstep.EarlyStopping("each", 2), jstep.KeepBest(directory + f"/best{count}", "each")]
-losses = itertools.chain([3.0, 2.0, 1.0], itertools.repeat(1.0 - process))  # the first one's numbers count
+losses = itertools.chain([3.0, 2.0, 1.0], itertools.repeat(1.0 - process))  # the values of process 0 count
 hooks = [jstep.EvaluationHook(lambda state: {"each": next(losses)}, every_n_steps=5, then=then), jstep.MetricsHook(
     lambda step, values: print("metrics", step, *values.values()), every_n_steps=10)]
-with jax.transfer_guard("disallow"):  # which is for the user's own transfers
+with jax.transfer_guard("disallow"):  # the guard applies to the user's own transfers only
     end = jstep.train(
         jstep.minimize(loss_fn, optimizer), state, batches, 100, hooks=hooks, batch_sharding=rows, progress=False,
         checkpoint_dir=directory + f"/run{count}",
@@ -66,7 +66,7 @@ print("empty", message(lambda: jstep.evaluator(value, mine, batch_sharding=rows)
 """
 
 
-def said(lines, word):
+def values_of(lines, word):
     return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
 
 
@@ -76,21 +76,21 @@ def alone(tmp_path_factory):
     return lines
 
 
-def test_the_same_on_two_processes_as_on_one(alone, tmp_path):
+def test_two_processes_give_the_results_of_one(alone, tmp_path):
     first, second = run(SCRIPT, 2, tmp_path)
-    expected = [np.array(line.split(), float) for line in said(alone, "found")]
+    expected = [np.array(line.split(), float) for line in values_of(alone, "found")]
     assert len(expected) == 4
     for lines in (first, second):
-        found = [np.array(line.split(), float) for line in said(lines, "found")]
+        found = [np.array(line.split(), float) for line in values_of(lines, "found")]
         np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-6)
-        np.testing.assert_array_equal(np.stack(found)[:, 3], np.stack(expected)[:, 3])  # counted, so the same
-    assert said(first, "found") == said(second, "found")
-    assert said(first, "counts") == said(second, "counts") == said(alone, "counts") != []
-    for a, b in zip(said(first, "perplexity"), said(alone, "perplexity"), strict=True):
+        np.testing.assert_array_equal(np.stack(found)[:, 3], np.stack(expected)[:, 3])  # counted, therefore identical
+    assert values_of(first, "found") == values_of(second, "found")
+    assert values_of(first, "counts") == values_of(second, "counts") == values_of(alone, "counts") != []
+    for a, b in zip(values_of(first, "perplexity"), values_of(alone, "perplexity"), strict=True):
         assert float(a) == pytest.approx(float(b), rel=1e-6)
-    assert said(first, "end") == said(second, "end") == said(alone, "end") == ["25 [15]"]
-    assert len(said(first, "metrics")) == 3
-    assert said(second, "metrics") == []  # the first one writes
-    assert "batch_sharding=None: jstep.batches gives each process its own rows" in said(first, "error")[0]
-    assert "RuntimeError: batches: another process failed" in said(first, "empty")[0]
-    assert "empty, there is nothing to evaluate" in said(second, "empty")[0]
+    assert values_of(first, "end") == values_of(second, "end") == values_of(alone, "end") == ["25 [15]"]
+    assert len(values_of(first, "metrics")) == 3
+    assert values_of(second, "metrics") == []  # only process 0 writes
+    assert "batch_sharding=None: jstep.batches gives each process its own rows" in values_of(first, "error")[0]
+    assert "RuntimeError: batches: another process failed" in values_of(first, "empty")[0]
+    assert "empty, there is nothing to evaluate" in values_of(second, "empty")[0]

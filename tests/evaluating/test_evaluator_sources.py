@@ -1,4 +1,4 @@
-"""What an evaluator evaluates: batches in memory that is reused, rows that are dropped, one of two kinds of params."""
+"""Sources of an evaluator: loaders that reuse memory, dropped rows, and averaged or schedule-free parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def make_state(optimizer=None):
 
 
 def aligned(shape):
-    """Memory that JAX takes as it is on a CPU."""
+    """Return an array that is aligned such that JAX uses its memory without a copy on a CPU."""
     size = int(np.prod(shape))
     memory = np.empty(size + 16, np.float32)
     start = (-memory.ctypes.data % 64) // 4
@@ -24,7 +24,7 @@ def aligned(shape):
 
 
 class Refilling:
-    """One buffer for all batches."""
+    """A loader that yields the same buffer for each batch."""
 
     def __init__(self, size, wrap=lambda buffer: buffer):
         self.buffer, self.wrap = aligned((size, 4)), wrap
@@ -37,7 +37,7 @@ class Refilling:
 
 
 class Foreign:
-    """An array that JAX does not know."""
+    """An array type that JAX does not know; it converts by `__array__`."""
 
     def __init__(self, array):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
@@ -47,7 +47,7 @@ class Foreign:
 
 
 def slow(params, x):
-    """Still being computed when the next batch is fetched."""
+    """Compute metrics slowly, so that the next batch is fetched before they are finished."""
     y = jax.lax.fori_loop(0, 300, lambda i, y: jnp.tanh(y @ y.T) @ y, jnp.tile(x, (40, 1)) * 1e-3)
     return {"loss": x[:, 0] + 0.0 * jnp.sum(y), "all": jstep.metrics.auc(x[:, 0], x[:, 1] > 20)}
 
@@ -55,7 +55,7 @@ def slow(params, x):
 @pytest.mark.parametrize("wrap", [lambda b: b, lambda b: (b,), Foreign])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("size", [2, 5])
-def test_a_loader_may_reuse_its_memory(size, sharded, wrap):
+def test_a_loader_can_reuse_its_memory(size, sharded, wrap):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     rows = NamedSharding(mesh, PartitionSpec("data")) if sharded else None
     state = jstep.shard_state(make_state(), mesh) if sharded else make_state()
@@ -64,7 +64,7 @@ def test_a_loader_may_reuse_its_memory(size, sharded, wrap):
 
 
 class Tensor:
-    """As PyTorch's of bfloat16: NumPy cannot take it as an array, but by `__dlpack__`."""
+    """Like a bfloat16 tensor of PyTorch: `__array__` raises, `__dlpack__` works."""
 
     def __init__(self, array):
         self._array, self.shape = array, array.shape
@@ -79,7 +79,7 @@ class Tensor:
         return self._array.__dlpack_device__()
 
 
-def test_batches_are_taken_as_train_takes_them():
+def test_batches_are_accepted_as_in_train():
     def metrics(params, x):
         return {"loss": x[:, 0]}
 
@@ -88,7 +88,7 @@ def test_batches_are_taken_as_train_takes_them():
         jstep.evaluator(lambda params, x, name: metrics(params, x), [(ROWS, "name")])(make_state())
 
 
-# Rows that are dropped
+# Dropped rows
 
 
 def first(params, x):
@@ -102,13 +102,13 @@ def first(params, x):
         (lambda: iter(jstep.batches(ROWS, 4, num_epochs=1)), 2),
         (lambda: jstep.batches(ROWS, 3, num_epochs=2, shuffle=False), 1),
         (lambda: jstep.batches(ROWS, 4)[:2], 2),
-        (lambda: jstep.batches(ROWS, 4)[:1], 0),  # a part that was chosen
+        (lambda: jstep.batches(ROWS, 4)[:1], 0),  # the user selected a slice
         (lambda: jstep.batches(ROWS, 5, num_epochs=1), 0),
         (lambda: jstep.batches(ROWS, 4, num_epochs=1, drop_remainder=False), 0),
         (lambda: [ROWS[:4]], 0),
     ],
 )
-def test_rows_that_are_dropped_are_a_warning(make, dropped, caplog):
+def test_dropped_rows_are_a_warning(make, dropped, caplog):
     evaluate = jstep.evaluator(first, make())
     evaluate(make_state())
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -116,14 +116,14 @@ def test_rows_that_are_dropped_are_a_warning(make, dropped, caplog):
     assert all(f"{dropped} of 10 rows are not evaluated" in line and "drop_remainder=False" in line for line in lines)
 
 
-# Averages of one part, schedule-free parameters of another
+# Averaged and schedule-free parameters in one state
 
 
 def averaged():
     return jstep.with_moving_average(jstep.gradient_descent(0.5), jstep.ExponentialMovingAverage(0.5))
 
 
-def test_two_kinds_of_parameters_to_evaluate_are_refused_by_their_names():
+def test_averages_and_schedule_free_parameters_are_ambiguous():
     parts = {"a": averaged(), "b": jstep.schedule_free_sgd(0.5)}
     optimizer = jstep.partition(parts, lambda path, leaf: path)
     state = jstep.TrainState.create({"a": 1.0, "b": 2.0}, optimizer)
@@ -137,7 +137,7 @@ def test_two_kinds_of_parameters_to_evaluate_are_refused_by_their_names():
     assert found == {"a": 1.0, "b": 2.0}
 
 
-def test_averages_around_a_schedule_free_optimizer_are_those_of_all_of_it():
+def test_averages_around_a_schedule_free_optimizer_are_used():
     optimizer = jstep.with_moving_average(jstep.schedule_free_sgd(0.5), jstep.ExponentialMovingAverage(0.5))
     state = make_state(optimizer)
     for _ in range(2):

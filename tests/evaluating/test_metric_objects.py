@@ -20,7 +20,7 @@ OUT = X @ W
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extremes:
-    """Neither a mean nor a sum."""
+    """The minimum and maximum: a metric that is neither a mean nor a sum."""
 
     low: jax.Array
     high: jax.Array
@@ -39,7 +39,7 @@ class Extremes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """As CLU has it: computes an array."""
+    """Like `clu.metrics.Average`: `compute` returns an array."""
 
     total: jax.Array
     count: jax.Array
@@ -54,7 +54,7 @@ class Average:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """Grows with each batch."""
+    """A metric that grows with each batch."""
 
     values: jax.Array
 
@@ -66,7 +66,7 @@ class Collected:
 
 
 class Pair(tuple):
-    """A tuple with methods is no pair (sum, count)."""
+    """A tuple with `merge` and `compute`, which is not treated as a pair (sum, count)."""
 
     __slots__ = ()
 
@@ -112,7 +112,7 @@ def in_batches(size, x=X):
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 23])
-def test_they_are_merged_over_all_batches(size):
+def test_objects_are_merged_over_all_batches(size):
     evaluate = jstep.evaluator(metric_fn, in_batches(size))
     found = evaluate(make_state())
     assert list(found) == list(EXPECTED)
@@ -122,7 +122,7 @@ def test_they_are_merged_over_all_batches(size):
 
 
 @pytest.mark.parametrize("count", [2, 8])
-def test_on_a_mesh_that_the_rows_do_not_divide_over(count):
+def test_rows_that_do_not_divide_over_the_mesh(count):
     mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
     batches = jstep.batches(X, 8, shuffle=False, num_epochs=1, drop_remainder=False)
     rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -135,26 +135,26 @@ def only_objects(params, x):
     return {"z": Extremes.of(out), "average": Average(jnp.sum(out), jnp.float32(out.size))}
 
 
-def test_one_program_merges_them_all_and_nothing_comes_to_the_host_on_the_way(compilations, monkeypatch):
+def test_one_program_merges_all_objects_without_host_transfers(compilations, monkeypatch):
     state = make_state()
     jstep.evaluator(only_objects, in_batches(5))(state)
     evaluate = jstep.evaluator(only_objects, in_batches(4))
     with compilations() as seen:
         evaluate(state)
-    assert len(seen) == 3  # the function for 4 rows, and for the 3 of the last batch; and one that merges
+    assert len(seen) == 3  # metric_fn for 4 rows, metric_fn for the 3 rows of the last batch, and the merge
     with compilations() as seen:
         evaluate(state)
     assert seen == []
-    on_the_host = []
+    copied_shapes = []
     copy = type(jnp.ones(())).copy_to_host_async
     monkeypatch.setattr(
-        type(jnp.ones(())), "copy_to_host_async", lambda self: on_the_host.append(self.shape) or copy(self)
+        type(jnp.ones(())), "copy_to_host_async", lambda self: copied_shapes.append(self.shape) or copy(self)
     )
     evaluate(state)
-    assert on_the_host == []
+    assert copied_shapes == []
 
 
-def test_model_state_and_averages():
+def test_has_model_state_and_use_averages():
     def with_model_state(params, model_state, x):
         return {"z": Extremes.of(x @ params["w"] - model_state["mean"])}
 
@@ -169,7 +169,7 @@ def test_model_state_and_averages():
     )
 
 
-def test_keep_best_and_patience_by_what_an_object_computes(tmp_path):
+def test_callbacks_on_a_metric_that_an_object_computes(tmp_path):
     evaluate = jstep.evaluator(lambda params, x: {"z": Extremes.of(params["w"] * x)}, [np.ones(2, np.float32)] * 2)
     best = jstep.KeepBest(tmp_path, "z/high", mode="max")
     stop = jstep.EarlyStopping("z/low", patience=2, mode="max", min_delta=0.5)
@@ -222,7 +222,7 @@ LACK = "the metric 'm' is a Mine with {} and without {}: must have both methods"
         (make(first, lambda self: {"n": 1.0}), ValueError, "two metrics are called 'm/n'"),
     ],
 )
-def test_what_is_wrong_with_an_object_is_named(cls, error, words):
+def test_an_invalid_object_is_named(cls, error, words):
     def metrics(params, x):
         return {"m": cls(x[0, 0]), "m/n": 1.0}
 
@@ -231,7 +231,7 @@ def test_what_is_wrong_with_an_object_is_named(cls, error, words):
 
 
 @pytest.mark.parametrize("method", ["merge", "compute"])
-def test_what_an_object_raises_says_whose_it_is(method):
+def test_an_error_in_an_object_names_the_metric(method):
     def fails(*args):
         raise ZeroDivisionError
 
@@ -241,7 +241,7 @@ def test_what_an_object_raises_says_whose_it_is(method):
     assert f"metric_fn: in {method} of the metric 'm'" in caught.value.__notes__
 
 
-def test_a_structure_that_differs_from_batch_to_batch():
+def test_a_structure_that_differs_between_batches():
     cls = functools.partial(make(first, x_of))
 
     def metrics(params, x):

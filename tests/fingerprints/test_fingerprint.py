@@ -1,4 +1,4 @@
-"""The fingerprint of a tree: what changes it, what does not, where it may be taken."""
+"""`fingerprint` of a tree: what changes it, what does not, and where it can be computed."""
 
 import collections
 
@@ -44,7 +44,7 @@ def test_numpy_jax_and_jit_agree():
     assert leaves(arrays) == leaves(on_device) == in_jit(on_device)
 
 
-def test_64_bits_agree_and_outside_of_x64_too(x64):
+def test_64_bits_agree_with_and_without_x64(x64):
     arrays = {str(one): array(one) / one.type(7) if one.kind in "fc" else array(one) for one in WIDE}
     on_device = jax.tree.map(jnp.asarray, arrays)
     assert leaves(arrays) == leaves(on_device) == in_jit(on_device)
@@ -54,21 +54,21 @@ def test_64_bits_agree_and_outside_of_x64_too(x64):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *WIDE], ids=str)
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_every_bit_of_every_element_counts(dtype, shape):
+def test_every_flipped_bit_changes_the_fingerprint(dtype, shape):
     a = array(dtype, shape)
     bits = {"int2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "bool": 1}.get(dtype.name, 8 * dtype.itemsize)
-    seen = {text(a)}
+    fingerprints = {text(a)}
     for element in range(a.size):
         for bit in range(bits):
             raw = np.frombuffer(a.tobytes(), np.uint8).copy()
             raw[element * dtype.itemsize + bit // 8] ^= 1 << bit % 8
-            seen.add(text(np.frombuffer(raw.tobytes(), dtype).reshape(shape)))
-    assert len(seen) == 1 + a.size * bits
+            fingerprints.add(text(np.frombuffer(raw.tobytes(), dtype).reshape(shape)))
+    assert len(fingerprints) == 1 + a.size * bits
 
 
 @hypothesis.given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4, unique=True))
-def test_an_element_goes_through_a_bijection(key, words):
-    """Injective on 64 bits at any position; that it is one follows from its steps: xor, add, odd factors, shifts."""
+def test_the_mixing_of_an_element_is_injective(key, words):
+    """It is a bijection on 64 bits at any position, because its steps are: xor, add, odd factors, xorshifts."""
     pairs = [(a, b) for a in words for b in words]
     low, high = (np.array(part, U) for part in zip(*pairs, strict=True))
     first, second = lanes(low, high, np.full(len(pairs), key, U))
@@ -78,7 +78,7 @@ def test_an_element_goes_through_a_bijection(key, words):
     assert len(set(zip(first.tolist(), second.tolist(), strict=True))) == len(pairs)
 
 
-def test_what_counts_and_what_does_not():
+def test_depends_on_paths_shapes_dtypes_and_values_only():
     w, b = np.arange(6, dtype=np.float32), np.zeros((0, 3), np.int32)
     tree = {"w": w, "b": b}
     Pair = collections.namedtuple("Pair", "w b")
@@ -97,8 +97,8 @@ def test_what_counts_and_what_does_not():
     assert text({}) == text(None) == "0" * 16
 
 
-def test_swaps_and_opposite_changes_are_seen():
-    """Sums that forget positions, or that are linear in the words, would not see these."""
+def test_detects_swaps_and_opposite_changes():
+    """Sums that ignore positions, or are linear in the words, would miss these changes."""
     w = np.ones(8, np.float32)
     two_signs = w.copy()
     two_signs[[1, 5]] = -1
@@ -109,7 +109,7 @@ def test_swaps_and_opposite_changes_are_seen():
     assert text({"a": a, "b": b}) != text({"a": b, "b": a})
 
 
-def test_leaves_add_up_to_the_tree():
+def test_fingerprints_of_leaves_sum_to_that_of_the_tree():
     tree = {"a": {"w": jnp.arange(4.0)}, "k": jax.random.key(1), "n": np.int8(3)}
     leaves = jstep.fingerprint(tree, per_leaf=True)
     assert set(leaves) == {"a/w", "k", "n"}
@@ -119,13 +119,13 @@ def test_leaves_add_up_to_the_tree():
     assert as_text(inside["a/w"]) == as_text(leaves["a/w"])
 
 
-def test_keys():
+def test_prng_keys_differ_by_implementation_and_value():
     fry, rbg = jax.random.key(0), jax.random.key(0, impl="rbg")
     assert len({text(fry), text(rbg), text(jax.random.key(1)), text(jax.random.key_data(fry))}) == 4
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_any_sharding_gives_the_same(kind):
+def test_does_not_depend_on_the_sharding(kind):
     x = array(np.dtype(np.float32), (16, 8))
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     expected = text({"x": x, "y": x[0]})
@@ -140,7 +140,7 @@ def test_any_sharding_gives_the_same(kind):
             assert text(tree) == expected
 
 
-def test_no_shard_moves():
+def test_shards_are_not_gathered():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((1024, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     program = jax.jit(jstep.fingerprint).lower({"x": x}).compile().as_text()
@@ -164,26 +164,26 @@ def test_inside_other_transformations():
     with jax.disable_jit():
         assert text({"a": x}) == as_text(jax.jit(jstep.fingerprint)({"a": x}))
     with jax.transfer_guard("disallow"):
-        found = jstep.fingerprint({"a": x, "b": np.arange(3.0)})
-    assert as_text(found) == text({"a": x, "b": np.arange(3.0)})
+        guarded = jstep.fingerprint({"a": x, "b": np.arange(3.0)})
+    assert as_text(guarded) == text({"a": x, "b": np.arange(3.0)})
 
 
-def test_pieces_of_host_arrays_join():
-    long = np.random.default_rng(0).integers(0, 2**16, 2**15 * 2 + 3).astype(np.uint16)
-    assert text(long) == text(jnp.asarray(long))
+def test_large_host_arrays_are_processed_in_chunks():
+    x = np.random.default_rng(0).integers(0, 2**16, 2**15 * 2 + 3).astype(np.uint16)
+    assert text(x) == text(jnp.asarray(x))
 
 
-def test_huge_arrays_number_their_rows(monkeypatch):
+def test_huge_arrays_are_indexed_by_row(monkeypatch):
     from jstep.fingerprints import device, host
 
     def split_at(shape):
         return shape[-1]
 
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
-    whole = text(x)
+    unsplit = text(x)
     monkeypatch.setattr(host, "split_at", split_at)
     monkeypatch.setattr(device, "split_at", split_at)
-    assert text(x) == as_text(jax.jit(jstep.fingerprint)(x)) != whole
+    assert text(x) == as_text(jax.jit(jstep.fingerprint)(x)) != unsplit
 
 
 BAD = [

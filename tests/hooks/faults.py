@@ -1,4 +1,4 @@
-"""Training steps that compute wrongly: one bit, in one execution of one step."""
+"""Training steps with an injected fault: one bit flips in one execution of one step."""
 
 import collections
 
@@ -26,8 +26,8 @@ class Faulty:
 
     Args:
         step: The step.
-        execution: The first or the second; 0 for none.
-        **kwargs: Of `minimize`.
+        execution: The execution of this step in which the bit flips, 1 or 2; 0 for no fault.
+        **kwargs: Arguments of `minimize`.
     """
 
     def __init__(self, step=-1, execution=2, loss=loss_fn, donate=True, **kwargs):

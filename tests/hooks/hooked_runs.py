@@ -1,4 +1,4 @@
-"""A small run for tests of hooks: its loss at step N is N, to be told apart."""
+"""A small training run for tests of hooks, whose loss at step N is N."""
 
 import jax.numpy as jnp
 import numpy as np

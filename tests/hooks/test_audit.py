@@ -1,4 +1,4 @@
-"""Audits: one wrong bit in one of two computations is found before anything of that step is saved."""
+"""`AuditHook`: one flipped bit in one of two executions is detected before the step is saved."""
 
 import logging
 import pickle
@@ -22,14 +22,14 @@ def noisy(params, x, rng):
 VARIANTS = {
     "second": {"execution": 2},
     "first": {"execution": 1},
-    "kept": {"donate": False},
+    "not donated": {"donate": False},
     "microbatches": {"num_microbatches": 2},
     "rng": {"loss": noisy, "rng": RNG},
 }
 
 
 @pytest.mark.parametrize("kwargs", VARIANTS.values(), ids=VARIANTS)
-def test_one_flipped_bit_is_found_before_the_save(tmp_path, kwargs):
+def test_one_flipped_bit_is_detected_before_the_save(tmp_path, kwargs):
     faulty, seen = faults.Faulty(4, **kwargs), []
     hooks = jstep.every(1, lambda step, state, metrics: seen.append(step)), jstep.AuditHook(every_n_steps=2)
     with pytest.raises(jstep.AuditError, match=r"update 4 → 5 was computed twice.* leaf differs: params/w[.]") as info:
@@ -41,28 +41,28 @@ def test_one_flipped_bit_is_found_before_the_save(tmp_path, kwargs):
     assert faulty.executions == {0: 2, 1: 1, 2: 2, 3: 1, 4: 2}
 
 
-def test_step_0_counts():
+def test_step_0_is_audited():
     with pytest.raises(jstep.AuditError, match="update 0 → 1 "):
         faults.train(faults.Faulty(0).train_step, 3, jstep.AuditHook())
 
 
 @pytest.mark.parametrize(("step", "first"), [(0, 0), (5, 3)])
-def test_the_whole_call_of_several_steps_is_repeated(step, first):
+def test_a_call_of_several_steps_is_repeated_entirely(step, first):
     faulty = faults.Faulty(step)
     with pytest.raises(jstep.AuditError, match=f"updates {first} → {first + 3} were") as info:
         faults.train(faulty.train_step, 9, jstep.AuditHook(every_n_steps=5), steps_per_call=3)
     assert info.value.step == first
 
 
-def test_a_fault_in_a_call_that_is_not_audited_is_not_found():
+def test_a_fault_in_an_unaudited_call_is_not_detected():
     faulty = faults.Faulty(6, execution=1)
     faults.train(faulty.train_step, 9, jstep.AuditHook(every_n_steps=5), steps_per_call=3)
     assert faulty.executions == {n: 1 if n >= 6 else 2 for n in range(9)}
 
 
-def test_log_continues_with_the_first(caplog):
-    right = faults.train(faults.Faulty().train_step, 6)
-    for execution, is_right in ((2, True), (1, False)):
+def test_on_mismatch_log_continues_with_the_first_result(caplog):
+    expected = faults.train(faults.Faulty().train_step, 6)
+    for execution, is_correct in ((2, True), (1, False)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "jstep"):
             hook = jstep.AuditHook(every_n_steps=1, on_mismatch="log")
@@ -70,30 +70,30 @@ def test_log_continues_with_the_first(caplog):
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("the update 3 → 4 was computed twice")
         assert line.endswith("The run continues with the first result.")
-        assert (faults.bits_of(found) == faults.bits_of(right)) == is_right
+        assert (faults.bits_of(found) == faults.bits_of(expected)) == is_correct
 
 
 CLEAN = {
     "donated": ({}, {}),
-    "kept": ({"donate": False}, {}),
+    "not donated": ({"donate": False}, {}),
     "several": ({}, {"steps_per_call": 4}),
     "microbatches": ({"num_microbatches": 2}, {}),
     "rng": ({"loss_fn": noisy, "rng": RNG}, {"steps_per_call": 3}),
 }
 
 
-@pytest.mark.parametrize(("made", "run"), CLEAN.values(), ids=CLEAN)
-def test_clean_audits_change_nothing_and_compile_nothing_of_the_step(made, run):
-    made = dict(made)
-    loss = made.pop("loss_fn", faults.loss_fn)
-    steps = [jstep.minimize(loss, faults.OPTIMIZER, **made) for _ in range(2)]
-    audited = faults.train(steps[0], 24, jstep.AuditHook(every_n_steps=1), **run)
-    plain = faults.train(steps[1], 24, **run)
+@pytest.mark.parametrize(("step_options", "train_options"), CLEAN.values(), ids=CLEAN)
+def test_clean_audits_change_no_results_and_recompile_nothing(step_options, train_options):
+    step_options = dict(step_options)
+    loss = step_options.pop("loss_fn", faults.loss_fn)
+    steps = [jstep.minimize(loss, faults.OPTIMIZER, **step_options) for _ in range(2)]
+    audited = faults.train(steps[0], 24, jstep.AuditHook(every_n_steps=1), **train_options)
+    plain = faults.train(steps[1], 24, **train_options)
     assert faults.bits_of(audited) == faults.bits_of(plain)
     assert steps[0]._cache_size() == steps[1]._cache_size()
 
 
-def test_stages_and_held_values():
+def test_stages_and_held_hyperparameters():
     optimizer = jstep.momentum(jstep.held("learning_rate", 0.1), 0.9)
     stages = {n: jstep.minimize(faults.loss_fn, optimizer, num_microbatches=k) for n, k in ((0, 1), (3, 2))}
     state = jstep.TrainState.create({"w": jnp.ones(3), "b": jnp.float32(0.5)}, optimizer)
@@ -106,25 +106,25 @@ def test_stages_and_held_values():
 
 
 @pytest.mark.parametrize("specs", [P(), {"w": P(), "b": P()}, None])
-def test_a_mesh(specs):
+def test_audits_on_a_mesh(specs):
     mesh = jax.make_mesh((2,), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, P("data"))
-    made = {} if specs is None else {"batch_sharding": sharding}
+    train_options = {} if specs is None else {"batch_sharding": sharding}
 
     def state():
         return faults.make_state() if specs is None else jstep.shard_state(faults.make_state(), mesh, specs)
 
     step = jstep.minimize(faults.loss_fn, faults.OPTIMIZER)
-    faults.train(step, 4, jstep.AuditHook(every_n_steps=1), state=state(), **made)
+    faults.train(step, 4, jstep.AuditHook(every_n_steps=1), state=state(), **train_options)
     assert step._cache_size() == 1
     with pytest.raises(jstep.AuditError, match=r"1 leaf differs: params/w[.]"):
-        faults.train(faults.Faulty(2).train_step, 4, jstep.AuditHook(every_n_steps=2), state=state(), **made)
+        faults.train(faults.Faulty(2).train_step, 4, jstep.AuditHook(every_n_steps=2), state=state(), **train_options)
 
 
-# Steps that are plain functions.
+# Plain Python steps
 
 
-def test_a_plain_step_that_draws_random_numbers_of_its_own():
+def test_a_nondeterministic_plain_step_is_reported():
     generator = np.random.default_rng(0)
 
     def step(state, x):
@@ -135,32 +135,32 @@ def test_a_plain_step_that_draws_random_numbers_of_its_own():
         faults.train(step, 3, jstep.AuditHook())
 
 
-def test_a_plain_step_may_donate_its_batch_and_write_into_it():
+def test_a_plain_step_can_donate_or_overwrite_its_batch():
     pure = jstep.minimize(faults.loss_fn, faults.OPTIMIZER, jit=False)
 
     def donating(state, x):
         state, metrics = pure(state, x)
         return state, {**metrics, "twice": 2 * x}
 
-    compiled, kept = jax.jit(donating, donate_argnums=(0, 1)), faults.DATA[0]
+    compiled, buffer = jax.jit(donating, donate_argnums=(0, 1)), faults.DATA[0]
 
     def writing(state, x):
         state, metrics = compiled(state, jnp.array(x))
-        kept[...] += 1.0
+        buffer[...] += 1.0
         return state, metrics
 
     faults.train(compiled, 3, jstep.AuditHook(every_n_steps=1), steps_per_call=1)
-    jstep.train(writing, faults.make_state(), lambda step: kept, 3, hooks=[jstep.AuditHook()], progress=False)
+    jstep.train(writing, faults.make_state(), lambda step: buffer, 3, hooks=[jstep.AuditHook()], progress=False)
 
 
-def test_one_replica_is_wrong():
+def test_a_fault_in_one_replica_names_the_device():
     mesh = jax.make_mesh((2,), ("data",))
-    good = jstep.minimize(faults.loss_fn, faults.OPTIMIZER)
+    correct_step = jstep.minimize(faults.loss_fn, faults.OPTIMIZER)
     calls = []
 
     def step(state, x):
         calls.append(None)
-        new, metrics = good(state, x)
+        new, metrics = correct_step(state, x)
         if len(calls) == 2:
             shards = [shard.data for shard in new.params["w"].addressable_shards]
             shards[1] = shards[1].at[2].set(jnp.nextafter(shards[1][2], jnp.inf))
@@ -174,25 +174,25 @@ def test_one_replica_is_wrong():
         faults.train(step, 3, jstep.AuditHook(), state=state)
 
 
-# What it says.
+# Errors
 
 
-def test_an_error_of_the_second_computation_is_noted():
+def test_an_error_in_the_second_execution_gets_a_note():
     calls = []
-    good = jstep.minimize(faults.loss_fn, faults.OPTIMIZER)
+    correct_step = jstep.minimize(faults.loss_fn, faults.OPTIMIZER)
 
     def step(state, x):
         calls.append(None)
         if len(calls) == 2:
             raise MemoryError("no room")
-        return good(state, x)
+        return correct_step(state, x)
 
     with pytest.raises(MemoryError) as info:
         faults.train(step, 3, jstep.AuditHook())
     assert "jstep: raised while AuditHook computed step 0 a second time" in info.value.__notes__
 
 
-def test_another_structure_the_second_time():
+def test_a_different_structure_in_the_second_execution():
     calls = []
 
     def step(state, x):
@@ -205,7 +205,7 @@ def test_another_structure_the_second_time():
         faults.train(step, 3, jstep.AuditHook())
 
 
-def test_a_state_that_has_no_fingerprint_is_refused_before_the_first_step():
+def test_a_state_without_fingerprint_is_rejected_at_the_start():
     state = faults.make_state().replace(params={"w": jnp.ones(3), "name": "dense"})
     with pytest.raises(TypeError, match="params/name"):
         faults.train(lambda state, x: (state, {}), 3, jstep.AuditHook(), state=state)
@@ -220,7 +220,7 @@ def test_bad_arguments():
         jstep.AuditHook(10)
 
 
-def test_the_error_survives_pickling():
+def test_audit_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(jstep.AuditError("wrong", 4, ("params/w",))))
     assert (str(error), error.step, error.leaves) == ("wrong", 4, ("params/w",))
 

@@ -1,4 +1,4 @@
-"""Audits of a run on several processes: all of them find the same, and raise together."""
+"""`AuditHook` on several processes: all detect the same mismatch and raise together."""
 
 from processes import run
 
@@ -9,7 +9,7 @@ calls = []
 def faulty(state, x):
     new, metrics = step(state, x)
     calls.append(None)
-    if len(calls) == 4 and process == 1:  # the second computation of step 2, on one device of process 1
+    if len(calls) == 4 and process == 1:  # the second execution of step 2, on one device of process 1
         old = new.params["w"]
         shards = [shard.data for shard in old.addressable_shards]
         shards[1] = shards[1].at[0, 0].add(1.0)

@@ -1,10 +1,10 @@
-"""When the stock hooks are due, and what they refuse."""
+"""When the stock hooks are due, and which arguments they reject."""
 
 import math
 
 import numpy as np
 import pytest
-from stock import Clock, Saves, Writer, state_at
+from hook_fakes import Clock, SaverAndHook, Writer, state_at
 
 import jstep
 from jstep.hooks.hook import NEVER
@@ -20,16 +20,16 @@ CADENCED = {
 
 @pytest.mark.parametrize("name", CADENCED)
 @pytest.mark.parametrize(("steps", "start"), [(10, 0), (10, 5), (10, 10), (1, 0), (1, 7), (7, 2**31)])
-def test_due_at_the_multiples_wherever_the_run_begins(name, steps, start):
+def test_hooks_are_due_at_multiples_for_any_start(name, steps, start):
     hook = CADENCED[name](steps)
-    dues, step = [], start
+    due_steps, step = [], start
     for _ in range(3):
         step = hook.next_due(step)
-        dues.append(step)
+        due_steps.append(step)
     first = (start // steps + 1) * steps
-    assert dues == [first, first + steps, first + 2 * steps]
+    assert due_steps == [first, first + steps, first + 2 * steps]
     assert first > start
-    assert [hook.next_due(start) for _ in range(3)] == [first] * 3  # pure
+    assert [hook.next_due(start) for _ in range(3)] == [first] * 3  # next_due has no side effects
     assert hook.next_multiple(start) == first
 
 
@@ -43,30 +43,30 @@ SECONDS = {
 
 
 @pytest.mark.parametrize("name", SECONDS)
-def test_seconds_count_from_the_begin_and_then_from_the_last_time(name):
+def test_seconds_count_from_begin_and_from_the_last_due_time(name):
     clock = Clock()
     hook = SECONDS[name](clock)
     hook.begin(state_at())
-    assert hook.next_due(3) is None  # asked after every call
+    assert hook.next_due(3) is None  # checked after every call
     assert hook.next_multiple(3) == NEVER
-    dues = []
+    due_steps = []
     for step in range(1, 20):
         clock.now += 1
         if hook._every.due(step):
-            dues.append(step)
+            due_steps.append(step)
             hook._every.done()
-    assert dues == [5, 10, 15]
+    assert due_steps == [5, 10, 15]
 
 
 def test_seconds_or_steps_whichever_comes_first(tmp_path):
     clock = Clock()
-    saves = Saves(tmp_path, save_secs=5, save_steps=4, clock=clock)
+    saves = SaverAndHook(tmp_path, save_secs=5, save_steps=4, clock=clock)
     saves.hook.begin(state_at())
     for step in range(1, 14):
         clock.now += 1 if step < 6 else 5
         saves.hook.after_step(step, state_at(step), {})
     assert saves.steps() == [4, *range(6, 14)]
-    assert saves.hook.next_multiple(5) == 8  # a call of several steps ends there
+    assert saves.hook.next_multiple(5) == 8  # calls of several steps end there
     assert saves.hook.next_due(5) is None
 
 
@@ -105,13 +105,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("make", "error", "words"), BAD)
-def test_bad_arguments_are_named(make, error, words):
+def test_bad_arguments(make, error, words):
     with pytest.raises(error) as caught:
         make()
     assert words in str(caught.value)
 
 
-def test_numpy_integers_will_do():
+def test_numpy_integers_are_accepted():
     assert jstep.LoggingHook(every_n_steps=np.int64(10)).next_due(3) == 10
     assert jstep.StopAtStepHook(last_step=np.int32(5)).next_due(0) == 5
 
@@ -125,7 +125,7 @@ def test_the_base_class_does_nothing():
     hook.end(1, state_at(1))
 
 
-def test_the_protocol_is_small():
+def test_the_protocol_has_no_other_methods():
     public = {name for name in vars(jstep.Hook) if not name.startswith("_")}
     assert public <= {"begin", "before_step", "after_step", "end", "next_due", "get_state", "set_state"}
 
@@ -139,8 +139,8 @@ BOTH = {
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("steps", [100, 7])
-def test_steps_that_are_said_count_though_seconds_are_given_too(name, steps):
-    """100 is what they are where nothing is said; said, they are as good as any other number."""
+def test_explicit_steps_apply_in_addition_to_seconds(name, steps):
+    """100 is the default, but applies in addition to seconds only if it is passed explicitly."""
     hook = BOTH[name](Clock(), steps)
     hook.begin(state_at())
     assert hook.next_multiple(3) == steps
@@ -181,7 +181,7 @@ MORE_BAD = [
 
 
 @pytest.mark.parametrize(("make", "error", "words"), MORE_BAD)
-def test_what_would_fail_hours_later_fails_when_made(make, error, words):
+def test_errors_of_later_use_are_raised_by_the_constructor(make, error, words):
     with pytest.raises(error) as caught:
         make()
     assert words in str(caught.value)

@@ -1,17 +1,17 @@
-"""Steps per second, log lines, the progress bar."""
+"""`StepCounterHook`, `LoggingHook`, `ProgressHook` and `log_every_n`."""
 
 import logging
 
 import jax.numpy as jnp
 import pytest
-from stock import Clock, Writer, lines, state_at
+from hook_fakes import Clock, Writer, lines, state_at
 
 import jstep
 
 # StepCounterHook
 
 
-def test_the_rate_leaves_the_first_step_out():
+def test_the_rate_excludes_the_first_step():
     clock, writer = Clock(), Writer()
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     hook.begin(state_at())
@@ -26,7 +26,7 @@ def test_the_rate_leaves_the_first_step_out():
     assert writer.points == [(10, ("global_step/sec",)), (20, ("global_step/sec",))]
 
 
-def test_a_first_call_that_ends_where_it_is_due_gives_no_rate():
+def test_a_first_call_that_ends_at_a_due_step_gives_no_rate():
     hook = jstep.StepCounterHook(every_n_steps=10, clock=Clock())
     hook.begin(state_at())
     hook.started(range(10, 10 + 1), {}, None)
@@ -34,7 +34,7 @@ def test_a_first_call_that_ends_where_it_is_due_gives_no_rate():
     assert hook.steps_per_sec is None
 
 
-def test_without_a_loop_the_first_due_step_begins_the_interval():
+def test_without_a_loop_the_interval_starts_at_the_first_due_step():
     clock = Clock()
     hook = jstep.StepCounterHook(every_n_steps=10, clock=clock)
     hook.begin(state_at())
@@ -44,7 +44,7 @@ def test_without_a_loop_the_first_due_step_begins_the_interval():
     assert hook.steps_per_sec == pytest.approx(5.0)
 
 
-def test_a_second_run_forgets_the_first():
+def test_a_second_run_resets_the_rate():
     clock = Clock()
     hook = jstep.StepCounterHook(every_n_steps=10, clock=clock)
     for start in (0, 100):
@@ -57,7 +57,7 @@ def test_a_second_run_forgets_the_first():
         clock.now += 500
 
 
-def test_a_state_without_a_step():
+def test_a_state_without_a_global_step():
     with pytest.raises(RuntimeError) as caught:
         jstep.StepCounterHook().begin(state_at().replace(global_step=None))
     assert str(caught.value) == "Global step should be created to use StepCounterHook."
@@ -66,16 +66,16 @@ def test_a_state_without_a_step():
 # LoggingHook
 
 
-class Late:
-    """A value the device is still computing."""
+class PendingValue:
+    """A value that the device is still computing, until `ready` is set."""
 
     def __init__(self, value):
         self.value, self.ready, self.read = value, False, 0
 
 
 @pytest.fixture
-def late(monkeypatch):
-    """Arrays that are ready when told, and say whether they were read."""
+def pending_value(monkeypatch):
+    """Replace device arrays by `PendingValue`, whose readiness the test controls."""
     from jstep.hooks import async_transfer, logging_hook, reporting_hook
 
     monkeypatch.setattr(reporting_hook, "scalars", lambda metrics, leave_out: metrics)
@@ -85,16 +85,16 @@ def late(monkeypatch):
     monkeypatch.setattr(
         logging_hook, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
     )
-    return Late
+    return PendingValue
 
 
-def test_a_line_comes_when_its_values_are_there(late, caplog):
+def test_a_line_is_logged_when_its_values_are_ready(pending_value, caplog):
     caplog.set_level(logging.INFO)
-    hook, values = jstep.LoggingHook(every_n_steps=10), [late(i) for i in range(4)]
+    hook, values = jstep.LoggingHook(every_n_steps=10), [pending_value(i) for i in range(4)]
     hook.begin(state_at())
     hook.after_step(10, state_at(), {"loss": values[0]})
     hook.after_step(20, state_at(), {"loss": values[1]})
-    assert lines(caplog) == []  # two intervals behind, and still it does not wait
+    assert lines(caplog) == []  # two intervals behind, and it does not wait
     values[0].ready = values[2].ready = True
     hook.after_step(30, state_at(), {"loss": values[2]})
     assert lines(caplog) == ["step 10  loss 0"]  # in order
@@ -105,7 +105,7 @@ def test_a_line_comes_when_its_values_are_there(late, caplog):
     assert lines(caplog) == ["step 10  loss 0", "step 20  loss 1", "step 30  loss 2"]
 
 
-def test_a_line(caplog):
+def test_the_contents_of_a_line(caplog):
     caplog.set_level(logging.DEBUG, logger="jstep")
     counter = jstep.StepCounterHook(every_n_steps=10)
     hook = jstep.LoggingHook(
@@ -194,7 +194,7 @@ def test_log_every_n_counts_by_line(caplog):
         ("loud", 1, ValueError, "level='loud': must be a level of logging"),
     ],
 )
-def test_log_every_n_refuses(level, n, error, words):
+def test_log_every_n_rejects_bad_arguments(level, n, error, words):
     with pytest.raises(error, match=words):
         jstep.log_every_n(level, "message", n)
 
@@ -217,8 +217,8 @@ def test_log_every_n_formats_only_what_it_logs(caplog):
     assert read == {0, 5}
 
 
-def test_time_left_is_that_of_this_run_after_a_restart():
-    """Steps that an earlier run made took no time in this one."""
+def test_time_left_counts_only_the_steps_of_this_run():
+    """Steps of an earlier run, which took no time in this run, are not counted."""
     pytest.importorskip("tqdm")
     hook = jstep.ProgressHook(last_step=1000, every_n_secs=0, file=Terminal(), clock=Clock())
     hook.begin(state_at(900))

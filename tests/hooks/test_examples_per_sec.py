@@ -1,4 +1,4 @@
-"""The rate in examples follows the batch size."""
+"""`StepCounterHook.examples_per_sec` for batch sizes that change."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,14 @@ import jstep
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_examples_follow_the_batch_size(steps_per_call):
-    """Also where an interval has batches of two sizes, or of a size for each step."""
+def test_examples_per_sec_follows_the_batch_size(steps_per_call):
+    """Intervals with batches of one size and of two sizes."""
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), optimizer)
     data = jstep.batches(np.ones((64, 3), np.float32), {0: 4, 6: 32, 9: 8, 14: 1})
     seen = {}
 
-    class Look(jstep.Hook):
+    class RateRecorder(jstep.Hook):
         def after_step(self, n, state, metrics):
             jax.block_until_ready(state)
             counter.look()
@@ -24,7 +24,7 @@ def test_examples_follow_the_batch_size(steps_per_call):
 
     counter = jstep.StepCounterHook(every_n_steps=4)
     state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
-    hooks = [counter, Look()]
+    hooks = [counter, RateRecorder()]
     jstep.train(step, state, data, 24, hooks=hooks, steps_per_call=steps_per_call, progress=False)
     rates = {n: seen[n][1] / seen[n][0] for n in seen if seen[n][0] is not None}
     assert rates[24] == pytest.approx(1.0)

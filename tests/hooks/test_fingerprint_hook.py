@@ -1,4 +1,4 @@
-"""The log of fingerprints: written on the way, whole before each checkpoint, compared where a step is made again."""
+"""`FingerprintHook`: the log is complete before each checkpoint, and is compared when a step is run again."""
 
 import json
 import logging
@@ -30,55 +30,55 @@ def run(last_step, *hooks, batches=batch, **kwargs):
     return jstep.train(STEP, state(), batches, last_step, hooks=hooks, progress=False, **kwargs)
 
 
-def test_lines_are_the_fingerprints_of_the_states(tmp_path):
+def test_lines_contain_the_fingerprints_of_the_states(tmp_path):
     path, states = tmp_path / "log.jsonl", {}
 
-    class Keep(jstep.Hook):
+    class Recorder(jstep.Hook):
         def after_step(self, step, state, metrics):
             leaves = jstep.fingerprint(state, per_leaf=True)
-            states[step] = as_text(jstep.fingerprint(state)), {path: as_text(pair) for path, pair in leaves.items()}
+            states[step] = as_hex(jstep.fingerprint(state)), {path: as_hex(pair) for path, pair in leaves.items()}
 
-    run(7, Keep(), jstep.FingerprintHook(every_n_steps=3, path=path))
+    run(7, Recorder(), jstep.FingerprintHook(every_n_steps=3, path=path))
     assert lines(path) == [{"step": n, "state": states[n][0], "leaves": states[n][1]} for n in (3, 6)]
     assert set(states[3][1]) == {"params/w", "slots/momentum/w", "global_step"}
 
 
-def as_text(pair):
+def as_hex(pair):
     a, b = pair
     return f"{a:08x}{b:08x}"
 
 
-def test_logdir_and_no_leaves(tmp_path):
+def test_the_log_in_logdir_without_leaves(tmp_path):
     run(4, jstep.FingerprintHook(every_n_steps=2, per_leaf=False), logdir=tmp_path / "run")
     found = lines(tmp_path / "run" / "fingerprints.jsonl")
     assert [set(line) for line in found] == [{"step", "state"}] * 2
 
 
-def test_several_steps_a_call_end_where_it_is_due(tmp_path):
+def test_calls_of_several_steps_end_at_due_steps(tmp_path):
     run(10, jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "a"))
     run(10, jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "b"), steps_per_call=3)
     assert [line["step"] for line in lines(tmp_path / "b")] == [4, 8]
     assert len(lines(tmp_path / "a")) == 2
 
 
-def test_nowhere_to_write(tmp_path):
-    made = []
+def test_a_missing_path_is_an_error_before_the_first_batch(tmp_path):
+    requested = []
     with pytest.raises(ValueError, match="is a directory; name a file in it"):
-        run(3, jstep.FingerprintHook(path=tmp_path), batches=lambda step: made.append(step) or batch(step))
+        run(3, jstep.FingerprintHook(path=tmp_path), batches=lambda step: requested.append(step) or batch(step))
     with pytest.raises(ValueError, match="give it a path, or give train a logdir"):
-        run(3, jstep.FingerprintHook(), batches=lambda step: made.append(step) or batch(step))
-    assert not made
+        run(3, jstep.FingerprintHook(), batches=lambda step: requested.append(step) or batch(step))
+    assert not requested
 
 
-def test_a_run_that_goes_on_makes_the_same_lines(tmp_path, caplog):
-    run(8, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "whole"))
+def test_a_resumed_run_writes_the_same_lines(tmp_path, caplog):
+    run(8, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "uninterrupted"))
     for last in (4, 8):
         run(last, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), checkpoint_dir=tmp_path / "ckpt")
-    assert (tmp_path / "log").read_text() == (tmp_path / "whole").read_text()
+    assert (tmp_path / "log").read_text() == (tmp_path / "uninterrupted").read_text()
     assert "other bits" not in caplog.text
 
 
-def test_other_bits_are_told_by_step_and_leaf(tmp_path, caplog):
+def test_a_divergence_is_logged_with_step_and_leaves(tmp_path, caplog):
     path = tmp_path / "log"
     run(6, jstep.FingerprintHook(every_n_steps=2, path=path))
     before = lines(path)
@@ -90,14 +90,14 @@ def test_other_bits_are_told_by_step_and_leaf(tmp_path, caplog):
     assert "slots/momentum" in four
     assert "global_step" not in four
     assert "step 6" in six
-    assert len(lines(path)) == 6  # the later line counts, the earlier one is there
+    assert len(lines(path)) == 6  # the last line of a step counts; earlier ones are kept
     caplog.clear()
     run(6, jstep.FingerprintHook(every_n_steps=2, path=path), batches=lambda step: batch(step + (step >= 3)))
     assert "other bits" not in caplog.text
     assert lines(path)[:3] == before
 
 
-def test_raise_ends_the_run_before_a_checkpoint(tmp_path):
+def test_on_divergence_raise_ends_the_run_before_a_checkpoint(tmp_path):
     path = tmp_path / "log"
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     with pytest.raises(jstep.DivergenceError, match="step 2 was run again") as caught:
@@ -113,14 +113,14 @@ def test_raise_ends_the_run_before_a_checkpoint(tmp_path):
     assert jstep.latest_checkpoint(tmp_path / "ckpt") is None
 
 
-def test_without_leaves_the_step_is_told(tmp_path, caplog):
+def test_a_divergence_without_leaves_is_logged(tmp_path, caplog):
     run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log", per_leaf=False))
     with caplog.at_level(logging.WARNING, "jstep"):
         run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), batches=lambda step: batch(step + 1))
     assert "which leaves differ is not known" in caplog.text
 
 
-def test_another_model_is_told(tmp_path, caplog):
+def test_fingerprints_of_another_model_are_logged(tmp_path, caplog):
     run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"))
     optimizer = jstep.gradient_descent(0.1)
     other = jstep.TrainState.create({"v": jnp.zeros(3)}, optimizer)
@@ -133,13 +133,13 @@ def test_another_model_is_told(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
-def test_a_torn_last_line_is_mended(tmp_path, cut):
+def test_a_truncated_last_line_is_repaired(tmp_path, cut):
     path = tmp_path / "log"
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
+    complete = path.read_bytes()
+    path.write_bytes(complete[:-cut])
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
-    expected = [2, 4, 2, 4] if cut == 1 else [2, 2, 4]  # only the end of the line was missing
+    expected = [2, 4, 2, 4] if cut == 1 else [2, 2, 4]  # 1: only the newline was missing
     assert [line["step"] for line in lines(path)] == expected
 
 
@@ -157,21 +157,21 @@ def test_a_corrupted_line_is_skipped(tmp_path, caplog):
 def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
     path, seen = tmp_path / "log", {}
 
-    class Look(RunHook):
+    class LogReader(RunHook):
         def before_save(self, step):
             seen[step] = [line["step"] for line in lines(path)]
 
     run(
         6,
         jstep.FingerprintHook(every_n_steps=2, path=path),
-        Look(),
+        LogReader(),
         checkpoint_dir=tmp_path / "ckpt",
         save_checkpoint_steps=4,
     )
     assert seen == {4: [2, 4], 6: [2, 4, 6]}
 
 
-def test_a_run_that_fails_leaves_its_lines(tmp_path):
+def test_a_failed_run_writes_its_lines(tmp_path):
     def batches(step):
         if step == 5:
             raise OSError("the disk is gone")
@@ -183,7 +183,7 @@ def test_a_run_that_fails_leaves_its_lines(tmp_path):
 
 
 class Unfinished:
-    """Words that the device is still computing: reading them now would make the loop wait."""
+    """A fingerprint that the device is still computing: reading it now would block the loop."""
 
     def __init__(self):
         self.finished = False
@@ -200,11 +200,11 @@ class Unfinished:
 
 
 def test_the_loop_does_not_wait_for_the_device(tmp_path, monkeypatch):
-    made = []
+    requested = []
 
     def stacked(leaves, keys):
-        made.append(Unfinished())
-        return [(list(range(len(leaves))), made[-1])]
+        requested.append(Unfinished())
+        return [(list(range(len(leaves))), requested[-1])]
 
     monkeypatch.setattr("jstep.hooks.fingerprint.stacked", stacked)
     start = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.gradient_descent(0.1), model_state={"n": jnp.zeros(2)})
@@ -213,10 +213,10 @@ def test_the_loop_does_not_wait_for_the_device(tmp_path, monkeypatch):
     hook.after_step(1, start, {})
     hook.after_step(2, start, {})
     assert (tmp_path / "log").read_text() == ""
-    made[0].finished = True
+    requested[0].finished = True
     hook.after_step(3, start, {})
     assert [line["step"] for line in lines(tmp_path / "log")] == [1]
-    for one in made:
+    for one in requested:
         one.finished = True
     hook.close()
     assert [line["step"] for line in lines(tmp_path / "log")] == [1, 2, 3]
@@ -237,7 +237,7 @@ def test_bad_arguments(kwargs, error, message):
         jstep.FingerprintHook(**kwargs)
 
 
-def test_a_hook_serves_several_runs(tmp_path):
+def test_a_hook_can_be_used_in_several_runs(tmp_path):
     hook = jstep.FingerprintHook(every_n_steps=2)
     for name in ("a", "b"):
         run(2, hook, logdir=tmp_path / name)

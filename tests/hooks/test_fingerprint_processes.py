@@ -1,4 +1,4 @@
-"""Fingerprints of a run on several processes: the same on any number of them, and all of them stop together."""
+"""`FingerprintHook` on several processes: fingerprints do not depend on their number, and all stop together."""
 
 import json
 
@@ -10,8 +10,8 @@ path = os.path.join(directory, "log.jsonl")
 step = jstep.minimize(loss_fn, optimizer)
 for seed in map(int, seeds):
     state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P("data"))
-    begun = jstep.fingerprint(state)
-    print("begun", *(f"{int(x):08x}" for x in np.asarray(begun.addressable_data(0))))
+    initial = jstep.fingerprint(state)
+    print("initial", *(f"{int(x):08x}" for x in np.asarray(initial.addressable_data(0))))
     hook = jstep.FingerprintHook(every_n_steps=3, path=path, on_divergence="raise")
     batches = jstep.batches(data, 16, seed=seed)
     try:
@@ -27,12 +27,12 @@ def test_processes_agree_and_raise_together(tmp_path):
         (tmp_path / where).mkdir()
     (alone,) = run(SCRIPT, 1, tmp_path, "1", tmp_path / "one")
     both = run(SCRIPT, 2, tmp_path, "12", tmp_path / "two")  # the second time with other batches
-    begun = {line for ended in (alone, *both) for line in ended if line.startswith("begun")}
-    assert len(begun) == 1  # 1 process with 4 devices, 2 with 2 each
+    initial = {line for ended in (alone, *both) for line in ended if line.startswith("initial")}
+    assert len(initial) == 1  # 1 process with 4 devices, 2 with 2 each
     lines = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines[:3]] == [3, 6, 9]
     assert set(lines[0]["leaves"]) >= {"params/w", "params/b", "global_step"}
-    told = [[line for line in ended if line.startswith("diverged")] for ended in both]
-    assert told[0] == told[1]
-    assert len(told[0]) == 1
-    assert told[0][0].startswith("diverged 3 params/")
+    diverged = [[line for line in ended if line.startswith("diverged")] for ended in both]
+    assert diverged[0] == diverged[1]
+    assert len(diverged[0]) == 1
+    assert diverged[0][0].startswith("diverged 3 params/")

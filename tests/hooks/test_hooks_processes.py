@@ -1,4 +1,4 @@
-"""Hooks that ask a clock, on several processes: what all have to do together they do at the same steps."""
+"""Hooks with intervals in seconds on several processes: collective work is done at the same steps on all."""
 
 from processes import run
 
@@ -28,8 +28,8 @@ print("lines", sum("loss" in line.getMessage() for line in lines))
 """
 
 
-def test_histograms_by_the_clock_are_counted_at_the_same_steps_on_all(tmp_path):
-    """Each process has a clock of its own; the state lies over both, so that who counts alone waits for ever."""
+def test_histograms_by_seconds_are_written_at_the_same_steps(tmp_path):
+    """Clocks differ between processes, and the state is sharded over both: one process alone would wait forever."""
     first, second = (
         {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("written", "lines"))}
         for lines in run(SCRIPT, 2, tmp_path)
@@ -37,4 +37,4 @@ def test_histograms_by_the_clock_are_counted_at_the_same_steps_on_all(tmp_path):
     assert first["written"] == second["written"]
     assert len(first["written"]) > 2
     assert int(first["lines"][0]) >= 4
-    assert second["lines"] == ["0"]  # process 0 alone logs
+    assert second["lines"] == ["0"]  # only process 0 logs

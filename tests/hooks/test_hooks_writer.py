@@ -1,4 +1,4 @@
-"""Hooks that were made without a writer write where `train` does."""
+"""Hooks without a summary writer write to the `logdir` of `train`."""
 
 import jax.numpy as jnp
 import pytest
@@ -26,7 +26,7 @@ def run(logdir, hooks, last_step=4, **kwargs):
 
 
 def tags(logdir):
-    """Tag → the steps at which it was written, over all files of the directory."""
+    """Return the steps at which each tag was written, over all files of the directory."""
     found = {}
     for path in sorted(logdir.glob("events.out.tfevents.*")):
         for event in jstep.summary.summary_iterator(path):
@@ -35,7 +35,7 @@ def tags(logdir):
     return found
 
 
-def test_histograms_and_evaluations_join_the_numbers_and_nothing_is_written_twice(tmp_path):
+def test_hooks_share_one_event_file_without_duplicates(tmp_path):
     hooks = [
         jstep.SummarySaverHook(save_steps=2, histograms="params/*"),
         jstep.EvaluationHook(lambda state: {"w0": state.params["w"][0]}, every_n_steps=3),
@@ -44,31 +44,31 @@ def test_histograms_and_evaluations_join_the_numbers_and_nothing_is_written_twic
     found = tags(tmp_path)
     rates = found.pop("global_step/sec")
     assert rates == [2, 4]
-    # beta1, beta2 and epsilon never change: they are left out, as the stock hook leaves them out.
+    # beta1, beta2 and epsilon never change and are therefore not written.
     assert found == {"loss": [2, 4], "learning_rate": [2, 4], "params/w": [2, 4], "eval/w0": [3, 4]}
     assert len(list(tmp_path.glob("events.*"))) == 1
 
 
-def test_a_hook_serves_a_second_run(tmp_path):
+def test_a_hook_can_be_used_in_a_second_run(tmp_path):
     hook = jstep.SummarySaverHook(save_steps=2)
     for name in ("a", "b"):
         run(tmp_path / name, [hook])
         assert tags(tmp_path / name)["loss"] == [2, 4]
 
 
-def test_a_hook_with_a_writer_of_its_own_leaves_the_stock_one_alone(tmp_path):
+def test_a_hook_with_a_custom_writer_does_not_replace_the_stock_hook(tmp_path):
     with jstep.summary.SummaryWriter(tmp_path / "own") as writer:
         run(tmp_path / "run", [jstep.SummarySaverHook(writer, save_steps=1)], save_summaries_steps=4)
     assert tags(tmp_path / "own")["loss"] == [1, 2, 3, 4]
     assert tags(tmp_path / "run")["loss"] == [4]
 
 
-def test_a_summary_hook_with_nowhere_to_write_says_so():
+def test_a_summary_hook_without_a_writer_or_logdir_is_an_error():
     with pytest.raises(ValueError, match="nowhere to write: give it a summary_writer, or give train a logdir"):
         run(None, [jstep.SummarySaverHook(histograms="params/*")])
 
 
-def test_an_evaluation_without_a_logdir_is_kept_and_written_nowhere():
+def test_an_evaluation_without_a_logdir_keeps_its_results():
     hook = jstep.EvaluationHook(lambda state: {"one": 1.0}, every_n_steps=2)
     run(None, [hook])
     assert hook.results == {2: {"one": 1.0}, 4: {"one": 1.0}}

@@ -1,4 +1,4 @@
-"""`MetricsHook`, and means over intervals: every number arrives, and nobody waits for it."""
+"""`MetricsHook`, and means over intervals: all values are written, and the loop never waits for them."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ def rows_of(last_step, every_n_steps, mean=False, **kwargs):
 
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
 @pytest.mark.parametrize("start", [0, 5])
-def test_floats_at_the_multiples_and_at_the_last_step(steps_per_call, start):
+def test_floats_at_multiples_and_at_the_last_step(steps_per_call, start):
     rows = rows_of(14, 4, steps_per_call=steps_per_call, start=start)
     steps = [n for n in (4, 8, 12, 14) if n > start]
     assert rows == [(n, {"loss": n, "learning_rate": 0.5, "batch": n, "half": n > 2}) for n in steps]
@@ -33,7 +33,7 @@ def test_floats_at_the_multiples_and_at_the_last_step(steps_per_call, start):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
-def test_means_over_the_interval_the_last_partial_one_too(steps_per_call):
+def test_means_over_each_interval_and_the_last_partial_one(steps_per_call):
     rows = rows_of(14, 4, True, steps_per_call=steps_per_call)
     assert [(step, values["loss"]) for step, values in rows] == [(4, 2.5), (8, 6.5), (12, 10.5), (14, 13.5)]
     assert rows[0][1]["half"] == 0.5
@@ -45,14 +45,14 @@ def test_means_after_a_restart_within_an_interval():
     assert [(step, values["loss"]) for step, values in rows_of(10, 4, True, start=6)] == [(8, 7.5), (10, 9.5)]
 
 
-class Late:
-    """A value that the device is still computing; reading it before would be to wait."""
+class PendingValue:
+    """A value that the device is still computing, until `ready` is set; reading it earlier would block."""
 
     def __init__(self):
         self.ready = False
 
 
-def test_it_never_waits(monkeypatch):
+def test_the_loop_does_not_wait_for_the_device(monkeypatch):
     from jstep.hooks import async_transfer, metrics_hook, reporting_hook
 
     monkeypatch.setattr(reporting_hook, "scalars", lambda metrics, leave_out: metrics)
@@ -60,7 +60,7 @@ def test_it_never_waits(monkeypatch):
     monkeypatch.setattr(async_transfer, "is_ready", lambda values: values["loss"].ready)
     monkeypatch.setattr(async_transfer, "read", lambda values: {"loss": 1.0})
     monkeypatch.setattr(metrics_hook, "names_of_arrays", lambda metrics: [])
-    rows, values = [], [Late() for _ in range(5)]
+    rows, values = [], [PendingValue() for _ in range(5)]
     hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10)
     hook.begin(None)
     for i in range(3):
@@ -72,25 +72,25 @@ def test_it_never_waits(monkeypatch):
     values[0].ready = True
     hook.after_step(50, None, {"loss": values[4]})
     assert rows == [10, 20]
-    hook.after_last(55, {"loss": Late()})
+    hook.after_last(55, {"loss": PendingValue()})
     assert rows == [10, 20, 30, 40, 50, 55]
 
 
-def test_what_belongs_to_steps_before_a_checkpoint_is_written_before_it(tmp_path):
+def test_rows_of_steps_before_a_checkpoint_are_written_before_it(tmp_path):
     rows = []
 
-    class Look(RunHook):
+    class SaveRecorder(RunHook):
         def before_save(self, step):
             saved.append((step, list(rows)))
 
     saved = []
     hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=2)
-    train(9, [hook, Look()], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
+    train(9, [hook, SaveRecorder()], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
     assert saved == [(5, [2, 4]), (9, [2, 4, 6, 8, 9])]
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_all_is_written_where_an_error_ends_the_run(mean):
+def test_all_rows_are_written_when_an_error_ends_the_run(mean):
     rows = []
 
     def broken(step):
@@ -103,7 +103,7 @@ def test_all_is_written_where_an_error_ends_the_run(mean):
     assert [(step, values["loss"]) for step, values in rows] == ([(5, 3.0), (7, 6.5)] if mean else [(5, 5.0), (7, 7.0)])
 
 
-def test_what_write_raises_stops_the_run_with_the_step_named():
+def test_an_error_of_write_stops_the_run_and_names_the_step():
     def write(step, values):
         if step >= 10:
             raise OSError("no network")
@@ -114,7 +114,7 @@ def test_what_write_raises_stops_the_run_with_the_step_named():
     assert jstep.global_step(caught.value.state) < 100
 
 
-def test_one_hook_may_serve_several_runs():
+def test_a_hook_can_be_used_in_several_runs():
     rows = []
     hook = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=4, mean=True)
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_one_hook_may_serve_several_runs():
     assert rows == [(4, 2.5), (6, 5.5)] * 2
 
 
-def test_the_recipes_of_the_docstring(tmp_path):
+def test_the_examples_of_the_docstring(tmp_path):
     with open(tmp_path / "m.csv", "w", newline="") as table, open(tmp_path / "m.jsonl", "w") as lines:
         writer = csv.writer(table)
         to_json = jstep.MetricsHook(
@@ -140,7 +140,7 @@ def test_wandb(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(project="jstep", dir=str(tmp_path)) as run:
         train(4, [jstep.MetricsHook(lambda step, values: run.log(values, step=step), every_n_steps=2)])
-        run.log({"end": 1}, step=5)  # it keeps a step until it sees a later one
+        run.log({"end": 1}, step=5)  # wandb keeps a row until it gets one of a later step
         assert run.summary["loss"] == 4.0
 
 
@@ -172,7 +172,7 @@ def test_bad_arguments(make, error, words):
     assert words in str(caught.value)
 
 
-# Means in lines and summaries
+# Means in log lines and summaries
 
 
 class Writer:
@@ -192,7 +192,7 @@ def test_means_in_summaries(steps_per_call):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_means_in_lines_and_the_last_step_always(steps_per_call, caplog):
+def test_means_in_log_lines_and_at_the_last_step(steps_per_call, caplog):
     caplog.set_level(logging.INFO)
     train(10, [jstep.LoggingHook(every_n_steps=4, mean=True)], steps_per_call=steps_per_call)
     lines = [record.getMessage() for record in caplog.records]
@@ -201,7 +201,7 @@ def test_means_in_lines_and_the_last_step_always(steps_per_call, caplog):
     ]  # fmt: skip
 
 
-def test_the_last_step_is_logged_however_the_run_ends(caplog):
+def test_the_last_step_is_always_logged(caplog):
     caplog.set_level(logging.INFO)
 
     def broken(step):
@@ -217,7 +217,7 @@ def test_the_last_step_is_logged_however_the_run_ends(caplog):
     assert lines == ["step 5", "step 7", "step 5", "step 6", "step 3"]
 
 
-def test_what_is_no_real_number_is_no_metric():
+def test_values_that_are_not_real_numbers_are_not_metrics():
     from jstep.hooks.values import is_number, scalars
 
     found = scalars({"a": jnp.float32(1), "key": jax.random.key(0), "z": jnp.complex64(1j), "b": True})

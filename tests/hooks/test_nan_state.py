@@ -1,4 +1,4 @@
-"""`NanLossHook` and states that are not finite although each loss is."""
+"""`NanLossHook` with states that are not finite although each loss is finite."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ def run(last_step=20, *, hooks=None, optimizer=None, metrics=(), loss_fn=root_lo
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 @pytest.mark.parametrize("metrics", [(), ("grad_norm",)])
 @pytest.mark.parametrize("save_steps", [2, 3, 4])
-def test_nan_made_by_the_gradient_is_never_saved(tmp_path, save_steps, metrics, steps_per_call):
+def test_nan_from_a_gradient_is_never_saved(tmp_path, save_steps, metrics, steps_per_call):
     with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
         run(
             metrics=metrics, checkpoint_dir=tmp_path, save_checkpoint_steps=save_steps, steps_per_call=steps_per_call
@@ -53,7 +53,7 @@ def test_nan_made_by_the_gradient_is_never_saved(tmp_path, save_steps, metrics, 
     assert f"checkpoint_dir, {caught.value.step - 1})" in text
 
 
-def test_the_step_that_grad_norm_tells_leads_to_the_operation(tmp_path):
+def test_the_step_reported_by_grad_norm_can_be_replayed(tmp_path):
     with pytest.raises(jstep.NanLossDuringTrainingError, match="after a gradient that is not finite") as caught:
         run(metrics=["grad_norm"], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
     optimizer = jstep.adamw(1e-2)
@@ -82,16 +82,16 @@ def test_a_hook_that_does_not_raise_prevents_the_save(tmp_path, caplog):
 
 def edge_loss(params, x):
     scores = params["w"] + jax.lax.stop_gradient(params["mask"])
-    return jnp.sqrt(params["b"] + x) + jnp.sum(jax.nn.softmax(scores) ** 2)  # the derivative by b at 0 is infinite
+    return jnp.sqrt(params["b"] + x) + jnp.sum(jax.nn.softmax(scores) ** 2)  # ∂/∂b is infinite at 0
 
 
-def masked():
+def masked_params():
     return {"w": jnp.ones(3), "mask": jnp.array([0.0, -jnp.inf, 0.0]), "b": jnp.zeros(())}
 
 
 def edge_run(optimizer, directory, first):
     step = jstep.minimize(edge_loss, optimizer, metrics=["grad_norm"])
-    state = jstep.TrainState.create(masked(), optimizer)
+    state = jstep.TrainState.create(masked_params(), optimizer)
     norms = []
     hooks = [
         jstep.NanLossHook(every_n_steps=1),
@@ -102,7 +102,7 @@ def edge_run(optimizer, directory, first):
     return norms
 
 
-def test_infinity_counts_if_an_update_made_it_and_a_mask_of_infinities_does_not(tmp_path):
+def test_infinity_from_an_update_counts_and_a_mask_does_not(tmp_path):
     sgd = jstep.gradient_descent(1e-9)
     edge_run(sgd, tmp_path / "finite", 1.0)
     assert jstep.Saver(tmp_path / "finite").all_steps() == [1, 2, 3, 4]
@@ -111,14 +111,14 @@ def test_infinity_counts_if_an_update_made_it_and_a_mask_of_infinities_does_not(
     assert jstep.Saver(tmp_path / "infinite").all_steps() == []
 
 
-def test_infinite_gradients_that_clipping_makes_finite_do_not_stop_the_run(tmp_path):
+def test_clipped_infinite_gradients_do_not_stop_the_run(tmp_path):
     optimizer = jstep.chain(jstep.clip_gradients(by_value=(-1.0, 1.0)), jstep.gradient_descent(1e-9))
     norms = edge_run(optimizer, tmp_path, 0.0)
     assert [math.isfinite(norm) for norm in norms] == [False, True, True, True]
     assert jstep.Saver(tmp_path).all_steps() == [1, 2, 3, 4]
 
 
-def test_gradients_of_skipped_updates_are_not_blamed():
+def test_gradients_of_skipped_updates_are_ignored():
     guarded = jstep.skip_nonfinite(jstep.adamw(1e-2))
     data = [*DATA[:8], math.nan, *DATA[9:]]
     step = jstep.minimize(root_loss, guarded, metrics=["grad_norm"])
@@ -130,7 +130,7 @@ def test_gradients_of_skipped_updates_are_not_blamed():
 
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("where", ["params", "m"])
-def test_nan_that_a_checkpoint_holds_is_named(where, guarded, tmp_path, caplog):
+def test_nan_in_a_checkpoint_is_reported(where, guarded, tmp_path, caplog):
     optimizer = jstep.skip_nonfinite(jstep.adamw(1e-2)) if guarded else jstep.adamw(1e-2)
     bad = {"w": jnp.array([1.0, math.nan]), "other": {"v": jnp.ones(3)}}
     good = {"w": jnp.ones(2), "other": {"v": jnp.ones(3)}}
@@ -143,17 +143,17 @@ def test_nan_that_a_checkpoint_holds_is_named(where, guarded, tmp_path, caplog):
     with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
         run(optimizer=optimizer, checkpoint_dir=tmp_path, save_checkpoint_steps=1)
     text = str(caught.value)
-    said = [record for record in caplog.records if "contained NaN when this run began, at step 7" in record.message]
-    assert [record.levelno for record in said] == [logging.WARNING]
-    assert path in said[0].message
+    warnings = [record for record in caplog.records if "contained NaN when this run began, at step 7" in record.message]
+    assert [record.levelno for record in warnings] == [logging.WARNING]
+    assert path in warnings[0].message
     if where == "params":
         assert text.startswith(f"{path} contained NaN when this run began")
         assert ("every update was skipped" if guarded else "the loss is nan at step 8") in text
     assert jstep.Saver(tmp_path).all_steps() == [7]
 
 
-def test_nan_in_a_slot_is_found_before_it_is_saved(tmp_path):
-    """An accumulated gradient that is NaN reaches the parameters steps later, after finite gradients."""
+def test_nan_in_a_slot_is_detected_before_it_is_saved(tmp_path):
+    """A NaN in an accumulated gradient reaches the parameters only steps later, after finite gradients."""
     optimizer = jstep.update_every(4, jstep.adamw(1e-2), accumulate=True)
     with pytest.raises(jstep.NanLossDuringTrainingError, match=f"slots/.* not finite at step {BAD} ") as caught:
         run(optimizer=optimizer, metrics=["grad_norm"], checkpoint_dir=tmp_path, save_checkpoint_steps=BAD + 1)
@@ -163,7 +163,7 @@ def test_nan_in_a_slot_is_found_before_it_is_saved(tmp_path):
         run(optimizer=optimizer, metrics=["grad_norm"])
 
 
-def test_slots_that_become_infinite_and_a_model_state_with_nan_are_the_users(tmp_path):
+def test_infinite_slots_and_nan_in_the_model_state_are_allowed(tmp_path):
     optimizer = jstep.adamw(1e-2)
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, model_state={"last": jnp.zeros(())})
     step = jstep.minimize(
@@ -175,7 +175,7 @@ def test_slots_that_become_infinite_and_a_model_state_with_nan_are_the_users(tmp
     assert jstep.Saver(tmp_path).all_steps() == [4]
 
 
-def test_the_state_of_another_hooks_error_is_not_saved_with_nan(tmp_path):
+def test_a_state_with_nan_is_not_saved_after_another_hooks_error(tmp_path):
     def stop(step, state, metrics):
         if not math.isfinite(float(metrics["grad_norm"])):
             raise ValueError("my check")
@@ -187,7 +187,7 @@ def test_the_state_of_another_hooks_error_is_not_saved_with_nan(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_contents_of_arrays_everywhere(kind):
+def test_contents_of_all_kinds_of_arrays(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     x = np.ones((8, 8), np.float32)
     x[3, 5] = math.nan

@@ -1,11 +1,11 @@
-"""Checkpoints, summaries and evaluations on the way."""
+"""`CheckpointSaverHook`, `SummarySaverHook` and `EvaluationHook`."""
 
 import logging
 
 import jax.numpy as jnp
 import pytest
+from hook_fakes import SaverAndHook, Writer, lines, state_at
 from hooked_runs import train
-from stock import Saves, Writer, lines, state_at
 
 import jstep
 
@@ -13,7 +13,7 @@ import jstep
 
 
 def test_it_saves_the_last_step_once(tmp_path):
-    saves = Saves(tmp_path, save_steps=5)
+    saves = SaverAndHook(tmp_path, save_steps=5)
     saves.hook.begin(state_at())
     states = {step: state_at(step) for step in range(1, 6)}
     for step, state in states.items():
@@ -27,8 +27,8 @@ def test_it_saves_the_last_step_once(tmp_path):
     assert saves.steps() == [5, 7]
 
 
-def test_what_was_restored_is_not_saved_again(tmp_path):
-    saves = Saves(tmp_path)
+def test_a_restored_state_is_not_saved_again(tmp_path):
+    saves = SaverAndHook(tmp_path)
     state = state_at(3)
     saves.hook.begin(state)
     saves.hook.is_saved(3, state)
@@ -38,7 +38,7 @@ def test_what_was_restored_is_not_saved_again(tmp_path):
     assert saves.steps() == [3]
 
 
-def test_a_saver_of_ones_own_holds_what_the_hooks_after_it_made_of_the_state(tmp_path):
+def test_a_custom_saver_hook_saves_the_state_of_later_hooks(tmp_path):
     class Add(jstep.Hook):
         def after_step(self, step, state, metrics):
             return state.replace(params={"w": state.params["w"] + 1.0})
@@ -46,32 +46,32 @@ def test_a_saver_of_ones_own_holds_what_the_hooks_after_it_made_of_the_state(tmp
         def end(self, step, state):
             return self.after_step(step, state, {})
 
-    own = jstep.CheckpointSaverHook(tmp_path, save_steps=2)
-    state = train(4, [own, Add()])
+    saver_hook = jstep.CheckpointSaverHook(tmp_path, save_steps=2)
+    state = train(4, [saver_hook, Add()])
     assert state.params["w"][0] == 6.0
     with jstep.Saver(tmp_path) as saver:
         assert saver.restore(state).params["w"][0] == 6.0
         assert saver.restore(state, step=2).params["w"][0] == 3.0
 
 
-def test_extra_and_checks(tmp_path):
-    asked = []
-    saves = Saves(
+def test_extra_and_before_save(tmp_path):
+    checked = []
+    saves = SaverAndHook(
         tmp_path,
         save_steps=1,
         extra=lambda: {"position": 7},
-        before_save=(lambda step: step == 2, lambda step: asked.append(step)),
+        before_save=(lambda step: step == 2, lambda step: checked.append(step)),
     )
     saves.hook.begin(state_at())
     for step in (1, 2, 3):
         saves.hook.after_step(step, state_at(step), {})
     assert saves.steps() == [1, 3]
-    assert asked == [1, 2, 3]
+    assert checked == [1, 2, 3]
     assert saves.saver.extra(3) == {"position": 7}
 
 
-def test_a_state_at_another_step_is_not_saved(tmp_path):
-    saves = Saves(tmp_path, save_steps=1)
+def test_a_state_at_a_wrong_step_is_not_saved(tmp_path):
+    saves = SaverAndHook(tmp_path, save_steps=1)
     saves.hook.begin(state_at())
     with pytest.raises(
         ValueError, match=r"global_step is 1 after the update that makes step 2: .* must advance it by one"
@@ -80,7 +80,7 @@ def test_a_state_at_another_step_is_not_saved(tmp_path):
     assert saves.steps() == []
 
 
-def test_a_directory_will_do_for_several_runs(tmp_path):
+def test_a_hook_with_a_directory_can_be_used_in_several_runs(tmp_path):
     hook = jstep.CheckpointSaverHook(tmp_path / "new", save_steps=2)
     for start in (0, 2):
         hook.begin(state_at(start))
@@ -100,22 +100,22 @@ def test_summaries_of_metrics_and_of_the_state():
         writer, save_steps=2, histograms=["params/*", "slots/momentum/*"], leave_out=lambda: {"beta"}
     )
     hook.begin(state_at())
-    made = jstep.summary.scalar("made/in/the/step", 1.0, collections=())
-    metrics = {"loss": jnp.float32(1), "beta": jnp.float32(0.9), "summary": made, "vector": jnp.ones(2)}
+    summary = jstep.summary.scalar("made/in/the/step", 1.0, collections=())
+    metrics = {"loss": jnp.float32(1), "beta": jnp.float32(0.9), "summary": summary, "vector": jnp.ones(2)}
     for step in range(1, 5):
         hook.after_step(step, state_at(), metrics)
     tags = ("loss", "made/in/the/step"), ("params/w", "slots/momentum/w")
     assert writer.points == [(2, tags[0]), (2, tags[1]), (4, tags[0]), (4, tags[1])]
 
 
-def test_histograms_of_nothing():
+def test_histograms_that_match_nothing_are_an_error():
     hook = jstep.SummarySaverHook(Writer(), save_steps=1, histograms="params/v")
     hook.begin(state_at())
     with pytest.raises(ValueError, match=r"histograms: 'params/v' matches nothing.*params/w"):
         hook.after_step(1, state_at(), {})
 
 
-def test_no_metrics_no_summary():
+def test_without_metrics_there_is_no_summary():
     writer = Writer()
     jstep.SummarySaverHook(writer, save_steps=1).after_step(1, state_at(), {})
     assert writer.points == []
@@ -124,7 +124,7 @@ def test_no_metrics_no_summary():
 # EvaluationHook
 
 
-def test_evaluation(caplog):
+def test_evaluation_hook_evaluates_when_due_and_at_the_end(caplog):
     caplog.set_level(logging.INFO)
     writer = Writer()
     hook = jstep.EvaluationHook(
@@ -142,7 +142,7 @@ def test_evaluation(caplog):
     assert lines(caplog) == ["step 10  validation/w 30", "step 15  validation/w 45"]
 
 
-def test_evaluation_of_no_mapping():
+def test_evaluate_must_return_a_mapping():
     hook = jstep.EvaluationHook(lambda state: 0.5, every_n_steps=1)
     hook.begin(state_at())
     with pytest.raises(TypeError, match="evaluate returned float; it must return a mapping"):

@@ -1,18 +1,18 @@
-"""`StepCounterHook`: steps that the device has finished, not those that the loop has handed out."""
+"""`StepCounterHook` counts steps that the device has finished, not those that the loop has dispatched."""
 
 import logging
 
 import jax.numpy as jnp
 import pytest
+from hook_fakes import Clock, state_at
 from hooked_runs import train
-from stock import Clock, state_at
 
 import jstep
 from jstep.hooks import step_counter
 
 
 class Marker:
-    """What a step leaves on the device: there when the device has finished it."""
+    """A result of a step, which is ready when the device has finished the step."""
 
     def __init__(self):
         self.ready = False
@@ -25,7 +25,7 @@ class Marker:
         return self
 
 
-class Points:
+class PointRecorder:
     def __init__(self):
         self.points = []
 
@@ -34,17 +34,17 @@ class Points:
 
 
 @pytest.fixture
-def counted(monkeypatch):
+def hook_clock_and_writer(monkeypatch):
     monkeypatch.setattr(step_counter, "_markers", lambda metrics: [metrics["loss"]] if "loss" in metrics else [])
-    clock, writer = Clock(), Points()
+    clock, writer = Clock(), PointRecorder()
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     hook.begin(state_at())
     return hook, clock, writer
 
 
-def test_the_loop_may_be_far_ahead(counted):
-    """Handed out in a moment, finished at one step a second: the figure is 1, not 1e4 and then nothing."""
-    hook, clock, writer = counted
+def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_clock_and_writer):
+    """Steps are dispatched at once and finished at 1 step/s: the rate is 1, not 1e4 and then 0."""
+    hook, clock, writer = hook_clock_and_writer
     markers = {step: Marker() for step in range(10, 60, 10)}
     markers[1] = Marker()
     markers[1].ready = True
@@ -54,7 +54,7 @@ def test_the_loop_may_be_far_ahead(counted):
         hook.after_step(step, None, {"loss": markers[step]})
     assert hook.steps_per_sec is None
     clock.now += 9 - 0.002
-    assert hook.next_due(21) is None  # it looks after every call
+    assert hook.next_due(21) is None  # it checks after every call
     hook.after_step(29, None, {})
     markers[10].ready = True
     hook.after_step(30, None, {"loss": markers[30]})
@@ -71,12 +71,12 @@ def test_the_loop_may_be_far_ahead(counted):
     assert [step for step, _ in writer.points] == [10, 20, 30, 40]
     rates = [rate for _, rate in writer.points]
     assert rates[:3] == pytest.approx([1.0] * 3)
-    assert rates[3] == pytest.approx(0.5)  # step 30 was finished at some time in these 20 s: never too high
+    assert rates[3] == pytest.approx(0.5)  # step 30 finished at an unknown time in these 20 s: a lower bound
     assert [hook.rates_at(step)[0] for step in (15, 40)] == pytest.approx([1.0, 0.5])
 
 
-def test_a_first_call_that_the_device_has_not_begun_counts(counted):
-    hook, clock, _writer = counted
+def test_an_unfinished_first_call_counts(hook_clock_and_writer):
+    hook, clock, _writer = hook_clock_and_writer
     hook.started(range(1, 11), {"loss": Marker()}, None)
     markers = [Marker(), Marker()]
     hook.after_step(10, None, {"loss": markers[0]})
@@ -87,20 +87,20 @@ def test_a_first_call_that_the_device_has_not_begun_counts(counted):
     assert hook.examples_per_sec is None
 
 
-def test_every_due_step_has_a_point_however_quick_the_run_is():
+def test_every_due_step_has_a_point_in_a_fast_run():
     for steps_per_call in (1, 4, 100):
-        writer = Points()
+        writer = PointRecorder()
         train(20, [jstep.StepCounterHook(every_n_steps=5, summary_writer=writer)], steps_per_call=steps_per_call)
         assert [step for step, _ in writer.points] == [5, 10, 15, 20]
         assert all(rate > 0 for _, rate in writer.points)
 
 
-def test_one_among_the_hooks_takes_the_place_of_the_stock_one(tmp_path, caplog):
-    """It writes to train's logdir, and the lines show its figure."""
+def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
+    """It writes to the logdir of `train`, and log lines contain its rate."""
     pytest.importorskip("tensorboard")
     caplog.set_level(logging.INFO)
     hook = jstep.StepCounterHook(every_n_steps=4)
-    for run in ("a", "b"):  # and serves a second run
+    for run in ("a", "b"):  # the hook is used in two runs
         train(10, [hook], logdir=tmp_path / run, log_steps=2, progress=None)
         points = []
         for path in (tmp_path / run).glob("events.*"):
@@ -112,7 +112,7 @@ def test_one_among_the_hooks_takes_the_place_of_the_stock_one(tmp_path, caplog):
     assert any("examples/s, " in line for line in lines)
 
 
-def test_examples_of_batches_of_many_shapes():
+def test_examples_per_sec_of_batches_of_many_shapes():
     def rate(batches, **kwargs):
         hook = jstep.StepCounterHook(every_n_steps=2)
         optimizer = jstep.gradient_descent(0.1)

@@ -1,11 +1,11 @@
-"""Hooks that stop a run, notice a NaN, or trace."""
+"""`StopAtStepHook`, `NanLossHook` and `ProfilerHook`."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 import pytest
-from stock import state_at
+from hook_fakes import state_at
 
 import jstep
 from jstep.hooks.hook import NEVER
@@ -13,7 +13,7 @@ from jstep.hooks.hook import NEVER
 # StopAtStepHook
 
 
-def test_stop_at():
+def test_stop_at_step():
     hook = jstep.StopAtStepHook(last_step=5)
     assert not hook.begin(state_at(2))
     assert hook.next_due(2) == 5
@@ -24,7 +24,7 @@ def test_stop_at():
         assert hook.next_due(start) == start + 5
 
 
-def test_a_run_restored_past_it_makes_no_step():
+def test_a_run_restored_at_or_past_the_last_step_stops():
     for start in (5, 6):
         assert jstep.StopAtStepHook(last_step=5).begin(state_at(start))
 
@@ -40,35 +40,35 @@ def losses(hook, values, start=0):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("at", "noticed"), [(1, 10), (4, 10), (5, 10), (6, 15), (10, 15)])
-def test_nan_is_noticed_an_interval_late_and_named(bad, at, noticed):
+@pytest.mark.parametrize(("at", "detected"), [(1, 10), (4, 10), (5, 10), (6, 15), (10, 15)])
+def test_nan_is_detected_an_interval_later_with_its_step(bad, at, detected):
     hook = jstep.NanLossHook(every_n_steps=5)
     hook.begin(state_at())
     values = [1.0] * 20
     values[at - 1] = bad
-    assert losses(hook, values[: noticed - 1]) is None
+    assert losses(hook, values[: detected - 1]) is None
     with pytest.raises(jstep.NanLossDuringTrainingError, match=f"at step {at} .the update {at - 1} → {at}.") as caught:
-        losses(hook, values[noticed - 1 :], start=noticed - 1)
+        losses(hook, values[detected - 1 :], start=detected - 1)
     assert caught.value.step == at
 
 
-def test_nan_is_noticed_before_a_save_and_at_the_end():
-    for look in ("before_save", "end"):
+def test_nan_is_detected_before_a_save_and_at_the_end():
+    for method in ("before_save", "end"):
         hook = jstep.NanLossHook(every_n_steps=100)
         hook.begin(state_at(10))
         losses(hook, [1, 1, math.nan, 1], start=10)
         with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
-            getattr(hook, look)(*((14,) if look == "before_save" else (14, None)))
+            getattr(hook, method)(*((14,) if method == "before_save" else (14, None)))
         assert caught.value.step == 13
 
 
-def test_nan_without_an_error_stops_and_is_not_saved(caplog):
+def test_fail_on_nan_loss_false_stops_without_saving(caplog):
     hook = jstep.NanLossHook(every_n_steps=5, fail_on_nan_loss=False)
     hook.begin(state_at())
     assert losses(hook, [1, math.nan, 1]) is None
     assert hook.before_save(3)
     assert "nan at step 2" in caplog.text
-    assert losses(hook, [1], start=3) == 4  # at once, though not due
+    assert losses(hook, [1], start=3) == 4  # immediately, although the hook is not due
     assert hook.before_save(4)
     hook.end(4, None)
     assert len(caplog.records) == 1
@@ -76,7 +76,7 @@ def test_nan_without_an_error_stops_and_is_not_saved(caplog):
     assert not hook.before_save(0)
 
 
-def test_nan_hook_wants_a_loss():
+def test_nan_loss_hook_requires_a_loss():
     hook = jstep.NanLossHook()
     hook.begin(state_at())
     with pytest.raises(ValueError, match=r"NanLossHook: the metrics hold no 'loss', only \['cost'\]"):
@@ -95,7 +95,7 @@ def traced(monkeypatch):
 
 
 @pytest.mark.parametrize(("start", "expected"), [(0, [5, 8]), (5, ["begin", 8]), (6, ["begin", 8]), (8, []), (20, [])])
-def test_profiler_traces_its_steps(traced, start, expected):
+def test_profiler_traces_the_given_steps(traced, start, expected):
     hook, seen = jstep.ProfilerHook("logs", start_step=5, stop_step=8), []
     hook.begin(state_at(start))
     if traced:
@@ -109,11 +109,11 @@ def test_profiler_traces_its_steps(traced, start, expected):
     assert traced == ([("start", "logs"), "stop"] if expected else [])
 
 
-def test_profiler_ends_with_the_run(traced):
-    for leave in (lambda hook: hook.end(6, state_at(6)), lambda hook: hook.close()):
+def test_profiler_stops_when_the_run_ends(traced):
+    for finish in (lambda hook: hook.end(6, state_at(6)), lambda hook: hook.close()):
         hook = jstep.ProfilerHook("logs", start_step=5, stop_step=8)
         hook.begin(state_at(5))
-        leave(hook)
+        finish(hook)
         hook.close()
         assert traced == [("start", "logs"), "stop"]
         traced.clear()

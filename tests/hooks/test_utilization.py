@@ -1,4 +1,4 @@
-"""`mfu` and `hfu`: the share of the peak of its devices that a run reaches."""
+"""`mfu` and `hfu`: the model and hardware FLOP utilization of a run."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stock import Writer, state_at
+from hook_fakes import Writer, state_at
 
 import jstep
 from jstep.hooks import utilization
@@ -39,8 +39,8 @@ def batches(n, rows=8):
 STEP = jstep.minimize(loss_fn, OPTIMIZER)
 
 
-def products(rows):
-    """Forward, and the gradient with respect to w: that with respect to x nobody needs."""
+def matmul_flops(rows):
+    """Return the FLOPs of the forward pass and of the gradient with respect to w (x needs no gradient)."""
     return 2 * 2 * rows * SIDE * SIDE
 
 
@@ -54,25 +54,25 @@ def counter(**kwargs):
 
 
 def flops_of(hook):
-    """The operations of a step, by the figures that were measured over one interval."""
+    """Return the FLOPs of a step that correspond to the measured utilization and steps per second."""
     share = hook.mfu if hook.hfu is None else hook.hfu
     return share * PEAK / hook.steps_per_sec
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_operations_are_those_of_the_traced_step(steps_per_call):
+def test_flops_are_those_of_the_traced_step(steps_per_call):
     hook = counter(peak_flops=PEAK)
     train(hook, steps_per_call=steps_per_call)
     assert hook.hfu is None
-    assert products(8) < flops_of(hook) < 1.5 * products(8)
+    assert matmul_flops(8) < flops_of(hook) < 1.5 * matmul_flops(8)
     assert flops_of(hook) == pytest.approx(jstep.cost(STEP, state(), batches(1)[0]).flops, rel=0.3)
 
 
-def test_a_number_of_ones_own():
+def test_custom_flops_per_step():
     hook = counter(peak_flops=PEAK, flops_per_step=3e6)
     train(hook)
     assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
-    train(hook, step=lambda state, x: STEP(state, x))  # a plain function, which cannot be traced, and a second run
+    train(hook, step=lambda state, x: STEP(state, x))  # a plain function, which is not traced, in a second run
     assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
 
 
@@ -90,33 +90,33 @@ def test_a_plain_function_is_not_called_to_be_traced():
     assert hook.mfu is None
 
 
-def test_a_step_that_recomputes():
+def test_a_step_with_rematerialization_reports_hfu():
     step = jstep.minimize(lambda params, x: jnp.mean(jax.checkpoint(forward)(params, x) ** 2), OPTIMIZER)
-    hook, told = counter(peak_flops=PEAK), counter(peak_flops=PEAK, flops_per_step=1.0)
+    hook, custom = counter(peak_flops=PEAK), counter(peak_flops=PEAK, flops_per_step=1.0)
     train(hook, step=step)
     assert hook.mfu is None
-    assert flops_of(hook) > 1.5 * products(8) * 0.95
-    train(told, step=step)
-    assert told.hfu is None
-    assert told.mfu == pytest.approx(told.steps_per_sec / PEAK)
-    evaluated = jstep.minimize(
+    assert flops_of(hook) > 1.5 * matmul_flops(8) * 0.95
+    train(custom, step=step)
+    assert custom.hfu is None
+    assert custom.mfu == pytest.approx(custom.steps_per_sec / PEAK)
+    step_without_recomputation = jstep.minimize(
         lambda p, x: loss_fn(p, x) + jax.checkpoint(loss_fn)(jax.lax.stop_gradient(p), x), OPTIMIZER
     )
-    train(hook, step=evaluated)  # asked for, but nothing is computed twice
+    train(hook, step=step_without_recomputation)  # uses jax.checkpoint, but nothing is computed twice
     assert hook.hfu is None
 
 
-def test_stages_and_shapes_count_as_they_ran():
-    """Two steps of 8 rows, six of 32; in the second half a second loss."""
+def test_flops_follow_stages_and_batch_shapes():
+    """Two counted steps have 8 rows and six have 32; the second stage computes a second loss."""
     double = jstep.minimize(lambda params, x: loss_fn(params, x) + loss_fn(params, 2 * x), OPTIMIZER)
     data = batches(3) + batches(6, rows=32) + batches(8, rows=8)
 
     def measured(**kwargs):
         hook = jstep.StepCounterHook(every_n_steps=16, peak_flops=PEAK, **kwargs)
         train(hook, {0: STEP, 9: double}, data, 17)
-        return flops_of(hook) * 15  # of steps 2 to 16
+        return flops_of(hook) * 15  # steps 2 to 16
 
-    expected = 2 * products(8) + 6 * products(32) + 7 * 2 * products(8)
+    expected = 2 * matmul_flops(8) + 6 * matmul_flops(32) + 7 * 2 * matmul_flops(8)
     assert expected < measured() < 1.4 * expected
 
 
@@ -133,26 +133,26 @@ def test_the_step_is_not_traced_again():
     assert len(traces) == 2
 
 
-def test_devices_share_the_work():
+def test_flops_are_divided_among_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     hook = counter(peak_flops=PEAK)
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
     jstep.train(STEP, state(mesh=mesh), batches(8), 8, hooks=[hook], batch_sharding=sharding, progress=False)
-    assert products(8) < 4 * flops_of(hook) < 1.5 * products(8)
+    assert matmul_flops(8) < 4 * flops_of(hook) < 1.5 * matmul_flops(8)
 
 
 @contextlib.contextmanager
-def table(monkeypatch, rates):
+def patched_peaks(monkeypatch, peak_flops_by_dtype):
     with monkeypatch.context() as patched:
-        patched.setattr(peaks, "GPU_PEAKS", {jax.devices()[0].device_kind: rates})
+        patched.setattr(peaks, "GPU_PEAKS", {jax.devices()[0].device_kind: peak_flops_by_dtype})
         yield
 
 
-def test_a_device_of_the_table(monkeypatch, caplog, tmp_path):
-    """The run of every user who asks for nothing: log line and TensorBoard."""
+def test_mfu_of_a_device_in_the_table_is_reported(monkeypatch, caplog, tmp_path):
+    """A run with default settings reports mfu in log lines and in TensorBoard."""
     pytest.importorskip("tensorboard")
     caplog.set_level(logging.INFO, logger="jstep")
-    with table(monkeypatch, {"f32": PEAK}):
+    with patched_peaks(monkeypatch, {"f32": PEAK}):
         jstep.train(STEP, state(), batches(8), 8, log_steps=4, logdir=tmp_path)
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
     assert re.search(r"steps/s, mfu \S+\)$", lines[-1])
@@ -164,37 +164,37 @@ def test_a_device_of_the_table(monkeypatch, caplog, tmp_path):
     assert tags["mfu"] == tags["global_step/sec"] == [4, 8]
 
 
-def test_the_progress_line(monkeypatch, capsys):
+def test_mfu_is_in_the_progress_bar(monkeypatch, capsys):
     pytest.importorskip("tqdm")
-    with table(monkeypatch, {"f32": PEAK}):
+    with patched_peaks(monkeypatch, {"f32": PEAK}):
         jstep.train(STEP, state(), batches(8), 8, log_steps=4, progress=True)
     assert re.search(r"examples/s  mfu \d", capsys.readouterr().err)
 
 
-def test_a_format_without_a_figure(monkeypatch, caplog):
+def test_a_dtype_that_the_table_lacks_is_logged(monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="jstep")
     hook = counter()
-    with table(monkeypatch, {"bf16": PEAK}):
+    with patched_peaks(monkeypatch, {"bf16": PEAK}):
         train(hook)
     assert hook.mfu is None
-    said = [record.getMessage() for record in caplog.records if "mfu" in record.getMessage()]
-    assert len(said) == 1
-    assert "float32 (DEFAULT)" in said[0]
+    messages = [record.getMessage() for record in caplog.records if "mfu" in record.getMessage()]
+    assert len(messages) == 1
+    assert "float32 (DEFAULT)" in messages[0]
 
 
-def test_a_cpu_shows_nothing_unless_asked(caplog, monkeypatch):
+def test_a_cpu_reports_no_utilization_by_default(caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="jstep")
     writer, added = Writer(), []
     monkeypatch.setattr(DispatchedSteps, "add", lambda self, *args: added.append(args))
     train(counter(summary_writer=writer), progress=None)
     assert {tag for _, tags in writer.points for tag in tags} == {"global_step/sec"}
-    assert not added  # and it costs nothing
+    assert not added  # no step is recorded
     assert not any(re.search("mfu|hfu", record.getMessage()) for record in caplog.records)
     train(counter(flops_per_step=1e6))
     assert any("give StepCounterHook(peak_flops=…)" in record.getMessage() for record in caplog.records)
 
 
-def test_a_step_that_cannot_be_counted_is_not_stopped(monkeypatch, caplog):
+def test_a_step_whose_flops_cannot_be_counted_still_runs(monkeypatch, caplog):
     monkeypatch.setattr("jstep.hooks.dispatched_steps.body_of", lambda traced: 1 / 0)
     hook = counter(peak_flops=PEAK)
     assert train(hook).global_step == 8
@@ -202,7 +202,7 @@ def test_a_step_that_cannot_be_counted_is_not_stopped(monkeypatch, caplog):
     assert "could not be counted: ZeroDivisionError" in caplog.text
 
 
-def test_outside_of_train_there_is_none():
+def test_outside_of_train_there_is_no_utilization():
     hook = counter(peak_flops=PEAK, flops_per_step=1.0)
     hook.begin(state_at())
     for step in range(1, 9):

@@ -1,4 +1,4 @@
-"""Runs whose cards are looked at."""
+"""Small training runs, and the run cards that they record."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ import jstep
 from jstep.loop.timeline_recorder import TimelineRecorder
 
 TABLE = np.arange(12.0, dtype=np.float32).reshape(3, 4)
-"""A constant of a program, in an array."""
+"""A large constant that a traced program contains."""
 
 
 def loss(params, x):
@@ -24,7 +24,7 @@ def loss_of_a_table(params, x):
 
 
 def merged(lines):
-    """The card of a start."""
+    """Return the card of one start, merged from its lines in the timeline."""
     found = {}
     for line in lines:
         programs = [*found.get("programs", ()), *line["programs"]]
@@ -49,7 +49,7 @@ def card_of(
     write=None,
     **options,
 ):
-    """The card of a small run, as its timeline would hold it."""
+    """Return the card of a small training run, as recorded in its timeline."""
     optimizer = jstep.adam(0.01) if optimizer is None else optimizer
     state = place(jstep.TrainState.create({"w": jnp.ones((4, 2), dtype)}, optimizer))
     data = jstep.batches(np.ones((rows, 4), np.float32), batch_size, seed=seed) if batches is None else batches
@@ -63,12 +63,12 @@ def card_of(
             jstep.train(steps, state, data, checkpoint_dir=where, **options)
         found = merged(recorded(where)) if is_recorded else {}
     if found and where == directory:
-        found["arguments"]["checkpoint_dir"] = None  # which is another one each time
+        found["arguments"]["checkpoint_dir"] = None  # a different temporary directory each time
     return found
 
 
 def recorded(directory):
-    """The lines of the cards in the timeline of a run."""
+    """Return the lines of kind "card" in the timeline of a run."""
     lines = [json.loads(line) for line in (pathlib.Path(directory) / "timeline.jsonl").read_text().splitlines()]
     extra = {"kind", "prefix", "start"}
     return [{name: line[name] for name in line if name not in extra} for line in lines if line["kind"] == "card"]

@@ -1,4 +1,4 @@
-"""Programs that tests start: what they begin with, and how they are waited for. None outlives its test."""
+"""Child processes that tests start: common preludes, and functions to start, synchronize and end them."""
 
 import forked
 
@@ -7,14 +7,14 @@ import json, os, signal, sys, time
 import jax, jax.numpy as jnp, numpy as np
 import jstep
 
-# It may be ignored in what runs the tests, as in jobs of a shell script; programs in a terminal have it.
+# Whatever runs the tests may ignore SIGINT, as background jobs of a shell do; programs in a terminal do not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 directory = sys.argv[1]
 
 def say(*words):
     print(*words, flush=True)
 
-def wait():  # until the test says so
+def wait():  # until the test calls `release`
     sys.stdin.readline()
 """
 
@@ -62,22 +62,22 @@ STARTED = []
 
 
 def kill_all():
-    """Ends what still runs."""
+    """Kill the processes that still run."""
     while STARTED:
         with STARTED.pop() as process:  # closes its pipes
             process.kill()
 
 
-def until(process, word):
-    """Reads what it says up to a line that begins so."""
+def read_until(process, word):
+    """Read the output of a process until a line that starts with `word`; return the words of this line."""
     for line in process.stdout:
         if line.startswith(word):
             return line.split()
     raise AssertionError(process.stderr.read()[-3000:])
 
 
-def go_on(process):
-    """Ends its `wait`; a signal that was sent before is seen before."""
+def release(process):
+    """Let a process return from its `wait`; signals sent before are handled first."""
     process.stdin.write("\n")
     process.stdin.flush()
 

@@ -1,4 +1,4 @@
-"""A run leaves nothing behind: no thread, no handler of a signal, no setup of logging."""
+"""Checks after each test that the run left no threads, signal handlers or logging configuration behind."""
 
 import logging
 import signal
@@ -8,8 +8,8 @@ import time
 import pytest
 
 
-def leftovers():
-    """Threads that a run has left behind; those of libraries may linger for a moment."""
+def remaining_threads():
+    """Return the names of threads of jstep that still run after 5 s."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         found = [thread.name for thread in threading.enumerate() if thread.name.startswith("jstep")]
@@ -20,11 +20,11 @@ def leftovers():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
+def check_for_leftovers():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     logger = logging.getLogger("jstep")
     setup = logger.level, logger.propagate, list(logger.handlers)
     yield
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert (logger.level, logger.propagate, list(logger.handlers)) == setup
-    assert leftovers() == []
+    assert remaining_threads() == []

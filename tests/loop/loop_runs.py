@@ -1,4 +1,4 @@
-"""A small run, and hooks that write down what the loop calls."""
+"""A small training run, a hook that records the calls of the loop, and a loader with a position."""
 
 import time
 
@@ -46,7 +46,7 @@ def same(a, b):
 
 
 class Calls(RunHook):
-    """Writes down what the loop calls."""
+    """Records the calls of the loop; fails or stops at given events."""
 
     def __init__(self, every_n=None, fail=None, stop=None):
         self.every_n, self.fail, self.stop = every_n, fail, stop
@@ -92,7 +92,7 @@ class Calls(RunHook):
 
 
 class Counted:
-    """An iterator with a position, of any kind."""
+    """A loader with a position, which is an int, bytes or a dict."""
 
     def __init__(self, kind=int, slow=0.0):
         self.at, self.kind, self.slow = 0, kind, slow

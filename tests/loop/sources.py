@@ -16,13 +16,13 @@ def numbers(batches, start=0, last_step=100, position=None, lengths=None):
 
 
 class Indexed:
-    """No length: it says by IndexError where it ends."""
+    """A sequence without a length, which ends with an IndexError."""
 
     def __init__(self, end=None):
-        self.end, self.asked = end, []
+        self.end, self.requested = end, []
 
     def __getitem__(self, step):
-        self.asked.append(step)
+        self.requested.append(step)
         if self.end is not None and step >= self.end:
             raise IndexError(step)
         return step * 10
@@ -53,18 +53,19 @@ class Positioned:
 
 
 class PositionedLoader:
-    """An iterable whose iterator has one, as Grain's and PyTorch's loaders are."""
+    """An iterable whose iterator has a position, like the loaders of Grain and PyTorch."""
 
     def __iter__(self):
         return Positioned()
 
 
 class Stateful:
-    """A loader as torchdata's and datasets' are: its state is the loader's, and read when it is iterated over.
+    """A loader like those of torchdata and datasets: it has a state, which takes effect in the next `iter`.
 
     Args:
-        end: How many batches it has.
-        make: From a count to the state, and the way back.
+        end: The number of batches.
+        make: A function from the number of batches to the state.
+        unmake: The inverse of `make`.
     """
 
     def __init__(self, end=100, make=None, unmake=None):
@@ -80,7 +81,7 @@ class Stateful:
 
     def state_dict(self):
         if "iter" not in self.calls or not hasattr(self, "at"):
-            return None  # as datasets' before the first batch
+            return None  # like datasets before the first batch
         state = self.make(self.at)
         if isinstance(state, dict):
             self.live = state if self.live is None else self.live
@@ -94,7 +95,7 @@ class Stateful:
 
 
 class StatefulIterable:
-    """An iterable whose iterator has a state."""
+    """An iterable whose iterator has `state_dict` and `load_state_dict`."""
 
     def __init__(self, end=100):
         self.end = end

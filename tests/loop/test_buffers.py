@@ -1,4 +1,4 @@
-"""Loaders that fill the same buffers again, batches of other libraries, and what is no batch."""
+"""Loaders that reuse their buffers, tensors of other libraries, ragged batches, and invalid batches."""
 
 import itertools
 import logging
@@ -19,13 +19,13 @@ def make_state():
 
 
 def aligned(size, offset=0):
-    """Memory that JAX takes on the CPU as it is, without a copy; with an offset it copies."""
+    """Return an array whose memory JAX uses without a copy on the CPU, or copies if there is an offset."""
     buffer = np.zeros(size + 32, np.float32)
     start = (-buffer.ctypes.data % 64) // 4 + offset
     return buffer[start : start + size]
 
 
-def reused(wait=0.0, offset=0, size=1024):
+def reused_buffer(wait=0.0, offset=0, size=1024):
     buffer = aligned(size, offset)
     for n in itertools.count():
         time.sleep(wait)
@@ -42,26 +42,26 @@ def slow_step(*_):
     ("wait", "kwargs"),
     [
         (0, {}),
-        (0.0005, {"hooks": [jstep.every(1, slow_step)]}),  # made ahead
+        (0.0005, {"hooks": [jstep.every(1, slow_step)]}),  # prefetched
         (0, {"steps_per_call": 4}),
         (0.0005, {"steps_per_call": 4}),
         (0, {"steps_per_call": 4, "hooks": [jstep.every(7, slow_step)]}),
     ],
 )
-def test_a_loader_may_fill_its_buffer_again(wait, kwargs, offset):
-    right = train(60, map(np.copy, reused()), step=STEP, state=make_state()).params["a"][0]
-    state = train(60, reused(wait, offset), step=STEP, state=make_state(), **kwargs)
-    np.testing.assert_allclose(state.params["a"][0], right, rtol=1e-5)
+def test_a_loader_can_reuse_its_buffer(wait, kwargs, offset):
+    expected = train(60, map(np.copy, reused_buffer()), step=STEP, state=make_state()).params["a"][0]
+    state = train(60, reused_buffer(wait, offset), step=STEP, state=make_state(), **kwargs)
+    np.testing.assert_allclose(state.params["a"][0], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_prefetch_keeps_what_it_was_given(offset):
-    items = jstep.prefetch_to_device(itertools.islice(reused(offset=offset), 8), size=8)
+def test_prefetch_to_device_copies_reused_buffers(offset):
+    items = jstep.prefetch_to_device(itertools.islice(reused_buffer(offset=offset), 8), size=8)
     time.sleep(0.1)
     assert [float(item[0]) for item in items] == list(range(8))
 
 
-def test_batches_are_new_arrays_and_not_copied_again(monkeypatch):
+def test_jstep_batches_are_not_copied(monkeypatch):
     from jstep.loop import batch_feeder
 
     seen = []
@@ -74,7 +74,7 @@ def test_batches_are_new_arrays_and_not_copied_again(monkeypatch):
 
 
 class Tensor:
-    """As PyTorch's: an object that NumPy takes by `numpy()`, or by `__dlpack__` alone."""
+    """Like a tensor of PyTorch: it converts to NumPy by `numpy()`, or only by `__dlpack__`."""
 
     def __init__(self, array):
         self._array, self.shape = array, array.shape
@@ -93,24 +93,24 @@ class WithDlpack(Tensor):
         return self._array.__dlpack_device__()
 
 
-class OfAnotherKind(WithDlpack):
-    """`numpy()` refuses it: it wants a gradient, or is bfloat16."""
+class WithFailingNumpy(WithDlpack):
+    """Like a tensor that requires a gradient or is bfloat16: `numpy()` raises."""
 
     def numpy(self):
         raise RuntimeError("Can't call numpy() on Tensor that requires grad")
 
 
-@pytest.mark.parametrize("kind", [WithNumpy, WithDlpack, OfAnotherKind])
+@pytest.mark.parametrize("kind", [WithNumpy, WithDlpack, WithFailingNumpy])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_tensors_are_arrays(kind, steps_per_call):
-    right = train(6, lambda n: np.full(1024, n, np.float32), step=STEP, state=make_state())
+def test_tensors_give_the_results_of_arrays(kind, steps_per_call):
+    expected = train(6, lambda n: np.full(1024, n, np.float32), step=STEP, state=make_state())
     tensors = train(
         6, lambda n: kind(np.full(1024, n, np.float32)), step=STEP, state=make_state(), steps_per_call=steps_per_call
     )
-    np.testing.assert_allclose(tensors.params["a"], right.params["a"], rtol=1e-6)
+    np.testing.assert_allclose(tensors.params["a"], expected.params["a"], rtol=1e-6)
 
 
-def test_tensors_are_taken_without_a_copy():
+def test_tensors_are_converted_without_a_copy():
     from jstep.data.placement import copied
 
     array = np.ones(8, np.float32)
@@ -120,12 +120,12 @@ def test_tensors_are_taken_without_a_copy():
 
 
 @pytest.mark.parametrize("bad", [{"x": np.ones(1024, np.float32), "name": "a"}, ["text"], np.array(["a"])])
-def test_texts_are_named(bad):
+def test_strings_in_a_batch_are_named(bad):
     with pytest.raises(TypeError, match=r"must be a number or an array of numbers, got .*'(a|text)'"):
         train(3, lambda n: bad, step=STEP, state=make_state())
 
 
-def test_a_list_for_a_tuple():
+def test_a_list_instead_of_a_tuple_gets_a_note():
     step = jstep.minimize(lambda params, x, y: jnp.mean((params["a"] * x - y) ** 2), OPTIMIZER)
     with pytest.raises(TypeError) as caught:
         train(3, lambda n: [np.ones(1024), np.ones(1024)], step=step, state=make_state())
@@ -133,7 +133,7 @@ def test_a_list_for_a_tuple():
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_the_note_names_the_batch_that_was_fetched(steps_per_call):
+def test_the_note_names_the_batch_that_failed(steps_per_call):
     def batches(n):
         if n == 6:
             raise OSError("no shard")
@@ -144,8 +144,8 @@ def test_the_note_names_the_batch_that_was_fetched(steps_per_call):
     assert "while batch 6 was fetched" in "\n".join(caught.value.__notes__)
 
 
-def test_ragged_batches_lose_no_position(tmp_path):
-    """A call of several steps that is taken one by one is saved at any of them."""
+def test_ragged_batches_keep_the_position(tmp_path):
+    """A call of several steps that is split into single steps can be saved after each of them."""
 
     class Loader:
         at = 0
@@ -174,11 +174,11 @@ def test_ragged_batches_lose_no_position(tmp_path):
     assert jstep.global_step(first) == 6
     assert jstep.Saver(tmp_path).extra(6)["batches"] == {"value": 6}
     state = train(20, Loader(), state=make_state(), **kwargs)
-    whole = train(20, Loader(), state=make_state(), step=STEP)
-    np.testing.assert_allclose(state.params["a"], whole.params["a"], rtol=1e-5)
+    uninterrupted = train(20, Loader(), state=make_state(), step=STEP)
+    np.testing.assert_allclose(state.params["a"], uninterrupted.params["a"], rtol=1e-5)
 
 
-def test_a_loader_without_position_is_named_at_the_first_start(tmp_path, caplog):
+def test_a_loader_without_a_position_is_named_at_the_first_start(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     train(3, itertools.repeat(np.ones(1024)), step=STEP, state=make_state())
     assert caplog.records == []

@@ -1,4 +1,4 @@
-"""The card of a run: what it says, that each difference is named, and that nothing else is one."""
+"""Run cards: their contents, and that `card_difference` names all differences and nothing else."""
 
 import importlib.metadata
 import json
@@ -35,7 +35,7 @@ def on_a_mesh(state):
     return jstep.shard_state(state, jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec())
 
 
-PLANTED = {
+DIFFERENCES = {
     "seed": ({"seed": 5}, "batches: seed: 1 in A, 5 in B"),
     "rate": ({"optimizer": jstep.adam(0.02)}, "step: learning_rate: 0.01 in A, 0.02 in B"),
     "scheduled rate": ({"optimizer": jstep.adam(jstep.exponential_decay(0.5, 10, 0.25))}, "numbers "),
@@ -58,15 +58,15 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_difference_is_named(base, name):
-    changed, line = PLANTED[name]
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_named(base, name):
+    changed, line = DIFFERENCES[name]
     found = card_difference(base, card_of(**changed))
     assert any(line in one for one in found), found
 
 
-def test_steps_on_batches_of_different_shapes_are_compared_by_their_operations(base):
-    """The numbers of a mean depend on the batch size."""
+def test_steps_on_different_batch_shapes_compare_operations(base):
+    """The constants of a mean depend on the batch size and are not compared."""
     found = card_difference(base, card_of(batch_size=16))
     assert found[-1] == (
         "step: the traced loss (stage from step 0) has the same operations; its numbers were not compared, as the "
@@ -85,7 +85,7 @@ def test_weights_of_a_mixture_are_named():
     ]
 
 
-def test_surroundings_are_named(base, monkeypatch):
+def test_differences_of_versions_environment_and_devices_are_named(base, monkeypatch):
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.0" if name == "jax" else version(name))
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_cpu_enable_fast_math=true")
@@ -99,22 +99,22 @@ def test_surroundings_are_named(base, monkeypatch):
         "JAX_DEBUG_NANS: absent in A, 0 in B",
         *sorted(
             ["XLA_FLAGS --xla_cpu_enable_fast_math: absent in A, true in B"]
-            + [f"XLA_FLAGS {name}: {value or 'set'} in A, absent in B" for name, _, value in map(parted, flags)]
+            + [f"XLA_FLAGS {name}: {value or 'set'} in A, absent in B" for name, _, value in map(partitioned, flags)]
         ),
         "devices: processes: 1 in A, 2 in B",
     ]
 
 
-def parted(flag):
+def partitioned(flag):
     return flag.partition("=")
 
 
-def test_two_equal_starts_have_equal_cards(base):
+def test_equal_starts_have_equal_cards(base):
     assert card_of() == base
     assert card_difference(base, card_of()) == []
 
 
-def test_no_other_variables_and_no_secrets():
+def test_secrets_and_other_variables_are_not_recorded():
     found = run_environment.environment(
         {
             "JAX_PLATFORMS": "cpu",
@@ -139,40 +139,40 @@ def test_paths_are_recorded_and_not_compared(base, tmp_path):
     assert card_difference(base, other) == []
 
 
-def on_a_large_mesh(*, is_placed):
+def mesh_options(*, is_placed):
     mesh = jax.make_mesh((8,), ("data",))
     batches = {"batch_sharding": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))}
-    whole = jax.sharding.PartitionSpec()
-    return {"place": lambda state: jstep.shard_state(state, mesh, whole), **(batches if is_placed else {})}
+    replicated = jax.sharding.PartitionSpec()
+    return {"place": lambda state: jstep.shard_state(state, mesh, replicated), **(batches if is_placed else {})}
 
 
-WAYS = {
+TRACING_OPTIONS = {
     "a device": dict,
     "several steps": lambda: {"steps_per_call": 3},
-    "a mesh": lambda: on_a_large_mesh(is_placed=False),
-    "split batches": lambda: on_a_large_mesh(is_placed=True),
+    "a mesh": lambda: mesh_options(is_placed=False),
+    "split batches": lambda: mesh_options(is_placed=True),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_is_traced_no_more_often_for_its_card(way):
-    how = WAYS[way]()
+@pytest.mark.parametrize("name", TRACING_OPTIONS)
+def test_a_card_does_not_trace_the_step_again(name):
+    options = TRACING_OPTIONS[name]()
     traced = []
 
     def counting(params, x):
         traced.append(None)
         return loss(params, x)
 
-    assert card_of(loss_fn=counting, **how)["programs"][0]["hash"]
+    assert card_of(loss_fn=counting, **options)["programs"][0]["hash"]
     with_card = len(traced)
-    card_of(loss_fn=counting, is_recorded=False, **how)
+    card_of(loss_fn=counting, is_recorded=False, **options)
     assert len(traced) == 2 * with_card
 
 
 def test_each_program_is_recorded_when_it_runs():
     found = card_of(later=True, batch_size={0: 8, 4: 16}, last_step=6)
     assert [(one["stage"], one["steps"]) for one in found["programs"]] == [(0, 1), (2, 1)]
-    resumed = {**found, "programs": found["programs"][1:]}  # began in the second stage
+    resumed = {**found, "programs": found["programs"][1:]}  # starts in the second stage
     assert card_difference(found, resumed) == []
 
 
@@ -193,7 +193,7 @@ def test_a_run_without_a_step_has_a_card():
     assert (found["programs"], found["arguments"]["last_step"]) == ([], 0)
 
 
-def test_what_cannot_be_recorded_ends_no_run(caplog):
+def test_a_card_that_cannot_be_recorded_does_not_end_the_run(caplog):
     class Batches(list):
         @property
         def __class__(self):
@@ -204,12 +204,12 @@ def test_what_cannot_be_recorded_ends_no_run(caplog):
 
     write = TimelineRecorder.write
 
-    def refused(accounts, kind, **fields):
+    def write_or_raise(accounts, kind, **fields):
         if kind == "card":
             raise OSError("disk full")
         write(accounts, kind, **fields)
 
-    assert card_of(write=refused) == {}
+    assert card_of(write=write_or_raise) == {}
     assert "disk full" in caplog.text
 
 
@@ -222,10 +222,10 @@ CHILD = """
 
 
 def test_a_start_from_another_directory_has_the_same_hashes(tmp_path):
-    """Nor do hashes of strings, memory positions, or the script's name matter."""
+    """The directory, the hash seed, memory addresses and the script's name do not matter."""
     here = str(pathlib.Path(cards.__file__).parent)
     (tmp_path / "train.py").write_text(textwrap.dedent(CHILD.format(here=here)))
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(pathlib.Path(jstep.__file__).parent.parent)},
@@ -234,7 +234,7 @@ def test_a_start_from_another_directory_has_the_same_hashes(tmp_path):
         check=True,
         timeout=300,
     )
-    there, own = json.loads(done.stdout.splitlines()[-1]), card_of(loss_fn=cards.loss_of_a_table)
-    assert own["programs"][0]["hash"]
+    from_child, from_here = json.loads(completed.stdout.splitlines()[-1]), card_of(loss_fn=cards.loss_of_a_table)
+    assert from_here["programs"][0]["hash"]
     for part in ("programs", "state", "batches", "stages", "arguments", "versions", "environment"):
-        assert there[part] == own[part]
+        assert from_child[part] == from_here[part]

@@ -1,4 +1,4 @@
-"""A run that resumes with other batches in its past says so once; a change of its future is no news."""
+"""A resumed run warns once if its past batches have changed; changes of future batches are not reported."""
 
 import logging
 
@@ -36,7 +36,7 @@ CHANGED = {
     "seed": (batches(), batches(seed=2), "seed: 1 then, 2 now"),
     "shuffle": (batches(), batches(shuffle=False), "shuffle: true then, false now"),
     "rows": (batches(), batches(rows=101), "rows: 100 then, 101 now"),
-    "a grown source that began again": (batches(20, shuffle=False), batches(24, shuffle=False), "rows: 20 then, 24"),
+    "a grown source that started over": (batches(20, shuffle=False), batches(24, shuffle=False), "rows: 20 then, 24"),
     "batch size": (batches(), batches(batch_size={0: 8, 2: 4}), "batch_size from step 2: 8 then, 4 now"),
     "skip": (batches(), batches(skip=(2, 3)), "steps: [[0, 4, 1]] then, [[0, 2, 1], [3, 5, 1]] now"),
     "kind": (batches(), mixture(BOTH), 'kind: "Batches" then, "Mixture" now'),
@@ -51,14 +51,14 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_change_of_the_past_is_named_once(name, tmp_path, caplog):
+def test_a_change_of_past_batches_is_named_once(name, tmp_path, caplog):
     before, after, text = CHANGED[name]
     run(tmp_path, before, 4)
     run(tmp_path, after, 6)
     found = warnings(caplog)
     assert len(found) == 1, found
     assert found[0].startswith(f"batches: those before step 4 are not the ones that model-4 was trained on: {text}")
-    run(tmp_path, after, 8)  # its past is now that of the run before
+    run(tmp_path, after, 8)  # its past batches are those of the previous run
     assert warnings(caplog) == found
 
 
@@ -81,15 +81,15 @@ UNCHANGED = {
 
 
 @pytest.mark.parametrize("name", UNCHANGED)
-def test_a_change_of_the_future_is_not(name, tmp_path, caplog):
+def test_a_change_of_future_batches_is_not_reported(name, tmp_path, caplog):
     before, after = UNCHANGED[name]
     run(tmp_path, before, 4)
     run(tmp_path, after, 6)
     assert not warnings(caplog)
 
 
-def test_the_run_that_saved_the_checkpoint_counts(tmp_path, caplog):
-    """Not one that began later and saved nothing."""
+def test_batches_are_compared_with_the_run_that_saved(tmp_path, caplog):
+    """A later run that saved nothing is ignored."""
 
     def stop(step, state, metrics):
         raise OSError("lost")
@@ -105,7 +105,7 @@ def test_the_run_that_saved_the_checkpoint_counts(tmp_path, caplog):
     assert not warnings(caplog)
 
 
-def test_nothing_is_said_without_a_timeline_or_a_step(tmp_path, caplog):
+def test_without_a_timeline_or_a_step_nothing_is_reported(tmp_path, caplog):
     run(tmp_path, batches(), 4)
     run(tmp_path, batches(seed=2), 4)
     (tmp_path / "timeline.jsonl").unlink()

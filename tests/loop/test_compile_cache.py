@@ -1,4 +1,4 @@
-"""`train(compile_cache=…)`: JAX's persistent cache, for the length of a run."""
+"""`train(compile_cache=…)`: JAX's persistent compilation cache, enabled during a run."""
 
 import logging
 import os
@@ -45,19 +45,19 @@ print(seen.count("/jax/compilation_cache/compile_requests_use_cache"), seen.coun
 """
 
 
-def counted(directory):
-    """How many programs a run in a process of its own asks the cache for, and how many it finds there."""
-    done = subprocess.run(
+def cache_requests_and_hits(directory):
+    """Run a program in a new process; return the number of requests to the cache and of hits."""
+    completed = subprocess.run(
         [sys.executable, "-c", RUN, str(directory)], capture_output=True, text=True, timeout=300, check=True
     )
-    return tuple(map(int, done.stdout.split()))
+    return tuple(map(int, completed.stdout.split()))
 
 
 def test_a_second_start_finds_every_program(tmp_path):
-    cold = counted(tmp_path / "a")
+    cold = cache_requests_and_hits(tmp_path / "a")
     (tmp_path / "b").mkdir()
-    os.rename(tmp_path / "a" / "compile_cache", tmp_path / "b" / "compile_cache")  # it knows nothing of its path
-    warm = counted(tmp_path / "b")
+    os.rename(tmp_path / "a" / "compile_cache", tmp_path / "b" / "compile_cache")  # entries do not depend on the path
+    warm = cache_requests_and_hits(tmp_path / "b")
     assert cold[0] > cold[1]
     assert warm[0] == warm[1] > 0
 
@@ -79,7 +79,7 @@ def test_settings_are_restored(hooks, tmp_path):
     assert settings() == before
 
 
-def test_a_run_inside_of_a_run(tmp_path, caplog):
+def test_nested_runs_use_the_outer_cache(tmp_path, caplog):
     seen = []
 
     def inner(step, state, metrics):
@@ -91,7 +91,7 @@ def test_a_run_inside_of_a_run(tmp_path, caplog):
     assert "both use it" in caplog.text
 
 
-def test_none_leaves_jax_alone(tmp_path):
+def test_none_does_not_change_the_settings_of_jax(tmp_path):
     during = []
     before = settings()
     train(1, hooks=[jstep.every(1, lambda *_: during.append(settings()))], checkpoint_dir=tmp_path)
@@ -109,7 +109,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("given", "where", "error", "says"),
+    ("given", "where", "error", "message"),
     [
         (True, None, ValueError, "compile_cache=True: expected a checkpoint_dir"),
         (True, "gs://bucket/run", ValueError, "expected a local checkpoint_dir"),
@@ -118,13 +118,13 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
         (3, None, TypeError, "compile_cache=3"),
     ],
 )
-def test_bad_caches_are_refused_before_anything_is_opened(given, where, error, says, tmp_path):
-    with pytest.raises(error, match=says):
+def test_bad_arguments_are_rejected_before_files_are_created(given, where, error, message, tmp_path):
+    with pytest.raises(error, match=message):
         train(2, compile_cache=given, checkpoint_dir=where, logdir=tmp_path / "log")
     assert not (tmp_path / "log").exists()
 
 
-def test_a_saver_says_where(tmp_path):
+def test_the_cache_is_in_the_directory_of_a_saver(tmp_path):
     with jstep.Saver(tmp_path) as saver:
         train(1, checkpoint_dir=saver, compile_cache=True)
     assert stat.S_ISDIR(os.stat(tmp_path / "compile_cache").st_mode)

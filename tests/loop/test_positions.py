@@ -1,4 +1,4 @@
-"""What a checkpoint says of the loaders of several processes, as one of them reads it."""
+"""Loader positions of several processes in a checkpoint, as one process restores them."""
 
 import json
 import logging
@@ -13,14 +13,14 @@ from jstep.loop.sources import source_of
 
 @pytest.fixture
 def process(monkeypatch):
-    def be(index, count):
+    def set_process(index, count):
         monkeypatch.setattr(jax, "process_index", lambda: index)
         monkeypatch.setattr(jax, "process_count", lambda: count)
 
-    return be
+    return set_process
 
 
-def of(*positions):
+def positions_of(*positions):
     return {POSITION: positions[0], POSITIONS: {"processes": len(positions), "positions": list(positions)}}
 
 
@@ -28,33 +28,33 @@ A, B = {"value": {"at": 3}}, {"value": {"at": 5}}
 
 
 @pytest.mark.parametrize("loader", [Stateful, lambda: Positioned(state="shared")], ids=["state_dict", "get_state"])
-def test_each_process_has_its_own(process, loader, caplog):
+def test_each_process_restores_its_own_position(process, loader, caplog):
     for index, first in enumerate((30, 50)):
         process(index, 2)
-        assert next(source_of(loader(), 4, 9, saved_position(of(A, B))).items) == first
+        assert next(source_of(loader(), 4, 9, saved_position(positions_of(A, B))).items) == first
     assert not caplog.records
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_another_number_is_an_error_that_names_both(process, count):
+def test_another_number_of_processes_is_an_error(process, count):
     process(0, count)
     with pytest.raises(ValueError, match=rf"Stateful.*saved by 2 processes.*has {count}.*jstep\.batches") as error:
-        source_of(Stateful(), 4, 9, saved_position(of(A, B)))
+        source_of(Stateful(), 4, 9, saved_position(positions_of(A, B)))
     assert "Saver.restore" in str(error.value)
-    # What has no position of its own does not care, and neither does a run that is at its end.
-    assert next(source_of([0, 1, 2, 3, 4], 4, 9, saved_position(of(A, B))).items) == 4
-    source_of(Stateful(), 9, 9, saved_position(of(A, B)))
+    # Batches without a position are not affected, and neither is a finished run.
+    assert next(source_of([0, 1, 2, 3, 4], 4, 9, saved_position(positions_of(A, B))).items) == 4
+    source_of(Stateful(), 9, 9, saved_position(positions_of(A, B)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_equal_positions_suit_any_number(process, count, caplog):
+def test_equal_positions_fit_any_number_of_processes(process, count, caplog):
     process(count - 1, count)
     equal = {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}}
     assert next(source_of(Stateful(), 4, 9, saved_position(equal)).items) == 30
     assert not caplog.records
 
 
-def test_what_users_kept_under_the_same_name(process):
+def test_a_value_that_users_saved_under_the_same_name(process):
     for count in (1, 2):
         process(0, count)
         assert next(source_of([0, 1, 2, 3, 4], 4, 9, saved_position({POSITION: 3})).items) == 4
@@ -62,7 +62,7 @@ def test_what_users_kept_under_the_same_name(process):
             source_of(Stateful(), 4, 9, saved_position({POSITION: 3}))
 
 
-def test_an_old_checkpoint_has_that_of_process_0_alone(process, caplog):
+def test_an_old_checkpoint_has_only_the_position_of_process_0(process, caplog):
     for index in range(2):
         process(index, 2)
         assert next(source_of(Stateful(), 4, 9, saved_position({POSITION: A})).items) == 30
@@ -74,21 +74,24 @@ def test_an_old_checkpoint_has_that_of_process_0_alone(process, caplog):
     assert not caplog.records
 
 
-def test_one_without_a_position_among_others(process, caplog):
+def test_one_process_without_a_position(process, caplog):
     process(1, 2)
-    source_of(Stateful(), 4, 9, saved_position(of(A, None)))
+    source_of(Stateful(), 4, 9, saved_position(positions_of(A, None)))
     assert "there is no position for the Stateful" in caplog.text
     assert saved_position({}) is None
     assert saved_position({"hooks": {}}) is None
 
 
-def test_what_is_kept(process, monkeypatch):
+def test_gather_positions(process, monkeypatch):
     assert gather_positions(A) == {POSITION: A}
     assert gather_positions(None) == {}
     process(0, 2)
-    for others, kept in ((B, of(A, B)), (A, {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}})):
+    for others, expected in (
+        (B, positions_of(A, B)),
+        (A, {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}}),
+    ):
         monkeypatch.setattr("jstep.checkpoint.processes.gather_texts", lambda text, o=others: [text, json.dumps(o)])
-        assert gather_positions(A) == kept
+        assert gather_positions(A) == expected
     monkeypatch.setattr("jstep.checkpoint.processes.gather_texts", lambda text: [text, text])
     assert gather_positions(None) == {}
     monkeypatch.setattr("jstep.checkpoint.processes.gather_texts", lambda text: [text, json.dumps(B)])

@@ -1,4 +1,4 @@
-"""Loaders of real packages: killed and resumed in another process, the batches go on exactly."""
+"""Loaders of other packages: a run that is killed and resumed in a new process continues with the next batch."""
 
 import importlib.util
 import signal
@@ -18,8 +18,8 @@ def torchdata(workers):
     from torchdata.stateful_dataloader import StatefulDataLoader
     torch.manual_seed(0)
     rows = [np.float32(n) for n in range(96)]
-    how = {"multiprocessing_context": "fork"} if workers else {}
-    return StatefulDataLoader(rows, batch_size=4, shuffle=True, num_workers=workers, collate_fn=np.stack, **how)
+    options = {"multiprocessing_context": "fork"} if workers else {}
+    return StatefulDataLoader(rows, batch_size=4, shuffle=True, num_workers=workers, collate_fn=np.stack, **options)
 
 def nodes():
     from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper
@@ -66,18 +66,18 @@ def test_killed_and_resumed(tmp_path, kind):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
-    def ended(where, die_at):
-        (one,) = processes.end([forked.start(PROGRAM, kind, tmp_path / where, die_at)], timeout=100)
-        return one
+    def run_program(where, die_at):
+        (completed,) = processes.end([forked.start(PROGRAM, kind, tmp_path / where, die_at)], timeout=100)
+        return completed
 
-    whole = ended("whole", -1)
-    assert whole.code == 0, whole.err[-3000:]
-    lines = whole.out.splitlines()
+    uninterrupted = run_program("uninterrupted", -1)
+    assert uninterrupted.code == 0, uninterrupted.err[-3000:]
+    lines = uninterrupted.out.splitlines()
     assert len(lines) == 20
-    killed = ended("killed", 13)
+    killed = run_program("killed", 13)
     assert killed.code == -signal.SIGKILL, killed.err[-3000:]
     assert killed.out.splitlines() == lines[:13]
-    resumed = ended("killed", -1)
+    resumed = run_program("killed", -1)
     assert resumed.code == 0, resumed.err[-3000:]
     assert resumed.out.splitlines() == lines[10:]
     assert "no position" not in resumed.err

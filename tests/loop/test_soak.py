@@ -1,4 +1,4 @@
-"""A run with everything on keeps nothing for each step: the small version of tests/soak.py, which runs nightly."""
+"""A run with all features does not leak memory: a short version of tests/soak.py, which runs nightly."""
 
 import importlib.util
 import pathlib
@@ -6,7 +6,7 @@ import pathlib
 import jstep
 
 
-def test_nothing_grows(tmp_path):
+def test_memory_does_not_grow(tmp_path):
     spec = importlib.util.spec_from_file_location("soak", pathlib.Path(__file__).parents[1] / "soak.py")
     soak = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(soak)

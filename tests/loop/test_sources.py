@@ -1,4 +1,4 @@
-"""Batches of every kind, made one: in which order they come, and where the source then is."""
+"""`source_of`: the order and the position of batches from all kinds of sources."""
 
 import itertools
 import json
@@ -12,18 +12,18 @@ import jstep
 from jstep.loop.sources import source_of
 
 
-def test_indexed_starts_at_the_step():
+def test_a_sequence_starts_at_the_step():
     batches = Indexed()
     assert numbers(batches, 3, 6) == [30, 40, 50]
-    assert batches.asked == [3, 4, 5]  # nothing before, nothing past the last step
+    assert batches.requested == [3, 4, 5]  # no batches before the first step or after the last one
 
 
 @pytest.mark.parametrize("end", [4, 0])
-def test_indexed_without_a_length_ends_with_index_error(end):
+def test_a_sequence_without_a_length_ends_with_index_error(end):
     assert numbers(Indexed(end)) == [10 * i for i in range(end)]
 
 
-def test_sequences_end_at_their_length():
+def test_a_sequence_ends_at_its_length():
     assert numbers([0, 10, 20]) == [0, 10, 20]
     assert numbers((0, 10, 20), start=2) == [20]
     assert numbers([0, 10], start=5) == []
@@ -31,12 +31,12 @@ def test_sequences_end_at_their_length():
 
 
 @pytest.mark.parametrize("batches", [np.ones((5, 2)), jnp.ones(5), (np.ones(3), jnp.ones(3)), (np.ones(2),)])
-def test_arrays_are_no_batches(batches):
+def test_arrays_are_rejected(batches):
     with pytest.raises(TypeError, match=r"batches is an? .*array.*jstep\.batches\("):
         numbers(batches)
 
 
-def test_an_index_error_inside_of_a_known_length_is_no_end():
+def test_an_index_error_within_a_known_length_is_raised():
     class Broken:
         def __len__(self):
             return 5
@@ -54,15 +54,15 @@ def test_jstep_batches_are_indexed():
     assert numbers(batches, 2, 6) == expected
 
 
-def test_functions_of_the_step():
+def test_a_function_of_the_step():
     assert numbers(lambda step: step + 1, 4, 7) == [5, 6, 7]
     assert numbers(jstep.constant(0.5), 0, 2) == [0.5, 0.5]
 
 
-def test_generators_and_iterables_go_on_from_where_they_are():
-    made = iter(range(10))
-    next(made)
-    assert numbers((x for x in made), start=0)[:3] == [1, 2, 3]
+def test_generators_and_iterables_continue_from_their_position():
+    numbers_left = iter(range(10))
+    next(numbers_left)
+    assert numbers((x for x in numbers_left), start=0)[:3] == [1, 2, 3]
     assert numbers({5: None}.keys()) == [5]
 
 
@@ -70,20 +70,20 @@ def test_generators_and_iterables_go_on_from_where_they_are():
 def test_a_position_survives_json(kind):
     source = source_of(Positioned(state=kind), 0, 100, None)
     assert [next(source.items) for _ in range(3)] == [0, 10, 20]
-    kept = json.loads(json.dumps(source.position()))
+    saved = json.loads(json.dumps(source.position()))
     next(source.items)
-    again = source_of(Positioned(state=kind), 3, 100, kept)
-    assert next(again.items) == 30
-    assert kept == json.loads(json.dumps(kept))
+    resumed = source_of(Positioned(state=kind), 3, 100, saved)
+    assert next(resumed.items) == 30
+    assert saved == json.loads(json.dumps(saved))
 
 
 def test_a_position_is_a_copy():
-    """An iterator may give the very dict that it goes on changing."""
+    """An iterator can return a dict that it modifies later."""
     source = source_of(Positioned(state="shared"), 0, 100, None)
     next(source.items)
-    kept = source.position()
+    saved = source.position()
     next(source.items)
-    assert kept == {"value": {"at": 1}}
+    assert saved == {"value": {"at": 1}}
 
 
 def test_an_iterable_whose_iterator_has_a_position():
@@ -94,7 +94,7 @@ def test_an_iterable_whose_iterator_has_a_position():
 
 
 @pytest.mark.parametrize("kind", ["bytes", "dict"])
-def test_grain(kind):
+def test_a_grain_loader(kind):
     grain = pytest.importorskip("grain")
     pytest.importorskip("grain.python")
 
@@ -110,26 +110,26 @@ def test_grain(kind):
     expected = [np.asarray(x).tolist() for x in itertools.islice(make(), 6)]
     source = source_of(make(), 0, 100, None)
     assert [next(source.items).tolist() for _ in range(3)] == expected[:3]
-    kept = json.loads(json.dumps(source.position()))
-    assert ("base64" in kept) == (kind == "bytes")
+    saved = json.loads(json.dumps(source.position()))
+    assert ("base64" in saved) == (kind == "bytes")
     next(source.items)
-    again = source_of(make(), 3, 100, kept)
-    assert [next(again.items).tolist() for _ in range(3)] == expected[3:]
+    resumed = source_of(make(), 3, 100, saved)
+    assert [next(resumed.items).tolist() for _ in range(3)] == expected[3:]
 
 
 @pytest.mark.parametrize("batches", [{"x": 1}, "text", b"bytes"])
-def test_one_batch_is_no_source(batches):
+def test_a_single_batch_is_rejected(batches):
     with pytest.raises(TypeError, match=r"batches is a \w+, which may be one batch.*itertools.repeat"):
         source_of(batches, 0, 1, None)
 
 
 @pytest.mark.parametrize("batches", [None, 3, 0.5, object()])
-def test_no_source_at_all(batches):
+def test_objects_that_are_not_sources_are_rejected(batches):
     with pytest.raises(TypeError, match=r"must have batches\[N\], be a function of the step, or be iterable"):
         source_of(batches, 0, 1, None)
 
 
-def test_going_on_without_a_position_is_said(caplog):
+def test_resuming_without_a_position_is_a_warning(caplog):
     source_of((x for x in [1]), 0, 10, None)
     source_of([1], 5, 10, None)
     source_of(Positioned(), 5, 10, {"value": 5})
@@ -141,7 +141,7 @@ def test_going_on_without_a_position_is_said(caplog):
     assert "no position for the Positioned" in caplog.text
 
 
-def test_what_can_go_on_from_any_step():
+def test_which_sources_are_seekable():
     def seekable(batches):
         return source_of(batches, 0, 1).seekable
 
@@ -150,7 +150,7 @@ def test_what_can_go_on_from_any_step():
 
 
 class IterableDataset:
-    """As PyTorch's: it has `__getitem__` by inheritance, and no use for it."""
+    """Like PyTorch's: it inherits a `__getitem__` that raises."""
 
     def __getitem__(self, index):
         raise NotImplementedError
@@ -160,7 +160,7 @@ class IterableDataset:
 
 
 class Frame:
-    """Columns by name, batches by iteration, and a length that counts something else."""
+    """Like a data frame: columns by name, batches by iteration, and a length that is not that of the batches."""
 
     def __getitem__(self, name):
         return {"x": 1}[name]
@@ -172,24 +172,24 @@ class Frame:
         return 2
 
 
-class Both(Indexed):
-    """Indexed by steps; iterating would give something else."""
+class IndexedAndIterable(Indexed):
+    """A sequence of batches that also has `__iter__`, which must not be used."""
 
     def __iter__(self):
         raise AssertionError("it is indexed")
 
 
 @pytest.mark.parametrize("batches", [IterableDataset(), Frame()])
-def test_what_has_getitem_for_something_else_is_iterated_over(batches):
+def test_objects_with_another_getitem_are_iterated_over(batches):
     assert numbers(batches) == [0, 10, 20]
 
 
-def test_what_has_an_item_for_the_first_step_is_indexed_and_asked_once_for_each():
-    batches = Both()
+def test_objects_with_an_item_for_the_first_step_are_indexed():
+    batches = IndexedAndIterable()
     assert numbers(batches, 3, 6) == [30, 40, 50]
-    assert batches.asked == [3, 4, 5]
-    assert numbers(Both(end=2)) == [0, 10]
-    assert numbers(Both(end=2), start=2) == []
-    batches = Both()
+    assert batches.requested == [3, 4, 5]
+    assert numbers(IndexedAndIterable(end=2)) == [0, 10]
+    assert numbers(IndexedAndIterable(end=2), start=2) == []
+    batches = IndexedAndIterable()
     assert numbers(batches, 6, 6) == []
-    assert batches.asked == []
+    assert batches.requested == []

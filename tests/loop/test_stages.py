@@ -1,4 +1,4 @@
-"""`train` with a staircase of steps: what is run when, what is found early, what is compiled in the background."""
+"""`train` with stages: which step is run when, errors before the first step, and compilation in the background."""
 
 import logging
 import threading
@@ -42,15 +42,15 @@ def by_hand(steps, stages, batches=BATCHES):
     return state
 
 
-def staged(stages, last, batches=BATCHES, state=None, **kwargs):
+def train_stages(stages, last, batches=BATCHES, state=None, **kwargs):
     return train(last, batches, step=stages, state=make_state() if state is None else state, **kwargs)
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3, 7])
 @pytest.mark.parametrize("last", [5, 9, 10, 11, 30])
-def test_each_step_is_that_of_its_stage(last, steps_per_call):
+def test_each_step_uses_the_function_of_its_stage(last, steps_per_call):
     stages = {0: NEAR, 10: FAR, 13: NEAR}
-    state = staged(stages, last, steps_per_call=steps_per_call)
+    state = train_stages(stages, last, steps_per_call=steps_per_call)
     expected = by_hand(last, stages)
     assert jstep.global_step(state) == last
     equal = np.testing.assert_array_equal if steps_per_call == 1 else np.testing.assert_allclose
@@ -58,33 +58,33 @@ def test_each_step_is_that_of_its_stage(last, steps_per_call):
     equal(state.params["w"], expected.params["w"], **kwargs)
 
 
-def test_one_stage_is_a_step_alone():
-    one, other = staged(NEAR, 8), staged({0: NEAR}, 8)
+def test_one_stage_equals_a_single_step_function():
+    one, other = train_stages(NEAR, 8), train_stages({0: NEAR}, 8)
     np.testing.assert_array_equal(one.params["w"], other.params["w"])
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 7])
 @pytest.mark.parametrize("stop", [4, 9, 10, 11, 15])
-def test_a_run_that_is_started_again(stop, steps_per_call, tmp_path):
+def test_resume_with_stages_is_identical(stop, steps_per_call, tmp_path):
     stages = {0: NEAR, 10: FAR}
     kwargs = {"steps_per_call": steps_per_call, "save_checkpoint_steps": 1}
-    whole = staged(stages, 20, checkpoint_dir=tmp_path / "whole", **kwargs)
-    staged(stages, stop, checkpoint_dir=tmp_path / "parts", **kwargs)
-    parts = staged(stages, 20, checkpoint_dir=tmp_path / "parts", **kwargs)
-    np.testing.assert_array_equal(jstep.fingerprint(whole), jstep.fingerprint(parts))
-    state, args = jstep.replay(stages, make_state(), BATCHES, tmp_path / "parts", 17)
+    uninterrupted = train_stages(stages, 20, checkpoint_dir=tmp_path / "uninterrupted", **kwargs)
+    train_stages(stages, stop, checkpoint_dir=tmp_path / "resumed", **kwargs)
+    resumed = train_stages(stages, 20, checkpoint_dir=tmp_path / "resumed", **kwargs)
+    np.testing.assert_array_equal(jstep.fingerprint(uninterrupted), jstep.fingerprint(resumed))
+    state, args = jstep.replay(stages, make_state(), BATCHES, tmp_path / "resumed", 17)
     np.testing.assert_array_equal(args[0], BATCHES[17])
     np.testing.assert_allclose(FAR(state, *args)[0].params["w"], by_hand(18, stages).params["w"], rtol=1e-5)
 
 
-def test_verify_resume_takes_stages():
+def test_verify_resume_accepts_stages():
     for at in (3, 4, 5):
         assert jstep.verify_resume(make_state, {0: NEAR, 4: FAR}, BATCHES, at=at, steps=8)
 
 
-def test_metrics_that_one_stage_lacks(tmp_path, caplog):
+def test_metrics_of_one_stage_only(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    staged({0: NEAR, 4: FAR, 8: NEAR}, 12, logdir=tmp_path, log_steps=2, save_summaries_steps=2, progress=None)
+    train_stages({0: NEAR, 4: FAR, 8: NEAR}, 12, logdir=tmp_path, log_steps=2, save_summaries_steps=2, progress=None)
     lines = {m.split()[1].rstrip(":,"): m for m in (r.getMessage() for r in caplog.records) if m.startswith("step ")}
     assert {int(step) for step, line in lines.items() if "sign" in line} == {6, 8}
     seen = {}
@@ -96,11 +96,11 @@ def test_metrics_that_one_stage_lacks(tmp_path, caplog):
     assert seen["loss"] == {2, 4, 6, 8, 10, 12}
 
 
-# What is found before the first step
+# Errors before the first step
 
 
-def never(state, x):
-    raise AssertionError("no step was to be made")
+def fail_if_called(state, x):
+    raise AssertionError("no step may be run")
 
 
 def wrong_shape(params, x):
@@ -108,22 +108,22 @@ def wrong_shape(params, x):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_a_mistake_in_a_later_stage_is_found_before_the_first_step(steps_per_call):
+def test_an_error_in_a_later_stage_is_found_before_the_first_step(steps_per_call):
     hooks = [jstep.every(1, lambda *_: pytest.fail("a step was taken"))]
     stages = {0: NEAR, 5: FAR, 30: jstep.minimize(wrong_shape, OPTIMIZER)}
     with pytest.raises(ValueError, match=r"train_step\[30\].*step 30.*TypeError"):
-        staged(stages, 40, hooks=hooks, steps_per_call=steps_per_call)
-    assert jstep.global_step(staged(stages, 30)) == 30  # a stage that is never reached is not looked at
+        train_stages(stages, 40, hooks=hooks, steps_per_call=steps_per_call)
+    assert jstep.global_step(train_stages(stages, 30)) == 30  # a stage that is never reached is not checked
 
 
 @pytest.mark.parametrize("other", [jstep.gradient_descent(0.1), jstep.adagrad(0.1), jstep.ademamix(0.1)])
-def test_a_stage_of_another_state(other):
+def test_a_stage_with_another_state_structure(other):
     with pytest.raises(ValueError, match=r"train_step\[6\]"):
-        staged({0: NEAR, 6: jstep.minimize(near, other)}, 10)
+        train_stages({0: NEAR, 6: jstep.minimize(near, other)}, 10)
 
 
 @pytest.mark.parametrize("kind", ["list", "object"])
-def test_whose_batch_has_another_shape(kind):
+def test_a_stage_whose_batch_has_another_shape(kind):
     class Indexed:
         def __getitem__(self, n):
             return BATCHES[n] if n < 7 else np.ones((2, 2), np.float32)
@@ -134,21 +134,21 @@ def test_whose_batch_has_another_shape(kind):
     source = Indexed()
     batches = source if kind == "object" else [source[n] for n in range(40)]
     with pytest.raises(ValueError, match=r"train_step\[7\]"):
-        staged({0: NEAR, 7: FAR}, 10, batches)
+        train_stages({0: NEAR, 7: FAR}, 10, batches)
 
 
-@pytest.mark.parametrize("kind", ["list", "own"])
+@pytest.mark.parametrize("kind", ["list", "jstep.batches"])
 def test_batches_that_end_before_a_stage(kind, caplog):
     rows = np.zeros((8, 3), np.float32)
     batches = BATCHES[:8] if kind == "list" else jstep.batches(rows, 1, num_epochs=1, shuffle=False)
     one = lambda params, x: near(params, x.reshape(-1)[:3])  # noqa: E731
     stages = {0: jstep.minimize(one, OPTIMIZER), 20: FAR}
-    assert jstep.global_step(staged(stages, 30, batches)) == 8
+    assert jstep.global_step(train_stages(stages, 30, batches)) == 8
     assert "ended after step 8" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("stages", "error", "says"),
+    ("stages", "error", "message"),
     [
         ({}, ValueError, "train_step"),
         ({3: NEAR}, ValueError, "step 0"),
@@ -158,17 +158,17 @@ def test_batches_that_end_before_a_stage(kind, caplog):
         ({False: NEAR}, TypeError, "False"),
     ],
 )
-def test_bad_staircases(stages, error, says):
+def test_bad_stages(stages, error, message):
     for call in (
-        lambda: staged(stages, 5),
+        lambda: train_stages(stages, 5),
         lambda: jstep.verify_resume(make_state, stages, BATCHES, 1, 2),
         lambda: jstep.replay(stages, make_state(), BATCHES, None, 1),
     ):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             call()
 
 
-# What is compiled in the background
+# Compilation in the background
 
 
 def steps_of(*losses):
@@ -176,7 +176,7 @@ def steps_of(*losses):
 
 
 @pytest.fixture
-def threads_that_compile():
+def compiling_threads():
     seen = []
 
     def listener(event, duration, **_):
@@ -190,67 +190,70 @@ def threads_that_compile():
 
 @pytest.mark.parametrize("source", ["list", "function", "iterator"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_the_next_stage_is_compiled_before_it_is_due(source, steps_per_call, threads_that_compile, caplog):
+def test_the_next_stage_is_compiled_before_it_is_due(source, steps_per_call, compiling_threads, caplog):
     caplog.set_level(logging.INFO)
     first, second = steps_of(2.0, 3.0)
     batches = {"list": lambda: BATCHES, "function": lambda: lambda n: BATCHES[n], "iterator": lambda: iter(BATCHES)}
-    at_the_edge = []
+    before_boundary = []
 
     def seen(step, state, metrics):
-        at_the_edge.append(list(threads_that_compile))
+        before_boundary.append(list(compiling_threads))
 
-    staged({0: first, 8: second}, 16, batches[source](), hooks=[jstep.every(8, seen)], steps_per_call=steps_per_call)
-    after = threads_that_compile[len(at_the_edge[0]) :]
-    assert threads_that_compile.count("jstep-compile") == 1
-    assert "MainThread" not in after  # after step 8 the loop itself compiles nothing
-    said = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
-    assert any("compiled train_step ahead of step 8" in m for m in said)
-    assert not any("again" in m for m in said)
+    train_stages(
+        {0: first, 8: second}, 16, batches[source](), hooks=[jstep.every(8, seen)], steps_per_call=steps_per_call
+    )
+    after = compiling_threads[len(before_boundary[0]) :]
+    assert compiling_threads.count("jstep-compile") == 1
+    assert "MainThread" not in after  # the main thread compiles nothing after step 8
+    messages = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
+    assert any("compiled train_step ahead of step 8" in m for m in messages)
+    assert not any("again" in m for m in messages)
 
 
-def test_shapes_of_batches_are_compiled_before_they_are_due(threads_that_compile):
+def test_batch_shapes_are_compiled_before_they_are_due(compiling_threads):
     step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), OPTIMIZER)
     rows = np.arange(50, dtype=np.float32).reshape(50, 1) * np.ones(3, np.float32)
     data = jstep.batches(rows, 8, shuffle=False, drop_remainder=False)
     seen = []
-    hook = jstep.every(6, lambda *_: seen.append(threads_that_compile.count("MainThread")))
-    staged(step, 30, data, hooks=[hook])
-    assert threads_that_compile.count("jstep-compile") == 2  # the first program, too, while the first batch is made
+    hook = jstep.every(6, lambda *_: seen.append(compiling_threads.count("MainThread")))
+    train_stages(step, 30, data, hooks=[hook])
+    # One of them is the first program, which is compiled while the first batch is fetched.
+    assert compiling_threads.count("jstep-compile") == 2
     assert len(set(seen)) == 1
 
 
-def test_an_error_of_the_compiler_is_that_of_its_step(caplog):
+def test_a_compiler_error_is_raised_at_its_step(caplog):
     def fails(params, x):
         return near(params, x) + jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct((), np.float32))(x)
 
     stages = {0: NEAR, 5: jstep.minimize(lambda p, x: fails(jax.lax.stop_gradient(p), x) + near(p, x), OPTIMIZER)}
     with pytest.raises(Exception, match="no_such_target") as failed:
-        staged(stages, 10)
+        train_stages(stages, 10)
     assert jstep.global_step(failed.value.state) == 5
     assert "could not be compiled ahead" in caplog.text
 
 
-def test_a_run_that_is_to_stop_waits_for_no_compiler():
-    begun, let_go = threading.Event(), threading.Event()
+def test_a_run_that_stops_does_not_wait_for_the_compiler():
+    started, finish = threading.Event(), threading.Event()
 
     def slow(state, args):
-        begun.set()
-        return let_go.wait(60)
+        started.set()
+        return finish.wait(60)
 
     stop = []
-    ahead = BackgroundCompiler([CompileJob(5, "slow", slow)], stopping=lambda: bool(stop))
-    ahead.before(4)
-    ahead.after({"w": jnp.ones(3)}, (), stacked=False)
-    assert begun.wait(60)
+    compiler = BackgroundCompiler([CompileJob(5, "slow", slow)], stopping=lambda: bool(stop))
+    compiler.before(4)
+    compiler.after({"w": jnp.ones(3)}, (), stacked=False)
+    assert started.wait(60)
     stop.append(True)
     with pytest.raises(StopWaiting):
-        ahead.before(5)
-    let_go.set()
+        compiler.before(5)
+    finish.set()
     stop.clear()
-    ahead.before(5)
+    compiler.before(5)
 
 
-def test_what_nobody_began_is_left_to_the_step():
-    ahead = BackgroundCompiler([CompileJob(5, "late", lambda *_: pytest.fail("began"))])
-    ahead.before(5)
-    ahead.after({}, (), stacked=False)
+def test_jobs_that_did_not_start_are_left_to_the_step():
+    compiler = BackgroundCompiler([CompileJob(5, "late", lambda *_: pytest.fail("began"))])
+    compiler.before(5)
+    compiler.after({}, (), stacked=False)

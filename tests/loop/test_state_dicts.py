@@ -1,4 +1,4 @@
-"""Loaders with `state_dict` and `load_state_dict`: where they are, whatever their state holds."""
+"""Loaders with `state_dict` and `load_state_dict`: positions with all kinds of values are saved and restored."""
 
 import json
 import logging
@@ -23,8 +23,8 @@ def state():
     return jstep.TrainState.create({"w": jnp.float32(0)}, OPTIMIZER)
 
 
-class Seen(jstep.Hook):
-    """Which batches the steps were made of: w − x moves w half-way to x, twice."""
+class StepRecorder(jstep.Hook):
+    """Records the steps, and fails at one of them."""
 
     def __init__(self, die=None):
         self.steps, self.die = [], die
@@ -36,9 +36,9 @@ class Seen(jstep.Hook):
 
 
 def generator_at(at):
-    made = np.random.default_rng(0)
-    made.random(at)
-    return made
+    generator = np.random.default_rng(0)
+    generator.random(at)
+    return generator
 
 
 def count_of(generator):
@@ -46,10 +46,10 @@ def count_of(generator):
 
 
 def python_random(at):
-    made = random.Random(0)
+    generator = random.Random(0)
     for _ in range(at):
-        made.random()
-    return made.getstate()
+        generator.random()
+    return generator.getstate()
 
 
 KINDS = {
@@ -76,29 +76,34 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_killed_and_resumed(tmp_path, kind, steps_per_call, caplog):
-    how = {"checkpoint_dir": tmp_path, "save_checkpoint_steps": 6, "steps_per_call": steps_per_call, "progress": False}
-    whole = jstep.train(STEP, state(), Stateful(40, *kind), 20, progress=False)
+def test_a_killed_run_resumes_identically(tmp_path, kind, steps_per_call, caplog):
+    options = {
+        "checkpoint_dir": tmp_path,
+        "save_checkpoint_steps": 6,
+        "steps_per_call": steps_per_call,
+        "progress": False,
+    }
+    uninterrupted = jstep.train(STEP, state(), Stateful(40, *kind), 20, progress=False)
     with pytest.raises(OSError, match="killed"):
-        jstep.train(STEP, state(), Stateful(40, *kind), 20, hooks=[Seen(die=9)], **how)
-    loader, seen = Stateful(40, *kind), Seen()
-    resumed = jstep.train(STEP, state(), loader, 20, hooks=[seen], **how)
-    assert float(resumed.params["w"]) == float(whole.params["w"])
+        jstep.train(STEP, state(), Stateful(40, *kind), 20, hooks=[StepRecorder(die=9)], **options)
+    loader, seen = Stateful(40, *kind), StepRecorder()
+    resumed = jstep.train(STEP, state(), loader, 20, hooks=[seen], **options)
+    assert float(resumed.params["w"]) == float(uninterrupted.params["w"])
     assert seen.steps[0] <= 12
     assert loader.calls == ["load", "iter"]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("batches", [StatefulIterable, Positioned, Stateful], ids=["iterator's", "get_state", "own"])
-def test_whoever_has_the_state(batches):
+@pytest.mark.parametrize("batches", [StatefulIterable, Positioned, Stateful], ids=["iterator", "get_state", "loader"])
+def test_the_state_of_a_loader_or_of_its_iterator(batches):
     source = source_of(batches(), 0, 100)
     assert [next(source.items) for _ in range(3)] == [0, 10, 20]
-    kept = json.loads(json.dumps(source.position()))
+    saved = json.loads(json.dumps(source.position()))
     next(source.items)
-    assert next(source_of(batches(), 3, 100, kept).items) == 30
+    assert next(source_of(batches(), 3, 100, saved).items) == 30
 
 
-def test_the_state_is_that_after_each_batch_though_the_loop_reads_ahead():
+def test_states_belong_to_their_batches_when_prefetching():
     source = source_of(Stateful(20), 0, 100)
     pairs = list(copied_batches(source))
     assert [position for _, position in pairs] == [{"value": {"at": n + 1}} for n in range(20)]
@@ -112,22 +117,22 @@ def test_the_state_is_that_after_each_batch_though_the_loop_reads_ahead():
     ],
     ids=repr,
 )  # fmt: skip
-def test_it_comes_back_as_it_was(value):
-    kept = json.loads(json.dumps(encode_position(value, "Loader")))
-    found = decode_position(kept, "Loader")
+def test_positions_survive_serialization(value):
+    saved = json.loads(json.dumps(encode_position(value, "Loader")))
+    found = decode_position(saved, "Loader")
     assert found == value
     assert repr(found) == repr(value)
     assert type(found) is type(value)
 
 
-def test_a_deep_state_and_one_that_holds_itself(tmp_path):
+def test_deep_and_recursive_states(tmp_path):
     deep = []
     for _ in range(300):
         deep = [deep]
     assert decode_position(json.loads(json.dumps(encode_position(deep, "L"))), "L") == deep
-    loop = {}
-    loop["self"] = loop
-    found = decode_position(encode_position(loop, "L"), "L")
+    recursive = {}
+    recursive["self"] = recursive
+    found = decode_position(encode_position(recursive, "L"), "L")
     assert found["self"] is found
     with jstep.Saver(tmp_path) as saver:
         saver.save(state(), extra={"batches": encode_position(deep, "L")})
@@ -137,7 +142,7 @@ def test_a_deep_state_and_one_that_holds_itself(tmp_path):
     "bad", [lambda at: {"lock": threading.Lock()}, lambda at: {"it": (n for n in [1])}, lambda at: {"f": lambda: 1}]
 )
 @pytest.mark.parametrize("loader", ["state_dict", "get_state"])
-def test_a_state_that_cannot_be_kept_names_the_loader(tmp_path, bad, loader):
+def test_a_state_that_cannot_be_saved_names_the_loader(tmp_path, bad, loader):
     class MyLoader(Stateful):
         pass
 
@@ -149,18 +154,18 @@ def test_a_state_that_cannot_be_kept_names_the_loader(tmp_path, bad, loader):
     name = type(batches).__name__
     with pytest.raises(TypeError, match=f"the state of the {name} cannot be kept with a checkpoint"):
         jstep.train(STEP, state(), batches, 5, checkpoint_dir=tmp_path, progress=False)
-    # Without checkpoints nobody asks.
+    # Without checkpoints, the state is not requested.
     batches = MyLoader(make=bad) if loader == "state_dict" else MyIterator()
     jstep.train(STEP, state(), batches, 5, progress=False)
 
 
 def test_a_position_that_cannot_be_read_names_the_loader():
-    for kept in ({"pickle": "gASVEgAAAAAAAACMBW5vb25llIwEbm9uZZSTlC4="}, {"base64": "?"}, {}):
+    for saved in ({"pickle": "gASVEgAAAAAAAACMBW5vb25llIwEbm9uZZSTlC4="}, {"base64": "?"}, {}):
         with pytest.raises(ValueError, match="position for the Stateful"):
-            source_of(Stateful(), 3, 9, kept)
+            source_of(Stateful(), 3, 9, saved)
 
 
-def test_a_loader_with_neither_warns_as_ever(caplog):
+def test_a_loader_with_only_one_of_the_methods_warns(caplog):
     class Half:
         def __iter__(self):
             return iter([1, 2])
@@ -178,13 +183,13 @@ def test_a_checkpoint_without_a_position_warns(caplog):
     assert "there is no position for the Stateful" in caplog.text
 
 
-def test_what_counts_as_a_loader_that_keeps_its_position():
+def test_which_objects_are_loaders_with_a_position():
     class Sequence(list):
         state_dict = load_state_dict = None
 
     assert numbers(Sequence([0, 10])) == [0, 10]
 
-    class Model:  # called with the step
+    class Model:  # it is called with the step
         def __call__(self, step):
             return step
 
@@ -196,7 +201,7 @@ def test_what_counts_as_a_loader_that_keeps_its_position():
 
     assert numbers(Model(), 0, 3) == [0, 1, 2]
 
-    class DataSet(Stateful):  # as MosaicML's and litdata's data sets: their loaders keep the position
+    class DataSet(Stateful):  # like data sets of MosaicML and litdata, whose loaders keep the position
         def state_dict(self, samples, from_beginning):
             raise AssertionError
 

@@ -1,4 +1,4 @@
-"""`train`: what it refuses."""
+"""`train`: bad input."""
 
 import os
 
@@ -48,7 +48,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "error", "words"), WRONG)
-def test_bad_input_is_named_and_leaves_nothing(wrong, error, words, tmp_path):
+def test_bad_input_is_named_and_creates_no_files(wrong, error, words, tmp_path):
     arguments = {"last_step": 3, "checkpoint_dir": tmp_path / "c"} | wrong
     with pytest.raises(error, match=words):
         train(**arguments)
@@ -64,27 +64,27 @@ def test_bad_input_is_named_and_leaves_nothing(wrong, error, words, tmp_path):
         (lambda state: ({}, {}), r"it returned \(dict, dict\)"),
     ],
 )
-def test_a_step_that_returns_something_else(result, words):
+def test_a_step_that_returns_a_wrong_result(result, words):
     with pytest.raises(TypeError, match=r"train_step must return \(state, metrics\).*" + words):
         train(3, step=lambda state, batch: result(state))
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_a_step_that_does_not_advance(steps_per_call, tmp_path):
+def test_a_step_that_does_not_increment_the_global_step(steps_per_call, tmp_path):
     step = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7), increment_global_step=False)
     calls = Calls(every_n=100)
     words = "global_step is 0 after the update that makes step 2: train_step must advance it by one"
     with pytest.raises(ValueError, match=words):
         train(2, step=step, hooks=[calls], checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
-    assert calls.steps("end") == []  # success only
+    assert calls.steps("end") == []  # `end` is called only after success
     assert os.listdir(tmp_path) == ["timeline.jsonl"]
 
 
-def test_numpy_integers_will_do():
+def test_numpy_integers_are_accepted():
     assert jstep.global_step(train(np.int64(3), steps_per_call=np.int32(2))) == 3
 
 
-def test_hooks_may_be_any_iterable():
+def test_hooks_can_be_any_iterable():
     calls = Calls()
     train(2, hooks=(hook for hook in [calls]))
     assert calls.steps() == [1, 2]

@@ -1,4 +1,4 @@
-"""`train`: what it takes its batches from."""
+"""`train`: sources of batches."""
 
 import time
 
@@ -27,7 +27,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("steps_per_call", [1, 5])
-def test_all_sources_give_the_same_run(name, steps_per_call):
+def test_all_sources_give_an_identical_run(name, steps_per_call):
     batches = SOURCES[name]()
     state = train(12, batches, steps_per_call=steps_per_call)
     if steps_per_call == 1:
@@ -44,14 +44,14 @@ def test_all_sources_with_a_position_resume(name, steps_per_call, tmp_path):
     kwargs = {"checkpoint_dir": tmp_path, "steps_per_call": steps_per_call}
     train(7, SOURCES[name](), **kwargs)
     state = train(14, SOURCES[name](), **kwargs)
-    whole = train(14, SOURCES[name](), steps_per_call=steps_per_call, hooks=[Calls(every_n=7)])
-    assert same(state, whole)
+    uninterrupted = train(14, SOURCES[name](), steps_per_call=steps_per_call, hooks=[Calls(every_n=7)])
+    assert same(state, uninterrupted)
 
 
-def test_a_position_of_a_dict_that_lives_on(tmp_path):
+def test_a_position_that_the_loader_modifies_later(tmp_path):
     class Shared(Counted):
         def __init__(self):
-            super().__init__(dict, slow=0.0005)  # made ahead
+            super().__init__(dict, slow=0.0005)  # prefetched
             self.state = {"at": 0}
 
         def __next__(self):
@@ -66,7 +66,7 @@ def test_a_position_of_a_dict_that_lives_on(tmp_path):
     assert jstep.Saver(tmp_path).extra() == {"batches": {"value": {"at": 7}}}
 
 
-def test_a_loader_that_refuses_its_position_is_named(tmp_path):
+def test_a_loader_that_rejects_its_position_is_named(tmp_path):
     class Refuses(Counted):
         def set_state(self, state):
             raise KeyError("epoch")
@@ -88,7 +88,7 @@ def test_a_grain_loader_resumes(tmp_path):
     assert same(train(14, loader(), checkpoint_dir=tmp_path), train(14, loader()))
 
 
-def test_a_source_that_changed_says_so(tmp_path, caplog):
+def test_a_changed_source_is_a_warning(tmp_path, caplog):
     train(3, DATA, checkpoint_dir=tmp_path)
     train(6, Counted(), checkpoint_dir=tmp_path)
     assert "no position for the Counted" in caplog.text
@@ -98,7 +98,7 @@ def test_a_source_that_changed_says_so(tmp_path, caplog):
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 @pytest.mark.parametrize("slow", [0, 0.0005])
-def test_where_the_batches_end_the_run_ends(steps_per_call, slow, tmp_path):
+def test_the_run_ends_when_the_batches_end(steps_per_call, slow, tmp_path):
     def six():
         for n in range(6):
             time.sleep(slow)
@@ -111,24 +111,24 @@ def test_where_the_batches_end_the_run_ends(steps_per_call, slow, tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == [6]
 
 
-def test_no_batches_at_all():
+def test_empty_batches_are_an_error():
     calls = Calls()
     with pytest.raises(ValueError, match="batches: there is none for step 0, the first of this run, and last_step=5"):
         train(5, [], hooks=[calls])
     assert calls.seen == [("begin", 0), ("close",)]
 
 
-def test_a_list_that_counts_from_zero_has_none_for_a_later_state():
+def test_a_list_without_a_batch_for_the_first_step_is_an_error():
     with pytest.raises(ValueError, match="none for step 5, the first of this run"):
         train(10, [DATA[n] for n in range(5)], state=by_hand(5))
 
 
-def test_epochs_end_the_run():
+def test_num_epochs_ends_the_run():
     data = jstep.batches({"x": np.ones((20, 2), np.float32)}, batch_size=4, num_epochs=2)
     assert jstep.global_step(train(1000, data)) == 10
 
 
-def test_an_error_of_the_batches_comes_out():
+def test_an_error_of_the_batches_is_raised():
     def broken(step):
         if step == 6:
             raise OSError("no such shard")
@@ -142,7 +142,7 @@ def test_an_error_of_the_batches_comes_out():
     assert calls.seen[-1] == ("close",)
 
 
-def test_tuples_are_arguments():
+def test_tuples_are_several_arguments():
     seen = []
 
     def step(state, *args):
@@ -154,8 +154,8 @@ def test_tuples_are_arguments():
 
 
 @pytest.mark.parametrize("slow", [0, 0.001])
-def test_a_plain_step_sees_the_same_arrays_ahead_or_not(slow):
-    """Whether batches are made ahead depends on time; what comes of them must not."""
+def test_a_plain_step_gets_jax_arrays_with_and_without_prefetching(slow):
+    """Whether batches are prefetched depends on their speed; their types must not."""
     kinds = set()
 
     def step(state, x):

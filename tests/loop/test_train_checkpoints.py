@@ -1,4 +1,4 @@
-"""`train`: what it saves and goes on from, and what it does not save."""
+"""`train`: saving and resuming, failing hooks, and states with NaN that are not saved."""
 
 import os
 import time
@@ -13,31 +13,31 @@ import jstep
 # Checkpoints
 
 
-def test_resuming_changes_nothing(tmp_path):
+def test_resume_is_bitwise(tmp_path):
     for last_step in (1, 5, 6, 12):
         state = train(last_step, checkpoint_dir=tmp_path)
     assert same(state, by_hand(12))
 
 
-def test_saves_on_the_way_and_at_the_end(tmp_path):
+def test_saves_during_the_run_and_at_the_end(tmp_path):
     train(11, checkpoint_dir=tmp_path, checkpoint_prefix="net", save_checkpoint_steps=4)
     assert sorted(os.listdir(tmp_path)) == ["net-11", "net-4", "net-8", "timeline.jsonl"]
     train(11, checkpoint_dir=tmp_path, checkpoint_prefix="other")
     assert jstep.Saver(tmp_path, prefix="other").all_steps() == [11]
 
 
-def test_saves_by_the_clock(tmp_path):
+def test_saves_by_seconds(tmp_path):
     def batches(step):
         time.sleep(0.02)
         return DATA[step]
 
     train(8, batches, checkpoint_dir=tmp_path, save_checkpoint_secs=1e-6)
-    assert jstep.Saver(tmp_path).all_steps() == [4, 5, 6, 7, 8]  # five are kept
+    assert jstep.Saver(tmp_path).all_steps() == [4, 5, 6, 7, 8]  # max_to_keep=5
     train(20, batches, checkpoint_dir=tmp_path, save_checkpoint_secs=None)
     assert jstep.Saver(tmp_path).all_steps() == [5, 6, 7, 8, 20]
 
 
-def test_a_finished_run_writes_nothing_again(tmp_path):
+def test_a_finished_run_writes_nothing(tmp_path):
     train(5, Counted(), checkpoint_dir=tmp_path)
     before = os.stat(tmp_path / "model-5").st_mtime_ns, os.stat(tmp_path / "model-5").st_ino
     state = train(5, DATA, checkpoint_dir=tmp_path)
@@ -46,13 +46,13 @@ def test_a_finished_run_writes_nothing_again(tmp_path):
     assert jstep.Saver(tmp_path).extra() == {"batches": {"value": 5}}
 
 
-def test_extra_of_another_kind_is_no_position(tmp_path):
+def test_extra_of_another_type_is_not_a_position(tmp_path):
     with jstep.Saver(tmp_path) as saver:
         saver.save(by_hand(3), extra=["not", "a", "dict"])
     assert same(train(6, checkpoint_dir=tmp_path), by_hand(6))
 
 
-def test_a_checkpoint_that_does_not_fit(tmp_path):
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
     train(3, checkpoint_dir=tmp_path)
     other = jstep.TrainState.create({"v": jnp.ones(2)}, OPTIMIZER)
     with pytest.raises(ValueError, match="params/v"):
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == [3]
 
 
-def test_a_saver_hook_of_ones_own(tmp_path):
+def test_a_custom_saver_hook(tmp_path):
     train(7, hooks=[jstep.CheckpointSaverHook(tmp_path, save_steps=3)])
     assert jstep.Saver(tmp_path).all_steps() == [3, 6, 7]
 
@@ -82,7 +82,7 @@ def test_a_hook_that_raises_leaves_the_last_checkpoint(event, slow, tmp_path):
     assert other.seen[-1] == calls.seen[-1] == ("close",)
     assert other.steps("end") == ([8] if event[0] in ("end", "close") else [])
     saver = jstep.Saver(tmp_path / "c")
-    # The state of the step at which it failed, which was whole; but where the hook prevents that save itself.
+    # The complete state of the step at which the hook failed, unless the hook prevents that save.
     last = {"begin": None, "first": 1, "step": event[-1], "save": 3, "end": 8, "close": 8}[event[0]]
     assert saver.latest_step() == last
     if last is not None:
@@ -90,7 +90,7 @@ def test_a_hook_that_raises_leaves_the_last_checkpoint(event, slow, tmp_path):
         assert same(train(8, Counted(), checkpoint_dir=tmp_path / "c"), by_hand(8))
 
 
-def test_a_step_that_raises():
+def test_a_step_that_raises_closes_the_hooks():
     def step(state, batch):
         raise FloatingPointError("in the step")
 
@@ -100,8 +100,8 @@ def test_a_step_that_raises():
     assert calls.seen == [("begin", 0), ("close",)]
 
 
-def test_the_error_under_way_is_the_one_to_see(tmp_path, monkeypatch):
-    """A save that fails in the background while another error leaves."""
+def test_an_error_is_not_replaced_by_one_of_close(tmp_path, monkeypatch):
+    """A save fails in the background while another error propagates."""
     from jstep.checkpoint import CheckpointError
 
     def close(self):
@@ -124,7 +124,7 @@ def test_a_failed_save_at_the_end_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_a_nan_is_named_and_never_saved(steps_per_call, tmp_path):
+def test_a_nan_loss_is_named_and_never_saved(steps_per_call, tmp_path):
     def batches(n):
         return {"x": np.full((4, 2), np.nan if n == 8 else 1.0, np.float32)}
 
@@ -140,7 +140,7 @@ def test_a_nan_is_named_and_never_saved(steps_per_call, tmp_path):
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 3, 50])
-def test_a_nan_without_an_error_ends_the_run_unsaved(every_n_steps, tmp_path, caplog):
+def test_fail_on_nan_loss_false_ends_the_run_without_saving(every_n_steps, tmp_path, caplog):
     def batches(n):
         return {"x": np.full((4, 2), np.nan if n == 8 else 1.0, np.float32)}
 

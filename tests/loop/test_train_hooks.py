@@ -1,4 +1,4 @@
-"""`train`: what hooks answer, what they remember, and who they are."""
+"""`train`: functions as hooks, results of hooks, state of hooks, and custom Savers."""
 
 import functools
 import gc
@@ -15,13 +15,13 @@ import jstep
 
 
 def test_a_function_becomes_a_hook():
-    seen = []
-    train(10, hooks=[jstep.every(4, lambda step, state, metrics: seen.append((step, float(metrics["loss"]) > 0)))])
-    assert [step for step, _ in seen] == [4, 8]
+    reference = []
+    train(10, hooks=[jstep.every(4, lambda step, state, metrics: reference.append((step, float(metrics["loss"]) > 0)))])
+    assert [step for step, _ in reference] == [4, 8]
 
 
 @pytest.mark.parametrize("hook", [lambda step, state, metrics: None, print, functools.partial(print)])
-def test_a_bare_function_is_told_how(hook):
+def test_a_bare_function_is_rejected_with_advice(hook):
     with pytest.raises(TypeError, match=r"hooks\[0\]=.*has none of begin, .*becomes a hook by jstep.every\(100, "):
         train(3, hooks=[hook])
 
@@ -35,12 +35,12 @@ def test_a_bare_function_is_told_how(hook):
         ((100, 3), TypeError, r"fn=3: must be a function \(step, state, metrics\)"),
     ],
 )
-def test_every_refuses(arguments, error, words):
+def test_every_rejects_bad_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
         jstep.every(*arguments)
 
 
-# Answers
+# Results of hooks
 
 
 def scaled(state, factor):
@@ -48,25 +48,25 @@ def scaled(state, factor):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_a_state_that_a_hook_returns_is_gone_on_with(steps_per_call, tmp_path):
-    seen = []
+def test_the_run_continues_with_a_state_that_a_hook_returns(steps_per_call, tmp_path):
+    reference = []
 
     def halve(step, state, metrics):
         return scaled(state, 0.5)
 
     def look(step, state, metrics):
-        seen.append(state)
+        reference.append(state)
 
     hooks = [jstep.every(4, halve), jstep.every(4, halve), jstep.every(4, look)]
     state = train(6, hooks=hooks, steps_per_call=steps_per_call, checkpoint_dir=tmp_path, save_checkpoint_steps=4)
     expected = by_hand(6, state=scaled(by_hand(4), 0.25))
     np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=1e-5)
-    kept = jstep.Saver(tmp_path).restore(make_state(), step=4)  # the checkpoint holds the changed state
-    np.testing.assert_allclose(kept.params["w"], 0.25 * by_hand(4).params["w"], rtol=1e-5)
-    assert len(seen) == 1
+    restored = jstep.Saver(tmp_path).restore(make_state(), step=4)  # the checkpoint holds the changed state
+    np.testing.assert_allclose(restored.params["w"], 0.25 * by_hand(4).params["w"], rtol=1e-5)
+    assert len(reference) == 1
 
 
-def test_a_state_given_back_costs_no_compilation(compilations):
+def test_a_returned_state_causes_no_compilation(compilations):
     def change(step, state, metrics):
         slots = {**state.slots, "m": {"w": np.zeros(2, np.float32)}}
         return state.replace(params={"w": jnp.asarray([0.5, 0.5])}, slots=slots)
@@ -74,13 +74,13 @@ def test_a_state_given_back_costs_no_compilation(compilations):
     train(3)
     train(6, hooks=[jstep.every(2, change)])
     state = make_state()
-    with compilations() as seen:
+    with compilations() as reference:
         train(6, hooks=[jstep.every(2, change)], state=state)
-    assert seen == []
+    assert reference == []
 
 
-def test_one_array_in_two_places_is_made_two():
-    """The averages as parameters: the next step donates both."""
+def test_an_array_used_twice_in_a_state_is_copied():
+    """The averages are also the parameters, and the next step donates both."""
 
     def change(step, state, metrics):
         return state.replace(params=state.slots["ExponentialMovingAverage"])
@@ -89,12 +89,12 @@ def test_one_array_in_two_places_is_made_two():
     assert jstep.global_step(state) == 4
 
 
-def give(answer):
-    return jstep.every(2, lambda step, state, metrics: answer(state))
+def returning(fn):
+    return jstep.every(2, lambda step, state, metrics: fn(state))
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "words"),
+    ("fn", "error", "words"),
     [
         (lambda state: "yes", TypeError, r"after_step returned a str: must be None, True"),
         (lambda state: 1, TypeError, "after_step returned an int"),
@@ -108,19 +108,19 @@ def give(answer):
         (lambda s: STEP(s, DATA[0])[0], ValueError, "at step 3: must be at step 2"),
     ],
 )
-def test_a_wrong_answer_is_named(answer, error, words):
+def test_a_wrong_result_of_a_hook_is_named(fn, error, words):
     with pytest.raises(error, match=words):
-        train(6, hooks=[give(answer)])
+        train(6, hooks=[returning(fn)])
 
 
-def test_numpy_truth_and_all_are_called():
+def test_a_numpy_bool_stops_the_run_and_all_hooks_are_called():
     first, second = Calls(), Calls()
-    state = train(9, hooks=[first, give(lambda state: np.bool_(True)), second, give(lambda state: False)])
+    state = train(9, hooks=[first, returning(lambda state: np.bool_(True)), second, returning(lambda state: False)])
     assert jstep.global_step(state) == 2
     assert first.steps() == second.steps() == [1, 2]
 
 
-def test_end_may_return_a_state(tmp_path):
+def test_end_can_return_a_state(tmp_path):
     class End(jstep.Hook):
         def end(self, step, state):
             return scaled(state, 0.5)
@@ -130,7 +130,7 @@ def test_end_may_return_a_state(tmp_path):
     assert same(jstep.Saver(tmp_path).restore(make_state()), state)
 
 
-# Memory
+# State of hooks
 
 
 class Remembers(jstep.Hook):
@@ -147,28 +147,28 @@ class Remembers(jstep.Hook):
     def get_state(self):
         return {"value": self.value}
 
-    def set_state(self, kept):
+    def set_state(self, restored):
         self.events.append("set_state")
-        self.value = kept["value"]
+        self.value = restored["value"]
         return self.value == self.stop_at
 
 
 class Other(Remembers):
-    """Of another class."""
+    """A hook of another class."""
 
 
-def remembered(directory):
-    """Key → what hooks of this key remember, in their order."""
+def saved_states(directory):
+    """Return the saved states of the hooks by key, in their order."""
     found = {}
     for one in jstep.Saver(directory).extra()["hooks"]:
         found.setdefault(one["key"], []).append(one["state"])
     return found
 
 
-def test_hooks_find_what_they_remember_by_class_and_order(tmp_path):
+def test_hook_states_are_matched_by_class_and_order(tmp_path):
     first, other, second = Remembers(), Other(), Remembers()
     train(4, hooks=[first, jstep.every(3, lambda *args: None), other, second], checkpoint_dir=tmp_path)
-    assert remembered(tmp_path) == {"Remembers": [{"value": 4}] * 2, "Other": [{"value": 4}]}
+    assert saved_states(tmp_path) == {"Remembers": [{"value": 4}] * 2, "Other": [{"value": 4}]}
     new_other, new_first, new_second = Other(), Remembers(), Remembers()
     train(6, hooks=[new_other, new_first, new_second], checkpoint_dir=tmp_path)  # in another order of classes
     assert (new_first.value, new_other.value, new_second.value) == (6, 6, 6)
@@ -176,13 +176,13 @@ def test_hooks_find_what_they_remember_by_class_and_order(tmp_path):
     assert Remembers().events == []
 
 
-def test_a_fresh_run_sets_nothing(tmp_path):
+def test_a_fresh_run_does_not_call_set_state(tmp_path):
     hook = Remembers()
     train(2, hooks=[hook], checkpoint_dir=tmp_path)
     assert hook.events == ["begin"]
 
 
-def test_a_true_result_of_set_state_is_no_step(tmp_path):
+def test_a_true_result_of_set_state_runs_no_step(tmp_path):
     train(4, hooks=[Remembers()], checkpoint_dir=tmp_path)
     calls = Calls()
     state = train(9, hooks=[Remembers(stop_at=4), calls], checkpoint_dir=tmp_path)
@@ -191,7 +191,7 @@ def test_a_true_result_of_set_state_is_no_step(tmp_path):
     assert calls.steps("end") == [4]
 
 
-def test_a_state_whose_hook_is_gone_is_a_line(tmp_path, caplog):
+def test_a_state_of_a_removed_hook_is_logged(tmp_path, caplog):
     train(4, hooks=[Remembers()], checkpoint_dir=tmp_path)
     state = train(6, checkpoint_dir=tmp_path)
     assert jstep.global_step(state) == 6
@@ -203,7 +203,7 @@ def test_a_state_whose_hook_is_gone_is_a_line(tmp_path, caplog):
     [{1, 2}, np.float32(1), jnp.ones(2), {3: 4}, {"a": [object()]}, float("nan"), b"x"],
     ids=lambda x: type(x).__name__,
 )
-def test_what_is_not_json_names_the_hook_at_the_first_save(value, tmp_path):
+def test_a_state_that_is_not_json_names_the_hook(value, tmp_path):
     class Wrong(Remembers):
         def get_state(self):
             return value
@@ -213,23 +213,23 @@ def test_what_is_not_json_names_the_hook_at_the_first_save(value, tmp_path):
     assert jstep.global_step(caught.value.state) == 3
 
 
-def test_what_is_remembered_at_the_end_is_in_the_last_checkpoint(tmp_path):
+def test_hook_state_after_end_is_in_the_last_checkpoint(tmp_path):
     class Late(Remembers):
         def end(self, step, state):
             self.value = 100
 
     train(4, hooks=[Late()], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
-    assert remembered(tmp_path) == {Late.__qualname__: [{"value": 100}]}
+    assert saved_states(tmp_path) == {Late.__qualname__: [{"value": 100}]}
 
 
-# A Saver of one's own, a decorated step
+# Custom Savers and decorated steps
 
 
-def test_a_saver_of_ones_own(tmp_path):
+def test_a_custom_saver(tmp_path):
     with jstep.Saver(tmp_path, prefix="mine", max_to_keep=2) as saver:
         train(6, checkpoint_dir=saver, save_checkpoint_steps=1)
         assert saver.all_steps() == [5, 6]
-        state = train(8, checkpoint_dir=saver)  # it is not closed
+        state = train(8, checkpoint_dir=saver)  # the first run did not close it
         saver.save(jax.tree.map(jnp.copy, by_hand(9)))
         assert saver.latest_step() == 9
     assert same(state, by_hand(8))
@@ -237,8 +237,8 @@ def test_a_saver_of_ones_own(tmp_path):
         train(9, checkpoint_dir=saver, checkpoint_prefix="other")
 
 
-def test_a_decorated_step_is_another_step():
-    """functools.wraps copies what hangs on a function."""
+def test_a_decorated_step_is_compiled_separately():
+    """functools.wraps copies the attributes of a function, including those that jstep sets."""
 
     def plain(state, batch):
         return state.replace(params={"w": state.params["w"] + 1}, global_step=state.global_step + 1), {}
@@ -254,22 +254,22 @@ def test_a_decorated_step_is_another_step():
     assert train(4, step=plain, steps_per_call=2).params["w"].tolist() == [5, 5]
 
 
-def test_a_run_leaves_no_state_behind():
-    """What a run holds of its state is gone with it."""
+def test_a_run_keeps_no_reference_to_its_state():
+    """The state is freed by reference counting alone."""
     import weakref
 
     state = train(5, hooks=[jstep.every(2, lambda step, state, metrics: scaled(state, 0.5))])
-    seen = weakref.ref(state)
-    gc.disable()  # by counting references alone
+    reference = weakref.ref(state)
+    gc.disable()  # reference counting must suffice
     try:
         del state
-        assert seen() is None
+        assert reference() is None
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_no_transfer_guard_is_in_the_way(steps_per_call, tmp_path):
+def test_transfer_guards_do_not_apply(steps_per_call, tmp_path):
     pytest.importorskip("tensorboard")
     hooks = [
         jstep.NanLossHook(every_n_steps=2),

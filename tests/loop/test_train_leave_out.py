@@ -1,4 +1,4 @@
-"""Runs whose checkpoints hold the adapters alone."""
+"""Runs whose checkpoints contain only the adapters (`Saver(leave_out=…)`)."""
 
 import contextlib
 import json
@@ -32,10 +32,10 @@ def batches(step):
     return jax.random.normal(jax.random.key(step), (8, 4))
 
 
-def train(directory, last_step, given=None, leave_out="base/*", **options):
+def train(directory, last_step, initial=None, leave_out="base/*", **options):
     with jstep.Saver(directory, leave_out=leave_out) as saver:
-        given = state() if given is None else given
-        return jstep.train(STEP, given, batches, last_step, checkpoint_dir=saver, progress=False, **options)
+        initial = state() if initial is None else initial
+        return jstep.train(STEP, initial, batches, last_step, checkpoint_dir=saver, progress=False, **options)
 
 
 def leaves(path):
@@ -48,17 +48,17 @@ def bits(state):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
 
 
-def test_resumed_as_if_it_had_not_stopped(tmp_path, caplog):
-    whole = train(tmp_path / "whole", 12)
+def test_resume_is_bitwise(tmp_path, caplog):
+    uninterrupted = train(tmp_path / "uninterrupted", 12)
     train(tmp_path / "run", 5)
-    assert bits(train(tmp_path / "run", 12)) == bits(whole)
+    assert bits(train(tmp_path / "run", 12)) == bits(uninterrupted)
     saved, absent = leaves(tmp_path / "run" / "model-12")
     assert absent == {"params/base/w"}
     assert not any("base" in path for path in saved)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_another_base_is_warned_about_and_shapes_are_an_error(tmp_path, caplog):
+def test_another_base_is_a_warning_and_shapes_are_an_error(tmp_path, caplog):
     train(tmp_path, 5)
     with pytest.raises(ValueError, match=r"left out of .*'params/base/w'"):
         train(tmp_path, 8, jax.eval_shape(state))
@@ -66,28 +66,30 @@ def test_another_base_is_warned_about_and_shapes_are_an_error(tmp_path, caplog):
     assert "target has other values" in caplog.text
 
 
-def test_a_restart_that_leaves_out_less_is_warned_about_before_its_first_step(tmp_path, caplog):
+def test_leaving_out_less_is_a_warning_before_the_first_step(tmp_path, caplog):
     train(tmp_path, 5)
 
-    def told(step):
+    def batches_after_warning(step):
         assert "model-5 left out leaves that the next checkpoint contains" in caplog.text
         assert "saved again (1): 'params/base/w'" in caplog.text
         return batches(step)
 
-    jstep.train(STEP, state(), told, 8, checkpoint_dir=tmp_path, save_checkpoint_steps=2, progress=False)
+    jstep.train(
+        STEP, state(), batches_after_warning, 8, checkpoint_dir=tmp_path, save_checkpoint_steps=2, progress=False
+    )
     assert caplog.text.count("left out leaves that") == 1
     assert leaves(tmp_path / "model-8")[1] == set()
 
 
-def test_a_wrong_name_is_found_before_the_first_step(tmp_path):
-    def never(step):
-        raise AssertionError("a batch was asked for")
+def test_a_wrong_name_is_an_error_before_the_first_step(tmp_path):
+    def fail_if_called(step):
+        raise AssertionError("a batch was requested")
 
     with jstep.Saver(tmp_path, leave_out="bse/*") as saver, pytest.raises(ValueError, match="'bse/\\*' matches no"):
-        jstep.train(STEP, state(), never, 5, checkpoint_dir=saver, progress=False)
+        jstep.train(STEP, state(), fail_if_called, 5, checkpoint_dir=saver, progress=False)
 
 
-def test_replay_by_the_directory_alone(tmp_path):
+def test_replay_needs_only_the_directory(tmp_path):
     train(tmp_path, 6, save_checkpoint_steps=3)
     at_5 = jstep.train(STEP, state(), batches, 5, progress=False)
     found, args = jstep.replay(STEP, state(), batches, tmp_path, 5)
@@ -95,19 +97,19 @@ def test_replay_by_the_directory_alone(tmp_path):
     assert bits(args) == bits((batches(5),))
 
 
-@pytest.mark.parametrize("own", [None, "lora/*"])
-def test_keep_best_leaves_out_what_the_run_does(tmp_path, own):
-    best = jstep.KeepBest(tmp_path / "best", "loss", leave_out=own)
+@pytest.mark.parametrize("leave_out", [None, "lora/*"])
+def test_keep_best_uses_leave_out_of_the_run(tmp_path, leave_out):
+    best = jstep.KeepBest(tmp_path / "best", "loss", leave_out=leave_out)
     hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[best])
     train(tmp_path / "run", 4, hooks=[hook])
     (name,) = (name for name in os.listdir(tmp_path / "best") if name.startswith("best-") and "." not in name)
     absent = leaves(tmp_path / "best" / name)[1]
-    assert "params/base/w" in absent if own is None else "params/lora/a" in absent
+    assert "params/base/w" in absent if leave_out is None else "params/lora/a" in absent
     with jstep.Saver(tmp_path / "best", prefix="best") as saver:
         assert saver.restore(state()).params["base"]["w"][0, 0] == 1
 
 
-def test_preempted_and_rescued(tmp_path):
+def test_a_save_on_failure_leaves_out_the_base(tmp_path):
     def fails(step):
         if step == 4:
             raise OSError("the disk")

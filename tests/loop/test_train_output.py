@@ -1,4 +1,4 @@
-"""`train`: lines, the progress bar and event files."""
+"""`train`: log lines, the progress bar and event files."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from jstep.hooks.hook import NEVER
 # Logging and progress
 
 
-def test_lines_are_seen_without_setting_up_logging(capsys, monkeypatch):
+def test_lines_are_shown_without_logging_configuration(capsys, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     train(6, log_steps=2, progress=None)
@@ -28,7 +28,7 @@ def test_lines_are_seen_without_setting_up_logging(capsys, monkeypatch):
     assert "steps/s)" in lines[1]
 
 
-def test_what_the_program_set_up_is_left_alone(capsys, caplog):
+def test_the_logging_configuration_of_the_program_is_kept(capsys, caplog):
     caplog.set_level(logging.INFO)
     train(4, log_steps=2, progress=None)
     assert capsys.readouterr().err == ""
@@ -39,8 +39,8 @@ def test_what_the_program_set_up_is_left_alone(capsys, caplog):
     ]
 
 
-def test_a_file_for_warnings_still_gets_them(tmp_path, monkeypatch):
-    """The root logger writes warnings to a file: lines go to the terminal, warnings to both."""
+def test_warnings_still_reach_a_file_handler(tmp_path, monkeypatch):
+    """If the root logger writes warnings to a file, log lines go to the terminal and warnings to both."""
     file = logging.FileHandler(tmp_path / "log")
     monkeypatch.setattr(logging.getLogger(), "handlers", [file])
     train(3, checkpoint_dir=tmp_path / "c", progress=None)
@@ -52,13 +52,13 @@ def test_a_file_for_warnings_still_gets_them(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kwargs", [{"progress": False, "log_steps": 1}, {"progress": None, "log_steps": None}])
-def test_silence(capsys, kwargs, monkeypatch):
+def test_nothing_is_printed_without_progress_or_log_steps(capsys, kwargs, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     train(4, **kwargs)
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_line_on_request(capsys):
+def test_progress_true_shows_a_progress_bar(capsys):
     pytest.importorskip("tqdm")
     train(6, progress=True, log_steps=1)
     err = capsys.readouterr().err
@@ -78,7 +78,7 @@ class Terminal:
         return getattr(self.stream, name)
 
 
-def test_a_terminal_gets_the_line(capsys, monkeypatch):
+def test_a_terminal_gets_a_progress_bar(capsys, monkeypatch):
     import sys
 
     pytest.importorskip("tqdm")
@@ -89,7 +89,7 @@ def test_a_terminal_gets_the_line(capsys, monkeypatch):
     assert "step 2" not in err
 
 
-def test_a_terminal_without_tqdm_gets_lines(capsys, monkeypatch):
+def test_a_terminal_without_tqdm_gets_log_lines(capsys, monkeypatch):
     import sys
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -125,7 +125,7 @@ def test_event_files(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("steps_per_call", [1, 10])
 def test_event_files_after_an_error_and_a_resume(tmp_path, steps_per_call):
-    """Points past the checkpoint are written again; TensorBoard is told to drop the first ones."""
+    """Points after the checkpoint are written again; TensorBoard drops the earlier ones."""
     pytest.importorskip("tensorboard")
     kwargs = {
         "checkpoint_dir": tmp_path / "c", "logdir": tmp_path / "l", "save_checkpoint_steps": 10,
@@ -137,28 +137,28 @@ def test_event_files_after_an_error_and_a_resume(tmp_path, steps_per_call):
     assert [step for step, _ in points(tmp_path / "l")["loss"]] == list(range(2, 31, 2))
 
 
-def test_points_before_a_checkpoint_are_on_disk_with_it(tmp_path):
-    """A run killed after the checkpoint does not write them again."""
+def test_points_before_a_checkpoint_are_on_disk(tmp_path):
+    """A run that is killed after the checkpoint would not write them again."""
     pytest.importorskip("tensorboard")
     from jstep.summary import summary_iterator
 
     seen = {}
 
-    class Look(jstep.Hook):
+    class EventReader(jstep.Hook):
         def after_step(self, step, state, metrics):
             for name in os.listdir(tmp_path / "l"):
                 events = summary_iterator(str(tmp_path / "l" / name))
                 seen[step] = [e.step for e in events if any(v.tag == "loss" for v in e.summary.value)]
 
     train(
-        7, hooks=[Look()], checkpoint_dir=tmp_path / "c", save_checkpoint_steps=3, logdir=tmp_path / "l",
+        7, hooks=[EventReader()], checkpoint_dir=tmp_path / "c", save_checkpoint_steps=3, logdir=tmp_path / "l",
         save_summaries_steps=1, log_steps=None,
     )  # fmt: skip
     assert seen[4][:3] == [1, 2, 3]
     assert seen[7][:6] == [1, 2, 3, 4, 5, 6]
 
 
-def test_summaries_made_in_the_step(tmp_path):
+def test_summaries_created_in_the_step(tmp_path):
     pytest.importorskip("tensorboard")
     from jstep.summary import summary_iterator
 
@@ -176,5 +176,5 @@ def test_summaries_made_in_the_step(tmp_path):
         assert [step for step, tag in events if tag == "loss"] == [3, 6]
 
 
-def test_never_is_past_all_steps():
+def test_never_is_larger_than_all_steps():
     assert jnp.iinfo(jnp.int64).max < NEVER

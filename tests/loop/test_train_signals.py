@@ -1,21 +1,21 @@
-"""`train` and signals: the step in flight ends, the state is saved, the program leaves."""
+"""`train` and signals: the current step is completed, the state is saved, and the program exits."""
 
 import signal
 
 import pytest
-from children import end, go_on, kill_all, start, until
+from children import end, kill_all, read_until, release, start
 
 from jstep.checkpoint import Saver
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs_on():
+def end_processes():
     yield
     kill_all()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_step_in_flight(number, tmp_path):
+def test_a_signal_saves_the_current_step(number, tmp_path):
     script = """
 class Slow(jstep.Hook):
     def after_step(self, step, state, metrics):
@@ -32,11 +32,11 @@ except BaseException as error:
     raise
 """
     process = start(script, tmp_path)
-    until(process, "step 5")
+    read_until(process, "step 5")
     process.send_signal(number)
-    go_on(process)
+    release(process)
     out, err = end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
-    assert "over 5" in out  # what was under way went on to its end
+    assert "over 5" in out  # the current step was completed
     assert "step 6" not in out
     assert "end" not in out
     name, code = ("Preempted", "143") if number == signal.SIGTERM else ("KeyboardInterrupt", "None")
@@ -53,7 +53,7 @@ def test_sigterm_without_a_checkpoint_dir(tmp_path):
     process = start(
         'train(10**9, hooks=[jstep.EvaluationHook(lambda s: say("here") or {}, every_n_steps=100)])', tmp_path
     )
-    until(process, "here")
+    read_until(process, "here")
     process.terminate()
     _, err = end(process, 143)
     assert err == ""
@@ -77,19 +77,19 @@ class Hangs({kind}):
         time.sleep({0 if quick else 0.001})
         n = self.at = getattr(self, "at", 0) + 1
         if n == 13:
-            while made < 12:
+            while last < 12:
                 time.sleep(0.001)
             say("hangs")
             time.sleep(1000)
         return DATA[n - 1]
-made = 0
+last = 0
 def count(step, state, metrics):
-    global made
-    made = step
+    global last
+    last = step
 train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
 """
     process = start(script, tmp_path)
-    until(process, "hangs")  # the steps before are over, the loop waits, or is about to
+    read_until(process, "hangs")  # the steps before have ended; the loop waits, or is about to
     process.send_signal(number)
     end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
     saver = Saver(tmp_path)
@@ -98,7 +98,7 @@ train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_a_reader_of_rows_hangs_before_the_first_step(number, tmp_path):
+def test_a_signal_while_the_first_batch_is_read(number, tmp_path):
     script = """
 class Rows:
     def __len__(self):
@@ -109,13 +109,13 @@ class Rows:
 train(100, jstep.batches(Rows(), 8), checkpoint_dir=directory)
 """
     process = start(script, tmp_path)
-    until(process, "hangs")
+    read_until(process, "hangs")
     process.send_signal(number)
     end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
 
 
-def test_a_signal_that_does_not_wake_the_loop_from_its_wait_is_seen_all_the_same(tmp_path):
-    # As one that comes just before the wait: here another thread receives it.
+def test_a_signal_that_does_not_interrupt_the_wait_is_handled(tmp_path):
+    # Like a signal that arrives just before the wait; here, another thread receives it.
     script = """
 import threading
 def is_waiting():
@@ -126,7 +126,7 @@ class Rows:
     def __getitem__(self, i):
         if threading.current_thread().name == "jstep-first-batch":
             seen = 0
-            while seen < 20:  # in a row: not the short waits before
+            while seen < 20:  # consecutive, to ignore earlier short waits
                 time.sleep(0.01)
                 seen = seen + 1 if is_waiting() else 0
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
@@ -136,7 +136,7 @@ train(100, jstep.batches(Rows(), 8), checkpoint_dir=directory)
     end(start(script, tmp_path), 143)
 
 
-def test_a_second_sigint_leaves_at_once(tmp_path):
+def test_a_second_sigint_exits_immediately(tmp_path):
     script = """
 class Stuck(jstep.Hook):
     def after_step(self, step, state, metrics):
@@ -151,18 +151,18 @@ except KeyboardInterrupt:
     say("left")
 """
     process = start(script, tmp_path)
-    until(process, "stuck")
+    read_until(process, "stuck")
     process.send_signal(signal.SIGINT)
     for _ in range(5):
-        until(process, "still")  # it has seen the signal, and goes on
+        read_until(process, "still")  # the run continues after the first signal
     process.send_signal(signal.SIGINT)
     assert end(process)[0].endswith("left\n")
     assert Saver(tmp_path).all_steps() == [3]
 
 
 @pytest.mark.parametrize("where", ["begin", "end"])
-def test_a_signal_around_the_steps(where, tmp_path):
-    """Before the first step there is nothing to save; after the last one the run is not called off."""
+def test_a_signal_before_or_after_the_steps(where, tmp_path):
+    """Before the first step nothing is saved; after the last step the run is completed."""
     script = f"""
 class Slow(jstep.Hook):
     def {where}(self, *args):
@@ -173,16 +173,16 @@ train(6, hooks=[Slow()], checkpoint_dir=directory)
 say("not reached")
 """
     process = start(script, tmp_path)
-    until(process, "here")
+    read_until(process, "here")
     process.terminate()
     if where == "end":
-        go_on(process)
+        release(process)
     out, _ = end(process, 143)
     assert out == ("over\n" if where == "end" else "")
     assert Saver(tmp_path).all_steps() == ([6] if where == "end" else [])
 
 
-def test_a_nan_is_not_saved_by_a_signal_either(tmp_path):
+def test_a_nan_is_not_saved_by_a_signal(tmp_path):
     script = """
 class Slow(jstep.Hook):
     def after_step(self, step, state, metrics):
@@ -192,7 +192,7 @@ train(100, lambda n: {"x": np.full((8, 8), np.nan if n == 3 else 1, np.float32)}
       hooks=[jstep.NanLossHook(every_n_steps=50), Slow()], checkpoint_dir=directory, save_checkpoint_steps=3)
 """
     process = start(script, tmp_path)
-    until(process, "step 5")
+    read_until(process, "step 5")
     process.terminate()
     _, err = end(process, 1)
     assert "NanLossDuringTrainingError: the loss is nan at step 4" in err
@@ -200,14 +200,14 @@ train(100, lambda n: {"x": np.full((8, 8), np.nan if n == 3 else 1, np.float32)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_state_and_all_metrics_come_out_by_a_signal(number, tmp_path):
+def test_a_signal_keeps_the_state_and_writes_all_metrics(number, tmp_path):
     script = """
 rows = []
-def tell(step, state, metrics):
+def report(step, state, metrics):
     say("step", step)
     time.sleep(0.02)
 try:
-    train(1000, hooks=[jstep.every(1, tell), jstep.MetricsHook(lambda *row: rows.append(row), every_n_steps=100)])
+    train(1000, hooks=[jstep.every(1, report), jstep.MetricsHook(lambda *row: rows.append(row), every_n_steps=100)])
 except BaseException as error:
     assert jstep.global_step(error.state) == rows[-1][0], (error.state, rows)
     assert np.isfinite(np.asarray(error.state.params["w"])).all()
@@ -216,14 +216,14 @@ except BaseException as error:
     say("left", type(error).__name__)
 """
     process = start(script, tmp_path)
-    until(process, "step 5")
+    read_until(process, "step 5")
     process.send_signal(number)
     out, _ = end(process)
     assert out.endswith("left Preempted\n" if number == signal.SIGTERM else "left KeyboardInterrupt\n")
 
 
-def test_a_sigint_that_is_ignored_stays_ignored(tmp_path):
-    """As under nohup, or in a background job of a script."""
+def test_an_ignored_sigint_stays_ignored(tmp_path):
+    """SIGINT is ignored under nohup, or in a background job of a shell script."""
     script = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 def interrupt(step, state, metrics):
@@ -236,7 +236,7 @@ say("end", state.global_step)
     assert out == "end 6\n"
 
 
-def test_a_second_sigint_while_it_saves_leaves_a_short_traceback(tmp_path):
+def test_a_second_sigint_during_a_save_has_a_short_traceback(tmp_path):
     script = """
 def interrupt(step, state, metrics):
     os.kill(os.getpid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`train` on a terminal, and where there is none."""
+"""`train` with and without a terminal."""
 
 import contextlib
 import os
@@ -11,12 +11,12 @@ from children import end, kill_all, start
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs_on():
+def end_processes():
     yield
     kill_all()
 
 
-def test_lines_where_there_is_no_terminal(tmp_path):
+def test_log_lines_without_a_terminal(tmp_path):
     script = """
 train(30, log_steps=10, progress=False)
 print("now", file=sys.stderr)
@@ -30,32 +30,32 @@ train(30, log_steps=10, progress=None)
 
 
 def on_terminal(script, directory):
-    """What a program shows on a terminal."""
-    ours, theirs = pty.openpty()
-    process = start(script, directory, stderr=theirs)
-    os.close(theirs)
+    """Run a program on a pseudo-terminal and return its output."""
+    parent_end, child_end = pty.openpty()
+    process = start(script, directory, stderr=child_end)
+    os.close(child_end)
     shown = b""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if not select.select([ours], [], [], 1)[0]:
+        if not select.select([parent_end], [], [], 1)[0]:
             continue
         data = b""
-        with contextlib.suppress(OSError):  # Linux says so where the other end is closed
-            data = os.read(ours, 4096)
+        with contextlib.suppress(OSError):  # raised on Linux when the other end is closed
+            data = os.read(parent_end, 4096)
         if not data:
             break
         shown += data
-    os.close(ours)
+    os.close(parent_end)
     assert process.wait(timeout=60) == 0, shown[-3000:].decode()
     return shown.decode()
 
 
-def test_one_line_on_a_terminal(tmp_path):
+def test_a_progress_bar_on_a_terminal(tmp_path):
     pytest.importorskip("tqdm")
     shown = on_terminal("train(30, log_steps=10, progress=False)", tmp_path)
     assert shown == ""
     shown = on_terminal("train(30, log_steps=10, progress=None)", tmp_path)
-    assert "30/30" in shown  # though the terminal does not say how wide it is
+    assert "30/30" in shown  # although the width of the terminal is unknown
     assert "loss 0." in shown
     assert "step/s" in shown
     assert shown.count("\n") == 1

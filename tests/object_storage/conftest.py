@@ -1,4 +1,4 @@
-"""The stores of these tests, each on loopback; nothing reaches any other host."""
+"""Fixtures: fake object stores on loopback, so that no test contacts another host."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ def _open(kind, monkeypatch):
 
 @pytest.fixture
 def gcs(monkeypatch):
-    """A GCS with the bucket bkt; pages of 3, so that every list has several."""
+    """A fake GCS with the bucket bkt; a page of a list holds 3 keys, so that most lists have several pages."""
     store = _open(FakeGCS, monkeypatch)
     store.page = 3
     yield store
@@ -33,7 +33,7 @@ def gcs(monkeypatch):
 
 @pytest.fixture
 def s3(monkeypatch):
-    """An S3 with the bucket bkt."""
+    """A fake S3 with the bucket bkt."""
     store = _open(FakeS3, monkeypatch)
     store.page = 3
     yield store
@@ -42,7 +42,7 @@ def s3(monkeypatch):
 
 @pytest.fixture(params=["gs", "s3"])
 def store(request, monkeypatch):
-    """Either; `store.run` is a URL in it."""
+    """Each of the two stores in turn; `store.run` is a URL in it."""
     store = _open({"gs": FakeGCS, "s3": FakeS3}[request.param], monkeypatch)
     store.page, store.run = 3, f"{request.param}://bkt/run"
     yield store

@@ -1,6 +1,6 @@
-"""A GCS for tests: what tensorstore's driver uses of the JSON API, with generations and preconditions.
+"""A fake GCS: the subset of the JSON API that tensorstore's driver uses, with generations and preconditions.
 
-The emulators that pip brings ignore preconditions. This one was compared with Google's own storage-testbench, which is
+The emulators on PyPI ignore preconditions. This one was compared with Google's storage-testbench, which is
 not on PyPI.
 """
 
@@ -11,7 +11,7 @@ from http_store import HttpStore
 
 
 class FakeGCS(HttpStore):
-    """Google's JSON API; `token` is the one that it takes, None for any."""
+    """Google's JSON API; `token` is the only accepted token, or None to accept any."""
 
     def __init__(self, buckets=("bkt",), page=1000, token=None):
         self.token = token
@@ -20,7 +20,7 @@ class FakeGCS(HttpStore):
     def environment(self):
         return {"TENSORSTORE_GCS_HTTP_URL": self.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "testing"}
 
-    def answer(self, method, path, query, headers, body):
+    def respond(self, method, path, query, headers, body):
         if self.token is not None and headers.get("Authorization") != f"Bearer {self.token}":
             return self.failure(401)
         match = re.fullmatch(r"(?:/upload)?/storage/v1/b/([^/]+)/o(?:/(.+))?", path, re.DOTALL)
@@ -31,20 +31,20 @@ class FakeGCS(HttpStore):
             return self.failure(404)
         if key is None:
             return self.list(self.objects[bucket], query)
-        there = self.objects[bucket].get(key)
-        if method == "GET" and there is not None and query.get("ifGenerationNotMatch") == str(there[0]):
+        current = self.objects[bucket].get(key)
+        if method == "GET" and current is not None and query.get("ifGenerationNotMatch") == str(current[0]):
             return 304, b"", {}
-        if method != "POST" and there is None:
+        if method != "POST" and current is None:
             return self.failure(404)
-        if "ifGenerationMatch" in query and int(query["ifGenerationMatch"]) != (there or (0,))[0]:
+        if "ifGenerationMatch" in query and int(query["ifGenerationMatch"]) != (current or (0,))[0]:
             return self.failure(412)
         if method == "POST":
-            answer = {"name": key, "generation": str(self.put(bucket, key, body)), "size": str(len(body))}
-            return 200, json.dumps(answer | {"updated": "2026-01-01T00:00:00Z"}).encode(), {}
+            payload = {"name": key, "generation": str(self.put(bucket, key, body)), "size": str(len(body))}
+            return 200, json.dumps(payload | {"updated": "2026-01-01T00:00:00Z"}).encode(), {}
         if method == "DELETE":
             del self.objects[bucket][key]
             return 204, b"", {}
-        return self.part(there[1], headers, {"x-goog-generation": there[0]})
+        return self.part(current[1], headers, {"x-goog-generation": current[0]})
 
     def list(self, objects, query):
         first = max(query.get("startOffset", ""), bytes.fromhex(query.get("pageToken", "")).decode())
@@ -54,7 +54,7 @@ class FakeGCS(HttpStore):
             {"name": name, "generation": str(objects[name][0]), "size": str(len(objects[name][1]))}
             for name in names[: self.page]
         ]
-        answer = {"kind": "storage#objects", "items": items}
+        payload = {"kind": "storage#objects", "items": items}
         if len(names) > self.page:
-            answer["nextPageToken"] = names[self.page].encode().hex()  # the driver does not quote it
-        return 200, json.dumps(answer).encode(), {}
+            payload["nextPageToken"] = names[self.page].encode().hex()  # the driver does not quote it
+        return 200, json.dumps(payload).encode(), {}

@@ -1,6 +1,6 @@
-"""An S3 for tests of faults: what tensorstore's driver uses, with ETags and conditional writes. No signatures.
+"""A fake S3 for fault injection: what tensorstore's driver uses, with ETags and conditional writes, unsigned.
 
-moto, which knows far more of S3, is what the tests compare it with; it cannot be told to fail.
+moto implements much more of S3, and other tests use it as a reference, but it cannot inject failures.
 """
 
 import hashlib
@@ -12,10 +12,10 @@ _CODES = {403: "AccessDenied", 404: "NoSuchBucket", 503: "SlowDown", 500: "Inter
 
 
 class FakeS3(HttpStore):
-    """Path-style addresses."""
+    """An S3 with path-style addresses."""
 
     code = None
-    """The code in the body of injected failures, where another one than usual."""
+    """The error code in the body of injected failures; None for the usual one of the status."""
 
     def environment(self):
         return {
@@ -31,18 +31,18 @@ class FakeS3(HttpStore):
         body = f"<Error><Code>{code}</Code><Message>of AKIATESTTESTTEST, very-secret-very-secret</Message></Error>"
         return status, body.encode(), {}
 
-    def answer(self, method, path, query, headers, body):
+    def respond(self, method, path, query, headers, body):
         _, bucket, *rest = path.split("/", 2)
         key = rest[0] if rest else ""
         if bucket not in self.objects:
             return self.failure(404)
         if not key:
             return self.list(bucket, query)
-        there = self.objects[bucket].get(key)
-        tag = there and f'"{hashlib.md5(there[1]).hexdigest()}"'
-        if headers.get("If-None-Match") in ("*", tag) and there is not None:
+        current = self.objects[bucket].get(key)
+        tag = current and f'"{hashlib.md5(current[1]).hexdigest()}"'
+        if headers.get("If-None-Match") in ("*", tag) and current is not None:
             return (412, b"", {}) if method in ("PUT", "DELETE") else (304, b"", {})
-        if there is None and (method in ("GET", "HEAD") or "If-Match" in headers):
+        if current is None and (method in ("GET", "HEAD") or "If-Match" in headers):
             return 404, b"<Error><Code>NoSuchKey</Code></Error>", {}
         if "If-Match" in headers and headers["If-Match"] != tag:
             return 412, b"", {}
@@ -52,7 +52,7 @@ class FakeS3(HttpStore):
         if method == "DELETE":
             self.objects[bucket].pop(key, None)
             return 204, b"", {}
-        return self.part(there[1], headers, {"ETag": tag})
+        return self.part(current[1], headers, {"ETag": tag})
 
     def list(self, bucket, query):
         first = max(query.get("start-after", ""), query.get("continuation-token", ""))

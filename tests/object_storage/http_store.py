@@ -1,4 +1,4 @@
-"""What the fake stores share: a server on loopback that counts requests, pages its lists, and fails on demand."""
+"""Base of the fake stores: a server on loopback that records requests, pages lists, and injects failures."""
 
 import http.server
 import json
@@ -8,14 +8,15 @@ import urllib.parse
 
 
 class HttpStore:
-    """Buckets in memory.
+    """An HTTP server of buckets in memory.
 
     Attributes:
         objects: Bucket → key → (generation, bytes).
-        page: How many keys one answer to a list holds.
-        seen: "GET /path query" of every request.
-        fail: (method, path, status, times), regular expressions both: the first that fits is the answer, so many
-            times. Status 0: done, and the answer is lost; -1: none ever comes; None: served, though a later one fits.
+        page: The number of keys per page of a list.
+        seen: All requests so far, as "GET /path query".
+        fail: Faults (method, path, status, times), in which method and path are regular expressions. The first one
+            that matches determines the response, this many times. Status 0: the request is executed and its response
+            lost; -1: there is no response; None: the request is served, even if a later fault matches.
         watch: Called with the number of each request before it is served.
     """
 
@@ -55,14 +56,14 @@ class HttpStore:
                     self.close_connection = True
                     return
                 if status:
-                    answer = store.failure(status)
+                    response = store.failure(status)
                 else:
                     with store.lock:
-                        answer = store.answer(self.command, path, query, self.headers, body)
+                        response = store.respond(self.command, path, query, self.headers, body)
                     if status == 0:
                         self.close_connection = True
                         return
-                self.send(*answer)
+                self.send(*response)
 
             do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve  # noqa: N815
 
@@ -110,14 +111,14 @@ class HttpStore:
         return self.objects[bucket][key][1]
 
     def part(self, data, headers, head):
-        """A whole object, or the range that was asked for."""
-        found = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
-        if not found:
+        """Return an object, or the requested range of it."""
+        match = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
+        if not match:
             return 200, data, head
-        if found[1]:
-            first, last = int(found[1]), min(int(found[2] or len(data) - 1), len(data) - 1)
+        if match[1]:
+            first, last = int(match[1]), min(int(match[2] or len(data) - 1), len(data) - 1)
         else:
-            first, last = max(0, len(data) - int(found[2])), len(data) - 1
+            first, last = max(0, len(data) - int(match[2])), len(data) - 1
         if first >= len(data):
             return 416, b"", {}
         return 206, data[first : last + 1], head | {"Content-Range": f"bytes {first}-{last}/{len(data)}"}

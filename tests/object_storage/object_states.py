@@ -1,4 +1,4 @@
-"""States to save, and what it means that one came back."""
+"""States to save, and their comparison."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The command line takes URLs."""
+"""The command line accepts URLs."""
 
 import json
 
@@ -17,10 +17,10 @@ data = np.arange(24, dtype=np.float32).reshape(8, 3)
 
 def run(url, seed=0):
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
-    places = {"checkpoint_dir": url, "logdir": f"{url}/logs", "save_checkpoint_steps": 5, "progress": False}
+    locations = {"checkpoint_dir": url, "logdir": f"{url}/logs", "save_checkpoint_steps": 5, "progress": False}
     hooks = [jstep.FingerprintHook(every_n_steps=1)]
     batches = jstep.batches(data, 2, seed=seed)
-    jstep.train(train_step, state, batches, 10, hooks=hooks, save_summaries_steps=2, **places)
+    jstep.train(train_step, state, batches, 10, hooks=hooks, save_summaries_steps=2, **locations)
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def runs(store, monkeypatch):
 def test_inspect(runs, capsys):
     store, url, _ = runs
     assert main(["inspect", f"{url}/model-10", "--json", "--verify"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["step"] == 10
+    output = json.loads(capsys.readouterr().out)
+    assert output["step"] == 10
     assert main(["inspect", url + "/"]) == 0
     out = capsys.readouterr().out
     assert "model-5" in out
@@ -73,7 +73,7 @@ def test_events_and_plot(runs, capsys, tmp_path):
     assert picture.stat().st_size > 1000
 
 
-def test_a_token_that_has_expired_is_trouble(runs, capsys):
+def test_an_expired_token_is_an_error(runs, capsys):
     store, url, _ = runs
     for command in (["inspect", url], ["inspect", f"{url}/model-10"], ["diff", url, url], ["events", f"{url}/logs"]):
         store.fail = [("", "", 401, 10**6)]

@@ -1,4 +1,4 @@
-"""Event files in object stores: objects that grow, in segments, and readers of them."""
+"""Event files in object stores: growing objects, their segments, and readers."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from jstep.summary.read.series import read_scalars
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def fast_retries(monkeypatch):
     monkeypatch.setattr(objects, "RETRIES", {"max_retries": 2, "initial_delay": "1ms", "max_delay": "2ms"})
 
 
@@ -23,14 +23,14 @@ def uploads(store):
     return [line for line in store.seen if line.startswith(("PUT", "POST")) and "tfevents" in line]
 
 
-def test_points_come_back(store):
+def test_points_are_read_as_written(store):
     logdir = f"{store.run}/logs"
     with SummaryWriter(logdir + "/") as writer:
         assert writer.logdir == logdir
         assert writer.path.startswith(f"{logdir}/events.out.tfevents.")
         for step in range(50):
             writer.add_summary(scalar("loss", step / 2), step)
-    assert len(uploads(store)) == 2, "the first when it is opened, the last at close"
+    assert len(uploads(store)) == 2, "one upload when the file is opened, one at close"
     assert points(logdir) == {step: step / 2 for step in range(50)}
     assert [event.step for event in summary_iterator(writer.path)][1:] == list(range(50))
     assert find_runs(store.run) == [logdir]
@@ -41,16 +41,16 @@ def test_points_come_back(store):
         summary_iterator(logdir + "/none")
 
 
-def test_a_flush_uploads(store):
+def test_flush_uploads_new_points(store):
     with SummaryWriter(store.run) as writer:
         writer.add_summary(scalar("loss", 1.0), 1)
         writer.flush()
         assert points(writer.path) == {1: 1.0}
         writer.flush()
-        assert len(uploads(store)) == 2, "nothing new"
+        assert len(uploads(store)) == 2, "a flush without new points does not upload"
 
 
-def test_uploads_are_seconds_apart(store, monkeypatch):
+def test_uploads_are_rate_limited(store, monkeypatch):
     monkeypatch.setattr(growing, "PERIOD", 0.2)
     with SummaryWriter(store.run, max_queue=1, flush_secs=0.01) as writer:
         before = len(uploads(store))
@@ -61,20 +61,20 @@ def test_uploads_are_seconds_apart(store, monkeypatch):
     assert len(points(writer.path)) == 100
 
 
-def test_it_is_uploaded_in_time(store, monkeypatch):
+def test_points_are_uploaded_periodically(store, monkeypatch):
     monkeypatch.setattr(growing, "PERIOD", 0.05)
     with SummaryWriter(store.run, flush_secs=0.01) as writer:
         writer.add_summary(scalar("loss", 1.0), 1)
-        seen = stores.Objects(store.run)
+        directory = stores.Objects(store.run)
         for _ in range(200):
             if points(writer.path):
                 break
             writer._worker._thread.join(0.05)
         assert points(writer.path) == {1: 1.0}
-        assert seen.list("events")
+        assert directory.list("events")
 
 
-def test_past_a_megabyte_comes_the_next(store, monkeypatch):
+def test_a_full_segment_starts_another_file(store, monkeypatch):
     monkeypatch.setattr(growing, "SEGMENT", 2000)
     with SummaryWriter(store.run) as writer:
         for step in range(200):
@@ -102,7 +102,7 @@ def test_a_failed_upload_loses_nothing(store, caplog):
     assert points(writer.path) == {1: 1.0, 2: 2.0}
 
 
-def test_close_raises_where_it_stays_so(store):
+def test_close_raises_if_the_upload_still_fails(store):
     writer = SummaryWriter(store.run)
     writer.add_summary(scalar("loss", 1.0), 1)
     store.fail = [("PUT|POST", "", 403, 99)]
@@ -111,7 +111,7 @@ def test_close_raises_where_it_stays_so(store):
     writer.close()
 
 
-def test_what_cannot_be_written_is_said_at_once(store):
+def test_an_unwritable_location_is_refused_at_creation(store):
     store.fail = [("PUT|POST", "", 403, 99)]
     with pytest.raises(PermissionError, match="cannot write"):
         SummaryWriter(store.run)
@@ -122,7 +122,7 @@ def test_what_cannot_be_written_is_said_at_once(store):
         SummaryWriter("az://bkt/run")
 
 
-def test_a_later_writer_sorts_later(store):
+def test_files_of_later_writers_sort_later(store):
     paths = []
     for step in range(3):
         with SummaryWriter(store.run) as writer:
@@ -133,7 +133,7 @@ def test_a_later_writer_sorts_later(store):
     assert points(store.run) == {0: 0.0, 1: 1.0, 2: 2.0}
 
 
-def test_the_command_line_reads_them(store, capsys):
+def test_the_command_line_reads_event_objects(store, capsys):
     with SummaryWriter(store.run) as writer:
         writer.add_summary(scalar("loss", 0.5), 3)
     from jstep.cli import main
@@ -144,14 +144,14 @@ def test_the_command_line_reads_them(store, capsys):
     assert jstep.latest_checkpoint(store.run) is None
 
 
-def test_graphs_are_written_to_them_and_the_command_line_draws_them(store, tmp_path, capsys):
+def test_graphs_and_plots_of_objects(store, tmp_path, capsys):
     from jstep.cli import main
     from jstep.summary import write_graph
 
     path = write_graph(lambda: 1.0, store.run, "sub/graph.pbtxt")
     assert path == f"{store.run}/sub/graph.pbtxt"
-    above, name = stores.split(path)
-    assert b"node" in stores.Objects(above).read(name).data
+    parent, name = stores.split(path)
+    assert b"node" in stores.Objects(parent).read(name).data
     for run in ("a", "b"):
         with SummaryWriter(f"{store.run}/{run}") as writer:
             writer.add_summary(scalar("loss", 0.5), 3)

@@ -1,4 +1,4 @@
-"""One writer of a prefix below a URL, whatever became of the one before."""
+"""Claims in object stores: one writer of a prefix below a URL, until it is closed or stops renewing its claim."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from jstep.stores import Directory, objects
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def fast_retries(monkeypatch):
     monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
 
 
@@ -30,13 +30,13 @@ def test_a_second_writer_is_refused(store):
         third.save(state_at(2))
 
 
-def test_a_saver_that_nobody_holds_is_no_obstacle(store):
+def test_an_unreferenced_saver_releases_its_claim(store):
     jstep.Saver(store.run).save(state_at(1))
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(2))
 
 
-def forge(store, monkeypatch, beat):
+def claim_of_another_host(store, monkeypatch, beat):
     monkeypatch.setattr(object_claim, "SILENT", 0.2)
     text = b'{"host": "elsewhere", "pid": 12, "id": "x", "beat": %d}'
     store.put("bkt", "run/~claims/model", text % 0)
@@ -52,19 +52,19 @@ def forge(store, monkeypatch, beat):
         store.watch = renew
 
 
-def test_a_claim_of_another_host_that_is_renewed_holds(store, monkeypatch):
-    forge(store, monkeypatch, beat=True)
+def test_a_renewed_claim_of_another_host_holds(store, monkeypatch):
+    claim_of_another_host(store, monkeypatch, beat=True)
     with pytest.raises(jstep.CheckpointError, match="process 12 on elsewhere"):
         jstep.Saver(store.run).claim()
 
 
-def test_a_claim_of_another_host_that_is_silent_does_not(store, monkeypatch):
-    forge(store, monkeypatch, beat=False)
+def test_a_stale_claim_of_another_host_expires(store, monkeypatch):
+    claim_of_another_host(store, monkeypatch, beat=False)
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(1))
 
 
-def test_who_lost_the_claim_commits_nothing(store):
+def test_a_writer_that_lost_its_claim_does_not_commit(store):
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(1))
         saver.wait()
@@ -77,7 +77,7 @@ def test_who_lost_the_claim_commits_nothing(store):
     assert store.data("run/~claims/model").startswith(b'{"host": "elsewhere"')
 
 
-def test_a_claim_is_renewed(store, monkeypatch):
+def test_claims_are_renewed_periodically(store, monkeypatch):
     monkeypatch.setattr(object_claim, "BEAT", 0.01)
     with jstep.Saver(store.run) as saver:
         saver.claim()
@@ -90,27 +90,27 @@ def test_a_claim_is_renewed(store, monkeypatch):
         saver.save(state_at(1))
 
 
-def test_two_writers_of_one_step(store):
-    """Where both got past the claim, the manifest's condition holds one of them back."""
+def test_a_conditional_write_prevents_two_commits(store):
+    """If two writers hold the claim, the condition on the manifest lets only one of them commit."""
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(1))
         saver.wait()
-        theirs = store.data("run/model-1/manifest.json").replace(b'"step": 1', b'"step": 1 ')
+        other_manifest = store.data("run/model-1/manifest.json").replace(b'"step": 1', b'"step": 1 ')
 
         def commit(number):
             if "pack.0.0" in store.seen[-1]:
                 with store.lock:
-                    store.put("bkt", "run/model-1/manifest.json", theirs)
+                    store.put("bkt", "run/model-1/manifest.json", other_manifest)
 
         store.watch = commit
         saver.save(state_at(1, 5))
         with pytest.raises(jstep.CheckpointError, match="another writer"):
             saver.wait()
-        assert store.data("run/model-1/manifest.json") == theirs
+        assert store.data("run/model-1/manifest.json") == other_manifest
 
 
-def test_who_lost_the_claim_while_it_committed_takes_it_back(store):
-    """A process that was suspended between its two requests: another one may have cleared its data meanwhile."""
+def test_a_claim_lost_during_the_commit_reverts_it(store):
+    """The process may have been suspended between two requests, while another one deleted its data."""
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(1))
         saver.wait()
@@ -128,9 +128,9 @@ def test_who_lost_the_claim_while_it_committed_takes_it_back(store):
         assert saver.all_steps() == [1]
 
 
-@pytest.mark.parametrize("beats", ["stopped", "go on", "not permitted"])
-def test_the_others_wait_for_the_first_as_long_as_it_lives(gcs, monkeypatch, beats):
-    """Where its network is down it cannot say how the save ended; without the right to replace it renews nothing."""
+@pytest.mark.parametrize("beats", ["stopped", "continue", "not permitted"])
+def test_other_processes_wait_while_the_first_is_alive(gcs, monkeypatch, beats):
+    """Without a network it cannot report the outcome; without permission to replace it cannot renew the claim."""
     for name, seconds in {"BEAT": 0.02, "_SILENT": 0.1, "_OTHERS": 1e9}.items():
         monkeypatch.setattr(object_save, name, seconds)
     gcs.put("bkt", "run/~claims/model", b'{"beat": %d}' % (beats != "not permitted"))
@@ -139,7 +139,7 @@ def test_the_others_wait_for_the_first_as_long_as_it_lives(gcs, monkeypatch, bea
     def watch(number):
         reads.append("~claims" in gcs.seen[-1])
         with gcs.lock:
-            if beats == "go on":
+            if beats == "continue":
                 gcs.put("bkt", "run/~claims/model", b'{"beat": %d}' % number)
             if beats != "stopped" and sum(reads) == 4:
                 gcs.put("bkt", "run/model-1/data.1-a/outcome.json", b'{"failed": ""}')
@@ -176,7 +176,7 @@ def test_a_claim_ends_with_its_process(gcs, s3):
             with pytest.raises(jstep.CheckpointError, match=f"by process {child.pid} on "):
                 saver.save(state_at(1))
         child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie, which is as dead
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is still a zombie, which counts as dead
         assert owner.started(child.pid) is None
         for saver in savers:
             with saver:

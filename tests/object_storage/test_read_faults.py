@@ -1,4 +1,4 @@
-"""Reading while requests fail, at each of them: the right numbers or an error that says why, and odd names."""
+"""Reads with a fault at each request return the expected values or raise; unusual prefixes and kinds of leaves."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jstep.stores import objects
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def fast_retries(monkeypatch):
     monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
 
 
@@ -23,7 +23,7 @@ def state_at(step):
 
 
 def read(url):
-    """Everything that reads, with what it has to give."""
+    """Return the results of all read operations."""
     reader = jstep.Saver(url)
     back = reader.restore(state_at(0))
     return (
@@ -44,28 +44,28 @@ def test_a_fault_at_each_request(store, status, lasts):
         for step in (1, 2):
             saver.save(state_at(step), extra=step)
     before = len(store.seen)
-    right = read(store.run)
-    assert right[1:5] == (2, [1, 2], 2, 2)
+    expected = read(store.run)
+    assert expected[1:5] == (2, [1, 2], 2, 2)
     count = len(store.seen) - before
     wrong = []
     for n in range(count):
         store.fail = [("", "", None, n), ("", "", status, 10**6 if lasts else 1)]
         try:
-            found = read(store.run)
+            result = read(store.run)
         except (OSError, jstep.CheckpointError) as error:
             assert "bkt" in str(error)  # noqa: PT017
             assert "secret" not in str(error)  # noqa: PT017
             assert lasts or status in (403, 401, 404)
         else:
-            wrong += [n] if found != right else []
+            wrong += [n] if result != expected else []
     store.fail = []
-    # What is told that there is no such object believes it, but for lists.
+    # A single 404 is taken as a missing object, except for lists.
     assert status == 404 or not wrong
 
 
 @pytest.mark.parametrize("prefix", ["my model%25", "a+b&c=d;?#", "модель", "~~", "model-1"])
-def test_odd_prefixes(store, prefix):
-    """Prefixes that sort after the mark have one of their own."""
+def test_unusual_prefixes(store, prefix):
+    """A prefix that sorts after the marker object has a marker of its own."""
     store.page = 1000
     with jstep.Saver(store.run, prefix=prefix, max_to_keep=2) as saver:
         for step in (1, 2, 3):
@@ -80,7 +80,7 @@ def test_odd_prefixes(store, prefix):
     assert jstep.Saver(store.run, prefix=prefix).all_steps() == [2, 3]
 
 
-def test_a_whole_bucket(store):
+def test_a_bucket_as_directory(store):
     url = store.run.removesuffix("/run")
     with jstep.Saver(url) as saver:
         assert saver.save(state_at(1)) == f"{url}/model-1"
@@ -90,7 +90,7 @@ def test_a_whole_bucket(store):
     assert jstep.Saver(url).all_steps() == [1]
 
 
-def test_kinds_of_leaves_on_meshes(store):
+def test_dtypes_on_a_mesh(store):
     sharding = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
     kinds = ["bfloat16", "float8_e4m3fn", "int4", "uint4", "bool", "int8", "complex64", "float16"]
     params = {kind: jax.device_put(np.arange(16).astype(jnp.dtype(kind)), sharding) for kind in kinds}

@@ -1,4 +1,4 @@
-"""A save that fails, or whose process dies, at each of its requests: what readers see, and what the next save does."""
+"""Saves with a fault or SIGKILL at each request: readers see complete checkpoints, and the next save succeeds."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ from jstep.summary.read.series import read_scalars
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def fast_retries(monkeypatch):
     monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
 
 
@@ -28,8 +28,8 @@ def state_at(step):
     return state.replace(global_step=jnp.int32(step))
 
 
-def whole(run):
-    """The steps a reader finds, each of which it can restore."""
+def restorable_steps(run):
+    """Return the steps that a reader lists, after restoring each of them."""
     reader = jstep.Saver(run)
     steps = reader.all_steps()
     for step in steps:
@@ -37,8 +37,8 @@ def whole(run):
     return steps
 
 
-def strangers(store, steps):
-    """Data that no checkpoint consists of."""
+def orphaned_keys(store, steps):
+    """Return the keys of data that do not belong to a checkpoint."""
     return [key for key in store.keys("run/model-") if int(key.split("-")[1].split("/")[0]) not in steps]
 
 
@@ -49,16 +49,16 @@ def save(run, *steps):
             saver.wait()
 
 
-def failed(ask):
+def error_of(call):
     try:
-        ask()
+        call()
     except (jstep.CheckpointError, OSError) as error:
         return str(error)
     return "bkt: nothing"
 
 
 def requests_of_a_save(store):
-    """How many requests the third save of a run takes, with all that is deleted; and the bucket before it."""
+    """Return the number of requests of the third save of a run, including its deletions, and the bucket before it."""
     save(store.run, 1, 2)
     before, bucket = len(store.seen), dict(store.objects["bkt"])
     save(store.run, 3)
@@ -66,8 +66,8 @@ def requests_of_a_save(store):
 
 
 @pytest.mark.parametrize("status", [503, 403, 401, 404, -2, 0])
-def test_a_fault_at_each_request_and_all_after_it(store, status):
-    """Of status 0 each is done and its answer lost; -2 is one such answer, and then silence."""
+def test_persistent_fault_from_each_request_on(store, status):
+    """With status 0 requests are executed and all responses lost; with -2 one response is lost, then 503 follow."""
     store.page = 1000
     count, bucket = requests_of_a_save(store)
     assert 12 <= count <= 25
@@ -76,20 +76,20 @@ def test_a_fault_at_each_request_and_all_after_it(store, status):
         after = max(status, 0) if status != -2 else 503
         first = [("", "", None, n), ("", "", 0, 1)] if status == -2 else [("", "", None, n)]
         store.fail = [*first, ("", "", after, 10**6)]
-        said = failed(lambda: save(store.run, 3))
-        assert "bkt" in said
-        assert "secret" not in said
+        message = error_of(lambda: save(store.run, 3))
+        assert "bkt" in message
+        assert "secret" not in message
         store.fail = []
-        steps = whole(store.run)
+        steps = restorable_steps(store.run)
         assert steps in ([1, 2], [1, 2, 3], [2, 3], [1, 3]), (n, steps)
         save(store.run, 4)
-        steps = whole(store.run)
+        steps = restorable_steps(store.run)
         assert steps[-1] == 4
-        assert strangers(store, steps) == [], n
+        assert orphaned_keys(store, steps) == [], n
 
 
 @pytest.mark.parametrize("status", [503, 429, 0])
-def test_one_fault_at_each_request_is_survived(store, status):
+def test_a_single_fault_at_each_request_is_retried(store, status):
     store.page = 1000
     count, bucket = requests_of_a_save(store)
     for n in range(count):
@@ -97,7 +97,7 @@ def test_one_fault_at_each_request_is_survived(store, status):
         store.fail = [("", "", None, n), ("", "", status, 1)]
         save(store.run, 3)
         store.fail = []
-        assert whole(store.run) == [2, 3]
+        assert restorable_steps(store.run) == [2, 3]
         assert store.keys("run/~") == ["run/~jstep"]
 
 
@@ -105,7 +105,7 @@ CHILD = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import numpy as np, tensorstore, jstep
-jstep.Saver  # loaded before the forks, each of which starts at once
+jstep.Saver  # loaded before forking, so that each child starts at once
 for line in sys.stdin:
     pid = os.fork()
     if pid == 0:
@@ -118,28 +118,28 @@ for line in sys.stdin:
 """
 
 
-def test_a_process_that_is_killed_at_each_request_of_a_save(gcs):
-    """What it has asked for last is done all the same."""
+def test_sigkill_at_each_request_of_a_save(gcs):
+    """The server still executes the last request of the killed process."""
     gcs.page, gcs.run = 1000, "gs://bkt/run"
     count, bucket = requests_of_a_save(gcs)
     code = [sys.executable, "-W", "ignore", "-c", CHILD]
     parent = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    seen = set()
+    outcomes = set()
     try:
         for n in range(1, count + 1):
             gcs.objects["bkt"] = dict(bucket)
             assert killed_at(gcs, len(gcs.seen) + n, parent) == -signal.SIGKILL
-            steps = whole(gcs.run)
+            steps = restorable_steps(gcs.run)
             assert steps in ([1, 2], [1, 2, 3], [2, 3]), (n, steps)
-            seen.add(tuple(steps))
-            save(gcs.run, 4)  # the claim of the dead one is no obstacle
-            steps = whole(gcs.run)
+            outcomes.add(tuple(steps))
+            save(gcs.run, 4)  # the killed process no longer holds the claim
+            steps = restorable_steps(gcs.run)
             assert steps[-1] == 4
-            assert strangers(gcs, steps) == [], n
+            assert orphaned_keys(gcs, steps) == [], n
     finally:
         parent.communicate("", timeout=60)
     assert parent.returncode == 0
-    assert len(seen) == 3
+    assert len(outcomes) == 3
 
 
 def killed_at(store, nth, parent):
@@ -159,10 +159,10 @@ def killed_at(store, nth, parent):
     return code
 
 
-# Damage.
+# Corruption.
 
 
-def test_a_flipped_byte_of_any_object_is_found(store):
+def test_corruption_of_any_object_is_detected(store):
     with jstep.Saver(store.run) as saver:
         for step in (1, 2):
             saver.save(state_at(step))
@@ -170,30 +170,30 @@ def test_a_flipped_byte_of_any_object_is_found(store):
         generation, data = store.objects["bkt"][key]
         for at in (0, len(data) // 2, len(data) - 1):
             flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-            for damaged in (flipped, data[:at]):
-                store.objects["bkt"][key] = generation, damaged
+            for corrupted in (flipped, data[:at]):
+                store.objects["bkt"][key] = generation, corrupted
                 with pytest.raises(jstep.CheckpointError, match=r"model-2/.*intact checkpoint is step 1"):
                     jstep.Saver(store.run).restore(state_at(0))
         del store.objects["bkt"][key]
         with pytest.raises((jstep.CheckpointError, FileNotFoundError)):
             jstep.Saver(store.run).restore(state_at(0), step=2)
         store.objects["bkt"][key] = generation, data
-    assert whole(store.run) == [1, 2]
+    assert restorable_steps(store.run) == [1, 2]
 
 
-def test_a_copied_run_is_read_and_gone_on_with(store):
+def test_a_copied_run_can_be_read_and_resumed(store):
     save(store.run, 1, 2)
     with store.lock:
         for key in store.keys("run/model-"):
             store.put("bkt", "copy" + key.removeprefix("run"), store.data(key))
     copy = store.run.removesuffix("run") + "copy"
-    assert whole(copy) == [1, 2]
+    assert restorable_steps(copy) == [1, 2]
     assert jstep.latest_checkpoint(copy) == f"{copy}/model-2"
     save(copy, 3)
-    assert whole(copy) == [2, 3]
+    assert restorable_steps(copy) == [2, 3]
 
 
-# What a run is told.
+# Errors and resumption of a training run.
 
 
 def run(url, **options):
@@ -204,42 +204,45 @@ def run(url, **options):
     return jstep.train(train_step, state, batches, progress=False, **{"last_step": 20, "checkpoint_dir": url} | options)
 
 
-def test_a_run_whose_token_has_expired_does_not_start_again(store):
+def test_expired_credentials_do_not_restart_from_scratch(store):
     run(store.run, save_checkpoint_steps=10)
     for status in (401, 403):
         store.fail = [("", "", status, 10**6)]
         with pytest.raises(PermissionError):
             run(store.run, last_step=30)
-        store.fail = [("GET", "(/o|/bkt/?)$", status, 10**6)]  # the list alone
+        store.fail = [("GET", "(/o|/bkt/?)$", status, 10**6)]  # only lists
         with pytest.raises(PermissionError):
             run(store.run, last_step=30)
-        store.fail = [("POST|PUT", "", status, 10**6)]  # writing alone
+        store.fail = [("POST|PUT", "", status, 10**6)]  # only writes
         with pytest.raises(PermissionError):
             run(store.run, last_step=30)
     store.fail = []
     assert int(run(store.run, last_step=30).global_step) == 30
 
 
-def test_no_bucket_is_said_before_the_first_step(store):
-    made = []
+def test_a_missing_bucket_fails_before_the_first_step(store):
+    steps_run = []
     with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
-        run(store.run.replace("bkt", "nope"), hooks=[jstep.every(1, lambda step, state, metrics: made.append(step))])
-    assert not made
+        run(
+            store.run.replace("bkt", "nope"),
+            hooks=[jstep.every(1, lambda step, state, metrics: steps_run.append(step))],
+        )
+    assert not steps_run
 
 
-def test_k_and_k_are_2k(store):
-    whole_run = run(None, last_step=20)
+def test_resume_is_bitwise_on_objects(store):
+    uninterrupted = run(None, last_step=20)
     run(store.run, last_step=7, logdir=f"{store.run}/logs", save_checkpoint_steps=3, save_summaries_steps=1)
-    again = run(store.run, last_step=20, logdir=f"{store.run}/logs", save_summaries_steps=1)
-    assert jnp.array_equal(again.params["w"], whole_run.params["w"])
+    resumed = run(store.run, last_step=20, logdir=f"{store.run}/logs", save_summaries_steps=1)
+    assert jnp.array_equal(resumed.params["w"], uninterrupted.params["w"])
 
     assert [point.step for point in read_scalars(f"{store.run}/logs")["loss"]] == list(range(1, 21))
     assert not os.path.exists("gs:")
     assert not os.path.exists("s3:")
-    assert jax.tree.leaves(again)
+    assert jax.tree.leaves(resumed)
 
 
-def test_what_is_under_way_is_finished_when_the_interpreter_ends(gcs, s3):
+def test_interpreter_exit_finishes_saves_and_uploads(gcs, s3):
     code = """
 import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
 import numpy as np, jstep
@@ -251,5 +254,5 @@ for saver in savers:
     saver.save({"global_step": np.int32(9), "params": {"w": np.full((4, 3), 9, np.float32)}})
 """
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
-    assert whole("gs://bkt/run") == whole("s3://bkt/run") == [9]
+    assert restorable_steps("gs://bkt/run") == restorable_steps("s3://bkt/run") == [9]
     assert [(point.step, point.value) for point in read_scalars("gs://bkt/logs")["loss"]] == [(1, 1.0)]

@@ -1,4 +1,4 @@
-"""A Saver below a URL: what it saves comes back, what is old goes, and who is second is refused."""
+"""`Saver` in object stores: round trips, shardings, retention, cleanup, and numbers of requests."""
 
 import logging
 import threading
@@ -17,7 +17,7 @@ from jstep.stores import objects
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def fast_retries(monkeypatch):
     monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
 
 
@@ -38,10 +38,10 @@ def test_round_trip(store):
     assert reader.latest_step() == 7
     assert reader.restore()["params"]["w"].tolist() == np.full((4, 3), 7.0).tolist()
     assert names(store) == ["model-7/data", "model-7/manifest.json"]
-    assert store.keys("run/~") == ["run/~jstep"], "the claim is given up"
+    assert store.keys("run/~") == ["run/~jstep"], "the claim is released"
 
 
-def test_every_kind_of_leaf(store):
+def test_every_kind_of_leaf_round_trips(store):
     params = {
         "bf16": jnp.arange(5, dtype=jnp.bfloat16),
         "f8": jnp.arange(4, dtype=jnp.float8_e4m3fn),
@@ -70,10 +70,10 @@ def test_every_kind_of_leaf(store):
 
 
 @pytest.mark.parametrize("size", [5, 300_000])
-def test_what_was_saved_is_as_it_was_passed(store, monkeypatch, size):
-    """Steps that donate the state run before a byte of it is written."""
-    write, held = packs.write, threading.Event()
-    monkeypatch.setattr(packs, "write", lambda *args: held.wait(30) and write(*args))
+def test_the_saved_state_may_be_donated_before_it_is_written(store, monkeypatch, size):
+    """Steps that donate the state run before any of it is written."""
+    write, released = packs.write, threading.Event()
+    monkeypatch.setattr(packs, "write", lambda *args: released.wait(30) and write(*args))
     state = jstep.TrainState.create({"w": jnp.arange(size, dtype=jnp.float32)}, jstep.adam(1.0))
     step = jstep.minimize(lambda params: jnp.sum(params["w"] ** 2), jstep.adam(1.0))
     state, _ = step(state)
@@ -83,16 +83,16 @@ def test_what_was_saved_is_as_it_was_passed(store, monkeypatch, size):
         for _ in range(3):
             state, _ = step(state)
         jax.block_until_ready(state)
-        held.set()
+        released.set()
         back = saver.restore(jax.eval_shape(lambda: state))
         assert np.array_equal(back.params["w"], before)
         assert np.array_equal(back.slots["m"]["w"], slot)
-        again, _ = step(back)
-        assert int(again.global_step) == 2
+        stepped, _ = step(back)
+        assert int(stepped.global_step) == 2
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_sharded_states_go_onto_any_mesh(store, monkeypatch, compress):
+def test_sharded_states_are_restored_onto_any_mesh(store, monkeypatch, compress):
     monkeypatch.setattr(packs, "PACK", 300)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     value = jnp.arange(16 * 24, dtype=jnp.float32).reshape(16, 24)
@@ -112,7 +112,7 @@ def test_sharded_states_go_onto_any_mesh(store, monkeypatch, compress):
     assert all(len(store.data(key)) <= 300 for key in packed)
 
 
-def test_retention_deletes_what_is_ours(store):
+def test_retention_deletes_only_objects_of_checkpoints(store):
     with jstep.Saver(store.run, max_to_keep=2) as saver:
         for step in range(5):
             with store.lock:
@@ -124,14 +124,14 @@ def test_retention_deletes_what_is_ours(store):
         assert store.keys(f"run/model-{step}/") == [f"run/model-{step}/notes.txt"]
 
 
-def test_a_step_saved_again_replaces(store):
+def test_saving_a_step_again_replaces_its_objects(store):
     now = [1_700_000_000.0]
     with jstep.Saver(store.run, clock=lambda: now[0]) as saver:
         saver.save(state_at(7, 1))
         saver.save(state_at(7, 2))
         assert same(saver.restore(state_at(0)), state_at(7, 2))
         attempts = {key.split("/")[2] for key in store.keys("run/model-7/data")}
-        assert len(attempts) == 2, "a reader may be at the old one"
+        assert len(attempts) == 2, "a reader may still read the old one"
         now[0] += 3601
         saver.save(state_at(8))
         saver.wait()
@@ -140,11 +140,13 @@ def test_a_step_saved_again_replaces(store):
         now[0] += 3601
         saver.save(state_at(7, 3))
         saver.wait()
-        assert len({key.split("/")[2] for key in store.keys("run/model-7/data")}) == 1, "two hours old: gone at once"
+        assert len({key.split("/")[2] for key in store.keys("run/model-7/data")}) == 1, (
+            "it is two hours old and deleted at once"
+        )
         assert same(saver.restore(state_at(0), step=7), state_at(7, 3))
 
 
-def test_leftovers_are_cleared_by_the_next_save(store):
+def test_the_next_save_deletes_leftovers(store):
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(1))
     with store.lock:
@@ -164,20 +166,20 @@ def test_leftovers_are_cleared_by_the_next_save(store):
     assert store.keys("run/model-x/")
 
 
-def test_without_the_right_to_delete_saves_succeed(store, caplog):
+def test_saves_succeed_without_permission_to_delete(store, caplog):
     store.fail = [("DELETE", "", 403, 999)]
     with caplog.at_level(logging.WARNING, "jstep"), jstep.Saver(store.run, max_to_keep=1) as saver:
         for step in range(4):
             saver.save(state_at(step))
         saver.wait()
         assert saver.all_steps() == [0, 1, 2, 3]
-    assert sum(line.startswith("DELETE") for line in store.seen) == 2, "the first one, and that of the claim"
-    said = [record.message for record in caplog.records if "stay" in record.message]
-    assert len(said) == 1
-    assert "storage.objects.delete" in said[0] or "s3:DeleteObject" in said[0]
+    assert sum(line.startswith("DELETE") for line in store.seen) == 2, "one for the first checkpoint, one for the claim"
+    messages = [record.message for record in caplog.records if "stay" in record.message]
+    assert len(messages) == 1
+    assert "storage.objects.delete" in messages[0] or "s3:DeleteObject" in messages[0]
 
 
-def test_under_any_guard_and_mesh(store):
+def test_under_a_transfer_guard_and_a_mesh(store):
     with jax.transfer_guard("disallow"), jax.set_mesh(jax.make_mesh((8,), ("data",))), jstep.Saver(store.run) as saver:
         state = jstep.TrainState.create({"w": np.ones(8, np.float32)}, jstep.adam())
         saver.save(state)
@@ -186,7 +188,7 @@ def test_under_any_guard_and_mesh(store):
     assert same(back, state)
 
 
-def test_a_checkpoint_is_deleted_without_a_claim(store):
+def test_delete_without_a_previous_claim(store):
     with jstep.Saver(store.run) as saver:
         for step in (1, 2):
             saver.save(state_at(step))
@@ -196,7 +198,7 @@ def test_a_checkpoint_is_deleted_without_a_claim(store):
     assert store.keys("run/model-1/") == []
 
 
-def test_requests_of_300_leaves(store):
+def test_number_of_requests_for_300_leaves(store):
     store.page = 1000
     params = {f"layer{i}": {"w": jnp.full((50, 50), i, jnp.float32)} for i in range(100)}
     state = jstep.TrainState.create(params, jstep.adam())
@@ -211,7 +213,7 @@ def test_requests_of_300_leaves(store):
         assert len(store.seen) <= 8
 
 
-def test_requests_of_a_thousand_checkpoints(store):
+def test_number_of_requests_for_1000_checkpoints(store):
     store.page = 1000
     with store.lock:
         for step in range(1000):
@@ -222,7 +224,7 @@ def test_requests_of_a_thousand_checkpoints(store):
     assert len(store.seen) <= 6
 
 
-def test_parameters_left_out_and_alone(store, caplog):
+def test_leave_out_and_restore_params_on_objects(store, caplog):
     with jstep.Saver(store.run, leave_out="w") as saver:
         saver.save(state_at(7))
         assert "w" not in saver.restore()["params"]

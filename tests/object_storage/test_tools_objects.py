@@ -1,4 +1,4 @@
-"""Tools on URLs: inspect and diff, replay, fingerprints."""
+"""Tools on URLs: inspect, diff, replay and goodput."""
 
 import json
 
@@ -43,25 +43,25 @@ def test_inspect_diff_and_replay_by_url(store, capsys):
     assert (jstep.global_step(state), float(args[0])) == (5, 5.0)
 
 
-def test_the_times_of_each_start_are_an_object(store, capsys):
+def test_goodput_of_a_restarted_run(store, capsys):
     for last_step in (4, 6):
         jstep.train(
             STEP, make_state(), lambda step: jnp.float32(step), last_step, checkpoint_dir=store.run, progress=False
         )
-    found = jstep.goodput(store.run)
-    assert (found.starts, found.steps, found.rewound) == (2, 6, 0.0)
-    assert abs(sum(found.parts.values()) - found.total) < 1e-9
+    times = jstep.goodput(store.run)
+    assert (times.starts, times.steps, times.rewound) == (2, 6, 0.0)
+    assert abs(sum(times.parts.values()) - times.total) < 1e-9
     assert main(["goodput", store.run]) == 0
     assert "6 steps" in capsys.readouterr().out
 
 
-def test_nothing_there(store, capsys):
+def test_missing_objects_are_reported_without_a_traceback(store, capsys):
     for command in (
         ["goodput", f"{store.run}/nope"],
         ["inspect", f"{store.run}/nope"],
         ["diff", f"{store.run}/nope", f"{store.run}/no"],
     ):
         assert main(command) == 2
-        done = capsys.readouterr()
-        assert store.run in done.err
-        assert "Traceback" not in done.err
+        output = capsys.readouterr()
+        assert store.run in output.err
+        assert "Traceback" not in output.err

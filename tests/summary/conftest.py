@@ -1,4 +1,4 @@
-"""Reading event files back, and a real TensorBoard."""
+"""Fixtures: TensorBoard's reader of event files, and a TensorBoard server."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ STEPS = range(1, 21)
 
 @pytest.fixture
 def accumulate():
-    """Reads a run with tensorboard's own reader, all of it."""
+    """A function that reads all events of a run with TensorBoard's reader."""
     from tensorboard.backend.event_processing import event_accumulator
 
     def read(path):
@@ -30,14 +30,14 @@ def accumulate():
 
 
 @pytest.fixture(autouse=True)
-def nothing_collected():
-    """Eager summaries of one test are not merged in the next."""
+def clear_collections():
+    """Discard the eager summaries of earlier tests."""
     for key in ("summaries", "train", "eval"):
         summary.merge_all(key)
 
 
 def train_step(state, batch):
-    """A step whose graph has everything that opens: name scopes, a nested jit, a scan, a gradient."""
+    """A step whose graph has name scopes, a nested jit, a scan and a gradient."""
 
     def loss_fn(params):
         with jax.named_scope("dense"):
@@ -59,12 +59,12 @@ def state_and_batch():
 
 @pytest.fixture(scope="session")
 def logdir(tmp_path_factory):
-    """A run `demo` with every kind of summary."""
+    """A log directory with a run `demo` that contains every kind of summary."""
     path = tmp_path_factory.mktemp("logs")
     rng = np.random.default_rng(0)
     picture = np.zeros((1, 8, 8, 3), np.uint8)
-    picture[0, :4, :, 0] = 200  # red above
-    picture[0, 4:, :, 2] = 100  # blue below
+    picture[0, :4, :, 0] = 200  # the upper half is red
+    picture[0, 4:, :, 2] = 100  # the lower half is blue
     with summary.SummaryWriter(path / "demo") as writer:
         writer.add_graph(train_step, *state_and_batch())
         writer.add_summary(summary.text("notes", "rate **0.1**"))
@@ -80,7 +80,7 @@ def logdir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tensorboard_url(logdir, tmp_path_factory):
-    """The address of a TensorBoard server on a loopback port, which has loaded the run."""
+    """The URL of a TensorBoard server on loopback that has loaded the run."""
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", "0"]
     with open(log, "wb") as out:
@@ -95,9 +95,9 @@ def tensorboard_url(logdir, tmp_path_factory):
 def _address(server, log: Path):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
-        if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text()):
-            with urllib.request.urlopen(f"{found.group()}/data/plugin/scalars/tags") as answer:
-                if b"loss" in answer.read():
-                    return found.group()
+        if match := re.search(r"http://127\.0\.0\.1:\d+", log.read_text()):
+            with urllib.request.urlopen(f"{match.group()}/data/plugin/scalars/tags") as response:
+                if b"loss" in response.read():
+                    return match.group()
         time.sleep(0.2)
     raise RuntimeError(f"tensorboard did not start:\n{log.read_text()}")

@@ -1,6 +1,6 @@
-"""TensorBoard's page in headless Chromium: what is drawn, and a screenshot of each tab.
+"""TensorBoard's pages in headless Chromium: the content of each tab, and a screenshot of it.
 
-The screenshots go to the directory that JSTEP_SCREENSHOTS names, or to pytest's own.
+The screenshots are saved in the directory JSTEP_SCREENSHOTS, by default in a temporary one.
 """
 
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason="chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)",
 )
 
-# Elements of TensorBoard's page lie in shadow roots within shadow roots; this looks through all of them.
+# The elements of TensorBoard's page are in nested shadow roots; this script searches all of them.
 ALL = """
 const found = [];
 const walk = root => {
@@ -59,16 +59,16 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def open_tab(browser, tensorboard_url, tmp_path):
-    """Opens a tab of the page; what is asked for by CSS is waited for, and a screenshot is kept."""
+    """A function that opens a tab, waits for elements that match a CSS selector, and saves a screenshot."""
 
     def open_tab(name, selector, script="return found.length", *, at_least=1):
         if browser.current_url.startswith(tensorboard_url):
             browser.execute_script("location.hash = arguments[0]", f"#{name}")
         else:
             browser.get(f"{tensorboard_url}/#{name}")
-        return look(name, selector, script, at_least=at_least)
+        return wait_for(name, selector, script, at_least=at_least)
 
-    def look(name, selector, script="return found.length", *, at_least=1):
+    def wait_for(name, selector, script="return found.length", *, at_least=1):
         deadline = time.monotonic() + 60
         found = None
         while time.monotonic() < deadline:
@@ -82,12 +82,12 @@ def open_tab(browser, tensorboard_url, tmp_path):
         assert found, f"nothing matches {selector!r} in the tab {name!r}; see {folder / name}.png"
         return found
 
-    open_tab.look = look
+    open_tab.wait_for = wait_for
     return open_tab
 
 
-def test_the_curve_is_drawn(open_tab):
-    # The line goes down over the whole chart, as 1/step does.
+def test_scalars_are_drawn(open_tab):
+    # The curve of 1/step decreases monotonically.
     lines = open_tab(
         "scalars",
         "path.line",
@@ -95,10 +95,10 @@ def test_the_curve_is_drawn(open_tab):
     )
     ys = [float(point.split(",")[1]) for point in lines[0].lstrip("M").split("L")]
     assert len(ys) >= 10
-    assert ys == sorted(ys)  # downwards on the screen
+    assert ys == sorted(ys)  # y increases downwards on the screen
 
 
-def test_the_picture_is_drawn(open_tab):
+def test_images_are_drawn(open_tab):
     colors = open_tab(
         "images",
         "img",
@@ -115,16 +115,16 @@ def test_the_picture_is_drawn(open_tab):
     assert colors == [[200, 0, 0, 255], [0, 0, 100, 255]]
 
 
-def test_the_histograms_are_drawn(open_tab):
+def test_histograms_are_drawn(open_tab):
     paths = open_tab(
         "histograms",
         "path.outline",
         "return found.map(p => p.getAttribute('d')).filter(d => d && d.length > 100)",
     )
-    assert len(paths) >= 4  # one for each step
+    assert len(paths) >= 4  # one per step
 
 
-def test_the_graph_is_drawn_and_its_scopes_open(browser, open_tab):
+def test_the_graph_is_drawn_and_its_scopes_expand(browser, open_tab):
     names = open_tab("graphs", "g.node[data-name]", "return found.map(n => n.getAttribute('data-name'))")
     assert {"state", "batch", "dense", "rnn", "gradients", "result"} <= set(names)
     for scope, inside in (("rnn", "rnn/scan"), ("rnn/scan", "rnn/scan/tanh"), ("state", "state/params")):
@@ -132,4 +132,4 @@ def test_the_graph_is_drawn_and_its_scopes_open(browser, open_tab):
             ALL + "found[0].dispatchEvent(new MouseEvent('dblclick', {bubbles: true, composed: true}))",
             f"g.node[data-name='{scope}'] > g.nodeshape > *",
         )
-        open_tab.look("graph-opened", f"g.node[data-name='{inside}']")
+        open_tab.wait_for("graph-opened", f"g.node[data-name='{inside}']")

@@ -1,3 +1,5 @@
+"""`collect`, `merge` and `merge_all`: which summaries they return, eagerly and under transformations."""
+
 import functools
 import gc
 import threading
@@ -11,8 +13,8 @@ from jstep import summary
 from jstep.summary import collect, merge, merge_all, scalar
 
 
-def values(made):
-    return {part.tags[0]: np.asarray(part.values).tolist() for part in made.parts}
+def values(collected):
+    return {part.tags[0]: np.asarray(part.values).tolist() for part in collected.parts}
 
 
 def model(x):
@@ -22,27 +24,27 @@ def model(x):
     return (h**2).sum()
 
 
-def test_collect_returns_what_was_made_as_a_second_result():
-    result, made = collect(model)(jnp.ones(3))
+def test_collect_returns_the_summaries_as_a_second_result():
+    result, collected = collect(model)(jnp.ones(3))
     assert float(result) == pytest.approx(3 * np.tanh(1) ** 2)
-    assert made.tags == ("h", "hist")
-    assert merge_all() is None  # taken by collect
+    assert collected.tags == ("h", "hist")
+    assert merge_all() is None  # collect has removed them from the collection
 
 
-def test_it_works_under_every_transformation_around_it():
+def test_collect_inside_transformations():
     x = jnp.ones(3)
-    _, made = jax.jit(collect(model))(x)
-    assert made.tags == ("h", "hist")
-    (_, made), _ = jax.jit(jax.value_and_grad(collect(model), has_aux=True))(x)
-    assert values(summary.Summary(made.parts[:1]))["h"] == pytest.approx(3 * np.tanh(1))
-    _, made = jax.vmap(collect(model))(jnp.ones((4, 3)))
-    assert made.parts[0].values.shape == (4,)
-    _, (_, made) = jax.lax.scan(lambda c, x: (c, collect(model)(x)), 0, jnp.ones((5, 3)))
-    assert made.parts[0].values.shape == (5,)
+    _, collected = jax.jit(collect(model))(x)
+    assert collected.tags == ("h", "hist")
+    (_, collected), _ = jax.jit(jax.value_and_grad(collect(model), has_aux=True))(x)
+    assert values(summary.Summary(collected.parts[:1]))["h"] == pytest.approx(3 * np.tanh(1))
+    _, collected = jax.vmap(collect(model))(jnp.ones((4, 3)))
+    assert collected.parts[0].values.shape == (4,)
+    _, (_, collected) = jax.lax.scan(lambda c, x: (c, collect(model)(x)), 0, jnp.ones((5, 3)))
+    assert collected.parts[0].values.shape == (5,)
     assert merge_all() is None
 
 
-def test_a_compiled_call_runs_the_function_once_and_still_returns_them():
+def test_compiled_calls_return_summaries():
     calls = []
 
     def fn(x):
@@ -55,7 +57,7 @@ def test_a_compiled_call_runs_the_function_once_and_still_returns_them():
     assert len(calls) == 1
 
 
-def test_none_where_there_was_none():
+def test_none_without_summaries():
     assert collect(lambda x: x)(1.0) == (1.0, None)
     assert jax.jit(collect(lambda x: x))(1.0)[1] is None
 
@@ -81,7 +83,7 @@ def test_named_collections():
     assert merge_all("nothing") is None
 
 
-def test_nested_collects_each_take_their_own():
+def test_nested_collects_with_different_keys():
     def inner(x):
         scalar("train", x, collections=("train",))
         scalar("default", x)
@@ -92,17 +94,17 @@ def test_nested_collects_each_take_their_own():
         scalar("outer", y)
         return train
 
-    train, made = jax.jit(collect(outer))(1.0)
-    assert (train.tags, made.tags) == (("train",), ("default", "outer"))
+    train, collected = jax.jit(collect(outer))(1.0)
+    assert (train.tags, collected.tags) == (("train",), ("default", "outer"))
 
 
-def test_the_nearest_collect_takes_them():
-    result, made = collect(lambda x: collect(model)(x)[1])(jnp.ones(2))
+def test_the_innermost_collect_receives_the_summaries():
+    result, collected = collect(lambda x: collect(model)(x)[1])(jnp.ones(2))
     assert result.tags == ("h", "hist")
-    assert made is None
+    assert collected is None
 
 
-def test_an_exception_leaves_nothing_behind():
+def test_an_exception_discards_the_summaries():
     def fails(x):
         scalar("x", x)
         raise KeyError("no")
@@ -113,7 +115,7 @@ def test_an_exception_leaves_nothing_behind():
     assert merge_all().tags == ("after",)
 
 
-def test_a_tag_made_twice_is_an_error():
+def test_a_duplicate_tag_is_an_error():
     with pytest.raises(ValueError, match="duplicate tag 'x'"):
         collect(lambda x: [scalar("x", x), scalar("x", x)])(1.0)
 
@@ -139,50 +141,50 @@ NESTED = {
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", NESTED)
-def test_one_made_inside_a_nested_transformation_is_an_error_that_says_how_to_return_it(name, around):
-    def anew(x):
-        """JAX runs a function once, and knows it again."""
+def test_error_inside_a_nested_transformation_suggests_a_fix(name, around):
+    def fresh_loss_fn(x):
+        """A new function, because JAX does not trace the same one again."""
         return loss_fn(x)
 
     with pytest.raises(RuntimeError, match=LOST) as caught:
-        around(collect(functools.partial(NESTED[name], anew)))(0.5)
+        around(collect(functools.partial(NESTED[name], fresh_loss_fn)))(0.5)
     assert "UnexpectedTracer" not in str(caught.value)
     assert merge_all() is None
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_once_returned_it_is_among_the_merged(around):
+def test_returned_summaries_are_collected(around):
     def fn(x):
         scalar("outside", x)
-        (_, made), grad = jax.value_and_grad(collect(loss_fn), has_aux=True)(x)
+        (_, collected), grad = jax.value_and_grad(collect(loss_fn), has_aux=True)(x)
         _, stacked = jax.lax.scan(lambda c, x: (c, scalar("scanned", x)), 0, jnp.arange(3.0))
-        return grad, {"mine": made}, stacked
+        return grad, {"inner": collected}, stacked
 
-    (_, mine, stacked), made = around(collect(fn))(1.0)
-    assert mine["mine"].tags == ("inside",)
+    (_, returned, stacked), collected = around(collect(fn))(1.0)
+    assert returned["inner"].tags == ("inside",)
     assert stacked.tags == ("scanned",)
-    assert values(made) == {
+    assert values(collected) == {
         "outside": 1.0,
         "scanned": [0.0, 1.0, 2.0],
-    }  # `inside` was taken by its own collect
+    }  # the inner collect received `inside`
 
 
-def test_merge_puts_a_returned_one_into_the_outer_collection():
+def test_merge_adds_returned_summaries_to_a_collection():
     def fn(x):
-        (_, made), grad = jax.value_and_grad(lambda x: (x**2, scalar("inside", x)), has_aux=True)(x)
-        merge([made], collections=("summaries",))
+        (_, collected), grad = jax.value_and_grad(lambda x: (x**2, scalar("inside", x)), has_aux=True)(x)
+        merge([collected], collections=("summaries",))
         return grad
 
-    grad, made = jax.jit(collect(fn))(3.0)
-    assert (float(grad), values(made)) == (6.0, {"inside": 3.0})
+    grad, collected = jax.jit(collect(fn))(3.0)
+    assert (float(grad), values(collected)) == (6.0, {"inside": 3.0})
 
 
-def test_a_constant_made_inside_needs_no_return():
-    _, made = collect(lambda x: jax.grad(lambda y: (scalar("constant", 2.0), y)[1])(x))(1.0)
-    assert values(made) == {"constant": 2.0}
+def test_constants_inside_a_transformation_are_collected():
+    _, collected = collect(lambda x: jax.grad(lambda y: (scalar("constant", 2.0), y)[1])(x))(1.0)
+    assert values(collected) == {"constant": 2.0}
 
 
-def test_no_tracer_outlives_its_transformation():
+def test_tracers_do_not_leak():
     with jax.checking_leaks():
         jax.jit(lambda x: (scalar("x", x), x)[1])(1.0)
         jax.jit(collect(model))(jnp.ones(2))
@@ -192,7 +194,7 @@ def test_no_tracer_outlives_its_transformation():
         gc.collect()
 
 
-def test_eager_ones_gather_until_merge_all():
+def test_merge_all_returns_eager_summaries_once():
     assert merge_all() is None
     scalar("a", 1.0)
     scalar("b", jnp.float32(2.0))
@@ -200,22 +202,22 @@ def test_eager_ones_gather_until_merge_all():
     assert merge_all() is None
 
 
-def test_a_loop_that_never_merges_keeps_the_newest_alone():
+def test_without_merge_all_only_the_newest_values_are_kept():
     for i in range(100):
         scalar("a", float(i))
         scalar(["a", "b"], [float(-i), 0.0])
         scalar("c", float(i))
-    made = merge_all()
-    assert values(made) == {"a": -99.0, "b": 0.0, "c": 99.0}
+    collected = merge_all()
+    assert values(collected) == {"a": -99.0, "b": 0.0, "c": 99.0}
 
 
-def test_traced_ones_without_a_collect_are_values_and_no_more():
-    made = jax.jit(lambda x: scalar("x", x))(1.0)
-    assert made.tags == ("x",)
+def test_traced_summaries_are_only_returned():
+    collected = jax.jit(lambda x: scalar("x", x))(1.0)
+    assert collected.tags == ("x",)
     assert merge_all() is None
 
 
-def test_merge_all_inside_a_collect_takes_what_was_made_so_far():
+def test_merge_all_inside_a_collect():
     def fn(x):
         scalar("a", x)
         first = merge_all()
@@ -226,7 +228,7 @@ def test_merge_all_inside_a_collect_takes_what_was_made_so_far():
     assert (values(first), values(rest)) == ({"a": 1.0}, {"b": 1.0})
 
 
-def test_merge_all_under_a_transformation_says_what_to_do():
+def test_error_of_merge_all_while_tracing_suggests_collect():
     def step(x):
         scalar("a", x)
         return merge_all()
@@ -237,7 +239,7 @@ def test_merge_all_under_a_transformation_says_what_to_do():
         collect(lambda x: jax.grad(lambda x: (merge_all(), x)[1])(x))(1.0)
 
 
-def test_threads_share_the_collections_but_not_the_collects():
+def test_collect_does_not_receive_summaries_of_threads():
     def in_thread():
         scalar("thread", 1.0)
 
@@ -252,7 +254,7 @@ def test_threads_share_the_collections_but_not_the_collects():
 
 
 @pytest.mark.parametrize("collections", ["summaries", 3, ("a", 3)])
-def test_collections_are_names(collections):
+def test_collections_must_be_names(collections):
     with pytest.raises(TypeError, match=r"collections=.*: must be a sequence of names"):
         scalar("a", 1.0, collections=collections)
 

@@ -1,3 +1,5 @@
+"""Graphs for TensorBoard, and `write_graph`."""
+
 import os
 import re
 from pathlib import Path
@@ -50,37 +52,37 @@ BATCH = {"x": jnp.ones((2, 3))}
 
 
 def nodes(graph):
-    """Name → node, once the graph is one that TensorBoard takes."""
-    found = {node.name: node for node in graph.node}
-    assert len(found) == len(graph.node)  # names are unique
+    """Check that TensorBoard accepts the graph, and return its nodes by name."""
+    by_name = {node.name: node for node in graph.node}
+    assert len(by_name) == len(graph.node)  # names are unique
     for node in graph.node:
         outputs = {f"{name.lstrip('^').partition(':')[0]}" for name in node.input}
-        assert outputs <= found.keys(), node  # inputs name nodes
+        assert outputs <= by_name.keys(), node  # inputs refer to nodes
         for name in node.input:
             producer, _, output = name.lstrip("^").partition(":")
-            shapes = found[producer].attr["_output_shapes"].list.shape
+            shapes = by_name[producer].attr["_output_shapes"].list.shape
             assert int(output or 0) < max(1, len(shapes))
     assert graph_pb2.GraphDef.FromString(graph.SerializeToString()) == graph
-    return found
+    return by_name
 
 
 def shape(node, output=0):
     return [dim.size for dim in node.attr["_output_shapes"].list.shape[output].dim]
 
 
-def test_arguments_and_results_are_named_by_their_paths():
-    found = nodes(graph_def(train_step, STATE, BATCH, rate=0.5))
-    parameters = {name for name, node in found.items() if node.op == "Parameter"}
+def test_arguments_and_results_are_named_after_their_paths():
+    by_name = nodes(graph_def(train_step, STATE, BATCH, rate=0.5))
+    parameters = {name for name, node in by_name.items() if node.op == "Parameter"}
     assert parameters == {"state/params/dense/kernel", "state/params/square", "batch/x", "rate"}
-    results = {name for name, node in found.items() if node.op == "Result"}
+    results = {name for name, node in by_name.items() if node.op == "Result"}
     paths = ("0/params/dense/kernel", "0/params/square", "1/loss", "1/constant")
     assert results == {f"result/{path}" for path in paths}
-    kernel = found["state/params/dense/kernel"]
+    kernel = by_name["state/params/dense/kernel"]
     assert (shape(kernel), kernel.attr["dtype"].type) == ([3, 4], types_pb2.DT_FLOAT)
 
 
-def test_name_scopes_nested_functions_and_gradients_are_scopes():
-    found = nodes(graph_def(train_step, STATE, BATCH))
+def test_scopes_of_nested_functions_and_gradients():
+    by_name = nodes(graph_def(train_step, STATE, BATCH))
     for name in (
         "dense/dot_general",
         "dense/relu/max",
@@ -95,26 +97,26 @@ def test_name_scopes_nested_functions_and_gradients_are_scopes():
         "gradients/blocks/block/inner/dot_general",
         "gradients/scan/mul",
     ):
-        assert name in found, sorted(found)
-    assert found["dense/dot_general"].input == ["batch/x", "state/params/dense/kernel"]
-    assert shape(found["dense/dot_general"]) == [2, 4]
-    assert found["dense/dot_general"].attr["dimension_numbers"].s == b"(((1,), (0,)), ((), ()))"
-    assert found["blocks/block_1/inner/dot_general"].input[0] == "blocks/block/inner/tanh"
+        assert name in by_name, sorted(by_name)
+    assert by_name["dense/dot_general"].input == ["batch/x", "state/params/dense/kernel"]
+    assert shape(by_name["dense/dot_general"]) == [2, 4]
+    assert by_name["dense/dot_general"].attr["dimension_numbers"].s == b"(((1,), (0,)), ((), ()))"
+    assert by_name["blocks/block_1/inner/dot_general"].input[0] == "blocks/block/inner/tanh"
 
 
-def test_a_loop_shows_what_it_carries():
-    found = nodes(graph_def(train_step, STATE, BATCH))
-    assert found["scan/carry"].op == "ScanCarry"
-    assert found["scan/carry"].attr["length"].s == b"2"
-    assert found["scan/slice"].op == "ScanSlice"
-    assert shape(found["scan/slice"]) == [2, 4]
-    assert shape(found["scan/stack"])[0] == 2
-    assert found["scan/sin"].input == ["scan/carry"]
-    assert found["while/exit"].input == ["while/body/add", "^while/cond/lt"]
+def test_nodes_of_scan_and_while():
+    by_name = nodes(graph_def(train_step, STATE, BATCH))
+    assert by_name["scan/carry"].op == "ScanCarry"
+    assert by_name["scan/carry"].attr["length"].s == b"2"
+    assert by_name["scan/slice"].op == "ScanSlice"
+    assert shape(by_name["scan/slice"]) == [2, 4]
+    assert shape(by_name["scan/stack"])[0] == 2
+    assert by_name["scan/sin"].input == ["scan/carry"]
+    assert by_name["while/exit"].input == ["while/body/add", "^while/cond/lt"]
 
 
-def test_the_same_function_lowered():
-    found = nodes(graph_def(train_step.lower(STATE, BATCH, rate=0.5)))
+def test_nodes_of_a_lowered_function():
+    by_name = nodes(graph_def(train_step.lower(STATE, BATCH, rate=0.5)))
     for name in (
         "state/params/dense/kernel",
         "batch/x",
@@ -126,18 +128,20 @@ def test_the_same_function_lowered():
         "result/1/loss",
         "result/0/params/dense/kernel",
     ):
-        assert name in found, sorted(found)
-    # What JAX itself calls in a loop is `closed_call` in 0.10, and `eval_jaxpr` in 0.12.
-    assert [name for name in found if re.fullmatch(r"while/body/(closed_call|eval_jaxpr)/sine", name)], sorted(found)
-    assert shape(found["dense/dot_general"]) == [2, 4]
-    assert found["dense/dot_general"].attr["dtype"].type == types_pb2.DT_FLOAT
+        assert name in by_name, sorted(by_name)
+    # The call in the body of a loop is named `closed_call` in JAX 0.10 and `eval_jaxpr` in 0.12.
+    assert [name for name in by_name if re.fullmatch(r"while/body/(closed_call|eval_jaxpr)/sine", name)], sorted(
+        by_name
+    )
+    assert shape(by_name["dense/dot_general"]) == [2, 4]
+    assert by_name["dense/dot_general"].attr["dtype"].type == types_pb2.DT_FLOAT
 
 
 DTYPES = ["bool", "int8", "uint32", "float16", "bfloat16", "complex64", "float8_e5m2", "float8_e4m3fn"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_of_both_forms(dtype):
+def test_dtypes_of_traced_and_lowered_functions(dtype):
     fn = jax.jit(lambda x: x.reshape(3, 2))
     argument = jax.ShapeDtypeStruct((2, 3), dtype)
     kinds = {}
@@ -149,33 +153,33 @@ def test_dtypes_of_both_forms(dtype):
     assert 0 not in kinds.values()
 
 
-def test_constants_keys_and_odd_names():
+def test_constants_prng_keys_and_special_characters():
     table = jnp.arange(5.0)
 
     def fn(key, **kwargs):
         with jax.named_scope("a b/ü?/c"):
             return {"x y": jax.random.normal(key, (2,)) + table[1], "in": kwargs["in put"] * 2}
 
-    found = nodes(graph_def(fn, jax.random.key(0), **{"in put": jnp.ones(2)}))
-    assert {"key", "in_put", "result/x_y", "result/in"} <= found.keys()
-    assert any(name.startswith("a_b/") for name in found)
+    by_name = nodes(graph_def(fn, jax.random.key(0), **{"in put": jnp.ones(2)}))
+    assert {"key", "in_put", "result/x_y", "result/in"} <= by_name.keys()
+    assert any(name.startswith("a_b/") for name in by_name)
 
 
-def test_one_leaf_and_no_arguments():
-    found = nodes(graph_def(lambda: jnp.ones(3) * 2))
-    assert found["result/value"].op == "Result"
-    found = nodes(graph_def(lambda x: (x, 1.0), jnp.ones(3)))
-    assert found["result/0"].input == ["x"]
-    assert found[found["result/1"].input[0]].attr["value"].s == b"1.0"
+def test_a_single_result_without_arguments():
+    by_name = nodes(graph_def(lambda: jnp.ones(3) * 2))
+    assert by_name["result/value"].op == "Result"
+    by_name = nodes(graph_def(lambda x: (x, 1.0), jnp.ones(3)))
+    assert by_name["result/0"].input == ["x"]
+    assert by_name[by_name["result/1"].input[0]].attr["value"].s == b"1.0"
 
 
-def test_deleted_arguments_have_shapes_still():
+def test_deleted_arguments_still_have_shapes():
     state = jax.tree.map(jnp.copy, STATE)
     jax.tree.map(lambda x: x.delete(), state)
     assert "state/params/square" in nodes(graph_def(train_step, state, BATCH))
 
 
-def test_a_function_of_arguments_without_them_says_what_to_give():
+def test_bad_input():
     with pytest.raises(TypeError, match=r"'train_step' cannot be traced without arguments.*Give add_graph its"):
         graph_def(train_step)
     with pytest.raises(TypeError, match="a Traced is traced already and takes no arguments"):
@@ -211,7 +215,7 @@ def test_write_graph_as_binary_is_a_graph_def(tmp_path):
         assert text_format.Parse(file.read(), graph_pb2.GraphDef()) == graph
 
 
-def test_write_graph_replaces_a_file_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_write_graph_is_atomic(tmp_path, monkeypatch):
     path = summary.write_graph(lambda: jnp.ones(3), tmp_path, "graph.mlir")
     before = Path(path).read_text()
 
@@ -232,7 +236,7 @@ def _umask():
     return mask
 
 
-def test_write_graph_of_what_is_none(tmp_path):
+def test_write_graph_with_bad_arguments(tmp_path):
     with pytest.raises(TypeError, match="not int"):
         summary.write_graph(3, tmp_path, "graph")
     with pytest.raises(ValueError, match="name='': must not be empty"):

@@ -1,3 +1,5 @@
+"""`summary.histogram`: its buckets are those of TensorFlow."""
+
 import functools
 
 import jax
@@ -15,7 +17,7 @@ from jstep.summary.make.histogram import bucket_limits
 
 @functools.cache
 def tensorflow_limits():
-    """`histogram::Histogram::InitDefaultBuckets`, as TensorFlow's source has it."""
+    """Port of `histogram::Histogram::InitDefaultBuckets` in the source of TensorFlow."""
     positive = []
     v = 1.0e-12
     while v < 1.0e20:
@@ -26,9 +28,9 @@ def tensorflow_limits():
 
 
 def expected_counts(values):
-    """`std::upper_bound` of each value among the limits."""
-    found = np.searchsorted(tensorflow_limits(), np.asarray(values).astype(np.float64).ravel(), side="right")
-    return np.bincount(np.minimum(found, 1550), minlength=1551)
+    """Port of `std::upper_bound` over the limits, for each value."""
+    buckets = np.searchsorted(tensorflow_limits(), np.asarray(values).astype(np.float64).ravel(), side="right")
+    return np.bincount(np.minimum(buckets, 1550), minlength=1551)
 
 
 def counts(values):
@@ -36,22 +38,22 @@ def counts(values):
     return np.asarray(part.counts)
 
 
-def test_the_limits_are_tensorflows():
+def test_limits_are_those_of_tensorflow():
     np.testing.assert_array_equal(bucket_limits(), tensorflow_limits())
 
 
 @settings(max_examples=60, deadline=None)
 @given(hnp.arrays(np.float32, 64, elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
-def test_each_float_lies_in_the_bucket_tensorflow_puts_it_in(values):
+def test_buckets_are_those_of_tensorflow(values):
     np.testing.assert_array_equal(counts(values), expected_counts(values))
 
 
-def test_values_at_the_limits_and_beside_them():
+def test_values_at_and_next_to_the_limits():
     limits = bucket_limits()[1:-1].astype(np.float32)
-    beside = [np.nextafter(limits, np.float32(side)) for side in (-np.inf, np.inf)]
+    neighbors = [np.nextafter(limits, np.float32(side)) for side in (-np.inf, np.inf)]
     largest = np.finfo(np.float32).max
     special = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-38, largest, -largest], np.float32)
-    values = np.concatenate([limits, *beside, special])
+    values = np.concatenate([limits, *neighbors, special])
     np.testing.assert_array_equal(counts(values), expected_counts(values))
 
 
@@ -77,7 +79,7 @@ def test_64_bits(x64):
     np.testing.assert_array_equal(counts(large), expected_counts(large))
 
 
-def test_64_bits_of_the_host_without_x64():
+def test_64_bits_without_x64():
     large = np.array([2**40, -(2**40), 3])
     np.testing.assert_array_equal(counts(large), expected_counts(large))
     np.testing.assert_array_equal(counts([1, 2, 3]), expected_counts([1, 2, 3]))
@@ -85,14 +87,14 @@ def test_64_bits_of_the_host_without_x64():
         counts(np.array([1e300, 1.0]))  # infinite as float32
 
 
-def read(tmp_path, accumulate, made, step=1):
+def read(tmp_path, accumulate, summaries, step=1):
     with summary.SummaryWriter(tmp_path) as writer:
-        writer.add_summary(made, step)
-    return accumulate(tmp_path).Histograms(made.tags[0])
+        writer.add_summary(summaries, step)
+    return accumulate(tmp_path).Histograms(summaries.tags[0])
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e25, 3e37])
-def test_it_is_read_back_as_tensorflow_would_write_it(tmp_path, accumulate, scale):
+def test_event_equals_that_of_tensorflow(tmp_path, accumulate, scale):
     values = np.random.default_rng(0).standard_normal((37, 53)).astype(np.float32) * np.float32(scale)
     (event,) = read(tmp_path, accumulate, summary.histogram("h", values))
     histogram, wide = event.histogram_value, values.astype(np.float64)
@@ -106,7 +108,7 @@ def test_it_is_read_back_as_tensorflow_would_write_it(tmp_path, accumulate, scal
 
 
 def _encode_to_proto(filled):
-    """`Histogram::EncodeToProto` as TensorFlow's source has it, but for the empty buckets at either end."""
+    """Port of `Histogram::EncodeToProto` of TensorFlow, except for the empty buckets at both ends."""
     limits, buckets, i = [], [], 0
     while i < len(filled):
         end, count = tensorflow_limits()[i], filled[i]
@@ -122,7 +124,7 @@ def _encode_to_proto(filled):
 
 
 @pytest.mark.parametrize("values", [np.zeros(5), np.zeros((0, 3)), np.float32(2.0), np.full(3, 1e-30)])
-def test_few_and_equal_values(tmp_path, accumulate, values):
+def test_few_or_equal_values(tmp_path, accumulate, values):
     (event,) = read(tmp_path, accumulate, summary.histogram("h", values))
     histogram = event.histogram_value
     assert histogram.num == sum(histogram.bucket) == np.size(values)
@@ -135,7 +137,7 @@ def test_a_sum_of_many_values_is_accurate(tmp_path, accumulate):
     assert event.histogram_value.sum == pytest.approx(values.astype(np.float64).sum(), rel=1e-6)
 
 
-def test_only_the_counts_travel():
+def test_leaves_are_counts_not_values():
     leaves = jax.tree.leaves(summary.histogram("h", jnp.zeros(1_000_000)))
     assert sum(leaf.nbytes for leaf in leaves) < 8000
 
@@ -157,17 +159,17 @@ def test_a_sharded_array_on_a_mesh_of_either_kind(kind):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
     x = jax.device_put(jnp.arange(8.0).reshape(2, 1, 2, 2), NamedSharding(mesh, PartitionSpec("data")))
     np.testing.assert_array_equal(counts(x), expected_counts(np.arange(8.0)))
-    made = jax.jit(lambda x: summary.merge([summary.histogram("h", x), summary.image("x", x[..., :1])]))(x)
-    np.testing.assert_array_equal(made.parts[0].counts, expected_counts(np.arange(8.0)))
-    assert np.asarray(made.parts[1].pixels).ravel().tolist() == [0, 255, 170, 255]
+    summaries = jax.jit(lambda x: summary.merge([summary.histogram("h", x), summary.image("x", x[..., :1])]))(x)
+    np.testing.assert_array_equal(summaries.parts[0].counts, expected_counts(np.arange(8.0)))
+    assert np.asarray(summaries.parts[1].pixels).ravel().tolist() == [0, 255, 170, 255]
 
 
-def test_counts_that_microbatches_added_up_are_the_histogram_of_all(tmp_path, accumulate):
+def test_sum_over_microbatches_is_the_histogram_of_all(tmp_path, accumulate):
     values = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
     parts = [summary.histogram("h", row) for row in values]
 
     def mean_or_sum(*leaves):
-        """What num_microbatches does with the leaves of aux."""
+        """Combine leaves of aux like num_microbatches does."""
         stacked = jnp.stack(leaves)
         return stacked.mean(axis=0) if jnp.issubdtype(stacked.dtype, jnp.floating) else stacked.sum(axis=0)
 
@@ -183,12 +185,12 @@ def test_counts_that_microbatches_added_up_are_the_histogram_of_all(tmp_path, ac
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray, list])
-def test_a_value_that_is_not_finite_is_an_error_that_names_the_tag(bad, make):
+def test_error_for_nonfinite_values_names_the_tag(bad, make):
     with pytest.raises(ValueError, match="histogram 'dense/kernel': 2 of 3 values are NaN or infinite"):
         summary.histogram("dense/kernel", make([1.0, bad, bad]))
 
 
-def test_one_found_under_jit_is_told_at_the_next_call_and_the_rest_is_written(tmp_path, accumulate):
+def test_nonfinite_values_under_jit_are_raised_once_by_flush(tmp_path, accumulate):
     @jax.jit
     def step(x):
         return summary.merge([summary.scalar("a", x[0]), summary.histogram("w", x), summary.scalar("b", x[1])])
@@ -198,7 +200,7 @@ def test_one_found_under_jit_is_told_at_the_next_call_and_the_rest_is_written(tm
     with pytest.raises(ValueError, match="histogram 'w': 1 of 3 values") as caught:
         writer.flush()
     assert any("writer's thread" in note for note in caught.value.__notes__)
-    writer.add_summary(step(jnp.array([1.0, 2.0, 3.0])), 2)  # told once
+    writer.add_summary(step(jnp.array([1.0, 2.0, 3.0])), 2)  # the error is raised only once
     writer.close()
     events = accumulate(tmp_path)
     assert [e.step for e in events.Scalars("a")] == [e.step for e in events.Scalars("b")] == [1, 2]
@@ -206,7 +208,7 @@ def test_one_found_under_jit_is_told_at_the_next_call_and_the_rest_is_written(tm
 
 
 @pytest.mark.parametrize("values", [np.array([1j]), np.array(["a"]), None, "a", {"a": 1}, jax.random.key(0)])
-def test_what_is_no_array_of_numbers_is_an_error_that_names_the_tag(values):
+def test_error_for_other_values_names_the_tag(values):
     with pytest.raises(TypeError, match="histogram 'h': values must be"):
         summary.histogram("h", values)
 

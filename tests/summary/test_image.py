@@ -1,3 +1,5 @@
+"""`summary.image`: rescaling as in TensorFlow, tags, and events."""
+
 import io
 
 import jax
@@ -9,17 +11,17 @@ from PIL import Image
 from jstep import summary
 
 
-def pixels(made):
-    (part,) = made.parts
+def pixels(images):
+    (part,) = images.parts
     return np.asarray(part.pixels)
 
 
-def one(values, dtype=np.float32):
-    """A picture of one row and one channel."""
+def row_image(values, dtype=np.float32):
+    """Return a batch of one image with one row and one channel."""
     return np.array(values, dtype).reshape(1, 1, -1, 1)
 
 
-def test_uint8_is_taken_as_it_is():
+def test_uint8_is_not_rescaled():
     given = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
     np.testing.assert_array_equal(pixels(summary.image("x", given)), given)
 
@@ -39,19 +41,19 @@ def test_uint8_is_taken_as_it_is():
     ],
 )
 def test_floats_are_rescaled_as_tensorflow_documents_it(values, expected, dtype):
-    given = jnp.asarray(one(values)).astype(dtype)
+    given = jnp.asarray(row_image(values)).astype(dtype)
     assert pixels(summary.image("x", given)).ravel().tolist() == expected
 
 
 def test_float64(x64):
-    assert pixels(summary.image("x", one([0.0, 0.5, 1.0], np.float64))).ravel().tolist() == [0, 127, 255]
+    assert pixels(summary.image("x", row_image([0.0, 0.5, 1.0], np.float64))).ravel().tolist() == [0, 127, 255]
 
 
 @pytest.mark.parametrize("scale", [1e-5, 1e-3, 7.0, 1e30, 3.3e38])
 @pytest.mark.parametrize("low", [0.0, -0.3, -1.0])
-def test_the_extremes_are_reached_whatever_the_scale(scale, low):
+def test_rescaling_covers_the_range_at_any_scale(scale, low):
     values = np.linspace(low, 1.0, 101, dtype=np.float32) * np.float32(scale)
-    y = pixels(summary.image("x", one(values))).ravel()
+    y = pixels(summary.image("x", row_image(values))).ravel()
     assert y.max() >= 254
     if low == 0:
         assert (y.min(), y.max()) == (0, 255)
@@ -60,21 +62,21 @@ def test_the_extremes_are_reached_whatever_the_scale(scale, low):
     np.testing.assert_allclose(y, expected, atol=1.6)
 
 
-def test_each_picture_has_a_scale_of_its_own():
-    batch = np.concatenate([one([0.0, 1.0]), one([0.0, 100.0]), one([-5.0, 0.0])])
+def test_each_image_is_rescaled_separately():
+    batch = np.concatenate([row_image([0.0, 1.0]), row_image([0.0, 100.0]), row_image([-5.0, 0.0])])
     assert pixels(summary.image("x", batch)).reshape(3, 2).tolist() == [[0, 255], [0, 255], [0, 127]]
 
 
-def test_pixels_that_are_not_finite_are_red_and_do_not_count():
+def test_nonfinite_pixels_are_red_and_do_not_affect_the_scale():
     rgb = np.array([[0.0, 0.5, 1.0], [np.nan, 9.0, 9.0], [np.inf, 0, 0]], np.float32).reshape(1, 1, 3, 3)
     expected = [[0, 127, 255], [255, 0, 0], [255, 0, 0]]
     assert pixels(summary.image("x", rgb)).reshape(3, 3).tolist() == expected
-    assert pixels(summary.image("x", one([0.0, np.nan, 1.0]))).ravel().tolist() == [0, 255, 255]
+    assert pixels(summary.image("x", row_image([0.0, np.nan, 1.0]))).ravel().tolist() == [0, 255, 255]
     rgba = np.full((1, 1, 1, 4), np.nan, np.float32)
     assert pixels(summary.image("x", rgba)).ravel().tolist() == [255, 0, 0, 255]
 
 
-def test_tags_follow_the_number_asked_for():
+def test_tags_depend_on_max_images():
     batch = np.zeros((2, 1, 1, 1), np.uint8)
     assert summary.image("x", batch).tags == ("x/image/0", "x/image/1")
     assert summary.image("x", batch, max_images=2).tags == ("x/image/0", "x/image/1")
@@ -84,7 +86,7 @@ def test_tags_follow_the_number_asked_for():
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_pictures_are_read_back(tmp_path, accumulate, channels):
+def test_images_are_read_as_written(tmp_path, accumulate, channels):
     rng = np.random.default_rng(0)
     given = rng.integers(0, 256, (2, 5, 7, channels), dtype=np.uint8)
     with summary.SummaryWriter(tmp_path) as writer:
@@ -107,20 +109,20 @@ def test_under_jit_and_scan(tmp_path, accumulate):
     assert [np.asarray(Image.open(io.BytesIO(e.encoded_image_string))).max() for e in events] == [0, 1, 2]
 
 
-def test_an_eager_picture_is_copied_before_its_buffer_is_donated(tmp_path, accumulate):
+def test_eager_images_are_copied_before_their_buffer_is_deleted(tmp_path, accumulate):
     batch = jnp.full((1, 2, 2, 1), 7, jnp.uint8)
-    made = summary.image("x", batch)
+    images = summary.image("x", batch)
     batch.delete()
     with summary.SummaryWriter(tmp_path) as writer:
-        writer.add_summary(made)
+        writer.add_summary(images)
     assert len(accumulate(tmp_path).Images("x/image/0")) == 1
 
 
 @pytest.mark.parametrize("reduce", [lambda a, b: a + b, lambda a, b: (a + b) / 2])
-def test_pictures_that_were_added_up_are_an_error_that_says_what_to_do(tmp_path, reduce):
-    made = summary.image("x", np.ones((1, 2, 2, 1), np.uint8))
+def test_summed_or_averaged_images_are_an_error(tmp_path, reduce):
+    images = summary.image("x", np.ones((1, 2, 2, 1), np.uint8))
     writer = summary.SummaryWriter(tmp_path)
-    writer.add_summary(jax.tree.map(reduce, made, made), 1)
+    writer.add_summary(jax.tree.map(reduce, images, images), 1)
     with pytest.raises(ValueError, match=r"'x/image/0': pictures that were added up.*num_microbatches"):
         writer.close()
 
@@ -142,7 +144,7 @@ def test_pictures_that_were_added_up_are_an_error_that_says_what_to_do(tmp_path,
         ([[[[0.0]]]], TypeError, r"image 'x': expected an array.*list"),
     ],
 )
-def test_what_is_no_batch_of_pictures_is_an_error_that_names_tag_and_shape(tensor, error, message):
+def test_error_for_bad_images_names_the_tag_and_shape(tensor, error, message):
     with pytest.raises(error, match=message):
         summary.image("x", tensor)
 
@@ -153,7 +155,7 @@ def test_max_images_must_be_positive(max_images):
         summary.image("x", np.zeros((1, 1, 1, 1)), max_images=max_images)
 
 
-def test_no_pictures_are_nothing_to_write(tmp_path, accumulate):
+def test_an_empty_batch_writes_no_events(tmp_path, accumulate):
     with summary.SummaryWriter(tmp_path) as writer:
         writer.add_summary(summary.image("x", np.zeros((0, 2, 2, 1), np.uint8)))
     assert accumulate(tmp_path).Tags()["images"] == []

@@ -1,3 +1,5 @@
+"""Records of event files: framing, checksums, and truncated or corrupted files."""
+
 import os
 from pathlib import Path
 
@@ -21,31 +23,31 @@ def file(tmp_path):
 
 
 def offsets(path):
-    """Where each record begins, and where the file ends."""
-    found = [0]
+    """Return the offset of each record, and the size of the file."""
+    offsets = [0]
     with open(path, "rb") as file:
         for data in records.read_records(file, path):
-            found.append(found[-1] + len(data) + records.HEADER + records.FOOTER)
-    return found
+            offsets.append(offsets[-1] + len(data) + records.HEADER + records.FOOTER)
+    return offsets
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=300))
-def test_the_checksum_is_tensorboards(data):
+def test_the_checksum_is_that_of_tensorboard(data):
     assert records.masked_crc(data) == masked_crc32c(data)
 
 
-def test_the_checksum_of_the_standard_vector():
+def test_the_checksum_of_the_crc32c_test_vector():
     assert records.crc32c()(b"123456789") == 0xE3069283
 
 
-def test_the_framing_is_tensorboards(tmp_path):
+def test_the_framing_is_that_of_tensorboard(tmp_path):
     data = [b"", b"a", bytes(range(256)) * 10]
     path = tmp_path / "records"
     with open(path, "wb") as out:
-        theirs = RecordWriter(out)
+        reference = RecordWriter(out)
         for record in data:
-            theirs.write(record)
+            reference.write(record)
     assert path.read_bytes() == b"".join(map(records.frame, data))
 
 
@@ -57,35 +59,35 @@ def test_events_are_protos(file):
     assert [event.step for event in summary.summary_iterator(os.fspath(file))] == [0, 1, 2, 3, 4, 5]
 
 
-def test_wherever_a_file_is_cut_the_whole_records_before_are_read(file, tmp_path):
+def test_complete_records_of_a_truncated_file_are_read(file, tmp_path):
     data = Path(file).read_bytes()
     ends = offsets(file)[1:]
-    cut = tmp_path / "cut"
+    truncated = tmp_path / "truncated"
     for size in range(len(data) + 1):
-        cut.write_bytes(data[:size])
-        assert len(list(summary.summary_iterator(cut))) == sum(end <= size for end in ends)
+        truncated.write_bytes(data[:size])
+        assert len(list(summary.summary_iterator(truncated))) == sum(end <= size for end in ends)
 
 
 @settings(max_examples=100, deadline=None)
-@given(where=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_any_flipped_bit_is_found_and_told_with_its_offset(tmp_path_factory, where, bit):
+@given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_error_for_any_flipped_bit_names_the_offset(tmp_path_factory, position, bit):
     logdir = tmp_path_factory.mktemp("flip")
     with summary.SummaryWriter(logdir) as writer:
         for step in range(1, 4):
             writer.add_summary(summary.scalar("loss", float(step)), step)
     data = bytearray(Path(writer.path).read_bytes())
     begins = offsets(writer.path)
-    where %= len(data)
-    data[where] ^= 1 << bit
+    position %= len(data)
+    data[position] ^= 1 << bit
     with open(writer.path, "wb") as out:
         out.write(data)
-    record = max(i for i, begin in enumerate(begins) if begin <= where)
+    record = max(i for i, begin in enumerate(begins) if begin <= position)
     with pytest.raises(DataLossError, match=f"corrupted record at offset {begins[record]}:") as caught:
         list(summary.summary_iterator(writer.path))
     assert (caught.value.path, caught.value.offset) == (writer.path, begins[record])
 
 
-def test_the_events_before_the_damage_are_read(file):
+def test_events_before_a_corrupted_record_are_read(file):
     begins = offsets(file)
     with open(file, "r+b") as out:
         out.seek(begins[3] + records.HEADER + 2)
@@ -96,31 +98,31 @@ def test_the_events_before_the_damage_are_read(file):
         next(events)
 
 
-def test_a_whole_record_that_is_no_event_is_damage(tmp_path):
+def test_a_record_that_is_not_an_event_is_an_error(tmp_path):
     path = tmp_path / "events"
     path.write_bytes(records.frame(b"\xff\xff\xff"))
     with pytest.raises(DataLossError, match="offset 0: it is not an Event"):
         list(summary.summary_iterator(path))
 
 
-def test_a_forged_length_allocates_nothing(tmp_path):
+def test_a_malicious_length_does_not_allocate_memory(tmp_path):
     import struct
 
     path = tmp_path / "events"
 
-    def forge(claimed):
+    def write_record(claimed):
         length = struct.pack("<Q", claimed)
         path.write_bytes(length + struct.pack("<I", records.masked_crc(length)) + b"abc")
 
-    forge(2**31 - 1)  # as a run that was killed leaves it
+    write_record(2**31 - 1)  # like the truncated record of a killed run
     assert list(summary.summary_iterator(path)) == []
     for claimed in (2**31, 2**60):
-        forge(claimed)
+        write_record(claimed)
         with pytest.raises(DataLossError, match=f"offset 0: it claims {claimed} bytes"):
             list(summary.summary_iterator(path))
 
 
-def test_what_is_too_long_for_a_record_is_not_written():
+def test_an_event_that_is_too_long_is_an_error():
     class Long(bytes):
         def __len__(self):
             return 2**31
@@ -134,7 +136,7 @@ def test_an_empty_file_has_no_events(tmp_path):
     assert list(summary.summary_iterator(tmp_path / "empty")) == []
 
 
-def test_paths_that_are_no_event_file(file, tmp_path):
+def test_paths_that_are_not_event_files(file, tmp_path):
     with pytest.raises(FileNotFoundError, match="missing"):
         summary.summary_iterator(tmp_path / "missing")
     with pytest.raises(IsADirectoryError, match=f"is a directory; it holds {os.path.basename(file)}"):
@@ -144,7 +146,7 @@ def test_paths_that_are_no_event_file(file, tmp_path):
         summary.summary_iterator(tmp_path / "sub")
 
 
-def test_an_iterator_that_is_left_closes_its_file(file):
+def test_an_abandoned_iterator_closes_its_file(file):
     summary.summary_iterator(file)
     events = summary.summary_iterator(file)
     next(events)

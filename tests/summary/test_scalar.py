@@ -1,3 +1,5 @@
+"""`summary.scalar`, `zero_fraction`, `text`, `merge` and `summaries_in`."""
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,9 +9,9 @@ import pytest
 from jstep import summary
 
 
-def written(tmp_path, accumulate, made, step=1):
+def write_and_read(tmp_path, accumulate, created, step=1):
     with summary.SummaryWriter(tmp_path) as writer:
-        writer.add_summary(made, step)
+        writer.add_summary(created, step)
     events = accumulate(tmp_path)
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
@@ -25,18 +27,18 @@ def written(tmp_path, accumulate, made, step=1):
         np.array(2.5, ml_dtypes.bfloat16),
     ],
 )
-def test_a_number_of_any_kind(tmp_path, accumulate, value):
-    assert written(tmp_path, accumulate, summary.scalar("loss", value)) == {"loss": [(1, 2.5)]}
+def test_numbers_of_any_type(tmp_path, accumulate, value):
+    assert write_and_read(tmp_path, accumulate, summary.scalar("loss", value)) == {"loss": [(1, 2.5)]}
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3, 3.0), (True, 1.0), (np.int8(-1), -1.0), (2**40, 2.0**40)])
-def test_whole_numbers(tmp_path, accumulate, value, expected):
-    assert written(tmp_path, accumulate, summary.scalar("n", value)) == {"n": [(1, expected)]}
+def test_integers_and_bools(tmp_path, accumulate, value, expected):
+    assert write_and_read(tmp_path, accumulate, summary.scalar("n", value)) == {"n": [(1, expected)]}
 
 
-def test_a_number_beyond_float32_is_infinite_and_nan_is_nan(tmp_path, accumulate):
-    made = summary.scalar(["big", "nan"], [1e300, float("nan")])
-    read = written(tmp_path, accumulate, made)
+def test_overflow_of_float32_and_nan(tmp_path, accumulate):
+    created = summary.scalar(["big", "nan"], [1e300, float("nan")])
+    read = write_and_read(tmp_path, accumulate, created)
     assert read["big"] == [(1, np.inf)]
     assert np.isnan(read["nan"][0][1])
 
@@ -44,25 +46,25 @@ def test_a_number_beyond_float32_is_infinite_and_nan_is_nan(tmp_path, accumulate
 @pytest.mark.parametrize("tags", [["a", "b"], ("a", "b"), np.array(["a", "b"])])
 @pytest.mark.parametrize("values", [[1.0, 2.0], (1.0, np.float32(2)), np.array([1, 2]), jnp.array([1.0, 2.0])])
 def test_vectors_of_tags_and_values(tmp_path, accumulate, tags, values):
-    read = written(tmp_path, accumulate, summary.scalar(tags, values))
+    read = write_and_read(tmp_path, accumulate, summary.scalar(tags, values))
     assert read == {"a": [(1, 1.0)], "b": [(1, 2.0)]}
 
 
 def test_a_matrix_of_tags(tmp_path, accumulate):
-    made = summary.scalar([["a", "b"], ["c", "d"]], jnp.arange(4.0).reshape(2, 2))
-    assert made.tags == ("a", "b", "c", "d")
-    assert written(tmp_path, accumulate, made)["d"] == [(1, 3.0)]
+    created = summary.scalar([["a", "b"], ["c", "d"]], jnp.arange(4.0).reshape(2, 2))
+    assert created.tags == ("a", "b", "c", "d")
+    assert write_and_read(tmp_path, accumulate, created)["d"] == [(1, 3.0)]
     nested = summary.scalar([["a", "b"], ["c", "d"]], [[0.0, 1.0], [2.0, jnp.float32(3.0)]])
-    assert written(tmp_path / "nested", accumulate, nested)["d"] == [(1, 3.0)]
+    assert write_and_read(tmp_path / "nested", accumulate, nested)["d"] == [(1, 3.0)]
 
 
-def test_a_list_may_hold_tracers():
-    made = jax.jit(lambda x: summary.scalar(["a", "b"], [x, 2 * x]))(jnp.float32(3.0))
-    assert [float(part.values) for part in made.parts] == [3.0, 6.0]
+def test_a_list_may_contain_tracers():
+    created = jax.jit(lambda x: summary.scalar(["a", "b"], [x, 2 * x]))(jnp.float32(3.0))
+    assert [float(part.values) for part in created.parts] == [3.0, 6.0]
 
 
-def test_no_tags_are_no_values(tmp_path, accumulate):
-    assert written(tmp_path, accumulate, summary.scalar([], [])) == {}
+def test_without_tags_nothing_is_written(tmp_path, accumulate):
+    assert write_and_read(tmp_path, accumulate, summary.scalar([], [])) == {}
 
 
 @pytest.mark.parametrize(
@@ -77,18 +79,18 @@ def test_no_tags_are_no_values(tmp_path, accumulate):
         ([["loss"], ["b"]], [1.0, 2.0], r"\[2, 1\] != \[2\]"),
     ],
 )
-def test_tags_and_values_of_other_shapes_are_an_error_that_names_both(tags, values, shapes):
+def test_error_for_mismatched_shapes_names_both(tags, values, shapes):
     with pytest.raises(ValueError, match=rf"'loss'.*not the same shape: {shapes}"):
         summary.scalar(tags, values)
 
 
 @pytest.mark.parametrize("value", ["0.5", None, 1j, np.array(1j), np.array("x"), jax.random.key(0)])
-def test_what_is_no_real_number_is_an_error_that_names_the_tag(value):
+def test_error_for_other_values_names_the_tag(value):
     with pytest.raises(TypeError, match="scalar 'loss': values must be real numbers"):
         summary.scalar("loss", value)
 
 
-def test_tags_must_be_names():
+def test_bad_tags():
     with pytest.raises(ValueError, match="the tag is empty"):
         summary.scalar("", 1.0)
     with pytest.raises(TypeError, match=r"scalar\(tags, values\): tags must be a str.* not float 0\.5"):
@@ -101,17 +103,17 @@ def test_tags_must_be_names():
         summary.scalar(["a", "a"], [1.0, 2.0])
 
 
-def test_the_value_is_that_of_the_call(tmp_path, accumulate):
+def test_values_are_captured_at_the_call(tmp_path, accumulate):
     host = np.array(1.0)
     donated = jnp.float32(2.0)
     pending = jax.jit(lambda x: jnp.linalg.norm(x @ x) * 0 + 3.0)(jnp.ones((500, 500)))
-    made = summary.merge(
+    created = summary.merge(
         [summary.scalar("host", host), summary.scalar("device", donated), summary.scalar("new", pending)]
     )
     host[...] = -1
     donated.delete()
     pending.delete()
-    read = written(tmp_path, accumulate, made)
+    read = write_and_read(tmp_path, accumulate, created)
     assert read == {"host": [(1, 1.0)], "device": [(1, 2.0)], "new": [(1, 3.0)]}
 
 
@@ -133,7 +135,7 @@ def test_zero_fraction(value, expected):
     assert float(fraction) == expected
 
 
-def test_zero_fraction_counts_exactly_and_of_nothing_is_nan():
+def test_zero_fraction_is_exact_and_nan_if_empty():
     ones = np.ones(2**24 + 2**10, np.int8)
     ones[:3] = 0
     assert float(summary.zero_fraction(ones)) == np.float32(3) / np.float32(ones.size)
@@ -153,7 +155,7 @@ def test_text(tmp_path, accumulate):
 
 
 @pytest.mark.parametrize("text", [3, None, b"bytes", ["a", 3], [["a", "b"], ["c"]], [[["a"]]]])
-def test_what_is_no_text_is_an_error(text):
+def test_text_must_be_strings(text):
     with pytest.raises(TypeError, match="text 'notes': expected a str"):
         summary.text("notes", text)
 
@@ -166,7 +168,7 @@ def test_merge():
 
 
 @pytest.mark.parametrize("other", ["scalar", "histogram", "image", "text"])
-def test_a_duplicate_tag_is_an_error_whatever_its_kind(other):
+def test_duplicate_tags_of_any_kind_are_an_error(other):
     same = {
         "scalar": lambda: summary.scalar(["x", "a/image/0"], [1.0, 2.0]),
         "histogram": lambda: summary.histogram("a/image/0", np.ones(2)),
@@ -177,7 +179,7 @@ def test_a_duplicate_tag_is_an_error_whatever_its_kind(other):
         summary.merge([summary.scalar("a/image/0", 1.0), same[other]()])
 
 
-def test_merge_takes_summaries_alone():
+def test_merge_accepts_only_summaries():
     with pytest.raises(TypeError, match=r"expected summaries of jstep\.summary, not float"):
         summary.merge([1.0])
     with pytest.raises(TypeError, match=r"write merge\(\[summary\]\)"):
@@ -209,7 +211,7 @@ def test_summaries_are_legal_results_of_transformations():
     _, stacked = jax.lax.scan(lambda c, x: (c, everything(x)), 0, jnp.stack([x, 2 * x, 3 * x]))
     assert stacked.tags == tags
     assert stacked.parts[0].values.tolist() == [6.0, 12.0, 18.0]
-    # To trace them is enough: what they compile to is the same.
+    # Tracing is sufficient, which takes less time than compiling.
     legal = {
         "jit": jax.jit(everything),
         "vmap": lambda x: jax.vmap(everything)(jnp.stack([x, x])),
@@ -221,7 +223,7 @@ def test_summaries_are_legal_results_of_transformations():
         assert jax.eval_shape(transformed, x).tags == tags, name
 
 
-def test_tags_are_static_and_a_second_call_compiles_nothing():
+def test_tags_are_static_and_do_not_recompile():
     traces = []
 
     @jax.jit

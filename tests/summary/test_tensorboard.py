@@ -1,4 +1,4 @@
-"""A real TensorBoard server, asked over HTTP."""
+"""Event files as a TensorBoard server returns them over HTTP."""
 
 import io
 import json
@@ -16,13 +16,13 @@ from tensorboard.compat.proto import graph_pb2
 def get(tensorboard_url):
     def get(route, **query):
         address = f"{tensorboard_url}/data/{route}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(address, timeout=30) as answer:
-            return answer.read()
+        with urllib.request.urlopen(address, timeout=30) as response:
+            return response.read()
 
     return get
 
 
-def test_the_run_is_there(get):
+def test_the_run_is_listed(get):
     assert json.loads(get("runs")) == ["demo"]
 
 
@@ -68,7 +68,7 @@ def test_text_and_hparams(get, tensorboard_url):
         data=b"{}",
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        experiment = json.load(answer)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        experiment = json.load(response)
     assert {info["name"] for info in experiment["hparamInfos"]} == {"rate", "optimizer"}
     assert [info["name"]["tag"] for info in experiment["metricInfos"]] == ["loss"]

@@ -1,4 +1,4 @@
-"""SummaryWriter: what it takes, and the events it makes."""
+"""`SummaryWriter`: the inputs of its methods and the events that it writes."""
 
 import os
 import time
@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from event_reading import events_of, scalars
 from tensorboard.compat.proto import event_pb2, graph_pb2, summary_pb2
-from written import events_of, scalars
 
 from jstep import summary
 from jstep.summary.write.writer import SummaryWriter
 
 
-def test_the_file_begins_as_tensorboard_expects(tmp_path):
+def test_the_first_event_is_that_of_tensorboard(tmp_path):
     with SummaryWriter(tmp_path / "a" / "b") as writer:
         pass
     (first,) = events_of(writer)
@@ -25,19 +25,19 @@ def test_the_file_begins_as_tensorboard_expects(tmp_path):
     assert os.path.basename(writer.path).startswith("events.out.tfevents.")
 
 
-def test_pytrees_protos_and_bytes(tmp_path, accumulate):
+def test_add_summary_accepts_pytrees_protos_and_bytes(tmp_path, accumulate):
     proto = summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag="loss", simple_value=3.0)])
     with SummaryWriter(tmp_path) as writer:
         writer.add_summary(summary.scalar("loss", 1.0), 1)
         writer.add_summary(proto, 2)
-        proto.value[0].simple_value = 4.0  # it was written as it was
+        proto.value[0].simple_value = 4.0  # add_summary has copied it
         writer.add_summary(proto.SerializeToString(), 3)
         writer.add_summary(None, 4)
         writer.add_summary(summary.merge([]), 5)
     assert scalars(accumulate(tmp_path)) == [(1, 1.0), (2, 3.0), (3, 4.0)]
 
 
-def test_events(tmp_path):
+def test_add_event_accepts_protos_and_bytes(tmp_path):
     event = event_pb2.Event(step=7, wall_time=12.5, file_version="mine")
     with SummaryWriter(tmp_path) as writer:
         writer.add_event(event)
@@ -46,7 +46,7 @@ def test_events(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "what", "message"),
+    ("method", "argument", "message"),
     [
         ("add_summary", 3.0, "expected a Summary, not float"),
         ("add_summary", {"loss": 1.0}, r"expected a Summary, not dict; summary\.scalar"),
@@ -67,14 +67,14 @@ def test_events(tmp_path):
         ("add_session_log", 3, "expected a SessionLog"),
     ],
 )
-def test_what_no_method_takes(tmp_path, method, what, message):
+def test_arguments_of_wrong_types(tmp_path, method, argument, message):
     with SummaryWriter(tmp_path) as writer, pytest.raises(TypeError, match=message):
-        getattr(writer, method)(what)
+        getattr(writer, method)(argument)
     assert len(events_of(writer)) == 1
 
 
 @pytest.mark.parametrize("step", [5, np.int64(5), np.array(5, np.int32), jnp.int32(5)])
-def test_steps_of_any_integer_kind(tmp_path, accumulate, step):
+def test_steps_of_any_integer_type(tmp_path, accumulate, step):
     with SummaryWriter(tmp_path) as writer:
         writer.add_summary(summary.scalar("loss", 1.0), step)
         writer.add_summary(summary.scalar("loss", 2.0), global_step=step)
@@ -92,12 +92,12 @@ def test_a_step_array_may_be_donated_after_the_call(tmp_path, accumulate):
 
 
 @pytest.mark.parametrize("step", [1.5, True, "3", jnp.float32(1.0), jnp.arange(3), np.float64(2)])
-def test_what_is_no_step(tmp_path, step):
+def test_a_step_must_be_an_integer(tmp_path, step):
     with SummaryWriter(tmp_path) as writer, pytest.raises(TypeError, match=r"global_step=.*: must be an integer"):
         writer.add_summary(summary.scalar("loss", 1.0), step)
 
 
-def test_no_step_is_step_0(tmp_path, accumulate):
+def test_the_default_step_is_0(tmp_path, accumulate):
     with SummaryWriter(tmp_path) as writer:
         writer.add_summary(summary.scalar("loss", 1.0))
         writer.add_summary(jax.vmap(lambda x: summary.scalar("many", x))(jnp.arange(3.0)))
@@ -106,24 +106,24 @@ def test_no_step_is_step_0(tmp_path, accumulate):
     assert scalars(events, "many") == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
-def test_stacked_summaries_are_steps_and_the_last_is_global_step(tmp_path, accumulate):
+def test_the_last_of_stacked_summaries_is_at_global_step(tmp_path, accumulate):
     def step(state, x):
-        made = summary.merge([summary.scalar("loss", state), summary.scalar(["a", "b"], jnp.stack([x, -x]))])
-        return state + 1, made
+        merged = summary.merge([summary.scalar("loss", state), summary.scalar(["a", "b"], jnp.stack([x, -x]))])
+        return state + 1, merged
 
     _, stacked = jax.jit(lambda xs: jax.lax.scan(step, jnp.float32(0.0), xs))(jnp.arange(4.0))
     with SummaryWriter(tmp_path) as writer:
-        # Of one summary, parts that are not stacked belong to the last step.
+        # Parts of a summary that are not stacked belong to the last step.
         writer.add_summary(summary.merge([stacked, summary.scalar("once", 9.0), summary.text("t", "x")]), 104)
     events = accumulate(tmp_path)
     assert scalars(events) == [(101, 0.0), (102, 1.0), (103, 2.0), (104, 3.0)]
     assert scalars(events, "b") == [(101, 0.0), (102, -1.0), (103, -2.0), (104, -3.0)]
     assert scalars(events, "once") == [(104, 9.0)]
     steps = [e.step for e in events_of(writer) if e.summary.value]
-    assert steps == [101, 102, 103, 104]  # one event a step, in order
+    assert steps == [101, 102, 103, 104]  # one event per step, in order
 
 
-def test_scans_of_scans_are_steps_too(tmp_path, accumulate):
+def test_summaries_of_nested_scans(tmp_path, accumulate):
     def inner(c, x):
         return c, summary.scalar("loss", x)
 
@@ -133,7 +133,7 @@ def test_scans_of_scans_are_steps_too(tmp_path, accumulate):
     assert scalars(accumulate(tmp_path)) == [(i + 1, float(i)) for i in range(6)]
 
 
-def test_a_traced_summary_or_step_is_an_error_that_says_what_to_do(tmp_path):
+def test_a_traced_summary_or_step_is_an_error(tmp_path):
     with SummaryWriter(tmp_path) as writer:
 
         @jax.jit
@@ -153,7 +153,7 @@ def test_a_traced_summary_or_step_is_an_error_that_says_what_to_do(tmp_path):
             other(1)
 
 
-def test_a_session_log_makes_tensorboard_drop_what_is_run_again(tmp_path, accumulate):
+def test_tensorboard_drops_points_before_a_restart(tmp_path, accumulate):
     def run(start, steps, value):
         with SummaryWriter(tmp_path) as writer:
             writer.add_session_log("START", start)
@@ -161,12 +161,12 @@ def test_a_session_log_makes_tensorboard_drop_what_is_run_again(tmp_path, accumu
                 writer.add_summary(summary.scalar("loss", value), step)
 
     run(1, range(10, 90, 10), 1.0)
-    run(51, range(60, 110, 10), 2.0)  # resumed with 50 updates: the point at 50 stays
+    run(51, range(60, 110, 10), 2.0)  # resumed after 50 updates, so the point at 50 stays
     read = scalars(accumulate(tmp_path))
     assert read == [(s, 1.0) for s in range(10, 60, 10)] + [(s, 2.0) for s in range(60, 110, 10)]
 
 
-def test_session_logs(tmp_path):
+def test_add_session_log(tmp_path):
     log = event_pb2.SessionLog(status=event_pb2.SessionLog.CHECKPOINT, checkpoint_path="model-5")
     with SummaryWriter(tmp_path) as writer:
         writer.add_session_log(log, 5)
@@ -178,7 +178,7 @@ def test_session_logs(tmp_path):
     assert (stop.step, stop.session_log.status) == (6, event_pb2.SessionLog.STOP)
 
 
-def test_hparams(tmp_path, accumulate):
+def test_add_hparams(tmp_path, accumulate):
     from tensorboard.plugins.hparams import metadata
 
     hparams = {
@@ -204,7 +204,7 @@ def test_hparams(tmp_path, accumulate):
     assert scalars(events, "accuracy") == [(0, pytest.approx(0.9))]
 
 
-def test_graphs_of_all_kinds(tmp_path, accumulate):
+def test_add_graph_accepts_all_forms(tmp_path, accumulate):
     graph = graph_pb2.GraphDef()
     graph.node.add(name="mine", op="Mine")
     jitted = jax.jit(lambda x: jnp.sin(x))

@@ -1,4 +1,4 @@
-"""SummaryWriter: what goes wrong, and when it is told."""
+"""`SummaryWriter`: its errors, and which call raises them."""
 
 import gc
 import os
@@ -8,18 +8,18 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
-from written import events_of, scalars
+from event_reading import events_of, scalars
 
 from jstep import summary
 from jstep.summary.write.writer import SummaryWriter
 
 
 @pytest.mark.parametrize("method", ["add_summary", "add_event", "add_graph", "add_hparams", "add_session_log"])
-def test_a_closed_writer_is_an_error_that_names_the_logdir(tmp_path, method):
+def test_error_of_a_closed_writer_names_the_logdir(tmp_path, method):
     writer = SummaryWriter(tmp_path)
     writer.close()
     writer.close()
-    writer.flush()  # all that was added is in the file
+    writer.flush()  # does nothing, because close has flushed everything
     assert repr(writer) == f"SummaryWriter({str(tmp_path)!r}, closed)"
     with pytest.raises(RuntimeError, match=f"the SummaryWriter of '{tmp_path}' is closed"):
         getattr(writer, method)(None)
@@ -44,7 +44,7 @@ def test_arguments_out_of_range(tmp_path, arguments, error, message):
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_logdir_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
+def test_error_for_an_unwritable_logdir_names_it(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(FileExistsError, match=f"cannot write to its logdir.*'{file}'"):
@@ -57,22 +57,22 @@ def test_a_logdir_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
         SummaryWriter("ftp://host/logs")
 
 
-def test_a_step_beyond_64_bits_is_told(tmp_path):
+def test_a_step_beyond_64_bits_is_an_error(tmp_path):
     with SummaryWriter(tmp_path) as writer:
         writer.add_summary(summary.scalar("loss", 1.0), 2**70)
         with pytest.raises(ValueError, match="global_step 1180591620717411303424 does not fit"):
             writer.flush()
 
 
-def test_a_vector_that_lost_its_axis_is_told_by_its_tag(tmp_path):
-    made = jax.vmap(lambda x: summary.scalar(["a", "b"], jnp.stack([x, x])))(jnp.ones(3))
+def test_error_for_a_reduced_vector_names_the_tag(tmp_path):
+    created = jax.vmap(lambda x: summary.scalar(["a", "b"], jnp.stack([x, x])))(jnp.ones(3))
     with SummaryWriter(tmp_path) as writer:
-        writer.add_summary(jax.tree.map(jnp.sum, made), 1)
+        writer.add_summary(jax.tree.map(jnp.sum, created), 1)
         with pytest.raises(ValueError, match="summary 'a': an array of shape"):
             writer.flush()
 
 
-def test_a_graph_that_is_none_leaves_no_thread_behind(tmp_path):
+def test_a_bad_graph_leaves_no_thread(tmp_path):
     threads = threading.active_count()
     with pytest.raises(TypeError, match=r"expected a jax\.stages\.Traced"):
         SummaryWriter(tmp_path, graph=3)
@@ -80,7 +80,7 @@ def test_a_graph_that_is_none_leaves_no_thread_behind(tmp_path):
 
 
 class FullDisk:
-    """A file that takes so many bytes more."""
+    """A file that raises ENOSPC after `room` more bytes."""
 
     def __init__(self, file, room):
         self._file, self._room = file, room
@@ -96,7 +96,7 @@ class FullDisk:
         return getattr(self._file, name)
 
 
-def test_a_full_disk_is_told_at_the_next_call_and_leaves_no_half_record(tmp_path):
+def test_a_full_disk_leaves_no_partial_record(tmp_path):
     writer = SummaryWriter(tmp_path, max_queue=1)
     writer.add_summary(summary.scalar("loss", 1.0), 1)
     writer.flush()
@@ -108,12 +108,12 @@ def test_a_full_disk_is_told_at_the_next_call_and_leaves_no_half_record(tmp_path
     for _ in range(3):
         with pytest.raises(RuntimeError, match="writing stopped after"):
             writer.add_summary(summary.scalar("loss", 3.0), 3)
-    writer.close()  # has been told; does not wait for what will never be written
+    writer.close()  # the error was already raised; does not wait for the discarded events
     assert os.path.getsize(writer.path) == size
     assert [e.step for e in events_of(writer)] == [0, 1]
 
 
-def test_an_error_nobody_asked_for_is_told_at_close(tmp_path):
+def test_close_raises_a_pending_error_once(tmp_path):
     writer = SummaryWriter(tmp_path, max_queue=1)
     writer._worker._sink._file = FullDisk(writer._worker._sink._file, room=0)
     writer.add_summary(summary.scalar("loss", 2.0), 2)
@@ -122,7 +122,7 @@ def test_an_error_nobody_asked_for_is_told_at_close(tmp_path):
     writer.close()
 
 
-def test_an_error_in_the_body_is_not_hidden_by_one_of_the_writer(tmp_path):
+def test_close_does_not_mask_the_error_of_the_block(tmp_path):
     def run():
         with SummaryWriter(tmp_path) as writer:
             writer._worker._sink._file = FullDisk(writer._worker._sink._file, room=0)
@@ -134,23 +134,23 @@ def test_an_error_in_the_body_is_not_hidden_by_one_of_the_writer(tmp_path):
     assert any("No space left" in note for note in caught.value.__notes__)
 
 
-def test_an_array_that_was_deleted_is_told_by_the_name_of_its_tag(tmp_path, accumulate):
-    made = jax.jit(lambda x: summary.scalar(["loss", "b"], jnp.stack([x, x])))(1.0)
-    jax.tree.leaves(made)[0].delete()
+def test_error_for_a_deleted_array_names_the_tag(tmp_path, accumulate):
+    created = jax.jit(lambda x: summary.scalar(["loss", "b"], jnp.stack([x, x])))(1.0)
+    jax.tree.leaves(created)[0].delete()
     writer = SummaryWriter(tmp_path)
-    writer.add_summary(summary.merge([made, summary.scalar("kept", 1.0)]), 1)
+    writer.add_summary(summary.merge([created, summary.scalar("kept", 1.0)]), 1)
     with pytest.raises(RuntimeError, match="summary 'loss': its array was deleted before it was written"):
         writer.close()
     assert scalars(accumulate(tmp_path), "kept") == [(1, 1.0)]
 
 
-def test_a_writer_that_is_forgotten_ends_its_thread(tmp_path):
+def test_an_unreferenced_writer_ends_its_thread(tmp_path):
     writer = SummaryWriter(tmp_path)
     writer.add_summary(summary.scalar("loss", 1.0), 1)
-    path, thread, forgotten = writer.path, writer._worker._thread, weakref.ref(writer)
+    path, thread, reference = writer.path, writer._worker._thread, weakref.ref(writer)
     del writer
     gc.collect()
-    assert forgotten() is None
+    assert reference() is None
     thread.join(timeout=20)
     assert not thread.is_alive()
     assert len(list(summary.summary_iterator(path))) == 2

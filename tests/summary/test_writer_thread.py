@@ -1,4 +1,4 @@
-"""SummaryWriter: its thread and its files."""
+"""`SummaryWriter`: its background thread, its buffer, and the names of its files."""
 
 import os
 import threading
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from event_reading import events_of, scalars, wait_until
 from tensorboard.compat.proto import event_pb2
-from written import events_of, scalars, wait_until
 
 from jstep import summary
 from jstep.summary.write import event_file, worker
@@ -17,29 +17,29 @@ from jstep.summary.write.writer import SummaryWriter
 
 @jax.jit
 def slow(x):
-    """A second of work or so."""
+    """Compute for about a second."""
     y = jax.lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), jnp.full((700, 700), x))
     return summary.merge([summary.scalar("loss", y[0, 0] * 0 + x), summary.histogram("h", y)])
 
 
-def test_the_caller_waits_for_no_array(tmp_path, accumulate):
-    def add_eagerly(made):
-        writer.add_summary(summary.scalar("eager", made.parts[0].values), made.parts[1].exponent)
+def test_add_summary_does_not_wait_for_arrays(tmp_path, accumulate):
+    def add_eagerly(created):
+        writer.add_summary(summary.scalar("eager", created.parts[0].values), created.parts[1].exponent)
 
     with SummaryWriter(tmp_path, max_queue=1) as writer:
-        add_eagerly(slow(2.0))  # compiles what there is to compile
+        add_eagerly(slow(2.0))  # compiles everything
         writer.flush()
-        made = slow(2.0)
+        created = slow(2.0)
         for step in range(1, 30):
-            writer.add_summary(made, step)
-        add_eagerly(made)
-        assert not made.parts[0].values.is_ready()
+            writer.add_summary(created, step)
+        add_eagerly(created)
+        assert not created.parts[0].values.is_ready()
     events = accumulate(tmp_path)
     assert scalars(events) == [(step, 2.0) for step in range(1, 30)]
     assert [value for _, value in scalars(events, "eager")] == [2.0, 2.0]
 
 
-def test_the_caller_waits_for_no_event_to_be_written(tmp_path, accumulate):
+def test_add_summary_does_not_wait_for_the_thread(tmp_path, accumulate):
     released = threading.Event()
     with SummaryWriter(tmp_path, max_queue=1) as writer:
         encode = writer._worker._encode
@@ -50,7 +50,7 @@ def test_the_caller_waits_for_no_event_to_be_written(tmp_path, accumulate):
     assert len(accumulate(tmp_path).Scalars("loss")) == 50
 
 
-def test_the_buffer_is_written_at_max_queue_events_and_after_flush_secs(tmp_path):
+def test_flushes_after_max_queue_events_or_flush_secs(tmp_path):
     with SummaryWriter(tmp_path / "queue", max_queue=3, flush_secs=10_000) as writer:
         for step in range(3):
             writer.add_summary(summary.scalar("loss", 1.0), step)
@@ -80,7 +80,7 @@ def test_many_threads_write_to_one_writer(tmp_path, accumulate):
     assert all(scalars(events, f"t{i}") == [(s, float(s)) for s in range(200)] for i in range(4))
 
 
-def test_what_waits_in_memory_is_bounded(tmp_path, accumulate, monkeypatch):
+def test_memory_of_pending_events_is_bounded(tmp_path, accumulate, monkeypatch):
     monkeypatch.setattr(worker, "MAX_BYTES", 3000)
     monkeypatch.setattr(worker, "MAX_JOBS", 4)
     picture = np.zeros((1, 32, 32, 1), np.uint8)
@@ -93,7 +93,7 @@ def test_what_waits_in_memory_is_bounded(tmp_path, accumulate, monkeypatch):
     assert len(events.Images("x/image")) == len(events.Scalars("loss")) == 20
 
 
-def test_two_writers_of_one_second_have_files_of_their_own_in_order(tmp_path, monkeypatch):
+def test_writers_of_the_same_second_have_ordered_files(tmp_path, monkeypatch):
     monkeypatch.setattr(event_file.time, "time", lambda: 1000.7)
     writers = [SummaryWriter(tmp_path) for _ in range(12)]
     for writer in writers:
@@ -104,19 +104,19 @@ def test_two_writers_of_one_second_have_files_of_their_own_in_order(tmp_path, mo
     assert f".{os.getpid()}." in names[0]
 
 
-def test_a_file_sorts_after_those_of_a_host_whose_clock_is_ahead(tmp_path, monkeypatch):
+def test_files_sort_in_order_despite_a_clock_that_is_ahead(tmp_path, monkeypatch):
     monkeypatch.setattr(event_file.time, "time", lambda: 2000.0)
     SummaryWriter(tmp_path).close()
     monkeypatch.setattr(event_file.time, "time", lambda: 1500.0)
     with SummaryWriter(tmp_path) as writer:
         pass
     assert sorted(os.listdir(tmp_path))[-1] == os.path.basename(writer.path)
-    (tmp_path / "events.out.tfevents.zzz").touch()  # of another program's naming
+    (tmp_path / "events.out.tfevents.zzz").touch()  # a name of another program
     with SummaryWriter(tmp_path):
         pass
 
 
-def test_process_0_alone_writes(tmp_path, monkeypatch):
+def test_only_process_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with SummaryWriter(tmp_path / "logs", graph=lambda: jnp.ones(3)) as writer:
         writer.add_summary(summary.scalar("loss", 1.0), 1)

@@ -1,4 +1,4 @@
-"""Accounting of a timeline: several starts, steps that were lost, and files that are not as they should be."""
+"""`goodput`: timelines with several starts and lost steps, and invalid files."""
 
 import json
 
@@ -18,8 +18,9 @@ def write(folder, *lines, prefix="model"):
             file.flush()
 
 
-# The first start: 137 steps from 1000 on, of which the second makes 37 again. The third was killed in its restore.
-STORY = [
+# The first start begins at 1000 and runs 137 steps, of which the second start repeats 37. The third start was killed
+# while it restored.
+TIMELINE = [
     ("a", 1010.0, None, {"starting": 10.0}),
     ("a", 1110.0, [0, 100], {"starting": 10.0, "stepping": 90.0, "waiting": 10.0}),
     ("a", 1150.0, [0, 137], {"starting": 10.0, "stepping": 120.0, "waiting": 11.0, "saving": 9.0}),
@@ -30,8 +31,8 @@ STORY = [
 ]
 
 
-def test_several_starts(tmp_path, capsys):
-    write(tmp_path, *STORY)
+def test_a_timeline_of_several_starts(tmp_path, capsys):
+    write(tmp_path, *TIMELINE)
     found = jstep.goodput(tmp_path)
     assert found.parts == {
         "productive": 90.0 + 40.0 + 40.0,
@@ -59,15 +60,15 @@ def test_several_starts(tmp_path, capsys):
     assert json.loads(out) == {**found.parts, "starts": 4, "steps": 200, "total": 300.0, "fraction": found.fraction}
 
 
-def test_a_step_between_two_lines_is_found_by_its_share(tmp_path):
+def test_a_step_between_two_lines_is_interpolated(tmp_path):
     write(tmp_path, ("a", 50.0, [0, 10], {"stepping": 10.0}), ("a", 90.0, [0, 30], {"stepping": 50.0}))
     write(tmp_path, ("b", 91.0, [20, 20], {"starting": 1.0}), ("c", 92.0, [15, 15], {"starting": 1.0}))
     found = jstep.goodput(tmp_path)
     assert (found.productive, found.rewound, found.steps) == (20.0, 30.0, 15)
 
 
-def test_the_line_of_a_checkpoint_counts_where_one_before_was_early(tmp_path):
-    """The host was at step 10 when the device was at 4; the line of the checkpoint was written when it had them all."""
+def test_the_line_of_a_checkpoint_replaces_an_earlier_line(tmp_path):
+    """The first line is early, as the host was ahead of the device; the checkpoint's line came after all 10 steps."""
     write(tmp_path, ("a", 50.0, [0, 10], {"stepping": 10.0}), ("a", 90.0, [0, 10], {"stepping": 30.0}))
     path = tmp_path / "timeline.jsonl"
     path.write_text(path.read_text().rstrip()[:-1] + ', "checkpoint": 10}\n')
@@ -77,14 +78,14 @@ def test_the_line_of_a_checkpoint_counts_where_one_before_was_early(tmp_path):
     assert (found.productive, found.rewound, found.steps) == (31.0, 5.0, 11)
 
 
-def test_a_run_that_goes_on_loses_nothing(tmp_path):
+def test_a_resumed_run_loses_nothing(tmp_path):
     write(tmp_path, ("a", 10.0, [0, 10], {"stepping": 9.0}), ("a", 11.0, [0, 10], {"stepping": 9.5, "saving": 0.5}))
     write(tmp_path, ("b", 30.0, [10, 20], {"stepping": 9.0}))
     found = jstep.goodput(tmp_path)
     assert (found.productive, found.rewound, found.down, found.steps) == (18.5, 0.0, 10.0, 20)
 
 
-def test_a_process_that_was_idle_before_is_counted_once(tmp_path):
+def test_idle_time_before_a_start_is_counted_once(tmp_path):
     write(
         tmp_path,
         ("a", 100.0, [0, 10], {"stepping": 50.0}),
@@ -105,12 +106,12 @@ def test_runs_that_share_a_directory(tmp_path):
         jstep.goodput(tmp_path, prefix="other")
 
 
-def test_other_kinds_torn_and_damaged_lines_are_skipped(tmp_path, caplog):
-    write(tmp_path, *STORY[:3])
+def test_unknown_truncated_and_corrupted_lines_are_skipped(tmp_path, caplog):
+    write(tmp_path, *TIMELINE[:3])
     expected = jstep.goodput(tmp_path)
-    for damaged in ("nonsense", "[1]", '{"kind": "parts", "start": "a", "prefix": "model"}', '{"kind": 3}'):
+    for corrupted in ("nonsense", "[1]", '{"kind": "parts", "start": "a", "prefix": "model"}', '{"kind": 3}'):
         with open(tmp_path / "timeline.jsonl", "a") as file:
-            file.write(damaged + "\n")
+            file.write(corrupted + "\n")
     bad = {"kind": "parts", "start": "a", "prefix": "model", "time": 9e9, "step": [0, 137], "seconds": {"stepping": -1}}
     with open(tmp_path / "timeline.jsonl", "a") as file:
         file.write(json.dumps(bad) + "\n" + json.dumps({"kind": "card", "start": "a", "prefix": "model"}) + "\n")
@@ -119,7 +120,7 @@ def test_other_kinds_torn_and_damaged_lines_are_skipped(tmp_path, caplog):
     assert [f"line {n} " in caplog.text for n in range(3, 11)] == [False, *[True] * 5, False, False]
 
 
-def test_what_cannot_be_read_is_named(tmp_path, capsys):
+def test_unreadable_timelines_are_named(tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match=r"there is no timeline; give the checkpoint_dir"):
         jstep.goodput(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such directory"):

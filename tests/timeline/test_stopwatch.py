@@ -1,4 +1,4 @@
-"""The stopwatch: its parts have no gaps, whoever switches, nests or fails."""
+"""`Stopwatch`: its parts have no gaps, with switches, nested parts and errors."""
 
 import pytest
 
@@ -50,19 +50,19 @@ def test_waiting_begins_with_the_first_step():
     assert watch.seconds()["starting"] == watch.seconds()["waiting"] == 5.0
 
 
-def test_what_a_time_belonged_to_may_be_known_late():
+def test_a_past_interval_can_be_reassigned():
     clock = Clock()
     watch = Stopwatch(clock=clock)
     watch.started()
     clock.now += 4
-    assert watch.seconds()["stepping"] == 4.0  # in between somebody reads
+    assert watch.seconds()["stepping"] == 4.0  # reading in between has no effect
     clock.now += 6
     watch.was("starting", 7.0)
     clock.now += 1
     assert (watch.seconds()["starting"], watch.seconds()["stepping"], watch.current) == (7.0, 4.0, "stepping")
 
 
-def test_a_stopped_watch_keeps_nothing():
+def test_a_stopped_watch_stores_no_marks():
     watch = Stopwatch(clock=Clock())
     watch.stop()
     for _ in range(1000):
@@ -70,7 +70,7 @@ def test_a_stopped_watch_keeps_nothing():
     assert len(watch._marks) == 0
 
 
-def test_only_the_first_training_counts_from_the_start_of_the_process(monkeypatch):
+def test_only_the_first_run_counts_from_the_start_of_the_process(monkeypatch):
     monkeypatch.setattr("jstep.timeline.process._trained", set())
     assert seconds_before_training() >= 0.0
     assert seconds_before_training() == 0.0

@@ -1,4 +1,4 @@
-"""load_weights: which tensor a leaf gets, in which dtype, and what is said where something does not fit."""
+"""`load_weights`: the tensor and dtype of each leaf, and errors for what does not fit."""
 
 import logging
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors_files import entry, made, same, single
+from safetensors_files import entry, same, write_arrays, write_raw
 
 import jstep
 
@@ -22,11 +22,11 @@ NAMES = {"dense/kernel": ("dense.weight", np.transpose), "dense/bias": "dense.bi
 
 @pytest.fixture
 def path(tmp_path):
-    return single(tmp_path / "model.safetensors", **{"dense.weight": W, "dense.bias": B})
+    return write_arrays(tmp_path / "model.safetensors", **{"dense.weight": W, "dense.bias": B})
 
 
 @pytest.mark.parametrize("names", [NAMES, NAMES.get, lambda path: NAMES[path]], ids=["mapping", "get", "function"])
-def test_names(path, names):
+def test_names_as_mapping_or_function(path, names):
     for _ in range(2):
         loaded = jstep.load_weights(path, SHAPES, names)
         assert same(loaded["dense"]["kernel"], W.T)
@@ -34,8 +34,8 @@ def test_names(path, names):
         assert isinstance(loaded["dense"]["kernel"], jax.Array)
 
 
-def test_what_a_mapping_does_not_mention_keeps_its_path(tmp_path):
-    path = single(tmp_path / "x", **{"a/b": B, "a/bc": W, "z": B + 1})
+def test_leaves_without_a_mapping_keep_their_path(tmp_path):
+    path = write_arrays(tmp_path / "x", **{"a/b": B, "a/bc": W, "z": B + 1})
     target = {"a": {"b": np.zeros(4, np.float32), "bc": np.zeros((3, 4), np.float32)}, "c": np.zeros(4, np.float32)}
     loaded = jstep.load_weights(path, target, {"c": "z"})
     assert same(loaded["a"]["b"], B)
@@ -43,7 +43,7 @@ def test_what_a_mapping_does_not_mention_keeps_its_path(tmp_path):
     assert same(loaded["c"], B + 1)
 
 
-def test_a_function_that_returns_none_leaves_the_leaf_as_it_is(path):
+def test_none_leaves_a_leaf_unchanged(path):
     target = {"w": jnp.zeros((3, 4)), "new": jnp.ones(2), "b": np.zeros(4, np.float32)}
     loaded = jstep.load_weights(path, target, {"w": "dense.weight", "b": "dense.bias", "new": None}.get)
     assert loaded["new"] is target["new"]
@@ -56,7 +56,7 @@ def test_a_function_that_returns_none_leaves_the_leaf_as_it_is(path):
 
 
 @pytest.mark.parametrize("entry", [3, ("a",), ("a", 3), ("a", np.transpose, 1), ["a", np.transpose], (1, np.transpose)])
-def test_names_that_are_none(path, entry):
+def test_invalid_names(path, entry):
     for names in ({"dense/bias": entry}, lambda _: entry):
         with pytest.raises(TypeError, match=r"names: for 'dense/.*must be the name of a tensor"):
             jstep.load_weights(path, SHAPES, names)
@@ -78,7 +78,7 @@ def test_two_leaves_may_load_one_tensor(path):
     assert same(loaded["head"], W.T)
 
 
-def test_everything_that_does_not_fit_is_in_one_error(path, caplog):
+def test_one_error_lists_everything_that_does_not_fit(path, caplog):
     target = {
         "dense.weight": np.zeros((4, 3), np.float32),
         "dense.bias": jax.ShapeDtypeStruct((4,), np.int32),
@@ -88,31 +88,31 @@ def test_everything_that_does_not_fit_is_in_one_error(path, caplog):
     names = {"x/1": "x.1", "t": ("dense.weight", lambda x: np.concatenate([x, x]))}
     with pytest.raises(ValueError, match="target does not fit") as caught:
         jstep.load_weights(path, target, names)
-    for words in (
+    for part in (
         "missing (2): 'x/0', 'x.1' (for 'x/1')",
         "mismatched (3): ",
         "'dense.weight' is float32[3,4], and float32[4,3] in target",
         "'dense.bias' is float32[4], and int32[4] in target",
         "'t' (tensor 'dense.weight') is float32[6,4], and float32[5,4] in target",
     ):
-        assert words in str(caught.value)
+        assert part in str(caught.value)
     with pytest.raises(ValueError, match=r"unused \(2\): 'dense.weight', 'dense.bias'"):
         jstep.load_weights(path, {"dense": np.zeros(4)})
 
 
-def test_transforms_that_look_at_values_are_in_the_error_too(path):
-    def looks(x):
-        return x[: int(x[2, 3])]  # 11, or 1 of ones
+def test_error_lists_transforms_that_depend_on_values(path):
+    def depends_on_values(x):
+        return x[: int(x[2, 3])]  # 11 with the data of the file, 1 with ones
 
     target = {"a": jnp.zeros((3, 4)), "w": jnp.zeros((5, 4)), "z": jnp.zeros(5)}
-    names = {"a": "dense.weight", "w": ("dense.weight", looks), "z": ("dense.bias", lambda x: x)}
+    names = {"a": "dense.weight", "w": ("dense.weight", depends_on_values), "z": ("dense.bias", lambda x: x)}
     with pytest.raises(ValueError, match=r"mismatched \(2\): 'w' \(tensor 'dense.weight'\) is float32\[3,4\].*'z' \("):
         jstep.load_weights(path, target, names)
     loaded = jstep.load_weights(path, {**target, "w": target["a"], "z": jnp.zeros(4)}, names)
     assert same(loaded["w"], W)
 
 
-def test_a_transform_that_fails_says_where(path):
+def test_error_of_a_transform_names_the_leaf(path):
     def fails(x):
         raise RuntimeError("no")
 
@@ -131,10 +131,10 @@ def test_transforms_on_a_mesh(path, transform, kind):
     bias = jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(mesh, P("model")))
     target = {"dense": {"kernel": kernel, "bias": bias}}
     names = {**NAMES, "dense/kernel": ("dense.weight", transform)}
-    inside = jstep.load_weights(path, target, names)
+    outside = jstep.load_weights(path, target, names)
     with jax.set_mesh(mesh):
-        again = jstep.load_weights(path, target, names)
-    for loaded in (inside, again):
+        inside = jstep.load_weights(path, target, names)
+    for loaded in (outside, inside):
         assert same(loaded["dense"]["kernel"], W.T)
         assert loaded["dense"]["kernel"].sharding == kernel.sharding
         assert loaded["dense"]["bias"].sharding == bias.sharding
@@ -143,10 +143,10 @@ def test_transforms_on_a_mesh(path, transform, kind):
 # dtype.
 
 
-def test_dtype_casts_floats_alone_and_wins_over_the_targets(tmp_path):
+def test_dtype_casts_only_floats_and_overrides_the_target(tmp_path):
     data = W.tobytes() + np.arange(2, dtype=np.int32).tobytes() + b"\1\0"
     header = {"w": entry("F32", (3, 4), (0, 48)), "n": entry("I32", (2,), (48, 56)), "m": entry("BOOL", (2,), (56, 58))}
-    path = made(tmp_path / "x", header, data)
+    path = write_raw(tmp_path / "x", header, data)
     target = {"w": jnp.zeros((3, 4), jnp.float16), "n": jnp.zeros(2, jnp.int32), "m": jnp.zeros(2, bool)}
     with pytest.raises(ValueError, match=r"'w' is float32\[3,4\], and float16\[3,4\] in target"):
         jstep.load_weights(path, target)
@@ -164,21 +164,21 @@ def test_dtype_casts_floats_alone_and_wins_over_the_targets(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "error"), [(np.int32, ValueError), (bool, ValueError), ("x", TypeError), (3, TypeError)]
 )
-def test_dtypes_that_are_none(path, dtype, error):
+def test_invalid_dtypes(path, dtype, error):
     with pytest.raises(error, match="dtype="):
         jstep.load_weights(path, SHAPES, NAMES, dtype=dtype)
 
 
-def test_casting_to_a_smaller_range_says_what_is_lost(tmp_path, caplog):
-    path = single(tmp_path / "x", w=[1e5, -1e6, np.inf, 1.0, np.nan])
+def test_overflow_in_a_cast_is_warned_about(tmp_path, caplog):
+    path = write_arrays(tmp_path / "x", w=[1e5, -1e6, np.inf, 1.0, np.nan])
     with caplog.at_level(logging.WARNING, "jstep"):
         loaded = jstep.load_weights(path, {"w": np.zeros(5, np.float16)}, dtype=np.float16)
     assert loaded["w"].tolist()[:4] == [np.inf, -np.inf, np.inf, 1.0]
     assert "2 finite numbers of 'w'" in caplog.text
 
 
-def test_64_bits_are_for_numpy_or_x64(tmp_path):
-    path = made(tmp_path / "x", {"n": entry("I64", (1,), (0, 8))}, (2**40).to_bytes(8, "little"))
+def test_64_bits_require_numpy_or_x64(tmp_path):
+    path = write_raw(tmp_path / "x", {"n": entry("I64", (1,), (0, 8))}, (2**40).to_bytes(8, "little"))
     assert jstep.load_weights(path, {"n": np.zeros(1, np.int64)})["n"].tolist() == [2**40]
     with pytest.raises(ValueError, match="jax_enable_x64"):
         jstep.load_weights(path, {"n": jax.ShapeDtypeStruct((1,), np.int64)})
@@ -191,7 +191,7 @@ def test_64_bits_are_for_numpy_or_x64(tmp_path):
 # partial.
 
 
-def test_partial_says_so_when_nothing_fits(path, caplog):
+def test_partial_warns_if_nothing_fits(path, caplog):
     for name, names in (("other", None), ("t", {"t": ("dense.bias", lambda x: x[:1])})):
         target = {name: np.zeros(7, np.float32)}
         caplog.clear()
@@ -215,8 +215,8 @@ def test_partial_loads_what_fits_and_logs_the_rest(path, caplog):
     assert same(loaded["dense.weight"], W)
     assert all(loaded[name] is target[name] for name in ("dense.bias", "new", "t"))
     (record,) = caplog.records
-    for words in ("missing (1): 'new'", "'dense.bias' is float32[4], and float32[5]", "'t' (tensor 'dense.bias') is"):
-        assert words in record.getMessage()
+    for part in ("missing (1): 'new'", "'dense.bias' is float32[4], and float32[5]", "'t' (tensor 'dense.bias') is"):
+        assert part in record.getMessage()
     with pytest.raises(ValueError, match=r"'x' stays as it is.*a shape"):
         jstep.load_weights(path, {"x": jax.ShapeDtypeStruct((2,), np.float32)}, partial=True)
     with pytest.raises(TypeError, match="partial="):
@@ -226,7 +226,7 @@ def test_partial_loads_what_fits_and_logs_the_rest(path, caplog):
 # Trees.
 
 
-def test_a_model_of_equinox(tmp_path):
+def test_a_partitioned_model(tmp_path):
     model = equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
     with pytest.raises(TypeError, match="equinox"):
         jstep.save_weights(tmp_path / "x", model)
@@ -240,7 +240,7 @@ def test_a_model_of_equinox(tmp_path):
     assert same(equinox.combine(loaded, static)(x), model(x))
 
 
-def test_a_model_of_flax_nnx(tmp_path):
+def test_a_flax_nnx_model(tmp_path):
     model = flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))
     state = flax.nnx.state(model)
     jstep.save_weights(tmp_path / "x", state, {"kernel": ("weight", np.transpose)})
@@ -254,7 +254,7 @@ def test_a_model_of_flax_nnx(tmp_path):
         jstep.load_weights(tmp_path / "x", zeros, {"kernel": "weight", "kernel/value": "weight"})
 
 
-def test_leaves_without_shapes_and_paths_that_two_share(path):
+def test_invalid_leaves_and_ambiguous_paths(path):
     for leaf in ("text", object(), np.sin):
         with pytest.raises(TypeError, match="target: 'x'"):
             jstep.load_weights(path, {"x": leaf})
@@ -283,5 +283,5 @@ def test_under_a_transfer_guard_and_in_a_thread(path):
         loaded = jstep.load_weights(path, SHAPES, NAMES)
         jstep.save_weights(path + "2", loaded)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for again in pool.map(lambda _: jstep.load_weights(path, SHAPES, NAMES), range(8)):
-            assert same(again["dense"]["kernel"], W.T)
+        for loaded in pool.map(lambda _: jstep.load_weights(path, SHAPES, NAMES), range(8)):
+            assert same(loaded["dense"]["kernel"], W.T)

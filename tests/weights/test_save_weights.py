@@ -1,4 +1,4 @@
-"""save_weights: names, shards, and what is in the folder whenever it is looked at."""
+"""`save_weights`: names, transforms, shards, and atomic replacement of earlier files."""
 
 import json
 import os
@@ -27,8 +27,8 @@ def shards(count, stem="model"):
     return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def all_of(folder):
-    """The numbers that a reader finds; an error where there is nothing to trust."""
+def loaded_values(folder):
+    """Return the set of all values that a reader loads; raise if the files are inconsistent."""
     loaded = jstep.load_weights(folder, OLD)
     return {float(x) for leaf in loaded.values() for x in leaf.ravel()}
 
@@ -52,13 +52,13 @@ def test_names_and_metadata(tmp_path):
 
 
 @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, "pt", [("a", "b")], {"a": None}, 3])
-def test_metadata_is_strings(tmp_path, metadata):
+def test_metadata_must_be_strings(tmp_path, metadata):
     with pytest.raises(TypeError, match="metadata"):
         jstep.save_weights(tmp_path / "x", OLD, metadata=metadata)
     assert listed(tmp_path) == []
 
 
-def test_one_name_for_two_leaves(tmp_path):
+def test_invalid_tensor_names(tmp_path):
     for names in ({"b": "a"}, {"a": "x", "c": ("x", np.transpose)}, lambda path: "x"):
         with pytest.raises(ValueError, match=r"'.' and '.' have one name, '.'"):
             jstep.save_weights(tmp_path / "x", OLD, names)
@@ -73,10 +73,10 @@ def test_one_name_for_two_leaves(tmp_path):
     assert listed(tmp_path) == []
 
 
-def test_what_safetensors_does_not_have_is_named(tmp_path):
+def test_error_names_leaves_that_safetensors_cannot_store(tmp_path):
     deleted = jnp.ones(3)
     deleted.delete()
-    for leaf, words in (
+    for leaf, message in (
         (jax.random.key(0), "key<fry>"),
         (jnp.ones(3, jnp.int4), "int4"),
         (np.ones(3, np.complex128), "complex128"),
@@ -84,7 +84,7 @@ def test_what_safetensors_does_not_have_is_named(tmp_path):
         (deleted, "deleted"),
         (jax.ShapeDtypeStruct((3,), np.float32), "shapes"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             jstep.save_weights(tmp_path / "x", {"a": leaf, "b": np.ones(2)})
     with pytest.raises(ValueError, match="'a' is int4; 'b' is key<fry>"):
         jstep.save_weights(tmp_path / "x", {"a": jnp.ones(3, jnp.int4), "b": jax.random.key(0)})
@@ -95,11 +95,11 @@ def test_what_safetensors_does_not_have_is_named(tmp_path):
     assert jstep.load_weights(tmp_path / "x", {"a": np.zeros(3, np.int8)})["a"].tolist() == [1, 1, 1]
 
 
-def test_transforms(tmp_path):
+def test_transforms_must_depend_only_on_shape_and_dtype(tmp_path):
     w = jnp.arange(12.0).reshape(3, 4)
 
     def looks_at_values(x):
-        return x[: int(x[2, 3])]  # ones have no such place in the file
+        return x[: int(x[2, 3])]  # the file has no space for the result with ones
 
     fused = {"w": ("w", lambda x: x.reshape(2, 6))}
     jstep.save_weights(tmp_path / "x", {"w": w}, fused)
@@ -116,14 +116,14 @@ def test_transforms(tmp_path):
     assert same(jstep.load_weights(tmp_path / "x", {"w": np.zeros((4, 3), np.float32)})["w"], w.T)
     with pytest.raises(TypeError, match="'w' returned None"):
         jstep.save_weights(tmp_path / "x", {"w": w}, {"w": ("w", lambda x: None)})
-    # A function that changes its argument must not change the parameters.
-    kept = np.arange(3.0)
+    # A transform that modifies its argument must not modify the parameters.
+    original = np.arange(3.0)
     with pytest.raises(ValueError, match="read-only"):
-        jstep.save_weights(tmp_path / "x", {"w": kept}, {"w": ("w", lambda x: x.__setitem__(0, 9.0) or x)})
-    assert kept.tolist() == [0, 1, 2]
+        jstep.save_weights(tmp_path / "x", {"w": original}, {"w": ("w", lambda x: x.__setitem__(0, 9.0) or x)})
+    assert original.tolist() == [0, 1, 2]
 
 
-def test_arrays_that_do_not_lie_as_files_do(tmp_path):
+def test_arrays_with_other_strides_and_byte_orders(tmp_path):
     params = {"t": np.arange(12.0).reshape(3, 4).T, "big": np.arange(3, dtype=">i4"), "s": np.arange(10)[::3]}
     jstep.save_weights(tmp_path / "x", params)
     loaded = jstep.load_weights(tmp_path / "x", params)
@@ -148,17 +148,17 @@ def test_sharded_params(tmp_path, kind):
 # Shards.
 
 
-def test_shards_are_named_as_hugging_face_does(tmp_path):
+def test_shards_are_named_like_those_of_hugging_face(tmp_path):
     params = {"a": np.zeros(10, np.float32), "b": np.zeros(100, np.float32), "c": np.zeros(5, np.float32), "d": 1}
     path = jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=64)
     assert listed(tmp_path) == [*shards(3), "model.safetensors.index.json"]
-    found = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert found["metadata"] == {"total_size": 464}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 464}
     one, two, three = shards(3)
-    assert found["weight_map"] == {"a": one, "b": two, "c": three, "d": three}
+    assert index["weight_map"] == {"a": one, "b": two, "c": three, "d": three}
     assert path == str(tmp_path / "model.safetensors.index.json")
-    for where in (path, tmp_path, tmp_path / "model.safetensors"):
-        loaded = jstep.load_weights(where, params)
+    for location in (path, tmp_path, tmp_path / "model.safetensors"):
+        loaded = jstep.load_weights(location, params)
         assert all(same(loaded[name], params[name]) for name in "abc")
     for wrong in (0, -1, "5GB", 2.5, None, True):
         with pytest.raises((TypeError, ValueError), match="max_shard_bytes="):
@@ -170,22 +170,22 @@ KINDS = {"one": 10**9, "two": 128, "three": 64}
 
 @pytest.mark.parametrize("before", KINDS)
 @pytest.mark.parametrize("after", KINDS)
-def test_nothing_is_left_of_an_older_save(tmp_path, before, after):
-    beside = ["model-a-00001-of-00002.safetensors", "model.safetensors.bak", "other.safetensors", "model-1-of-2"]
-    for name in beside:
-        (tmp_path / name).write_bytes(b"another one's")
+def test_a_save_removes_the_files_of_an_earlier_one(tmp_path, before, after):
+    unrelated = ["model-a-00001-of-00002.safetensors", "model.safetensors.bak", "other.safetensors", "model-1-of-2"]
+    for name in unrelated:
+        (tmp_path / name).write_bytes(b"unrelated")
     path = tmp_path / "model.safetensors"
     jstep.save_weights(path, OLD, max_shard_bytes=KINDS[before])
     jstep.save_weights(path, NEW, max_shard_bytes=KINDS[after])
-    assert all_of(tmp_path) == {2.0}
+    assert loaded_values(tmp_path) == {2.0}
     own = ["model.safetensors"] if after == "one" else [*shards({"two": 2, "three": 3}[after])]
     own += [] if after == "one" else ["model.safetensors.index.json"]
-    assert listed(tmp_path) == sorted(own + beside)
+    assert listed(tmp_path) == sorted(own + unrelated)
 
 
 @pytest.mark.parametrize("before", KINDS)
 @pytest.mark.parametrize("after", KINDS)
-def test_a_save_that_fails_leaves_the_older_one(tmp_path, before, after, monkeypatch):
+def test_a_failed_save_keeps_the_earlier_one(tmp_path, before, after, monkeypatch):
     path = tmp_path / "model.safetensors"
     jstep.save_weights(path, OLD, max_shard_bytes=KINDS[before])
     files = listed(tmp_path)
@@ -205,25 +205,25 @@ def test_a_save_that_fails_leaves_the_older_one(tmp_path, before, after, monkeyp
                 try:
                     jstep.save_weights(path, NEW, max_shard_bytes=KINDS[after])
                 except OSError:
-                    if all_of(tmp_path) == {1.0}:
+                    if loaded_values(tmp_path) == {1.0}:
                         assert listed(tmp_path) == files
                         continue
-            # Once the index leads to the new files they are the weights, under whatever names.
-            assert all_of(tmp_path) == {2.0}
+            # Once the index refers to the new files, they are the weights, whatever their names.
+            assert loaded_values(tmp_path) == {2.0}
             jstep.save_weights(path, OLD, max_shard_bytes=KINDS[before])
             assert listed(tmp_path) == files
 
 
-def test_a_reader_never_finds_two_saves_in_one(tmp_path, monkeypatch):
-    """Whatever the process is killed between."""
-    seen = []
+def test_a_reader_never_loads_a_mix_of_two_saves(tmp_path, monkeypatch):
+    """This holds between any two file operations, wherever the process may be killed."""
+    loaded = []
 
     def look():
-        # Where both are whole, a folder does not say which one is meant; an index and a file say it.
-        for where in ("model.safetensors.index.json", "model.safetensors"):
-            if (tmp_path / where).exists():
-                seen.append(all_of(tmp_path / where))
-        assert seen or not any(name.endswith(".json") for name in listed(tmp_path))
+        # If both saves are complete, the folder is ambiguous, but an index or a file is not.
+        for location in ("model.safetensors.index.json", "model.safetensors"):
+            if (tmp_path / location).exists():
+                loaded.append(loaded_values(tmp_path / location))
+        assert loaded or not any(name.endswith(".json") for name in listed(tmp_path))
 
     for name in ("replace", "remove"):
         real = getattr(os, name)
@@ -232,13 +232,13 @@ def test_a_reader_never_finds_two_saves_in_one(tmp_path, monkeypatch):
         for after in KINDS:
             for params, size in ((OLD, before), (NEW, after)):
                 jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=KINDS[size])
-    assert len(seen) > 50
-    assert {1.0} in seen
-    assert {2.0} in seen
-    assert {1.0, 2.0} not in seen
+    assert len(loaded) > 50
+    assert {1.0} in loaded
+    assert {2.0} in loaded
+    assert {1.0, 2.0} not in loaded
 
 
-def test_modes_follow_the_umask(tmp_path):
+def test_file_modes_follow_the_umask(tmp_path):
     for mask, mode in ((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)):
         before = os.umask(mask)
         try:
@@ -257,8 +257,8 @@ def test_paths(tmp_path, monkeypatch):
         jstep.save_weights(tmp_path / "model.safetensors.index.json", OLD)
     monkeypatch.chdir(tmp_path)
     assert jstep.save_weights("here.safetensors", OLD) == "here.safetensors"
-    assert all_of("here.safetensors") == {1.0}
+    assert loaded_values("here.safetensors") == {1.0}
     os.symlink("here.safetensors", "link.safetensors")
     jstep.save_weights("link.safetensors", NEW)
-    assert all_of("here.safetensors") == {1.0}
-    assert all_of("link.safetensors") == {2.0}
+    assert loaded_values("here.safetensors") == {1.0}
+    assert loaded_values("link.safetensors") == {2.0}

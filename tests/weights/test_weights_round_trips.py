@@ -1,4 +1,4 @@
-"""Files of the safetensors package load here, and files of ours load there: every dtype, bit by bit."""
+"""Round trips of every dtype, bitwise, with jstep, the safetensors package, and PyTorch."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ import jstep
 
 FLOATS = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2]
 FLOATS += [jnp.float8_e8m0fnu, jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz]
-WHOLE = [jnp.int8, jnp.int16, jnp.int32, jnp.uint8, jnp.uint16, jnp.uint32]
-ALL = [*FLOATS, *WHOLE, jnp.complex64]
+INTEGERS = [jnp.int8, jnp.int16, jnp.int32, jnp.uint8, jnp.uint16, jnp.uint32]
+ALL = [*FLOATS, *INTEGERS, jnp.complex64]
 WIDE = [np.int64, np.uint64, np.float64]
 
 
-def every_bit(dtype, shape):
-    """Numbers of all kinds: NaN with any payload, infinities, subnormals."""
+def random_bits(dtype, shape):
+    """Return an array of random bits, which include NaNs with any payload, infinities and subnormals."""
     dtype = np.dtype(dtype)
     bits = np.random.default_rng(0).integers(0, 256, np.prod(shape, dtype=int) * dtype.itemsize, np.uint8)
     return bits.view(dtype).reshape(shape)
@@ -28,8 +28,8 @@ def every_bit(dtype, shape):
 
 @pytest.mark.parametrize("dtype", ALL, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("shape", [(), (8, 24), (0, 3)], ids=str)
-def test_bits_come_back(tmp_path, dtype, shape):
-    array = every_bit(dtype, shape)
+def test_round_trips_are_bitwise(tmp_path, dtype, shape):
+    array = random_bits(dtype, shape)
     mesh = jax.make_mesh((8,), ("data",))
     specs = [P(), P("data"), P(None, "data")] if shape == (8, 24) else [P()]
     for spec in specs:
@@ -43,8 +43,8 @@ def test_bits_come_back(tmp_path, dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", [bool, *WIDE], ids=lambda dtype: np.dtype(dtype).name)
-def test_bools_and_64_bits_come_back(tmp_path, dtype):
-    array = every_bit(np.uint8, (3, 16)).view(np.int64).astype(bool) if dtype is bool else every_bit(dtype, (3, 2))
+def test_round_trips_of_bools_and_64_bits(tmp_path, dtype):
+    array = random_bits(np.uint8, (3, 16)).view(np.int64).astype(bool) if dtype is bool else random_bits(dtype, (3, 2))
     path = jstep.save_weights(tmp_path / "x", {"x": array})
     assert same(jstep.load_weights(path, {"x": array})["x"], array)
     with jax.enable_x64(True):
@@ -53,8 +53,8 @@ def test_bools_and_64_bits_come_back(tmp_path, dtype):
         assert same(jstep.load_weights(jstep.save_weights(path, {"x": loaded}), {"x": array})["x"], array)
 
 
-def test_the_package_reads_what_is_written(tmp_path):
-    arrays = {f"layer.{np.dtype(dtype).name}": every_bit(dtype, (3, 5)) for dtype in ALL}
+def test_safetensors_reads_files_of_jstep(tmp_path):
+    arrays = {f"layer.{np.dtype(dtype).name}": random_bits(dtype, (3, 5)) for dtype in ALL}
     path = jstep.save_weights(tmp_path / "model.safetensors", arrays, max_shard_bytes=10**6)
     with safetensors.safe_open(path, framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}
@@ -65,7 +65,7 @@ def test_the_package_reads_what_is_written(tmp_path):
     assert all(bytes(raw[name]["data"]) == array.tobytes() for name, array in arrays.items())
 
 
-def test_what_the_package_writes_is_read(tmp_path):
+def test_jstep_reads_files_of_safetensors(tmp_path):
     arrays = {
         "w": np.arange(12, dtype=np.float32).reshape(3, 4),
         "n": np.array(5),
@@ -78,7 +78,7 @@ def test_what_the_package_writes_is_read(tmp_path):
     assert all(same(loaded[name], array) for name, array in arrays.items())
 
 
-def test_float8_and_bfloat16_of_torch(tmp_path):
+def test_round_trips_of_float8_and_bfloat16_with_torch(tmp_path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file, save_file
 
@@ -87,9 +87,9 @@ def test_float8_and_bfloat16_of_torch(tmp_path):
     save_file(tensors, tmp_path / "theirs.safetensors", {"format": "pt"})
     shapes = {name: jax.ShapeDtypeStruct((4, 6), dtype) for name, dtype in kinds.items()}
     loaded = jstep.load_weights(tmp_path / "theirs.safetensors", shapes)
-    again = load_file(jstep.save_weights(tmp_path / "ours.safetensors", loaded))
+    reloaded = load_file(jstep.save_weights(tmp_path / "ours.safetensors", loaded))
     for name, tensor in tensors.items():
         assert np.asarray(loaded[name]).tobytes() == tensor.view(torch.uint8).numpy().tobytes()
-        assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8))
+        assert torch.equal(reloaded[name].view(torch.uint8), tensor.view(torch.uint8))
     as_floats = jstep.load_weights(tmp_path / "theirs.safetensors", shapes, dtype=np.float32)
     assert all((np.asarray(as_floats[name]) == tensor.float().numpy()).all() for name, tensor in tensors.items())

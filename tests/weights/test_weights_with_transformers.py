@@ -1,4 +1,4 @@
-"""A tiny GPT-2 and a tiny Llama of `transformers`, loaded into plain JAX, and exported again: the same logits."""
+"""A tiny GPT-2 and Llama of `transformers`, loaded into JAX and exported again, give the same logits."""
 
 import functools
 import warnings
@@ -22,7 +22,7 @@ HEADS, WIDTH, LAYERS = 4, 32, 2
 
 
 @pytest.fixture(autouse=True)
-def other_peoples_warnings():
+def ignore_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -61,15 +61,15 @@ def gpt2_init():
 
 
 def gpt2_name(path):
-    """The names of `transformers`; its kernels are stored as (in, out), as ours."""
+    """Return the name in `transformers`, which stores the kernels of GPT-2 as (in, out), as we do."""
     outer = {"embed": "transformer.wte.weight", "positions": "transformer.wpe.weight"}
     if path in outer:
         return outer[path]
     inner = {"norm1": "ln_1", "qkv": "attn.c_attn", "out": "attn.c_proj", "norm2": "ln_2"}
     inner |= {"up": "mlp.c_fc", "down": "mlp.c_proj"}
-    *at, kind, leaf = path.split("/")
+    *layer, kind, leaf = path.split("/")
     leaf = "bias" if leaf == "bias" else "weight"
-    return f"transformer.h.{at[1]}.{inner[kind]}.{leaf}" if at else f"transformer.ln_f.{leaf}"
+    return f"transformer.h.{layer[1]}.{inner[kind]}.{leaf}" if layer else f"transformer.ln_f.{leaf}"
 
 
 def gpt2(params, tokens):
@@ -99,7 +99,7 @@ def a_gpt2(tmp_path_factory):
     return folder, logits_of(model)
 
 
-def test_gpt2_there_and_back(a_gpt2, tmp_path):
+def test_gpt2_round_trip(a_gpt2, tmp_path):
     folder, expected = a_gpt2
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     shapes = jax.tree.map(
@@ -116,11 +116,11 @@ def test_gpt2_there_and_back(a_gpt2, tmp_path):
     transformers.AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
     for limit in (5 * 2**30, 50_000):
         jstep.save_weights(tmp_path / "model.safetensors", params, gpt2_name, max_shard_bytes=limit)
-        again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        reloaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not info["mismatched_keys"]
         assert set(info["missing_keys"]) <= {"lm_head.weight"}  # tied
         assert not info["unexpected_keys"]
-        np.testing.assert_array_equal(logits_of(again), expected)
+        np.testing.assert_array_equal(logits_of(reloaded), expected)
 
 
 def test_a_sharded_export_of_transformers_loads(a_gpt2, tmp_path):
@@ -128,11 +128,11 @@ def test_a_sharded_export_of_transformers_loads(a_gpt2, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    whole, parts = (jstep.load_weights(where, gpt2_init(), gpt2_name) for where in (folder, tmp_path))
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), whole, parts)))
+    single, sharded = (jstep.load_weights(location, gpt2_init(), gpt2_name) for location in (folder, tmp_path))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), single, sharded)))
 
 
-# Llama: kernels are stored as (out, in), rotary positions, fewer heads of keys than of queries, a head of its own.
+# Llama: kernels stored as (out, in), rotary embeddings, grouped-query attention, an untied output head.
 
 
 def llama_init():
@@ -151,10 +151,10 @@ def llama_names():
         "head": ("lm_head.weight", np.transpose),
     }
     for i in range(LAYERS):
-        at = f"model.layers.{i}"
-        names |= {f"layers/{i}/{ours}": (f"{at}.{theirs}.weight", np.transpose) for ours, theirs in inner.items()}
-        names |= {f"layers/{i}/n1": f"{at}.input_layernorm.weight"}
-        names |= {f"layers/{i}/n2": f"{at}.post_attention_layernorm.weight"}
+        prefix = f"model.layers.{i}"
+        names |= {f"layers/{i}/{ours}": (f"{prefix}.{theirs}.weight", np.transpose) for ours, theirs in inner.items()}
+        names |= {f"layers/{i}/n1": f"{prefix}.input_layernorm.weight"}
+        names |= {f"layers/{i}/n2": f"{prefix}.post_attention_layernorm.weight"}
     return names
 
 
@@ -181,7 +181,7 @@ def llama(params, tokens):
     return rms(x, params["norm"]) @ params["head"]
 
 
-def test_llama_there_and_back(tmp_path):
+def test_llama_round_trip(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
@@ -201,7 +201,7 @@ def test_llama_there_and_back(tmp_path):
 
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     jstep.save_weights(tmp_path / "ours" / "model.safetensors", half, llama_names())
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
-    assert {p.dtype for p in again.parameters()} <= {torch.bfloat16, torch.float32}
+    reloaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert {p.dtype for p in reloaded.parameters()} <= {torch.bfloat16, torch.float32}
     loaded = jstep.load_weights(tmp_path / "ours", llama_init(), llama_names(), dtype=jnp.bfloat16)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), half, loaded)))

@@ -59,15 +59,10 @@ def _record(path: str, keys: tuple[str, ...], number: int, leaf: Any) -> Leaf:
     # Distinct leaves may share a path, as in {"a": {"b": x}, "a/b": y}. Orbax joins keys with dots.
     array = urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E")
     array += f"#{number}" if number > 1 else ""
-    impl, nbytes = None, int(leaf.nbytes) if not _is_key(leaf) else int(jax.random.key_data(leaf).nbytes)
-    if _is_key(leaf):
-        impl = str(jax.random.key_impl(leaf))
+    nbytes = int(trees.key_data(leaf).nbytes)
+    impl = str(jax.random.key_impl(leaf)) if trees.is_key(leaf) else None
     dtype = str(leaf.dtype)
     return Leaf(path, keys, tuple(leaf.shape), dtype, nbytes, array if leaf.size else None, _CARRIERS.get(dtype), impl)
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def to_stored(record: Leaf, leaf: Any) -> Any:

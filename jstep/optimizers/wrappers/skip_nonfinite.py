@@ -12,7 +12,7 @@ from jstep.optimizers.names import Role
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 LAST_FINITE_STEP = "last_finite_step"
-ASKED = -1
+NOT_REACHED = -1
 """The value that a step writes to `last_finite_step` before an update, to find out whether the guard skipped it. It
 stays if the guard was not reached because its part has no gradient."""
 LEFT_OUT = -2
@@ -65,7 +65,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
 
 def _left_out(last: Array) -> Array:
-    return jnp.where(last == ASKED, jnp.asarray(LEFT_OUT, last.dtype), last)
+    return jnp.where(last == NOT_REACHED, jnp.asarray(LEFT_OUT, last.dtype), last)
 
 
 def all_finite(gradients: Updates, params: Params) -> Array:

@@ -1,0 +1,233 @@
+"""Checkpoints after SIGKILL, interpreter exit, a full disk, and without write permission."""
+
+import contextlib
+import gc
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_scripts import run, start
+from checkpoint_states import listing, save_all, state_at
+
+from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
+
+
+def test_resume_after_ten_sigkills_is_bitwise(tmp_path):
+    """Each restart finds an intact checkpoint, and the last state is that of an uninterrupted run."""
+    script = """
+    import random, signal
+    import orbax.checkpoint  # imported before forking, so that each child starts at once
+    from jstep.checkpoint.reading import is_intact
+    from jstep.checkpoint.store.open import open_store
+
+    store = open_store(directory)
+
+    def fresh():
+        random = np.random.default_rng(0)
+        shapes = {"w1": (64, 512), "w2": (512, 64)}
+        return {"global_step": 0, "params": {k: jax.device_put(random.normal(size=s)) for k, s in shapes.items()}}
+
+    def step(state, n):  # not compiled, because each of the ten children would compile it again
+        params = {k: jax.device_put(np.tanh(w) + np.random.default_rng(n).random()) for k, w in state["params"].items()}
+        return {"global_step": n + 1, "params": params}
+
+    def train(state, last_step, saver=None, on_save=lambda: None):
+        for n in range(int(state["global_step"]), last_step):
+            state = step(state, n)
+            if saver is not None:
+                saver.save(state, extra={"position": n + 1})
+                on_save()
+        return state
+
+    def run(ready, last_step):
+        with Saver(directory, max_to_keep=2) as saver:
+            state = fresh()
+            if saver.latest_step() is not None:
+                state = saver.restore(state)
+                assert saver.extra() == {"position": int(state["global_step"])}
+            train(state, last_step, saver, lambda: os.write(ready, b"!"))
+
+    def child(last_step, saves):
+        # Starts a run and returns once it has begun this many saves, each of which waits for the previous one.
+        # The parent uses no device before the last fork, so that JAX has not started threads there yet.
+        readable, ready = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                run(ready, last_step)
+                code = 0
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+            os._exit(code)
+        os.close(ready)
+        for _ in range(saves):
+            assert os.read(readable, 1) == b"!"
+        return pid, readable
+
+    newest = 0
+    for _ in range(10):
+        pid, readable = child(10**6, random.randrange(1, 6))
+        time.sleep(random.uniform(0, 0.02))
+        os.kill(pid, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        os.close(readable)
+        path = latest_checkpoint(directory)
+        assert path is not None or newest == 0
+        assert path is None or (is_intact(store, path) and int(path.rsplit("-", 1)[1]) >= newest)
+        newest = int(path.rsplit("-", 1)[1]) if path else 0
+    last_step = newest + 3
+    assert os.waitpid(child(last_step, 3)[0], 0)[1] == 0
+
+    uninterrupted = jax.tree.leaves(train(fresh(), last_step))
+    restored = jax.tree.leaves(Saver(directory).restore(fresh()))
+    for a, b in zip(uninterrupted, restored, strict=True):
+        assert np.asarray(a, b.dtype).tobytes() == np.asarray(b).tobytes()
+    print(last_step, *os.listdir(directory))
+    """
+    last, *left = run(script, tmp_path, PYTHONWARNINGS="ignore")
+    assert int(last) > 3
+    assert sorted(left) == sorted([f"model-{int(last) - 1}", f"model-{last}"])
+
+
+@pytest.mark.parametrize(
+    ("ending", "stderr"),
+    [("os.chdir('/'); del saver; raise SystemExit(0)", ""), ("raise KeyError('mine')", "KeyError: 'mine'")],
+)
+def test_interpreter_exit_without_close_finishes_the_save(tmp_path, ending, stderr):
+    script = f"""
+    saver = Saver(directory, compress=False)
+    saver.save(state_at(3, 1.0, 4_000_000))
+    {ending}
+    """
+    process = start(script, tmp_path)
+    err = process.communicate(timeout=60)[1]
+    assert stderr in err
+    assert process.returncode == bool(stderr), err
+    assert os.listdir(tmp_path) == ["model-3"]
+    with Saver(tmp_path) as saver:
+        assert saver.restore()["params"]["w"].min() == 1
+
+
+def fill(directory, reasons):
+    """Save until the disk is full; complete checkpoints stay intact, and a small one can still be saved."""
+    saver = Saver(directory, max_to_keep=None, compress=False)
+    saved = []
+    step, failure = 0, None
+    while failure is None:
+        try:
+            saver.save({"global_step": step, "w": jnp.full(250_000 * (1 if step < 3 else 16), float(step))})
+            saver.wait()
+            saved.append(step)
+            step += 1
+        except CheckpointError as error:
+            failure = error
+    text = str(failure)
+    assert f"model-{step} was not saved" in text
+    assert f"newest is {directory}/model-{step - 1}" in text
+    assert any(reason in text for reason in reasons), text
+    assert listing(directory) == [f"model-{step}" for step in saved]
+    assert saver.all_steps() == saved
+    assert len(saved) >= 3
+    for step in saved:
+        assert (saver.restore(step=step)["w"] == step).all()
+    saver.save({"global_step": 200, "w": jnp.zeros(1000)})
+    assert saver.latest_step() == 200
+    saver.close()
+    return text
+
+
+def test_a_full_disk(tmp_path, capfd, caplog):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", tmp_path], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs is not permitted here: {mounted.stderr.strip()}")
+    try:
+        text = fill(tmp_path, ["the disk is full (16.0 MB needed, "])
+        assert " MB free" in text
+        assert "Errno" not in text
+        # The same holds for a long path. Only the error is reported, also by writes that are still running.
+        long = tmp_path / ("x" * 200)
+        many = {f"w{i}": jnp.ones(100_000) for i in range(20)} | {f"n{i}": np.ones(100_000, "f") for i in range(20)}
+        with caplog.at_level(logging.INFO):
+            saver = Saver(long, compress=False)
+            saver.save({"global_step": 1, "w": jnp.ones(1000)})
+            saver.restore()
+            saver.save({"global_step": 2, **many})
+            with pytest.raises(CheckpointError, match=r"the disk is full \(16.0 MB needed, "):
+                saver.close()
+        assert listing(long) == ["model-1"]
+        assert not [thread for thread in threading.enumerate() if "type_handler" in thread.name], "orbax still writes"
+        gc.collect()  # pending tasks would log a warning here
+        assert not {"absl", "asyncio", "jstep", "root"} & {record.name for record in caplog.records}
+        assert capfd.readouterr().err == ""
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_file_size_limit(tmp_path):
+    """Like a full disk, but it needs no permission to mount one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000_000, before[1]))
+    try:
+        fill(tmp_path, ["No space left", "File too large", "RESOURCE_EXHAUSTED"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def unprivileged():
+    """A context manager that drops the privileges of root."""
+
+    @contextlib.contextmanager
+    def entered():
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+    return entered
+
+
+def test_a_read_only_directory(unprivileged):
+    with tempfile.TemporaryDirectory() as above:  # other users cannot access tmp_path
+        os.chmod(above, 0o755)
+        directory = os.path.join(above, "run")
+        with Saver(directory) as saver:
+            save_all(saver, [1])
+            saver.restore()  # trigger the lazy imports now
+        os.chmod(directory, 0o555)
+        with unprivileged():
+            saver = Saver(directory)
+            with pytest.raises(PermissionError, match=f"directory of checkpoints cannot be written.*{directory}"):
+                saver.save(state_at(2, 2.0))
+            assert saver.all_steps() == [1]
+            assert (saver.restore()["params"]["w"] == 1).all()
+            with pytest.raises(PermissionError, match="directory of checkpoints cannot be created"):
+                Saver(os.path.join(directory, "below")).save(state_at(2, 2.0))
+        os.chmod(directory, 0o755)
+
+
+def test_a_deleted_directory_is_recreated(tmp_path):
+    run = tmp_path / "run"
+    saver = Saver(run)
+    save_all(saver, [1])
+    shutil.rmtree(run)
+    assert saver.all_steps() == []
+    assert saver.latest_step() is None
+    assert latest_checkpoint(run) is None
+    save_all(saver, [2])
+    assert saver.all_steps() == [2]

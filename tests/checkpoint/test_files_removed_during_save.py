@@ -1,0 +1,82 @@
+"""Files that another program deletes during a save, such as a cleaner of old files: only that save fails."""
+
+import glob
+import os
+import shutil
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_states import listing
+
+import jstep
+from jstep.checkpoint.store import checksums, place
+
+# Small arrays are stored in the index itself, so this one is large.
+LARGE = np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32)
+
+
+def state_at(step: int, value: float = 0.0) -> Any:
+    params = {"w": jnp.full((3, 2), value), "large": jnp.asarray(LARGE)}
+    return jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), global_step=step)
+
+
+REMOVED = {
+    "all files of a process": "ocdbt.process_0",
+    "the data of a process": "ocdbt.process_0/d",
+    "the joined index": "d",
+    "the root of the index": "manifest.ocdbt",
+    "the largest file": "ocdbt.process_0/d/*",
+    "everything": ".",
+}
+
+
+def _remove(folder: str, pattern: str) -> None:
+    for path in sorted(glob.glob(os.path.join(folder, pattern)), key=os.path.getsize)[-1:]:
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
+
+
+@pytest.mark.parametrize("what", REMOVED)
+def test_removal_before_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, what: str) -> None:
+    saver = jstep.Saver(tmp_path)
+    saver.save(state_at(1, 1.0))
+    saver.wait()
+    collect = checksums.collect
+
+    def removing(folder: str, processes: int = 1) -> Any:
+        _remove(folder, REMOVED[what])
+        return collect(folder, processes)
+
+    monkeypatch.setattr(checksums, "collect", removing)
+    saver.save(state_at(2, 2.0))
+    with pytest.raises(jstep.CheckpointError, match=r"model-2 was not saved.*the newest is .*model-1"):
+        saver.wait()
+    monkeypatch.undo()
+    assert listing(tmp_path) == ["model-1"]
+    assert saver.restore(state_at(0)).params["w"][0, 0] == 1.0
+    saver.save(state_at(2, 2.0))
+    assert saver.restore(state_at(0)).params["w"][0, 0] == 2.0
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_removal_while_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, replaces: bool) -> None:
+    saver = jstep.Saver(tmp_path)
+    saver.save(state_at(1, 1.0))
+    saver.wait()
+    sync = place.sync
+
+    def removing(folder: str) -> None:
+        if folder.endswith(".orbax-checkpoint-tmp"):
+            _remove(folder, "ocdbt.process_0/d/*")
+        sync(folder)
+
+    monkeypatch.setattr(place, "sync", removing)
+    saver.save(state_at(1 if replaces else 2, 2.0))
+    with pytest.raises(jstep.CheckpointError, match="was removed while the checkpoint was written"):
+        saver.wait()
+    assert listing(tmp_path) == ["model-1"]
+    assert saver.restore(state_at(0)).params["w"][0, 0] == 1.0

@@ -1,0 +1,191 @@
+"""Malicious manifests, array data that do not match their manifest, links, and concurrent changes."""
+
+import json
+import os
+import shutil
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_states import NO_SLOTS, listing, save_all, state_at
+
+import jstep
+from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
+from jstep.checkpoint.format import manifest as _manifest
+from jstep.checkpoint.store import checksums
+
+
+@pytest.fixture
+def saved(tmp_path):
+    with Saver(tmp_path) as saver:
+        save_all(saver, [1, 2])
+        yield saver, str(tmp_path / "model-2")
+
+
+def edit_manifest(path, change):
+    """Change the content of a manifest and recompute its checksum."""
+    file = f"{path}/manifest.json"
+    with open(file) as opened:
+        data = json.load(opened)
+    del data["crc32"]
+    changed = change(data)
+    body = json.dumps(data if changed is None else changed).encode()[:-1]
+    with open(file, "wb") as opened:
+        opened.write(body + b',\n "crc32": "' + f'{zlib.crc32(body):08x}"\n}}\n'.encode())
+
+
+def without(key):
+    return lambda data: data.pop(key) and None
+
+
+def deep(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+INVALID = {
+    "no step": without("step"),
+    "no format": without("format"),
+    "no leaves": without("leaves"),
+    "no files": without("files"),
+    "no retention": without("retention"),
+    "step: a string": lambda data: data.update(step="2"),
+    "step: negative": lambda data: data.update(step=-1),
+    "step: a bool": lambda data: data.update(step=True),
+    "leaves: numbers": lambda data: data.update(leaves=[1]),
+    "leaves: null": lambda data: data.update(leaves=None),
+    "a leaf without a path": lambda data: data["leaves"][0].pop("path") and None,
+    "shape: a string": lambda data: data["leaves"][0].update(shape="ab"),
+    "shape: negative": lambda data: data["leaves"][0].update(shape=[-1]),
+    "files: a list": lambda data: data.update(files=[1, 2]),
+    "a file without a size": lambda data: data["files"]["_METADATA"].pop("bytes") and None,
+    "an absolute path": lambda data: data["files"].update({"/etc/passwd": {"bytes": 1, "crc32": ["0"]}}),
+    "a path outside": lambda data: data["files"].update({"../model-1/_METADATA": {"bytes": 1, "crc32": ["0"]}}),
+    "a path outside, not normalized": lambda data: data["files"].update({"d/../../x": {"bytes": 1, "crc32": ["0"]}}),
+    "kept: a string": lambda data: data["retention"].update(kept=["x"]),
+    "since: null": lambda data: data["retention"].update(since=None),
+    "data outside": lambda data: data.update(data="../x"),
+}
+
+
+@pytest.mark.parametrize("change", INVALID.values(), ids=INVALID.keys())
+def test_invalid_content_with_a_valid_checksum(saved, change):
+    saver, path = saved
+    edit_manifest(path, change)
+    for call in (saver.restore, saver.extra, lambda: saver.restore(state_at(0))):
+        with pytest.raises(
+            CheckpointError, match=r"model-2 is corrupted: .*manifest.json.*newest intact checkpoint is step 1"
+        ):
+            call()
+    # the other checkpoints remain usable
+    assert latest_checkpoint(os.path.dirname(path)) == path
+    assert saver.all_steps() == [1, 2]
+    assert int(saver.restore(state_at(0), step=1).global_step) == 1
+    save_all(saver, [3])
+    assert int(saver.restore(state_at(0)).global_step) == 3
+
+
+def test_json_nested_deeper_than_the_recursion_limit(saved):
+    saver, path = saved
+    with open(f"{path}/manifest.json", "wb") as file:
+        body = b'{"format": 1, "extra": ' + b"[" * 100_000 + b"]" * 100_000
+        file.write(body + b',\n "crc32": "' + f'{zlib.crc32(body):08x}"\n}}\n'.encode())
+    assert latest_checkpoint(os.path.dirname(path)) == path
+    with pytest.raises(CheckpointError, match="model-2 is corrupted"):
+        saver.restore(state_at(0))
+
+
+@pytest.mark.parametrize("record", [{"bytes": 3}, {"bytes": 3, "crc32": "ab"}, {"bytes": 3, "crc32": []}], ids=repr)
+def test_invalid_checksums(saved, record):
+    saver, path = saved
+    edit_manifest(path, lambda data: data["files"].update({"_METADATA": record}))
+    with pytest.raises(CheckpointError, match=r"model-2 is corrupted: .*_METADATA"):
+        saver.restore(state_at(0))
+
+
+def test_a_link_out_of_the_checkpoint_is_refused(saved, tmp_path):
+    saver, path = saved
+    (tmp_path / "secret").write_bytes(b"1234")
+    os.symlink(tmp_path / "secret", f"{path}/seen")
+    edit_manifest(path, lambda data: data["files"].update(seen={"bytes": 4, "crc32": [f"{zlib.crc32(b'1234'):08x}"]}))
+    with pytest.raises(CheckpointError, match=r"model-2/seen: a link out of the checkpoint"):
+        saver.restore(state_at(0))
+
+
+def test_array_data_that_contradict_the_manifest(tmp_path):
+    """The shape and dtype of the stored data are compared with the manifest before anything is decoded."""
+    with Saver(tmp_path, compress=False) as saver:
+        saver.save(jstep.TrainState.create({"w": jnp.arange(8.0)}, NO_SLOTS, global_step=1))
+        saver.save(jstep.TrainState.create({"w": jnp.zeros(2_000_000, jnp.bfloat16)}, NO_SLOTS, global_step=2))
+        saver.wait()
+        # the data of step 2 with the manifest of step 1 and matching checksums
+        one, two = str(tmp_path / "model-1"), str(tmp_path / "model-2")
+        manifest = f"{one}/manifest.json"
+        shutil.move(manifest, tmp_path / "manifest.json")
+        shutil.rmtree(one)
+        shutil.copytree(two, one)
+        shutil.move(tmp_path / "manifest.json", manifest)
+        edit_manifest(one, lambda data: data.update(files=checksums.records(one, checksums.files_below(one))))
+        target = jstep.TrainState.create({"w": jnp.zeros(8)}, NO_SLOTS)
+        for wanted in (target, jax.tree.map(np.asarray, target), None):
+            with pytest.raises(CheckpointError, match=r"'params/w' is bfloat16\[2000000\], and float32\[8\]"):
+                saver.restore(wanted, step=1)
+
+
+def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
+    """Eviction deletes the link under all its names, but not its target."""
+    with Saver(tmp_path / "elsewhere") as other:
+        save_all(other, [1])
+    os.mkdir(tmp_path / "run")
+    os.symlink(tmp_path / "elsewhere" / "model-1", tmp_path / "run" / "model-1")
+    with Saver(tmp_path / "run", max_to_keep=1) as saver:
+        assert int(saver.restore(state_at(0)).global_step) == 1
+        save_all(saver, [2, 3])
+        assert saver.all_steps() == [3]
+    assert listing(tmp_path / "run") == ["model-3"]
+    assert listing(tmp_path / "elsewhere") == ["model-1"]
+
+
+def test_decode_refuses_an_invalid_field(saved):
+    _, path = saved
+    edit_manifest(path, lambda data: data.update(step="2"))
+    with open(f"{path}/manifest.json", "rb") as file, pytest.raises(CheckpointError, match="content is not what jstep"):
+        _manifest.decode(file.read())
+
+
+def test_evicted_during_a_restore(tmp_path, monkeypatch):
+    """A reader concurrent with a writer retries with the newest checkpoint and does not report corruption."""
+    with Saver(tmp_path, max_to_keep=1) as saver, Saver(tmp_path) as reader:
+        save_all(saver, [1])
+        real, step = checksums.damage, iter(range(2, 5))
+
+        def evicting(path, *args):
+            save_all(saver, [next(step)])
+            return real(path, *args)
+
+        monkeypatch.setattr(checksums, "damage", lambda *args: evicting(*args) if args[0][-1] < "4" else real(*args))
+        assert int(reader.restore(state_at(0)).global_step) == 4
+        monkeypatch.undo()
+        monkeypatch.setattr(checksums, "damage", lambda *args: (save_all(saver, [9]), real(*args))[1])
+        with pytest.raises(FileNotFoundError, match="step=4"):
+            reader.restore(state_at(0), step=4)
+
+
+def test_replaced_during_a_restore(tmp_path, monkeypatch):
+    with Saver(tmp_path) as saver, Saver(tmp_path) as reader:
+        saver.save(state_at(1, 1.0))
+        saver.wait()
+        real = checksums.damage
+
+        def replacing(*args):
+            monkeypatch.undo()
+            saver.save(state_at(1, 2.0))
+            saver.wait()
+            return real(*args)
+
+        monkeypatch.setattr(checksums, "damage", replacing)
+        assert reader.restore(state_at(0)).params["w"].tolist() == [[2, 2]] * 3

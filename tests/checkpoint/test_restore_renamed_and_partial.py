@@ -1,0 +1,185 @@
+"""`Saver.restore` with `names` and with `partial`, and its messages; other kinds of states."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checkpoint_states import NO_SLOTS, assert_same, state_at
+
+import jstep
+from jstep.checkpoint import Saver
+
+
+@pytest.fixture
+def saver(tmp_path):
+    """A Saver with a checkpoint of step 7, in which w is 2 and its momentum is 5."""
+    with Saver(tmp_path) as saver:
+        state = state_at(7, 2.0)
+        saver.save(state.replace(slots={"momentum": {"w": jnp.full((3, 2), 5.0)}}))
+        yield saver
+
+
+def renamed():
+    return jstep.TrainState.create({"kernel": jnp.zeros((3, 2))}, jstep.momentum(0.1, 0.9))
+
+
+MAPPING = {"params/kernel": "params/w", "slots/momentum/kernel": "slots/momentum/w"}
+
+
+@pytest.mark.parametrize(
+    "names", [MAPPING, MAPPING.get, lambda path: path.replace("kernel", "w")], ids=["mapping", "method", "function"]
+)
+def test_names_as_mapping_or_function(saver, names):
+    for target in (renamed(), jax.eval_shape(renamed)):
+        back = saver.restore(target, names=names)
+        assert back.params["kernel"].tolist() == [[2, 2]] * 3
+        assert back.slots["momentum"]["kernel"].tolist() == [[5, 5]] * 3
+        assert int(back.global_step) == 7
+
+
+def test_one_array_restored_to_two_paths(saver):
+    target = jstep.TrainState.create({"a": jnp.zeros((3, 2)), "b": jnp.zeros((3, 2))}, NO_SLOTS)
+    names = {"params/a": "slots/momentum/w", "params/b": "slots/momentum/w"}
+    back = saver.restore(target, names=names, partial=True)
+    assert back.params["a"].tolist() == back.params["b"].tolist() == [[5, 5]] * 3
+    jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(back)
+
+
+def test_leaves_without_a_mapping_must_fit(saver):
+    with pytest.raises(ValueError, match=r"missing in the checkpoint \(1\): 'slots/momentum/kernel'"):
+        saver.restore(renamed(), names={"params/kernel": "params/w"})
+
+
+def test_shapes_of_renamed_leaves_are_compared(saver):
+    target = jstep.TrainState.create({"kernel": jnp.zeros((2, 3))}, jstep.momentum(0.1, 0.9))
+    with pytest.raises(ValueError, match=r"'params/kernel' \(float32\[3,2\], and float32\[2,3\] in target\)"):
+        saver.restore(target, names=MAPPING)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(
+    ("names", "error", "match"),
+    [
+        ({"params/kernal": "params/w"}, ValueError, r"no leaf at 'params/kernal'.*'params/kernel'"),
+        ({"params/kernel": "params/v"}, ValueError, r"from 'params/v', which .*model-7 does not have.*'params/w'"),
+        (lambda path: path + "x", ValueError, "which .*model-7 does not have"),
+        ({"params/kernel": 3}, TypeError, "'params/kernel' it has 3: must be a path, got an int"),
+        ({"params/kernel": None}, TypeError, "must be a path, got None"),
+        ({3: "params/w"}, ValueError, "no leaf at 3"),
+        ("params/w", TypeError, "names='params/w': must be a mapping"),
+        ([("a", "b")], TypeError, "must be a mapping"),
+    ],
+)
+def test_bad_names(saver, names, error, match, partial):
+    with pytest.raises(error, match=match):
+        saver.restore(renamed(), names=names, partial=partial)
+
+
+def test_names_require_a_target(saver):
+    with pytest.raises(ValueError, match="names: must come with a target"):
+        saver.restore(names={"a": "b"})
+
+
+def test_averages_of_a_renamed_parameter(tmp_path):
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), jstep.ExponentialMovingAverage(0.9))
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+    state = state.replace(slots={"ExponentialMovingAverage": {"w": jnp.full(3, 4.0)}})
+    with Saver(tmp_path) as saver:
+        saver.save(state)
+        target = jstep.TrainState.create({"kernel": jnp.zeros(3)}, NO_SLOTS)
+        back = saver.restore(target, use_averages=True, names={"params/kernel": "params/w"})
+    assert back.params["kernel"].tolist() == [4, 4, 4]
+
+
+class TestPartial:
+    def test_logs_unchanged_and_unused_leaves(self, saver, caplog):
+        target = jstep.TrainState.create({"w": jnp.zeros((3, 2)), "head": jnp.ones(2)}, NO_SLOTS)
+        saver.restore(target, partial=True)
+        assert "model-7 was restored in part" in caplog.text
+        assert "left unchanged in target (1): 'params/head'" in caplog.text
+        assert "not used from the checkpoint (1): 'slots/momentum/w'" in caplog.text
+
+    def test_logs_nothing_if_everything_fits(self, saver, caplog):
+        saver.restore(state_at(0), partial=True)
+        assert not caplog.records
+
+    def adam(self, params, step=0):
+        return jstep.TrainState.create(params, jstep.adam(), global_step=step)
+
+    def test_warns_about_fresh_slots_with_an_old_start_step(self, tmp_path, caplog):
+        body, head = {"body": jnp.ones(3)}, {"head": jnp.ones(2)}
+        with Saver(tmp_path) as saver:
+            saver.save(self.adam(body).replace(global_step=jnp.int32(10_000)))
+            back = saver.restore(self.adam(body | head), partial=True)
+        assert int(back.global_step) == 10_000
+        assert "Fresh slots meet an old age: 'slots/m/head', 'slots/v/head' were left" in caplog.text
+        assert "slots/start_step makes them 10000 steps old" in caplog.text
+        assert "partition(" in caplog.text
+        assert "global_step=10000" in caplog.text
+
+    def test_the_suggested_remedy_works(self, tmp_path, caplog):
+        """`partition`, a target created at that step, and `names` give the head a start_step of its own."""
+        body, head = {"body": jnp.ones(3)}, {"head": jnp.ones(2)}
+        optimizer = jstep.partition(
+            {"old": jstep.adam(), "new": jstep.adam()}, lambda path, leaf: "new" if path == "head" else "old"
+        )
+        with Saver(tmp_path) as saver:
+            saver.save(self.adam(body).replace(global_step=jnp.int32(10_000)))
+            target = jstep.TrainState.create(body | head, optimizer, global_step=10_000)
+            back = saver.restore(target, partial=True, names=lambda path: path.replace("slots/old/", "slots/"))
+        assert int(back.slots["old/start_step"]) == 0
+        assert int(back.slots["new/start_step"]) == 10_000
+        assert "restored in part" in caplog.text
+        assert "old age" not in caplog.text
+
+    def test_warns_about_slots_of_another_optimizer(self, tmp_path, caplog):
+        """A start_step that is missing in the checkpoint is 0, so that all its slots count as old."""
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(500))
+            saver.restore(self.adam({"w": jnp.zeros((3, 2))}), partial=True)
+            assert "slots/start_step makes them 500 steps old" in caplog.text
+            caplog.clear()
+            saver.restore(self.adam({"w": jnp.zeros((3, 2))}, step=500), partial=True)
+            assert "old age" not in caplog.text
+
+    @pytest.mark.parametrize("flag", ["no", 1, None])
+    def test_partial_must_be_a_bool(self, saver, flag):
+        with pytest.raises(TypeError, match="partial="):
+            saver.restore(state_at(0), partial=flag)
+
+
+@pytest.mark.parametrize("name", ["async_save", "stage", "compress", "verify"])
+def test_flags_of_saver_must_be_bools(tmp_path, name):
+    with pytest.raises(TypeError, match=f"{name}='no': must be True or False"):
+        Saver(tmp_path, **{name: "no"})
+
+
+class TestOtherStates:
+    def test_a_dict_with_a_global_step(self, tmp_path):
+        state = {"global_step": jnp.int32(4), "w": jnp.arange(3.0)}
+        with Saver(tmp_path) as saver:
+            assert saver.save(state).endswith("model-4")
+            assert_same(saver.restore(state), state)
+
+    def population(self, steps):
+        make = jax.vmap(lambda rate: jstep.TrainState.create({"w": jnp.ones(3) * rate}, jstep.adam(0.1)))
+        return make(jnp.arange(3.0)).replace(global_step=jnp.asarray(steps))
+
+    def test_a_population(self, tmp_path):
+        state = self.population([6, 6, 6])
+        with Saver(tmp_path, prefix="population") as saver:
+            assert saver.save(state).endswith("population-6")
+            assert_same(saver.restore(jax.eval_shape(lambda: state)), state)
+
+    def test_a_population_at_different_steps_needs_a_step(self, tmp_path):
+        state = self.population([6, 7, 8])
+        with Saver(tmp_path, prefix="population") as saver:
+            with pytest.raises(ValueError, match=r"\[6, 7, 8\].*save\(state, step=…\)"):
+                saver.save(state)
+            assert saver.save(state, step=20).endswith("population-20")
+            assert_same(saver.restore(state, step=20), state)
+
+    def test_step_must_be_the_global_step(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            assert saver.save(state_at(3), step=3).endswith("model-3")
+            with pytest.raises(ValueError, match="step=4: must be the state's global_step, 3"):
+                saver.save(state_at(3), step=4)

@@ -1,0 +1,156 @@
+"""Restore converts step counters between 32 and 64 bits, and initializes the slots of a guard added later."""
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+ADAM = jstep.adam(0.1)
+
+
+def _state(optimizer: Any, step: int = 0, params: Any = None) -> Any:
+    return jstep.TrainState.create(params or {"a": jnp.ones(3, jnp.float32)}, optimizer, global_step=step)
+
+
+def _save(directory: Any, state: Any) -> jstep.Saver:
+    saver = jstep.Saver(directory, async_save=False)
+    saver.save(state)
+    return saver
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_step_counters_convert_both_ways(tmp_path: Any, partial: bool) -> None:
+    saver = _save(tmp_path / "32", _state(ADAM, 6))
+    with jax.enable_x64(True):
+        wide = saver.restore(_state(ADAM), partial=partial)
+        assert (wide.global_step.dtype, int(wide.global_step)) == (jnp.int64, 6)
+        assert (wide.slots["start_step"].dtype, int(wide.slots["start_step"])) == (jnp.int64, 6)
+        other = _save(tmp_path / "64", wide)
+    narrow = other.restore(_state(ADAM), partial=partial)
+    assert (narrow.global_step.dtype, int(narrow.global_step)) == (jnp.int32, 6)
+    assert (narrow.slots["start_step"].dtype, int(narrow.slots["start_step"])) == (jnp.int32, 6)
+
+
+def test_conversion_for_each_kind_of_target(tmp_path: Any) -> None:
+    with jax.enable_x64(True):
+        saver = _save(tmp_path, _state(ADAM, 6))
+        assert saver.restore(jax.eval_shape(lambda: _state(ADAM))).global_step.dtype == jnp.int64
+    assert saver.restore(jax.eval_shape(lambda: _state(ADAM))).global_step.dtype == jnp.int32
+    assert saver.restore({"global_step": 0, "params": {"a": np.ones(3, np.float32)}}, partial=True)["global_step"] == 6
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    target = jstep.shard_state(_state(ADAM), mesh)
+    restored = saver.restore(target)
+    assert restored.global_step == 6
+    assert restored.global_step.sharding == target.global_step.sharding
+
+
+def test_conversion_in_a_population(tmp_path: Any) -> None:
+    make = jax.vmap(lambda w: _state(ADAM, 6, {"a": w}))
+    saver = _save(tmp_path, make(jnp.ones((2, 3), jnp.float32)))
+    with jax.enable_x64(True):
+        restored = saver.restore(make(jnp.ones((2, 3), jnp.float32)))
+        assert restored.global_step.tolist() == restored.slots["start_step"].tolist() == [6, 6]
+
+
+def test_a_step_that_overflows_32_bits_is_an_error(tmp_path: Any) -> None:
+    with jax.enable_x64(True):
+        saver = _save(tmp_path, _state(ADAM).replace(global_step=jnp.asarray(2**40)))
+    with pytest.raises(
+        ValueError, match=r"'global_step' is int32 and does not hold 1099511627776; enable jax_enable_x64"
+    ):
+        saver.restore(_state(ADAM))
+
+
+def test_weights_never_convert(tmp_path: Any) -> None:
+    params = {"n": jnp.int32(7), "table": jnp.arange(3, dtype=jnp.int32), "a": jnp.ones(3, jnp.float32)}
+    saver = _save(tmp_path, _state(ADAM, 6, params))
+    with jax.enable_x64(True):
+        for name in ("n", "table"):
+            target = _state(ADAM, 0, params | {name: params[name].astype(jnp.int64)})
+            with pytest.raises(ValueError, match=rf"params/{name}' \(int32\[.*int64"):
+                saver.restore(target)
+        with pytest.raises(ValueError, match=r"differing .*'slots/m/a'"):
+            saver.restore(_state(ADAM, 0, params | {"a": jnp.ones(3, jnp.float64)}))
+
+
+def test_a_partial_restore_requires_a_step_that_fits(tmp_path: Any) -> None:
+    saver = _save(tmp_path, _state(ADAM, 6))
+    target = {"global_step": jnp.zeros(2, jnp.int32), "params": {"a": jnp.zeros(3)}}
+    with pytest.raises(ValueError, match=r"no global_step that fits.*int32\[2\] in target.*without a step"):
+        saver.restore(target, partial=True)
+    assert saver.restore({"params": {"a": jnp.zeros(3)}}, partial=True)["params"]["a"].tolist() == [1, 1, 1]
+
+
+GUARDS = {
+    "skip": jstep.skip_nonfinite(ADAM),
+    "scale": jstep.dynamic_loss_scale(ADAM, initial=8.0),
+    "both": jstep.dynamic_loss_scale(jstep.skip_nonfinite(ADAM), initial=8.0),
+    "scope": jstep.scope("x/y", jstep.skip_nonfinite(jstep.gradient_descent(0.1))),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_guard_added_later(tmp_path: Any, caplog: Any, name: str, abstract: bool) -> None:
+    plain = _state(jstep.gradient_descent(0.1) if name == "scope" else ADAM, 6)
+    saver = _save(tmp_path, plain)
+    target = _state(GUARDS[name])
+    if abstract and name in ("scale", "both"):  # shapes have no initial loss scale
+        with pytest.raises(ValueError, match=r"loss_scale'.* has no value to keep"):
+            saver.restore(jax.eval_shape(lambda: target))
+        return
+    with caplog.at_level(logging.INFO, "jstep"):
+        restored = saver.restore(jax.eval_shape(lambda: target) if abstract else target)
+    assert restored.global_step == 6
+    assert {one.levelname for one in caplog.records} == {"INFO"}
+    assert "saved without a guard" in caplog.text
+    fresh = {slot for slot in restored.slots if slot not in plain.slots}
+    assert fresh
+    for slot in fresh:
+        assert restored.slots[slot] == (8.0 if slot.endswith("loss_scale") else 6)
+    updated = jstep.apply_gradients(restored, {"a": jnp.full(3, jnp.nan)}, GUARDS[name])
+    assert updated.params["a"].tolist() == [1, 1, 1]
+
+
+def test_a_run_resumes_with_a_guard_added(tmp_path: Any) -> None:
+    def train(optimizer: Any, last: int) -> Any:
+        step = jstep.minimize(lambda p, x: jnp.mean((p["a"] - x) ** 2), optimizer)
+        batches = lambda n: np.float32(np.nan if n == 8 else 2)  # noqa: E731
+        return jstep.train(step, _state(optimizer), batches, last, checkpoint_dir=tmp_path, progress=False)
+
+    before = train(ADAM, 6)
+    after = train(GUARDS["skip"], 10)
+    assert after.global_step == after.slots["last_finite_step"] == 10
+    assert after.slots["start_step"] == 1  # one update was skipped
+    assert np.isfinite(after.params["a"]).all()
+    assert (after.params["a"] != before.params["a"]).all()
+
+
+def test_a_partial_restore_does_not_warn_about_guard_slots(tmp_path: Any, caplog: Any) -> None:
+    saver = _save(tmp_path, _state(ADAM).replace(global_step=jnp.int32(6)))
+    target = _state(jstep.skip_nonfinite(jstep.adam(jstep.held("learning_rate", 0.1))))
+    restored = saver.restore(target, partial=True)
+    assert "held/learning_rate" in caplog.text
+    assert "Fresh slots" not in caplog.text
+    assert restored.slots["start_step"] == 0
+
+
+def test_other_slots_with_the_names_of_guards_are_missing(tmp_path: Any) -> None:
+    saver = _save(tmp_path, _state(ADAM, 6))
+    state = _state(ADAM)
+    for name, value in {
+        "loss_scale": jnp.float32(3),  # without the other slot of dynamic_loss_scale
+        "scale_since": jnp.int32(3),
+        "last_finite_step": {"a": jnp.ones(3)},
+        "my_last_finite_step": jnp.int32(3),
+    }.items():
+        with pytest.raises(ValueError, match=rf"missing in the checkpoint \(1\): 'slots/{name}"):
+            saver.restore(state.replace(slots={**state.slots, name: value}))
+    guarded = _state(GUARDS["skip"])
+    with pytest.raises(ValueError, match=r"missing in the checkpoint \(1\): 'slots/ema"):
+        saver.restore(guarded.replace(slots={**guarded.slots, "ema": jnp.float32(0)}))

@@ -1,0 +1,248 @@
+"""Claims: one Saver at a time writes a prefix in a directory, until it is closed or its process ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from checkpoint_scripts import run, start
+from checkpoint_states import listing, save_all, state_at
+
+from jstep.checkpoint import CheckpointError, Saver
+from jstep.checkpoint.store import claim as _claim
+
+
+def test_a_second_saver_of_the_process_is_refused(tmp_path):
+    with Saver(tmp_path) as first:
+        save_all(first, [1])
+        second = Saver(tmp_path)
+        with pytest.raises(CheckpointError, match="one writer at a time") as error:
+            second.save(state_at(2))
+        message = str(error.value)
+        assert f"process {os.getpid()} on {socket.gethostname()}, which is this one" in message
+        assert str(tmp_path) in message
+        with pytest.raises(CheckpointError, match="one writer at a time"):
+            second.claim()
+        # the second Saver may still restore, and the first continues to save
+        assert int(second.restore(state_at(0)).global_step) == 1
+        save_all(first, [2])
+        assert first.all_steps() == second.all_steps() == [1, 2]
+    save_all(second, [3])
+    assert second.all_steps() == [1, 2, 3]
+    second.close()
+    assert sorted(os.listdir(tmp_path)) == listing(tmp_path)  # the claim file is deleted
+
+
+def test_prefixes_and_directories_are_claimed_separately(tmp_path):
+    with Saver(tmp_path / "a") as a, Saver(tmp_path / "a", "model-best") as b, Saver(tmp_path / "b") as c:
+        for saver in (a, b, c):
+            save_all(saver, [1])
+
+
+def test_a_linked_directory_has_the_same_claim(tmp_path):
+    os.symlink(tmp_path, tmp_path / "link")
+    with Saver(tmp_path) as saver, Saver(tmp_path / "link") as other:
+        saver.claim()
+        with pytest.raises(CheckpointError, match="one writer"):
+            other.claim()
+
+
+def test_claim_before_the_first_save(tmp_path):
+    with Saver(tmp_path / "new") as saver:
+        saver.claim()
+        saver.claim()
+        with Saver(tmp_path / "new") as other, pytest.raises(CheckpointError, match="one writer"):
+            other.save(state_at(1))
+        assert listing(tmp_path / "new") == []
+    with pytest.raises(ValueError, match="closed"):
+        saver.claim()
+
+
+def test_a_refused_saver_keeps_temporary_folders(tmp_path):
+    """They belong to a save of the other Saver."""
+    with Saver(tmp_path) as saver:
+        saver.claim()
+        (tmp_path / "model-9.orbax-checkpoint-tmp").mkdir()
+        with Saver(tmp_path) as other, pytest.raises(CheckpointError):
+            other.save(state_at(1))
+        assert listing(tmp_path) == ["model-9.orbax-checkpoint-tmp"]
+
+
+def test_close_without_wait_releases_the_claim(tmp_path):
+    saver = Saver(tmp_path)
+    saver.save(state_at(1))
+    saver.close(wait=False)
+    with Saver(tmp_path) as other:
+        other.claim()
+    saver.wait()
+    assert saver.all_steps() == [1]  # the save in progress was completed
+
+
+def test_a_failed_save_keeps_the_claim(tmp_path):
+    with Saver(tmp_path) as saver:
+        with pytest.raises(TypeError):
+            saver.save(state_at(1), extra=object())
+        saver.claim()
+        with pytest.raises(TypeError):
+            saver.save(state_at(1), extra=object())
+        with Saver(tmp_path) as other, pytest.raises(CheckpointError):
+            other.claim()
+
+
+def test_sigkill_releases_the_claim(tmp_path):
+    """The claim ends with its process, even if child processes, such as those of a loader, outlive it."""
+    script = """
+    import subprocess
+    saver = Saver(directory)
+    saver.claim()
+    started = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], close_fds=False)
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    print(started.pid, pid, flush=True)
+    time.sleep(600)
+    """
+    process = start(script, tmp_path, PYTHONWARNINGS="ignore")
+    children = [int(pid) for pid in process.stdout.readline().split()]
+    try:
+        assert len(children) == 2, process.communicate(timeout=60)
+        with Saver(tmp_path) as saver:
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=f"process {process.pid} on {socket.gethostname()}:"):
+                    saver.save(state_at(7))
+            assert saver.all_steps() == []
+            process.send_signal(signal.SIGKILL)
+            process.wait(timeout=60)
+            save_all(saver, [7])
+            assert saver.all_steps() == [7]
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def test_a_forked_process_does_not_own_the_claim(tmp_path):
+    """It cannot claim, does not wait for saves at its exit, and does not release the claim."""
+    script = """
+    import threading, weakref
+
+    def end():
+        signal.alarm(60)
+        # What the interpreter runs at exit, except for tensorstore's handler, which waits for locks of its threads.
+        threading._shutdown()
+        weakref.finalize._exitfunc()
+        os._exit(0)
+
+    with Saver(directory, compress=False) as saver:
+        saver.save(state_at(1, 1.0))
+        saver.wait()
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                Saver(directory).claim()
+                os.write(writing, b"claimed")
+            except CheckpointError as error:
+                os.write(writing, b"refused" if str(os.getppid()) in str(error) else str(error).encode())
+            end()
+        print(os.read(reading, 1000).decode())
+        assert os.waitpid(pid, 0)[1] == 0
+        saver.save(state_at(2, 1.0, 4_000_000))
+        pid = os.fork()
+        if pid == 0:
+            end()
+        assert os.waitpid(pid, 0)[1] == 0
+        assert saver.all_steps() == [1, 2]
+        try:
+            Saver(directory).claim()
+        except CheckpointError:
+            print("held")
+    """
+    assert run(script, tmp_path, PYTHONWARNINGS="ignore") == ["refused", "held"]
+
+
+def test_the_claim_outlives_its_deleted_directory(tmp_path):
+    import shutil
+
+    with Saver(tmp_path / "run") as saver:
+        save_all(saver, [1])
+        shutil.rmtree(tmp_path / "run")
+        save_all(saver, [2])
+        assert saver.all_steps() == [2]
+        with Saver(tmp_path / "run") as other, pytest.raises(CheckpointError):
+            other.claim()
+
+
+class TestWithoutLocks:
+    """File systems without locks, on which the content of the claim file decides."""
+
+    @pytest.fixture(autouse=True)
+    def no_locks(self, monkeypatch):
+        monkeypatch.setattr(_claim, "fcntl", None)
+
+    def test_a_second_saver_of_the_process(self, tmp_path):
+        with Saver(tmp_path) as saver, Saver(tmp_path) as other:
+            saver.claim()
+            with pytest.raises(CheckpointError, match="which is this one"):
+                other.claim()
+            saver.close()
+            other.claim()
+
+    def test_the_claim_ends_with_its_process(self, tmp_path):
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        try:
+            owner = _claim.owner.this_process() | {"pid": process.pid, "started": _claim.owner.started(process.pid)}
+            path = _claim.file_of(str(tmp_path), "model")
+            with open(path, "w") as file:
+                file.write(__import__("json").dumps(owner))
+            with Saver(tmp_path) as saver:
+                with pytest.raises(CheckpointError, match=f"process {process.pid}"):
+                    saver.claim()
+                process.kill()
+                process.wait()
+                saver.claim()
+        finally:
+            process.kill()
+            process.communicate()
+
+    def test_a_stale_claim_of_another_host_expires(self, tmp_path):
+        path = _claim.file_of(str(tmp_path), "model")
+        with open(path, "w") as file:
+            file.write('{"host": "elsewhere", "pid": 1, "started": "1"}')
+        with Saver(tmp_path) as saver:
+            with pytest.raises(CheckpointError, match="process 1 on elsewhere"):
+                saver.claim()
+            os.utime(path, (0, 0))
+            saver.claim()
+            with open(path) as file:
+                assert socket.gethostname() in file.read()
+
+
+def test_a_claim_file_that_cannot_be_opened(tmp_path, monkeypatch):
+    with open(_claim.file_of(str(tmp_path), "model"), "w") as file:
+        file.write("{}")
+    opened = os.open
+
+    def refusing(path, flags, *args):
+        if str(path).endswith(".jstep-writer") and flags & os.O_RDWR and os.path.exists(path):
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with Saver(tmp_path) as saver, Saver(tmp_path) as other:
+        saver.claim()
+        with pytest.raises(CheckpointError, match="one writer"):
+            other.claim()
+
+
+def test_an_invalid_claim_file_is_ignored(tmp_path):
+    for text in (b"", b"[]", b"\xff", b"{", b'{"pid": "x"}'):
+        path = _claim.file_of(str(tmp_path), "model")
+        with open(path, "wb") as file:
+            file.write(text)
+        with Saver(tmp_path) as saver:
+            saver.save(state_at(1).replace(global_step=jnp.int32(1)))

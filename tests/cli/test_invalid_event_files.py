@@ -1,0 +1,37 @@
+"""`events` of files that are empty or not event files, and differences of infinities."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jstep.cli.compare import difference
+from jstep.cli.main import main
+
+
+@pytest.mark.parametrize("text", ["hi\n", "a longer text than the header of a record is, much longer\n", ""])
+def test_a_file_without_events_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "notes.txt").write_text(text)
+    assert main(["events", str(tmp_path / "notes.txt")]) == 2
+    assert "notes.txt" in (message := capsys.readouterr().err)
+    assert "not an event file" in message
+
+
+def test_an_empty_event_file_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"")
+    assert main(["events", str(tmp_path / "events.out.tfevents.1")]) == 0
+    assert main(["events", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_infinities_of_opposite_signs_have_no_distance() -> None:
+    a, b = np.float32([1, np.inf, -np.inf]), np.float32([1, -np.inf, np.inf])
+    assert (result := difference("w", a, b)) is not None
+    assert (result.detail, result.max_ulps, result.max_abs) == (
+        "2 of 3 differ with 2 infinite of opposite sign",
+        None,
+        None,
+    )
+    b[0] = np.nextafter(np.float32(1), np.float32(2))
+    assert (result := difference("w", a, b)) is not None
+    assert result.detail == "3 of 3 differ by up to 1.19209e-07 (1 ULP) with 2 infinite of opposite sign"

@@ -1,0 +1,154 @@
+"""Corrupted and malicious event files: errors are one line each, and all other events are shown."""
+
+import json
+import os
+
+import pytest
+from processes import said
+from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
+
+from jstep.cli.main import main
+from jstep.cli.output import as_json, printable
+from jstep.summary.records import frame
+
+
+def write_events(path, *events):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(frame(event.SerializeToString()) for event in events))
+    return str(path)
+
+
+def scalar_event(step, value, tag="loss"):
+    return event_pb2.Event(step=step, summary={"value": [{"tag": tag, "simple_value": value}]})
+
+
+def tensor_event(content, dtype=types_pb2.DT_FLOAT):
+    metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
+    value = summary_pb2.Summary.Value(tag="loss", metadata=metadata, tensor={"dtype": dtype, "tensor_content": content})
+    return event_pb2.Event(step=1, summary={"value": [value]})
+
+
+UNUSUAL = {
+    "graph": event_pb2.Event(graph_def=b"\xff\xff\xff"),
+    "time": event_pb2.Event(wall_time=1e300, file_version="x"),
+    "NaN time": event_pb2.Event(wall_time=float("nan"), file_version="x"),
+    "infinite time": event_pb2.Event(wall_time=float("inf"), file_version="x"),
+    "status": event_pb2.Event(session_log={"status": 77}),
+    "tensor": tensor_event(b"abc"),
+    "longer tensor": tensor_event(b"abcdefghi"),
+    "dtype": tensor_event(b"abc", 9999),
+    "kind": event_pb2.Event(
+        summary={"value": [{"tag": "x", "metadata": {"plugin_data": {"plugin_name": "scalar"}}, "tensor": {}}]}
+    ),
+    "bytes": event_pb2.Event(summary={"value": [{"tag": "x", "tensor": {"string_val": [b"\xff\xfe"]}}]}),
+    "histogram": event_pb2.Event(summary={"value": [{"tag": "h", "histo": {"num": 0, "min": float("nan")}}]}),
+    "step": event_pb2.Event(step=-(2**63), file_version="x"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_events_are_shown(tmp_path, capsys, name):
+    path = write_events(tmp_path / "run" / "events.out.tfevents.1.x", UNUSUAL[name], scalar_event(5, 1.0))
+    assert main(["events", path]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["events", path, "--json"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    assert main(["plot", str(tmp_path / "run"), "-o", str(tmp_path / "loss.png")]) == 0
+
+
+def test_tags_are_escaped_for_the_terminal(tmp_path, capsys):
+    tag = "loss\x1b[31m\x07\n2026 step 9  fake\u202e$x^$"
+    path = write_events(
+        tmp_path / "run\x1b" / "events.out.tfevents.1.x", scalar_event(1, 1.0, tag), scalar_event(2, 1.0, tag)
+    )
+    assert main(["events", path]) == 0
+    assert main(["plot", str(tmp_path / "run\x1b"), "-o", str(tmp_path / "loss.png")]) == 0
+    assert main(["events", str(tmp_path / "missing\x1b")]) == 2
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 3
+    text = captured.out + captured.err
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert r"loss\x1b[31m\x07\n2026 step 9  fake\u202e$x^$" in text
+
+
+@pytest.fixture
+def partly_corrupted(tmp_path):
+    partial = write_events(tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0), scalar_event(2, 2.0))
+    with open(partial, "ab") as file:
+        file.write(b"x" * 100)
+    (tmp_path / "run" / "events.out.tfevents.2.b").write_bytes(b"x" * 100)
+    (tmp_path / "run" / "events.out.tfevents.3.directory").mkdir()
+    write_events(tmp_path / "run" / "events.out.tfevents.4.c", scalar_event(3, 3.0, "last"))
+    write_events(tmp_path / "other" / "events.out.tfevents.1.d", scalar_event(1, 1.0))
+    return tmp_path
+
+
+def test_plot_draws_what_is_not_corrupted(partly_corrupted, capsys):
+    out = partly_corrupted / "loss.svg"
+    assert main(["plot", str(partly_corrupted), "-o", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == f"{out}: loss, last\n"
+    assert "<!-- run -->" in out.read_text()
+    assert "<!-- other -->" in out.read_text()
+    errors = captured.err.splitlines()
+    assert len(errors) == 2
+    assert all("corrupted record at offset" in line and "is not drawn" in line for line in errors)
+
+
+def test_events_prints_what_is_not_corrupted(partly_corrupted, capsys):
+    assert main(["events", str(partly_corrupted / "run")]) == 2
+    captured = capsys.readouterr()
+    assert [line.split("  ")[1] for line in captured.out.splitlines()] == ["step 1", "step 2", "step 3"]
+    assert len(captured.err.splitlines()) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs are not supported here")
+def test_a_pipe_does_not_block(tmp_path):
+    write_events(tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0))
+    pipe = tmp_path / "run" / "events.out.tfevents.2.b"
+    os.mkfifo(pipe)
+    # In a separate process with a timeout, because opening a pipe blocks until another process writes to it.
+    program = """
+        import sys
+        from jstep import summary
+        from jstep.cli.main import main
+        run, pipe = sys.argv[1:]
+        try:
+            summary.summary_iterator(pipe)
+        except OSError as error:
+            print(error)
+        commands = ["events", pipe], ["events", run], ["plot", run, "-o", f"{run}/loss.png"]
+        print(*map(main, commands))
+    """
+    code, out, err = said(program, tmp_path / "run", pipe)
+    assert code == 0, err
+    message, *_, codes = out.splitlines()
+    assert "is not a file" in message
+    assert codes == "2 0 0"
+    assert "is not a file (a pipe" in err
+
+
+def test_output_escapes_and_valid_json():
+    assert printable("a\tb\x1b[1m é×\u2028\ud800") == r"a\tb\x1b[1m é×\u2028\ud800"
+    assert json.loads(as_json({"a": [float("nan"), float("-inf")], "b": (1, float("inf"))})) == {
+        "a": ["NaN", "-Infinity"],
+        "b": [1, "Infinity"],
+    }
+
+
+def test_help_fits_one_screen(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 24
+    for word in ("plot", "events", "Exit codes: 0; 1 where diff found a difference; 2"):
+        assert word in text
+
+
+@pytest.mark.parametrize("command", ["plot", "events"])
+def test_urls_of_other_schemes(tmp_path, capsys, command):
+    arguments = [command, "ftp://host/run", *(["-o", str(tmp_path / "x.png")] if command == "plot" else [])]
+    assert main(arguments) == 2
+    assert "must be a path, gs://bucket/… or s3://bucket/…" in capsys.readouterr().err

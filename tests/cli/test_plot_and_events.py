@@ -1,0 +1,246 @@
+"""The commands `plot` and `events`, and the scalars that they read."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.util import tensor_util
+
+from jstep import summary
+from jstep.cli.main import main
+from jstep.cli.plot import _smooth
+from jstep.summary import records
+from jstep.summary.read.files import find_runs
+from jstep.summary.read.series import read_scalars
+
+
+def write(path, values, tag="loss", start=None):
+    with summary.SummaryWriter(path) as writer:
+        if start is not None:
+            writer.add_session_log("START", start)
+        for step, value in values.items():
+            writer.add_summary(summary.scalar(tag, value, collections=()), step)
+    return writer.path
+
+
+@pytest.fixture
+def logs(tmp_path):
+    for run in ("a", "b"):
+        write(tmp_path / "logs" / run, {step: 1.0 / step for step in range(1, 30)})
+        write(tmp_path / "logs" / run, {step: float(step) for step in range(30)}, tag="accuracy/test")
+    return str(tmp_path / "logs")
+
+
+def test_plot_writes_a_picture(logs, tmp_path, capsys):
+    out = tmp_path / "loss.png"
+    assert main(["plot", logs, "-o", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: loss, accuracy/test\n"
+    pixels = np.asarray(Image.open(out).convert("RGB"))
+    assert pixels.shape[0] > 300
+    assert pixels.shape[1] > 1000  # two panels
+    colors = {tuple(color) for color in pixels.reshape(-1, 3)[::7].tolist()}
+    assert (255, 255, 255) in colors
+    assert len(colors) > 10
+
+
+def svg(tmp_path, *arguments):
+    out = tmp_path / "plot.svg"
+    assert main(["plot", *arguments, "-o", str(out)]) == 0
+    return out.read_text()
+
+
+def test_plot_names_tags_runs_and_axes(logs, tmp_path):
+    text = svg(tmp_path, logs)
+    for word in ("loss", "accuracy/test", "global step", "<!-- a -->", "<!-- b -->"):
+        assert word in text
+    text = svg(tmp_path, logs, "--tags", "acc*", "-x", "time", "--smoothing", "0.9", "--log-y")
+    assert "hours" in text
+    assert "accuracy/test" in text
+    assert "<!-- loss -->" not in text
+
+
+def test_plot_of_several_directories_and_of_a_file(logs, tmp_path):
+    file = write(tmp_path / "elsewhere", {1: 1.0})
+    text = svg(tmp_path, logs, file)
+    assert "<!-- logs/a -->" in text
+    assert "<!-- elsewhere/events.out.tfevents" in text
+    assert "legend" not in svg(tmp_path, f"{logs}/a")  # one run needs no legend
+
+
+def test_plot_skips_values_that_are_not_finite(tmp_path):
+    write(tmp_path / "run", {1: 1.0, 2: float("nan"), 3: float("inf"), 4: 2.0})
+    svg(tmp_path, str(tmp_path / "run"), "-s", "0.5")
+    write(tmp_path / "nan", {1: float("nan")})
+    svg(tmp_path, str(tmp_path / "nan"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plot", "{}/missing", "-o", "x.png"], "no such directory: "),
+        (["plot", "{}/empty", "-o", "x.png"], "no event files (events.out.tfevents.*) in "),
+        (["plot", "{}/text", "-o", "x.png"], "no scalars in "),
+        (["plot", "{}/logs", "-o", "x.png", "-t", "los"], "no scalar's tag matches los; nearest: 'loss'"),
+        (
+            ["plot", "{}/logs", "-o", "x.png", "-s", "1"],
+            "smoothing must be at least 0 and less than 1",
+        ),
+        (["plot", "{}/logs", "-o", "x.nothing"], "Format 'nothing' is not supported"),
+        (["plot", "{}/logs", "-o", "{}/no/where.png"], "No such file or directory"),
+        (["events", "{}/missing"], "No such file or directory"),
+        (["events", "{}/empty"], "no event files"),
+        (["events", "{}/corrupted"], "corrupted record at offset 0"),
+    ],
+)
+def test_errors_are_printed_to_stderr(logs, tmp_path, capsys, arguments, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "corrupted").write_bytes(b"x" * 100)
+    with summary.SummaryWriter(tmp_path / "text") as writer:
+        writer.add_summary(summary.text("t", "x"))
+    assert main([argument.format(tmp_path) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"jstep {arguments[0]}: ")
+    assert message in captured.err
+    assert not os.path.exists("x.png")
+
+
+WRONG = [[], ["plot", "logs"], ["events"], ["other"], ["plot", "x", "-o", "y", "-x", "z"]]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: python -m jstep" in capsys.readouterr().err
+
+
+@pytest.fixture
+def everything(tmp_path):
+    with summary.SummaryWriter(tmp_path / "all", graph=lambda: np.float32(1) + 1) as writer:
+        writer.add_session_log("START", 1)
+        writer.add_summary(summary.scalar(["loss", "bad"], [0.5, float("nan")]), 1)
+        writer.add_summary(summary.histogram("weights", np.arange(4.0)), 2)
+        writer.add_summary(summary.image("x", np.zeros((1, 2, 3, 3), np.uint8), max_images=1), 3)
+        writer.add_summary(summary.text("notes", "two\nlines"), 4)
+        writer.add_hparams({"rate": 0.1})
+    return writer.path
+
+
+def test_events_as_text(everything, capsys):
+    assert main(["events", everything]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    expected = [
+        "step 0  file_version brain.Event:2",
+        "step 0  graph_def nodes ",
+        "step 1  session_log START",
+        "step 1  loss = 0.5; bad = nan",
+        "step 2  weights = histogram of 4 in [0, 3], mean 1.5",
+        "step 3  x/image = image 2×3×3, ",
+        "step 4  notes = text [] ['two\\nlines']",
+        "step 0  _hparams_/session_start_info = hparams",
+    ]
+    for line, part in zip(lines, expected, strict=True):
+        assert part in line
+
+
+def test_events_as_json(everything, capsys):
+    assert main(["events", everything, "--json"]) == 0
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0]["file_version"] == "brain.Event:2"
+    assert lines[2]["session_log"] == "START"
+    assert lines[3]["values"] == [
+        {"tag": "loss", "kind": "scalar", "value": 0.5},
+        {"tag": "bad", "kind": "scalar", "value": "NaN"},
+    ]
+    (histogram,) = lines[4]["values"]
+    assert (histogram["kind"], histogram["num"], sum(histogram["bucket"])) == ("histogram", 4, 4)
+    assert lines[5]["values"][0]["width"] == 3
+    assert lines[6]["values"][0]["strings"] == ["two\nlines"]
+    assert all(isinstance(line["wall_time"], float) for line in lines)
+    assert main(["events", everything, "--format", "json"]) == 0
+
+
+def test_events_of_a_directory_filtered_by_tag(everything, capsys):
+    write(os.path.dirname(everything), {9: 1.0})
+    assert main(["events", os.path.dirname(everything), "-t", "los*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[2] for line in lines] == ["step 1  loss = 0.5", "step 9  loss = 1"]
+
+
+def test_events_before_a_corrupted_record_are_printed(everything, capsys):
+    with open(everything, "ab") as file:
+        file.write(b"x" * 100)
+    assert main(["events", everything]) == 2
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 8
+    assert "corrupted record at offset" in captured.err
+
+
+def test_a_closed_pipe_is_not_an_error(tmp_path):
+    path = write(tmp_path / "run", dict.fromkeys(range(5000), 1.0))
+    program = [sys.executable, "-m", "jstep", "events", path]
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    with subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}
+    ) as process:
+        assert b"file_version" in process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0
+
+
+def test_a_resumed_session_supersedes_later_points(tmp_path):
+    write(tmp_path, {10: 1.0, 20: 1.0, 30: 1.0}, start=1)
+    write(tmp_path, {10: 5.0, 30: 5.0}, tag="other")
+    write(tmp_path, {30: 2.0, 40: 2.0}, start=21)
+    series = read_scalars(tmp_path)
+    assert [(p.step, p.value) for p in series["loss"]] == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+    assert [p.step for p in series["other"]] == [10]  # later points belong to the superseded session
+    write(tmp_path, {25: 3.0})  # without a session log, decreasing steps mark a restart
+    assert [p.step for p in read_scalars(tmp_path)["loss"]] == [10, 20, 25]
+
+
+def test_scalars_stored_as_tensors_by_tensorflow_2(tmp_path):
+    metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
+    written = []
+    for dtype in (np.float32, np.float64):
+        for tensor in (tensor_util.make_tensor_proto(np.asarray(0.5, dtype)), _packed(0.5, dtype)):
+            value = summary_pb2.Summary.Value(tag="loss", metadata=metadata, tensor=tensor)
+            event = event_pb2.Event(step=len(written), summary=summary_pb2.Summary(value=[value]))
+            written.append(records.frame(event.SerializeToString()))
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"".join(written))
+    assert [(p.step, p.value) for p in read_scalars(tmp_path)["loss"]] == [(i, 0.5) for i in range(4)]
+
+
+def _packed(value, dtype):
+    tensor = tensor_util.make_tensor_proto(np.asarray(value, dtype))
+    tensor.ClearField("float_val")
+    tensor.ClearField("double_val")
+    tensor.tensor_content = np.asarray(value, dtype).tobytes()
+    return tensor
+
+
+def test_runs_are_the_directories_with_event_files(logs, tmp_path):
+    write(logs, {1: 1.0})
+    (tmp_path / "logs" / "none").mkdir()
+    assert find_runs(logs) == [logs, f"{logs}/a", f"{logs}/b"]
+
+
+def test_smoothing_is_a_debiased_average():
+    assert _smooth([2.0, 2.0, 2.0], 0.9) == pytest.approx([2.0, 2.0, 2.0])
+    assert _smooth([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
+    smoothed = _smooth([float("nan"), 1.0, float("inf"), 1.0], 0.5)
+    assert np.isnan(smoothed[0])
+    assert smoothed[1:] == pytest.approx([1.0, 1.0, 1.0])

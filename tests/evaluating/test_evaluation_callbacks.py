@@ -1,0 +1,298 @@
+"""Unit tests of the evaluation callbacks: `EarlyStopping`, `ReduceOnPlateau` and `KeepBest`, without a loop."""
+
+import json
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.hooks.hook import RunInfo
+
+
+def state_at(step=0, rate=0.5):
+    optimizer = jstep.gradient_descent(jstep.held("learning_rate", rate))
+    return jstep.TrainState.create({"w": jnp.full(3, float(step))}, optimizer, global_step=step)
+
+
+def through_json(value):
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+# EarlyStopping
+
+
+def stops_at(values, **kwargs):
+    """Return the index of the evaluation at which EarlyStopping stops, or None."""
+    stop = jstep.EarlyStopping("loss", **kwargs)
+    return next((i for i, value in enumerate(values) if stop(i, None, {"loss": value})), None)
+
+
+@pytest.mark.parametrize(
+    ("values", "kwargs", "expected"),
+    [
+        ([3, 2, 1, 1, 1, 1], {"patience": 3}, 5),
+        ([3, 2, 1, 1, 1], {"patience": 3}, None),
+        ([1, 2, 2, 0.5, 2, 2, 2], {"patience": 3}, 6),
+        ([1, 1], {"patience": 1}, 1),
+        ([1, 0.9, 0.8], {"patience": 1, "min_delta": 0.1}, 1),
+        ([1, 0.95, 0.85, 0.8], {"patience": 2, "min_delta": 0.1}, None),
+        ([1, 2, 3, 3, 3], {"patience": 2, "mode": "max"}, 4),
+        ([math.nan, math.nan], {"patience": 2}, 1),
+        ([math.nan, 1, math.nan, 0.5, math.nan, math.nan], {"patience": 2}, 5),
+        ([math.inf, 5, 5, 5], {"patience": 2}, 3),
+        ([-math.inf, -math.inf], {"patience": 1}, 1),
+    ],
+)
+def test_it_stops_when_patience_is_exhausted(values, kwargs, expected):
+    assert stops_at(values, **kwargs) == expected
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_patience_continues_counting_after_a_restart(cut):
+    values = [math.inf, 2, 1, 1.5, 1.5, 1.5]
+    first = jstep.EarlyStopping("loss", patience=3)
+    assert not any(first(i, None, {"loss": value}) for i, value in enumerate(values[:cut]))
+    second = jstep.EarlyStopping("loss", patience=3)
+    second.begin(state_at())
+    assert not second.set_state(through_json(first.get_state()))
+    results = [second(i, None, {"loss": value}) for i, value in enumerate(values[cut:], cut)]
+    assert results[-1] is True
+    assert not any(results[:-1])
+    third = jstep.EarlyStopping("loss", patience=3)
+    assert third.set_state(through_json(second.get_state())) is True  # it stays stopped
+    assert jstep.EarlyStopping("loss", patience=4).set_state(second.get_state()) is False  # the run continues
+
+
+# ReduceOnPlateau
+
+
+def rates(values, **kwargs):
+    """Return the learning rate after each evaluation."""
+    reduce, state, found = jstep.ReduceOnPlateau("loss", "learning_rate", **kwargs), state_at(), []
+    reduce.begin(state)
+    for i, value in enumerate(values):
+        state = reduce(i, state, {"loss": value}) or state
+        found.append(jstep.get_hyperparameter(state, "learning_rate"))
+    return found
+
+
+def torch_rates(values, factor, patience, mode, threshold, cooldown, min_value):
+    """Return the rates of torch.optim.lr_scheduler.ReduceLROnPlateau (threshold_mode="rel"), as transcribed."""
+    rate, best, bad, cooling, found = 0.5, math.inf if mode == "min" else -math.inf, 0, 0, []
+    for value in values:
+        good = value < best * (1.0 - threshold) if mode == "min" else value > best * (threshold + 1.0)
+        if good:
+            best, bad = value, 0
+        else:
+            bad += 1
+        if cooling > 0:
+            cooling -= 1
+            bad = 0
+        if bad > patience:
+            new = max(rate * factor, min_value)
+            if rate - new > 1e-8:
+                rate = new
+            cooling, bad = cooldown, 0
+        found.append(rate)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reduce_on_plateau_matches_the_transcribed_torch_scheduler(seed):
+    rng = np.random.default_rng(seed)
+    values = np.round(rng.normal(size=60).cumsum() * rng.choice([0.1, 1.0]), 2).tolist()
+    for at in rng.choice(60, 3):
+        values[at] = math.nan
+    kwargs = {
+        "factor": float(rng.choice([0.1, 0.5, 0.9])),
+        "patience": int(rng.integers(0, 4)),
+        "mode": str(rng.choice(["min", "max"])),
+        "threshold": float(rng.choice([0.0, 1e-4, 0.1])),
+        "cooldown": int(rng.integers(0, 4)),
+        "min_value": float(rng.choice([0.0, 0.01])),
+    }
+    assert rates(values, **kwargs) == pytest.approx(torch_rates(values, **kwargs), rel=1e-5)
+
+
+def test_reduce_on_plateau_matches_torch():
+    torch = pytest.importorskip("torch")
+    values = [1.0, 0.9, 0.9, 0.9, 0.95, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=1, cooldown=1)
+    expected = []
+    for value in values:
+        scheduler.step(value)
+        expected.append(optimizer.param_groups[0]["lr"])
+    assert rates(values, factor=0.1, patience=1, cooldown=1) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_reduce_on_plateau_state_survives_a_restart(cut):
+    values, state = [1.0, 0.9, *[0.9] * 10], state_at()
+    kwargs = {"factor": 0.5, "patience": 2, "cooldown": 1}
+    uninterrupted = rates(values, **kwargs)
+    reduce = jstep.ReduceOnPlateau("loss", "learning_rate", **kwargs)
+    for i, value in enumerate(values):
+        if i == cut:
+            saved = through_json(reduce.get_state())
+            reduce = jstep.ReduceOnPlateau("loss", "learning_rate", **kwargs)
+            reduce.begin(state)
+            reduce.set_state(saved)
+        state = reduce(i, state, {"loss": value}) or state
+    assert jstep.get_hyperparameter(state, "learning_rate") == uninterrupted[-1]
+    assert uninterrupted[-1] < 0.5
+
+
+def test_reduce_on_plateau_requires_a_held_hyperparameter():
+    with pytest.raises(KeyError, match="rate"):
+        jstep.ReduceOnPlateau("loss", "rate").begin(state_at())
+
+
+# KeepBest
+
+
+def steps(directory, prefix="best"):
+    with jstep.Saver(directory, prefix=prefix) as saver:
+        return {step: saver.extra(step) for step in saver.all_steps()}
+
+
+def keep(directory, values, start=1, **kwargs):
+    best = jstep.KeepBest(directory, "accuracy", **kwargs)
+    best.begin(state_at())
+    for step, value in enumerate(values, start):
+        best(step, state_at(step), {"accuracy": value, "loss": 1.0})
+    best.close()
+    return sorted(best.values) if best.values else []
+
+
+@pytest.mark.parametrize(
+    ("values", "kwargs", "expected"),
+    [
+        ([0.5, 0.9, 0.7], {"mode": "max"}, {2: 0.9}),
+        ([0.5, 0.9, 0.4], {}, {3: 0.4}),
+        ([0.5, 0.9, 0.9], {"mode": "max"}, {2: 0.9}),  # on a tie, the earlier step
+        ([0.9, 0.5, 0.7, 0.8], {"mode": "max", "keep": 2}, {1: 0.9, 4: 0.8}),
+        ([0.5, 0.5, 0.5, 0.6], {"mode": "max", "keep": 2}, {1: 0.5, 4: 0.6}),  # on a tie, the later step is deleted
+        ([math.nan, 0.1, math.nan], {"mode": "max"}, {2: 0.1}),
+        ([math.nan], {}, {}),
+        ([math.inf, 3.0], {}, {2: 3.0}),
+        ([1, 2], {"keep": 3}, {1: 1.0, 2: 2.0}),
+    ],
+)
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_the_best_are_kept_across_a_restart(values, kwargs, expected, cut, tmp_path):
+    keep(tmp_path, values[:cut], **kwargs)
+    keep(tmp_path, values[cut:], start=1 + min(cut, len(values)), **kwargs)
+    assert steps(tmp_path) == {step: {"accuracy": value} for step, value in expected.items()}
+
+
+def test_keep_best_saves_the_state_of_that_step(tmp_path):
+    keep(tmp_path, [0.5, 0.9, 0.7], mode="max", prefix="top")
+    assert os.listdir(tmp_path) == ["top-2"] or "top-2" in os.listdir(tmp_path)
+    restored = jstep.Saver(tmp_path, prefix="top").restore(state_at())
+    assert restored.params["w"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.9, 0.9), (0.5, 0.9), (0.95, 0.95)])
+def test_a_kept_step_is_run_again(value, expected, tmp_path):
+    """The run resumed from a checkpoint that is older than the best one."""
+    keep(tmp_path, [0.1, 0.9], mode="max")
+    keep(tmp_path, [value], start=2, mode="max")
+    assert steps(tmp_path) == {2: {"accuracy": expected}}
+
+
+def test_checkpoints_without_the_metric_are_not_deleted(tmp_path, caplog):
+    keep(tmp_path, [0.5], mode="max")
+    other = jstep.KeepBest(tmp_path, "f1", mode="max")
+    other.begin(state_at())
+    other(9, state_at(9), {"f1": 0.1})
+    other.close()
+    assert set(steps(tmp_path)) == {1, 9}
+    assert "KeepBest skips best-1" in caplog.text
+    assert "Saver.restore may still return it" in caplog.text
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", "best-2 of another run with accuracy=0.9"), ("min", "best-1 ")])
+@pytest.mark.parametrize("start", [0, 60])
+def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_path, caplog):
+    keep(tmp_path, [0.5, 0.9], mode=mode, keep=2)
+    for restored in (60, None):
+        assert not caplog.records
+        one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
+        one.use_run(RunInfo(100, None, None, restored=restored))
+        one.begin(state_at(start))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert (
+        f"this run starts at step {start}, not from a checkpoint of its own, but {tmp_path} holds {best}" in caplog.text
+    )
+
+
+def test_parameters_with_nan_are_not_kept(tmp_path, caplog):
+    best = jstep.KeepBest(tmp_path, "error")
+    best.begin(state_at())
+    best(1, state_at(1), {"error": 0.5})
+    state = state_at(2)
+    nan_params = jax.tree.map(lambda x: x * math.nan, state.params)
+    best(2, state.replace(params=nan_params), {"error": 0.0})
+    best.close()
+    assert set(steps(tmp_path)) == {1}
+    assert "step 2 is not kept, though error=0: NaN in params" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        jstep.KeepBest(tmp_path / "file", "loss").begin(state_at())
+
+
+# Bad input
+
+D = "directory"
+BAD = [
+    (lambda: jstep.EarlyStopping("loss", 0), ValueError, "patience=0: must be at least 1"),
+    (lambda: jstep.EarlyStopping("loss", 1.5), TypeError, "patience=1.5: must be an integer"),
+    (lambda: jstep.EarlyStopping("loss", 1, mode="least"), ValueError, "mode='least': must be one of 'min', 'max'"),
+    (lambda: jstep.EarlyStopping(3, 1), TypeError, "metric=3: must be a string"),
+    (lambda: jstep.EarlyStopping("loss", 1, min_delta=-1), ValueError, "min_delta=-1"),
+    (lambda: jstep.EarlyStopping("loss", 1, min_delta=math.nan), ValueError, "min_delta=nan"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", factor=1.0), ValueError, "factor=1.0: must be > 0 and < 1"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", patience=-1), ValueError, "patience=-1: must be at least 0"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", mode="up"), ValueError, "mode='up'"),
+    (lambda: jstep.ReduceOnPlateau("loss", 3), TypeError, "name=3: must be a string"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", cooldown=-1), ValueError, "cooldown=-1"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", threshold="x"), TypeError, "threshold='x': must be a number"),
+    (lambda: jstep.ReduceOnPlateau("loss", "r", min_value=-1), ValueError, "min_value=-1"),
+    (lambda: jstep.KeepBest(3, "loss"), TypeError, "directory=3: must be a directory or a URL"),
+    (lambda: jstep.KeepBest(D, "loss", keep=0), ValueError, "keep=0: must be at least 1"),
+    (lambda: jstep.KeepBest(D, "loss", mode=1), ValueError, "mode=1"),
+    (lambda: jstep.KeepBest(D, "loss", prefix="a/b"), ValueError, "prefix='a/b'"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), BAD)
+def test_bad_arguments(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tmp: jstep.EarlyStopping("f1", 1),
+        lambda tmp: jstep.ReduceOnPlateau("f1", "learning_rate"),
+        lambda tmp: jstep.KeepBest(tmp, "f1"),
+    ],
+)
+def test_a_metric_that_evaluate_does_not_return(make, tmp_path):
+    with pytest.raises(KeyError, match=r"metric='f1': evaluate does not return it; it returns \['loss', 'accuracy'\]"):
+        make(tmp_path)(1, state_at(1), {"loss": 1.0, "accuracy": 2.0})
+
+
+def test_a_metric_must_be_a_number():
+    with pytest.raises(TypeError, match="metric='loss': must be a number"):
+        jstep.EarlyStopping("loss", 1)(1, None, {"loss": "low"})

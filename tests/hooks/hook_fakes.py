@@ -1,0 +1,42 @@
+"""States, and fake clocks and writers, for tests of hooks."""
+
+import jax.numpy as jnp
+
+import jstep
+
+
+def state_at(step=0, value=1.0):
+    return jstep.TrainState.create({"w": jnp.full(3, value)}, jstep.momentum(0.1, 0.9), global_step=step)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Writer:
+    """A summary writer that records the step and the tags of each summary."""
+
+    def __init__(self):
+        self.points = []
+
+    def add_summary(self, summary, global_step=None):
+        self.points.append((global_step, tuple(tag for part in summary.parts for tag in part.tags)))
+
+
+class SaverAndHook:
+    """A CheckpointSaverHook with a Saver that keeps all checkpoints, and the steps saved so far."""
+
+    def __init__(self, directory, **kwargs):
+        self.saver = jstep.Saver(directory, max_to_keep=None, async_save=False)
+        self.hook = jstep.CheckpointSaverHook(self.saver, **kwargs)
+
+    def steps(self):
+        return self.saver.all_steps()
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "jstep"]

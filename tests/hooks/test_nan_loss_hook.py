@@ -1,0 +1,213 @@
+"""`NanLossHook` in runs: skipped updates and modified metrics; order of hooks; methods that are not called."""
+
+import logging
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hooked_runs import OPTIMIZER, STEP, batches, train
+
+import jstep
+
+ADD = jax.jit(jnp.add, donate_argnums=0)
+
+
+def nan_at(*steps):
+    return lambda n: np.full(3, math.nan if n + 1 in steps else n + 1, np.float32)
+
+
+def skipping_step_and_state(optimizer=None):
+    optimizer = jstep.skip_nonfinite(optimizer or OPTIMIZER)
+    step = jstep.minimize(lambda params, x: x[0] * jnp.sum(params["w"]), optimizer)
+    return step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_nan_loss_hook_accepts_skipped_updates(steps_per_call, tmp_path):
+    step, state = skipping_step_and_state()
+    state = jstep.train(
+        step, state, nan_at(3, 8), 12, hooks=[jstep.NanLossHook(every_n_steps=2)], progress=False,
+        steps_per_call=steps_per_call, checkpoint_dir=tmp_path, save_checkpoint_steps=4,
+    )  # fmt: skip
+    assert jstep.global_step(state) == 12
+    assert jstep.Saver(tmp_path).all_steps() == [4, 8, 12]  # step 8 was skipped, and its state is finite
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 5])
+def test_too_many_consecutive_skips_stop_the_run_and_save_it(steps_per_call, tmp_path):
+    step, state = skipping_step_and_state()
+    hook = jstep.NanLossHook(every_n_steps=2, max_skipped_steps=3)
+    with pytest.raises(
+        jstep.NanLossDuringTrainingError, match="3 updates in a row were skipped up to step 9"
+    ) as caught:
+        jstep.train(
+            step, state, nan_at(3, 4, *range(7, 100)), 50, hooks=[hook], progress=False, checkpoint_dir=tmp_path,
+            steps_per_call=steps_per_call,
+        )  # fmt: skip
+    assert caught.value.step == 9
+    assert not caught.value.prevents_saving
+    assert not pickle.loads(pickle.dumps(caught.value)).prevents_saving
+    assert jstep.Saver(tmp_path).latest_step() == jstep.global_step(caught.value.state)
+
+
+def test_a_custom_step_returns_the_skipped_metric():
+    @jax.jit
+    def step(state, x):
+        bad = ~jnp.isfinite(x[0])
+        return state.replace(global_step=state.global_step + 1), {"loss": x[0], "skipped": bad.astype(jnp.float32)}
+
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
+    hooks = [jstep.NanLossHook(every_n_steps=1)]
+    assert jstep.global_step(jstep.train(step, state, nan_at(2), 5, hooks=hooks, progress=False)) == 5
+    step.skip_metric = None  # the metric "skipped" means something else here
+    with pytest.raises(jstep.NanLossDuringTrainingError):
+        jstep.train(step, state, nan_at(2), 5, hooks=hooks, progress=False)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("change", ["mutate", "delete", "donate"])
+def test_hooks_can_modify_delete_or_donate_metrics(change, steps_per_call):
+    total = None
+
+    def modify(step, state, metrics):
+        nonlocal total
+        if change == "mutate":
+            metrics["loss"] = jnp.float32(math.nan)
+            metrics.pop("half")
+        elif change == "delete":
+            metrics["loss"].delete()
+        else:
+            total = metrics["loss"] if total is None else ADD(total, metrics["loss"])
+
+    rows = []
+    hooks = [
+        jstep.NanLossHook(every_n_steps=3),
+        jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=4, mean=True),
+        jstep.every(1, modify),
+    ]
+    train(8, hooks, steps_per_call=steps_per_call)
+    assert rows == [(4, 2.5), (8, 6.5)]
+
+
+def test_hooks_with_different_intervals():
+    rows = {n: [] for n in (3, 4, 7)}
+    hooks = [
+        jstep.MetricsHook(lambda step, values, n=n: rows[n].append((step, values["loss"])), every_n_steps=n, mean=True)
+        for n in rows
+    ]
+    train(14, [jstep.NanLossHook(every_n_steps=5), *hooks, jstep.NanLossHook(every_n_steps=2)])
+    assert rows[3] == [(3, 2.0), (6, 5.0), (9, 8.0), (12, 11.0), (14, 13.5)]
+    assert rows[4] == [(4, 2.5), (8, 6.5), (12, 10.5), (14, 13.5)]
+    assert rows[7] == [(7, 4.0), (14, 11.0)]
+
+
+def test_the_first_of_several_bad_steps_is_named_and_not_saved(tmp_path):
+    with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
+        train(
+            50, [jstep.NanLossHook(every_n_steps=20)], batches=nan_at(9, 11, 12), checkpoint_dir=tmp_path,
+            save_checkpoint_steps=4,
+        )  # fmt: skip
+    assert caught.value.step == 9
+    assert jstep.Saver(tmp_path).all_steps() == [4, 8]
+    assert "skip_nonfinite" in str(caught.value)
+
+
+def test_a_hook_in_several_runs_keeps_no_state():
+    hook = jstep.NanLossHook(every_n_steps=4)
+    for _ in range(2):
+        with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
+            train(20, [hook], batches=nan_at(6))
+        assert caught.value.step == 6
+    train(20, [hook])
+    assert hook.run is None
+
+
+def test_metrics_that_are_arrays_are_logged_once(caplog):
+    caplog.set_level(logging.INFO)
+    train(9, [jstep.MetricsHook(lambda *row: None, every_n_steps=2), jstep.LoggingHook(every_n_steps=3)])
+    messages = [r.getMessage() for r in caplog.records if "'vector'" in r.getMessage()]
+    assert len(messages) == 1
+
+
+def test_rows_are_written_in_order_and_before_results():
+    """Weights & Biases drops a row whose step is lower than that of the previous row."""
+
+    def slow(params, x):
+        for _ in range(6):
+            x = jnp.tanh(x @ params["w"])
+        return jnp.mean(x**2)
+
+    optimizer, rows = jstep.adamw(1e-3), []
+    for order in (1, -1):
+        rows.clear()
+        hooks = [
+            jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10, mean=order > 0),
+            jstep.EvaluationHook(
+                lambda state: {"v": float(state.params["w"].sum())}, every_n_steps=40,
+                then=[lambda step, state, results: rows.append(step)],
+            ),
+        ]  # fmt: skip
+        state = jstep.TrainState.create({"w": jnp.eye(300)}, optimizer)
+        step = jstep.minimize(slow, optimizer)
+        jstep.train(step, state, lambda n: jnp.ones((128, 300)), 120, progress=False, hooks=hooks[::order])
+        assert rows == sorted(rows)
+        assert len(rows) == 15
+
+
+def test_before_step_is_called_before_each_call():
+    seen = []
+
+    class Before(jstep.Hook):
+        def before_step(self, step, state):
+            seen.append((step, jstep.global_step(state)))
+
+    class Duck:
+        def before_step(self, step, state):
+            seen.append(step)
+
+    train(3, [Before(), Duck()])
+    assert seen == [(0, 0), 0, (1, 1), 1, (2, 2), 2]
+    seen.clear()
+    train(10, [Before()], steps_per_call=4)
+    assert seen == [(n, n) for n in (0, 4, 8, 9)]
+
+
+def test_methods_outside_the_protocol_are_logged_and_not_called(caplog):
+    class Mine(jstep.Hook):
+        def close(self, path):
+            raise AssertionError
+
+        use_run = after_call = after_last = before_save = started = use_writer = after_first_call = close
+
+    class Duck:
+        def after_step(self, step, state, metrics):
+            pass
+
+        def before_save(self, step):
+            raise AssertionError
+
+    train(3, [Mine(), Duck(), jstep.NanLossHook(), jstep.every(1, lambda *_: None)], steps_per_call=2)
+    messages = [record.getMessage() for record in caplog.records if "does not call" in record.getMessage()]
+    assert len(messages) == 2
+    assert "Mine has after_call, after_first_call, after_last, before_save, close, use_writer, which" in messages[0]
+    assert "Duck has before_save, which" in messages[1]
+    assert STEP is not None
+    assert batches(0) is not None
+
+
+def test_a_hook_that_inherits_after_step_is_not_called(monkeypatch):
+    class Ends(jstep.Hook):
+        def end(self, step, state):
+            ended.append(step)
+
+    ended, called = [], []
+    monkeypatch.setattr(jstep.Hook, "after_step", lambda self, *_: called.append(type(self)))
+    one = Ends()
+    other = Ends()
+    other.after_step = lambda step, state, metrics: called.append(step)
+    train(3, [one, other])
+    assert ended == [3, 3]
+    assert called == [1, 2, 3]

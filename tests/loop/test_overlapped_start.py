@@ -1,0 +1,177 @@
+"""The start of a run: restore, compilation and first batch run concurrently, and errors are raised as usual."""
+
+import logging
+import queue
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from loop_runs import same
+
+import jstep
+
+OPTIMIZER = jstep.adam(0.1)
+ROWS = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
+TIMEOUT_SECS = 60
+
+
+def make_step(scale=1.0):
+    return jstep.minimize(lambda params, x: scale * jnp.mean((x @ params["w"]) ** 2), OPTIMIZER)
+
+
+def make_state(mesh=None):
+    state = jstep.TrainState.create({"w": jnp.ones((16, 4))}, OPTIMIZER)
+    return state if mesh is None else jstep.shard_state(state, mesh)
+
+
+def batches_of(kind):
+    data = jstep.batches(ROWS, 8)
+    return {"data": data, "function": lambda n: data[n], "list": [data[n] for n in range(10)], "iterator": None}[kind]
+
+
+def train(step, batches, last, directory, mesh=None, **kwargs):
+    kwargs.setdefault("progress", False)
+    return jstep.train(step, make_state(mesh), batches, last, checkpoint_dir=directory, log_steps=None, **kwargs)
+
+
+@pytest.fixture
+def compiled():
+    """Record the threads that compile, and set an event when the background thread has compiled."""
+    seen, done = [], threading.Event()
+
+    def listener(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(threading.current_thread().name)
+            if seen[-1] == "jstep-compile":
+                done.set()
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield seen, done
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@pytest.mark.parametrize("kind", ["data", "function", "list"])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_the_checkpoint_is_read_while_the_step_is_compiled(kind, steps_per_call, tmp_path, compiled, monkeypatch):
+    batches, (seen, done) = batches_of(kind), compiled
+    train(make_step(), batches, 3, tmp_path)
+    uninterrupted = train(make_step(2.0), batches, 9, None, steps_per_call=steps_per_call)
+    compiled_first, restore = [], jstep.Saver.restore
+
+    def slow(self, *args, **kwargs):
+        compiled_first.append(done.wait(TIMEOUT_SECS))  # a sequential start would time out here
+        return restore(self, *args, **kwargs)
+
+    monkeypatch.setattr(jstep.Saver, "restore", slow)
+    done.clear()
+    seen.clear()
+    state = train(make_step(), batches, 9, tmp_path, steps_per_call=steps_per_call)
+    assert compiled_first == [True]
+    assert seen.count("jstep-compile") == 1
+    assert jstep.global_step(state) == 9
+    assert jstep.global_step(uninterrupted) == 9
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("restores", [False, True])
+def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, tmp_path, compiled, caplog):
+    mesh = None if kind is None else jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    kwargs = {} if mesh is None else {"batch_sharding": NamedSharding(mesh, PartitionSpec("data"))}
+    data, (seen, _) = batches_of("data"), compiled
+    if restores:
+        train(make_step(), data, 3, tmp_path, mesh, **kwargs)
+    step = make_step()
+    seen.clear()
+    with jax.log_compiles():
+        caplog.set_level(logging.WARNING)
+        train(step, data, 9, tmp_path, mesh, steps_per_call=steps_per_call, **kwargs)
+    names = [r.getMessage() for r in caplog.records if "Finished XLA compilation of jit(train_step" in r.getMessage()]
+    assert len(names) == 1
+    assert seen.count("jstep-compile") == 1
+
+
+def test_results_are_bitwise_identical(tmp_path):
+    train(make_step(), batches_of("data"), 4, tmp_path / "a")
+    resumed = train(make_step(), batches_of("data"), 9, tmp_path / "a")
+    uninterrupted = train(make_step(), iter([ROWS[:8]] * 0 + [batches_of("data")[n] for n in range(9)]), 9, None)
+    assert same(resumed.params, uninterrupted.params)
+
+
+# Sources that hooks create
+
+
+class CreateSources(jstep.Hook):
+    """Creates the sources of the batches in `begin`."""
+
+    def __init__(self):
+        self.queue, self.data = queue.Queue(), None
+
+    def begin(self, state):
+        self.data = jstep.batches(ROWS, 8)
+        for n in range(20):
+            self.queue.put(self.data[n])
+
+
+@pytest.mark.parametrize("kind", ["queue", "function"])
+def test_batches_can_come_from_a_hook(kind, tmp_path):
+    train(make_step(), batches_of("data"), 3, tmp_path)
+    hook = CreateSources()
+    batches = (hook.queue.get(timeout=TIMEOUT_SECS) for _ in range(20)) if kind == "queue" else lambda n: hook.data[n]
+    assert jstep.global_step(train(make_step(), batches, 6, tmp_path, hooks=[hook])) == 6
+
+
+# Errors
+
+
+def test_an_error_of_the_restore_is_raised(tmp_path):
+    train(make_step(), batches_of("data"), 3, tmp_path)
+    other = jstep.TrainState.create({"w": jnp.ones((16, 5))}, OPTIMIZER)
+    with pytest.raises(ValueError, match="params/w"):
+        jstep.train(make_step(), other, batches_of("data"), 9, checkpoint_dir=tmp_path, progress=False)
+
+
+def test_an_error_of_the_batches_is_raised_with_the_state(tmp_path):
+    train(make_step(), batches_of("data"), 3, tmp_path)
+
+    class Broken:
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            raise OSError(f"no shard for {i}")
+
+    with pytest.raises(OSError, match="no shard") as failed:
+        train(make_step(), jstep.batches(Broken(), 8), 9, tmp_path)
+    assert jstep.global_step(failed.value.state) == 3
+
+
+def test_an_error_of_the_loss_is_raised_with_the_state(tmp_path):
+    train(make_step(), batches_of("data"), 3, tmp_path)
+    broken = jstep.minimize(lambda params, x: x @ params["w"] @ x, OPTIMIZER)
+    with pytest.raises(TypeError, match="dot_general") as failed:
+        train(broken, batches_of("data"), 9, tmp_path)
+    assert jstep.global_step(failed.value.state) == 3
+
+
+def test_exhausted_batches_end_a_restored_run(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    data = jstep.batches(ROWS, 8, num_epochs=1)
+    train(make_step(), data, 20, tmp_path)
+    assert jstep.global_step(train(make_step(), data, 20, tmp_path)) == 8
+    assert "used up" in caplog.text
+
+
+# The log line
+
+
+def test_one_line_reports_the_times_of_the_start(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    train(make_step(), batches_of("data"), 3, tmp_path)
+    jstep.train(make_step(), make_state(), batches_of("data"), 9, checkpoint_dir=tmp_path, progress=None)
+    (line,) = [m for m in (r.getMessage() for r in caplog.records) if m.startswith("first step after")]
+    words = line.split(": ")[1]
+    assert [part.rsplit(" ", 1)[0] for part in words.split(", ")] == ["devices", "restore", "compile", "first batch"]

@@ -1,0 +1,153 @@
+"""Starting a run again: what is restored, what is dropped, and why no step is run."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import DATA, OPTIMIZER, make_state, same, train
+
+import jstep
+
+
+def messages(caplog, level=logging.INFO):
+    return [record.getMessage() for record in caplog.records if record.levelno >= level]
+
+
+def test_a_restart_reports_the_hook_that_stopped_the_run(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    stop_hook = lambda: jstep.StopAtStepHook(last_step=5)  # noqa: E731
+    train(20, hooks=[stop_hook()], checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).extra(5)["stopped"] == "StopAtStepHook"
+    caplog.clear()
+    for _ in range(2):
+        train(20, hooks=[stop_hook()], checkpoint_dir=tmp_path)
+    lines = [line for line in messages(caplog) if "no step is run" in line]
+    assert len(lines) == 2
+    assert all("StopAtStepHook stopped it at step 5" in line and "EarlyStopping(reset=True)" in line for line in lines)
+    caplog.clear()
+    assert jstep.global_step(train(20, checkpoint_dir=tmp_path)) == 20
+    assert any("StopAtStepHook stopped this run at step 5" in line for line in messages(caplog))
+    assert "stopped" not in jstep.Saver(tmp_path).extra(20)
+
+
+def test_a_restart_reports_early_stopping(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+
+    def run():
+        stop_hook = jstep.EarlyStopping("v", patience=2)
+        hook = jstep.EvaluationHook(lambda state: {"v": 1.0}, every_n_steps=2, then=[stop_hook])
+        return train(50, hooks=[hook], checkpoint_dir=tmp_path)
+
+    assert jstep.global_step(run()) == 6
+    caplog.clear()
+    assert jstep.global_step(run()) == 6
+    assert any("EarlyStopping(v) stopped it at step 6" in line for line in messages(caplog))
+
+
+def test_exhausted_batches_end_a_restored_run(tmp_path):
+    batches = [DATA[n] for n in range(5)]
+    state = train(8, batches, checkpoint_dir=tmp_path)
+    ended = []
+
+    class End(jstep.Hook):
+        def end(self, step, state):
+            ended.append(step)
+
+    resumed = train(8, batches, checkpoint_dir=tmp_path, hooks=[End()])
+    assert same(resumed, state)
+    assert ended == [5]
+    with pytest.raises(ValueError, match="there is none for step 0"):
+        train(8, [], checkpoint_dir=tmp_path / "fresh")
+
+
+def test_an_abstract_state_requires_a_checkpoint(tmp_path):
+    abstract = jax.eval_shape(make_state)
+    for kwargs in ({}, {"checkpoint_dir": tmp_path}):
+        with pytest.raises(ValueError, match=r"state: its .* is a shape without values"):
+            train(3, state=abstract, **kwargs)
+    train(3, checkpoint_dir=tmp_path)
+    assert same(train(6, state=abstract, checkpoint_dir=tmp_path), train(6))
+
+
+def test_a_dropped_state_is_a_warning(tmp_path, caplog):
+    train(4, checkpoint_dir=tmp_path)
+    caplog.set_level(logging.WARNING)
+    train(6, state=train(4), checkpoint_dir=tmp_path)  # the same step: nothing is lost
+    assert messages(caplog) == []
+    train(8, state=train(3), checkpoint_dir=tmp_path)
+    (line,) = messages(caplog)
+    assert "at step 3, and is dropped for model-6" in line
+
+
+def test_an_edited_held_hyperparameter_is_a_warning(tmp_path, caplog):
+    def run(rate, last):
+        optimizer = jstep.gradient_descent(jstep.held("learning_rate", rate))
+        step = jstep.minimize(lambda params, x: jnp.sum(params["w"]) * x, optimizer)
+        state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+        half = jstep.every(2, lambda step, state, m: jstep.set_hyperparameter(state, "learning_rate", 0.05))
+        return train(last, lambda n: np.float32(1), step=step, state=state, checkpoint_dir=tmp_path, hooks=[half])
+
+    caplog.set_level(logging.WARNING)
+    run(0.1, 4)
+    run(0.1, 6)  # a change by a hook does not count as an edit
+    assert messages(caplog) == []
+    run(0.01, 8)
+    (line,) = messages(caplog)
+    assert "'learning_rate' starts at 0.01" in line
+    assert "0.1" in line
+
+
+@pytest.mark.parametrize("name", ["checkpoint_dir", "logdir"])
+def test_an_empty_directory_name_is_an_error(name):
+    with pytest.raises(ValueError, match=f"{name}='': must be a directory"):
+        train(3, **{name: ""})
+
+
+def test_the_directory_is_claimed_before_anything_is_restored(tmp_path, monkeypatch):
+    train(3, checkpoint_dir=tmp_path)
+    order = []
+    for name in ("claim", "restore"):
+        real = getattr(jstep.Saver, name)
+        monkeypatch.setattr(
+            jstep.Saver, name, lambda self, *a, real=real, name=name, **k: order.append(name) or real(self, *a, **k)
+        )
+    train(6, checkpoint_dir=tmp_path)
+    assert order[:2] == ["claim", "restore"]
+    order.clear()
+    train(6, checkpoint_dir=tmp_path)  # a finished run can be read while another one writes
+    assert order == ["restore"]
+
+
+class StubbornError(Exception):
+    def add_note(self, note):
+        raise TypeError("no notes")
+
+
+def test_an_exception_without_notes_is_not_replaced(tmp_path):
+    def fail(step, state, metrics):
+        raise StubbornError("first")
+
+    class Other(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            raise ValueError("second")
+
+    with pytest.raises(StubbornError, match="first") as caught:
+        train(3, hooks=[jstep.every(1, fail), Other()], checkpoint_dir=tmp_path)
+    assert jstep.global_step(caught.value.state) == 1
+
+    def write(step, values):
+        raise StubbornError("write")
+
+    with pytest.raises(StubbornError, match="write"):
+        train(3, hooks=[jstep.MetricsHook(write, every_n_steps=1)])
+
+    def broken(n):
+        raise StubbornError("loader")
+
+    with pytest.raises(StubbornError, match="loader"):
+        train(3, broken)
+    with pytest.raises(StubbornError, match="loader"):
+        list(jstep.prefetch_to_device(map(broken, range(3))))
+    assert OPTIMIZER is not None

@@ -1,0 +1,240 @@
+"""`train` saves the last complete state when a run fails, and the error reports the step and the cause."""
+
+import logging
+import os
+import re
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import DATA, OPTIMIZER, STEP, Calls, Counted, by_hand, make_state, same, train
+
+import jstep
+
+
+def raising(error, at=5):
+    """Return a function of batches that raises at a step."""
+
+    def batches(step):
+        if step == at:
+            raise error
+        return DATA[step]
+
+    return batches
+
+
+def wrong_batch(step):
+    return DATA[step] if step != 5 else {"x": np.ones((4, 3), np.float32)}
+
+
+def hook_failing(error):
+    def fail(step, state, metrics):
+        if step == 5:
+            raise error
+
+    return [jstep.every(1, fail)]
+
+
+def note_of(error):
+    """Return the note that `train` added; JAX may have added others."""
+    (note,) = [note for note in error.__notes__ if note.startswith("jstep:")]
+    return note
+
+
+FAILURES = {
+    "loader": (lambda: {"batches": raising(OSError("no shard"))}, OSError, "batch 4 made, while batch 5 was fetched"),
+    "hook": (lambda: {"hooks": hook_failing(KeyError("no"))}, KeyError, r"in every\(1, .*fail\).after_step"),
+    "wrong batch": (lambda: {"batches": wrong_batch}, TypeError, "in the step that takes batch 5"),
+    "exit": (lambda: {"hooks": hook_failing(SystemExit(3))}, SystemExit, "at step 5, which batch 4 made, in every"),
+    "ctrl-c in a library": (
+        lambda: {"hooks": hook_failing(KeyboardInterrupt())}, KeyboardInterrupt, "at step 5, which batch 4 made",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_last_state_is_in_the_exception_and_saved(name, saves, tmp_path):
+    make, error, words = FAILURES[name]
+    kwargs = make() | ({"checkpoint_dir": tmp_path} if saves else {})
+    with pytest.raises(error) as caught:
+        train(12, **kwargs)
+    assert same(caught.value.state, by_hand(5))
+    note = note_of(caught.value)
+    assert re.search(words, note)
+    assert "the state after step 5 is in the exception's `state`" in note
+    assert ("and is saved as model-5; start the run again to resume" in note) == saves
+    if saves:
+        assert jstep.Saver(tmp_path).all_steps() == [5]
+        assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
+
+
+def test_a_custom_saver_hook_saves_on_failure(tmp_path):
+    saver_hook = jstep.CheckpointSaverHook(jstep.Saver(tmp_path, prefix="own"), save_steps=3)
+    with pytest.raises(OSError, match="no shard") as caught:
+        train(12, raising(OSError("no shard")), hooks=[saver_hook])
+    assert "and is saved as own-5" in note_of(caught.value)
+    assert jstep.Saver(tmp_path, prefix="own").all_steps() == [3, 5]
+
+
+def test_all_batches_of_a_call_are_named(tmp_path):
+    def batches(step):
+        return DATA[step] if step < 6 else {"x": np.ones((4, 3), np.float32)}
+
+    with pytest.raises(TypeError) as caught:
+        train(12, batches, steps_per_call=3, checkpoint_dir=tmp_path)
+    assert "at step 6, which batch 5 made, in the step that takes batches 6 to 8" in note_of(caught.value)
+    assert jstep.Saver(tmp_path).latest_step() == 6
+
+
+def test_a_batch_of_strings_is_named():
+    for steps_per_call in (1, 3):
+        with pytest.raises(TypeError, match="text") as caught:
+            train(12, lambda n: DATA[n] if n < 2 else ["text"], steps_per_call=steps_per_call)
+        assert "while batch 2 was fetched" in note_of(caught.value)
+
+
+def test_a_batch_whose_step_failed_is_read_again(tmp_path):
+    """The saved position belongs to the state; the loader itself is one batch further."""
+    state = make_state()
+    calls = []
+
+    class Broken(Counted):
+        def __next__(self):
+            batch = super().__next__()
+            calls.append(self.at)
+            return batch if self.at != 6 or len(calls) > 6 else {"x": np.ones((4, 3), np.float32)}
+
+    with pytest.raises(TypeError):
+        train(12, Broken(), state=state, checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": 5}}
+    assert same(train(12, Counted(), checkpoint_dir=tmp_path), by_hand(12))
+
+
+def test_a_failure_before_the_first_step_saves_nothing(tmp_path):
+    state = make_state()
+    with pytest.raises(OSError, match="no shard") as caught:
+        train(12, raising(OSError("no shard"), at=0), state=state, checkpoint_dir=tmp_path)
+    assert caught.value.state is state
+    assert "at step 0, while batch 0 was fetched" in note_of(caught.value)
+    assert jstep.Saver(tmp_path).all_steps() == []
+    with pytest.raises(RuntimeError) as caught:
+        train(12, hooks=[Calls(fail=("begin", 0))], state=state)
+    assert caught.value.state is state
+    assert "in Calls.begin" in note_of(caught.value)
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_a_state_after_a_nan_is_not_saved(with_hook, tmp_path):
+    """Another error ends the run, with and without a NanLossHook."""
+
+    def batches(step):
+        if step == 7:
+            raise OSError("no shard")
+        return {"x": np.full((4, 2), np.nan if step == 6 else 1.0, np.float32)}
+
+    hooks = [jstep.NanLossHook(every_n_steps=50)] if with_hook else []
+    with pytest.raises(OSError, match="no shard") as caught:
+        train(12, batches, hooks=hooks, checkpoint_dir=tmp_path, save_checkpoint_steps=3)
+    assert jstep.Saver(tmp_path).all_steps() == [3, 6]
+    assert jstep.global_step(caught.value.state) == 7
+    assert "not saved" in note_of(caught.value)
+
+
+@pytest.mark.parametrize(("skipped", "steps"), [(0, []), (1, [4])])
+def test_a_state_after_a_nan_is_not_saved_by_a_signal(skipped, steps, tmp_path):
+    """The loss of a skipped update does not count, because the state does not depend on it."""
+
+    def step(state, batch):
+        state, metrics = STEP(state, batch)
+        return state, {**metrics, "loss": np.float32(np.nan), "skipped": np.int32(skipped)}
+
+    def stop(step, state, metrics):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(jstep.Preempted) as caught:
+        train(12, step=step, hooks=[jstep.every(4, stop)], checkpoint_dir=tmp_path)
+    assert ("which is not saved: its loss is not finite" in str(caught.value)) == (not steps)
+    assert jstep.Saver(tmp_path).all_steps() == steps
+    assert jstep.global_step(caught.value.state) == 4
+
+
+def test_a_detected_nan_is_not_saved(tmp_path):
+    def batches(step):
+        return {"x": np.full((4, 2), np.nan if step == 6 else 1.0, np.float32)}
+
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"jstep\.replay.*find_nonfinite") as caught:
+        train(50, batches, hooks=[jstep.NanLossHook(every_n_steps=2)], checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).all_steps() == []
+    assert caught.value.step == 7
+    assert caught.value.state.global_step >= 7
+
+
+def test_a_failing_save_on_failure_is_a_note(tmp_path, monkeypatch):
+    def save(self, state, extra=None):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(jstep.Saver, "save", save)
+    with pytest.raises(KeyError) as caught:
+        train(12, hooks=hook_failing(KeyError("no")), checkpoint_dir=tmp_path)
+    assert "and could not be saved: OSError: the disk is full" in note_of(caught.value)
+
+
+def test_other_hooks_are_called_at_the_step_that_failed():
+    other = Calls()
+    with pytest.raises(KeyError):
+        train(12, hooks=[*hook_failing(KeyError("no")), other])
+    assert other.steps() == [1, 2, 3, 4, 5]
+    assert other.steps("end") == []
+
+
+def test_a_second_failing_hook_is_a_note():
+    with pytest.raises(KeyError) as caught:
+        train(12, hooks=[*hook_failing(KeyError("no")), *hook_failing(OSError("also"))])
+    assert "Additionally, also" in caught.value.__notes__
+
+
+def test_a_donated_state_is_reported_as_lost():
+    """The step fails on the device, after the state was donated."""
+
+    def step(state, batch):
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError) as caught:
+        train(3, step=step)
+    assert caught.value.state is None
+    assert "it is lost" in note_of(caught.value)
+
+
+# Batches that end early
+
+
+def test_batches_that_end_early_are_a_warning(caplog):
+    state = train(12, [DATA[n] for n in range(5)])
+    assert jstep.global_step(state) == 5
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "The batches ended after step 5, before last_step=12" in record.getMessage()
+
+
+@pytest.mark.parametrize("hooks", [[], [jstep.StopAtStepHook(last_step=5)]])
+def test_batches_that_do_not_end_early_are_not_a_warning(hooks, caplog):
+    train(12 if hooks else 5, [DATA[n] for n in range(5)], hooks=hooks)
+    assert caplog.records == []
+
+
+# Too many steps, and populations
+
+
+def test_a_last_step_beyond_int32_is_rejected():
+    with pytest.raises(ValueError, match=f"last_step={2**31 + 5}: must be at most {2**31 - 1}, the last step"):
+        train(2**31 + 5)
+
+
+def test_a_population_of_states_is_rejected():
+    states = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, OPTIMIZER))(jnp.ones((3, 2)))
+    with pytest.raises(ValueError, match=r"its global_step has shape \(3,\), must be a scalar: a population"):
+        train(3, state=states)

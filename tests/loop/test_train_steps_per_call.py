@@ -1,0 +1,172 @@
+"""`train`: several steps per call, compilations, and a loop that never waits for the device."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, loss_fn, make_state, train
+
+import jstep
+
+# Several steps per call
+
+
+def test_calls_end_at_due_steps():
+    calls = Calls(every_n=7)
+    train(25, hooks=[calls], steps_per_call=5)
+    assert calls.calls == [0, 5, 6, 7, 12, 13, 14, 19, 20, 21, 22, 23, 24]  # calls of five steps, or of one
+    assert calls.steps() == [7, 14, 21]
+    assert ("first", 5) in calls.seen
+
+
+def test_a_hook_without_due_steps_is_called_after_every_call():
+    calls = Calls()
+    train(10, hooks=[calls], steps_per_call=4)
+    assert calls.steps() == [4, 8, 9, 10]
+
+
+@pytest.mark.parametrize("start", [0, 2, 6])
+def test_saves_by_steps_are_exact_with_default_seconds(start, tmp_path):
+    train(20, state=make_state(start), checkpoint_dir=tmp_path, save_checkpoint_steps=6, steps_per_call=10)
+    assert jstep.Saver(tmp_path).all_steps() == [n for n in (6, 12, 18, 20) if n > start]
+
+
+def test_metrics_are_those_of_the_last_step_of_the_call():
+    single, several = Calls(every_n=3), Calls(every_n=3)
+    train(7, hooks=[single])
+    train(7, hooks=[several], steps_per_call=3)
+    for step in (3, 6):
+        assert set(single.metrics[step]) == set(several.metrics[step])
+        for name, value in single.metrics[step].items():
+            assert several.metrics[step][name].shape == ()
+            np.testing.assert_allclose(several.metrics[step][name], value, rtol=1e-4)
+
+
+def test_steps_per_call_larger_than_the_run():
+    np.testing.assert_allclose(train(3, steps_per_call=100).params["w"], by_hand(3).params["w"], rtol=1e-5)
+
+
+def ragged(n):
+    return {"x": np.full((4 - (n % 3 == 2), 2), n, np.float32)}
+
+
+@pytest.mark.parametrize("steps_per_call", [2, 3, 100])
+def test_batches_of_other_shapes_are_separate_calls(steps_per_call):
+    calls = Calls()
+    state = train(9, ragged, hooks=[calls], steps_per_call=steps_per_call)
+    np.testing.assert_allclose(state.params["w"], train(9, ragged).params["w"], rtol=1e-5)
+    assert calls.steps()[-1] == 9
+
+
+def traced_loss(params, x):
+    TRACED.append(x.shape)
+    return jnp.sum(params["w"]) ** 2 + jnp.mean(x)
+
+
+TRACED = []
+
+
+@pytest.mark.parametrize("cadences", [(7, 10, 25), (3, 4, 5), (1, 2, 50)])
+def test_there_are_two_programs_for_all_cadences(cadences, caplog):
+    caplog.set_level(logging.INFO)
+    step = jstep.minimize(traced_loss, OPTIMIZER)
+    hooks = [jstep.every(n, lambda *_: None) for n in cadences]
+    for last in (60, 121):  # the second run compiles nothing
+        train(last, lambda n: np.ones(3, np.float32), hooks=hooks, step=step, steps_per_call=8)
+    compiled = [r.getMessage() for r in caplog.records if "compiling" in r.getMessage()]
+    assert len([r for r in caplog.records if "compil" in r.getMessage()]) == len(compiled) <= 2
+    assert all(
+        "train_step for 8 steps: steps_per_call=8" in m or "for 1 step: a hook is due at step" in m for m in compiled
+    )
+    assert step._cache_size() == 1
+
+
+def test_each_compilation_is_logged_with_its_reason(caplog):
+    caplog.set_level(logging.INFO)
+    step = jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER)
+    batches = lambda n: np.ones(3 + (n == 9), np.float32)  # noqa: E731
+    hook = jstep.every(250, lambda *_: None)
+    state = train(255, batches, hooks=[hook], step=step, steps_per_call=4, state=make_state(248))
+    train(12, batches, step=step, steps_per_call=4)
+    train(12, batches, step=jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER))
+    assert jstep.global_step(state) == 255
+    messages = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
+    assert messages[0] == f"compiling train_step for 1 step: a hook is due at step 250 ({hook.name})"
+    assert messages[1] == "compiling train_step for 4 steps: steps_per_call=4"
+    assert messages[2].startswith("compiled train_step again for 1 step: its batch differs")
+    assert "float32[4]" in messages[2]
+    assert messages[3:] == messages[2:3]  # also without calls of several steps
+
+
+def test_a_plain_function_is_compiled_once_for_several_steps(compilations):
+    @jax.jit
+    def step(state, x):
+        return state.replace(params={"w": state.params["w"] + x}, global_step=state.global_step + 1), {"x": x}
+
+    train(4, lambda n: np.ones(2, np.float32), step=step, steps_per_call=2)
+    state = make_state()
+    with compilations() as seen:
+        result = train(20, lambda n: np.ones(2, np.float32), step=step, steps_per_call=2, state=state)
+    assert seen == []
+    assert result.params["w"].tolist() == [21, 21]
+    assert state.params["w"].tolist() == [1, 1]  # a plain function does not donate it
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_several_runs_compile_once(compilations, steps_per_call):
+    step = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7))
+    train(8, step=step, steps_per_call=steps_per_call, hooks=[Calls(every_n=4)])
+    state = make_state()
+    with compilations() as seen:
+        train(16, step=step, steps_per_call=steps_per_call, hooks=[Calls(every_n=4)], state=state)
+    assert seen == []
+
+
+def test_prefetched_and_direct_batches_share_programs(compilations):
+    state = make_state()
+    train(3, lambda n: DATA[n])
+    with compilations() as seen:
+        train(20, Counted(slow=0.0005), state=state)
+    assert seen == []
+
+
+# No waiting
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
+    """The first step takes a second on the device; the loop continues to dispatch steps, log and summarize."""
+
+    def work(w):
+        w = jax.lax.fori_loop(0, 1500, lambda i, w: w @ w, jnp.full((256, 256), w[0] / 256))
+        return w[0, :2]
+
+    @jax.jit
+    def device_step(state, x):
+        w = jax.lax.cond(state.global_step == 0, work, lambda w: w + x, state.params["w"])
+        return state.replace(params={"w": w}, global_step=state.global_step + 1), {"loss": jnp.sum(w)}
+
+    class BusyRecorder(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            first.setdefault("loss", metrics["loss"])
+            busy[step] = not first["loss"].is_ready()
+
+        def next_due(self, step):
+            return step // 2 * 2 + 2
+
+    hooks = [jstep.NanLossHook(every_n_steps=20), BusyRecorder()]
+
+    def run(last_step):
+        train(
+            last_step, lambda n: np.float32(1), step=device_step, hooks=hooks, log_steps=2,
+            logdir=tmp_path, save_summaries_steps=2, progress=None, steps_per_call=steps_per_call,
+        )  # fmt: skip
+
+    first, busy = {}, {}
+    run(4)  # compiles
+    first.clear()
+    run(20)
+    assert list(busy) == list(range(2, 21, 2))
+    assert all(busy[step] for step in range(2, 17, 2))

@@ -1,0 +1,126 @@
+"""Object stores tested against moto, which implements much more of S3 than the fake store of the other tests."""
+
+import gc
+import http.client
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.stores import ABSENT, Objects, growing
+from jstep.summary import SummaryWriter, scalar
+from jstep.summary.read.series import read_scalars
+
+pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+
+SERVE = """
+import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+@pytest.fixture(scope="module")
+def port():
+    """The port of a moto server in a separate process, because its imports raise warnings."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    number = int(server.stdout.readline())
+    until = time.monotonic() + 30
+    while True:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", number, timeout=30)
+            connection.request("PUT", "/bkt")
+            assert connection.getresponse().status == 200
+            connection.close()
+            break
+        except ConnectionError:
+            assert time.monotonic() < until
+    yield number
+    server.communicate("", timeout=30)
+
+
+@pytest.fixture
+def moto(port, monkeypatch):
+    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-testing")
+
+
+def test_conditional_writes(moto):
+    directory = Objects("s3://bkt/verbs")
+    first = directory.write_if("a b%~", b"1", ABSENT)
+    assert first
+    assert directory.write_if("a b%~", b"2", ABSENT) is None
+    assert directory.write_if("a b%~", b"3", first)
+    assert directory.write_if("a b%~", b"4", first) is None
+    assert directory.list() == ["a b%~"]
+    assert directory.found(directory.start_read("a b%~", 0, 1)).data == b"3"
+    assert not directory.delete("a b%~", first)
+    assert directory.delete("a b%~")
+    assert directory.read("a b%~").data is None
+    with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
+        Objects("s3://nope/verbs").write_if("a", b"", ABSENT)
+
+
+def test_a_resumed_run_and_its_claim(moto):
+    optimizer = jstep.adam(0.1)
+    train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x) ** 2), optimizer)
+    batches = jstep.batches(np.arange(24, dtype=np.float32).reshape(8, 3), 2, seed=0)
+
+    def run(last_step, url):
+        state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+        locations = {} if url is None else {"checkpoint_dir": url, "logdir": f"{url}/logs"}
+        intervals = {"save_checkpoint_steps": 5, "save_summaries_steps": 1, "progress": False}
+        return jstep.train(train_step, state, batches, last_step, **intervals, **locations)
+
+    for last_step in (8, 12, 40):
+        state = run(last_step, "s3://bkt/run")
+    assert jnp.array_equal(state.params["w"], run(40, None).params["w"])
+    assert jstep.Saver("s3://bkt/run").all_steps() == [20, 25, 30, 35, 40]
+    assert [point.step for point in read_scalars("s3://bkt/run/logs")["loss"]] == list(range(1, 41))
+    second = jstep.Saver("s3://bkt/run")
+    with jstep.Saver("s3://bkt/run") as saver:
+        saver.claim()
+        with pytest.raises(jstep.CheckpointError, match="is being written by"):
+            second.claim()
+
+
+@pytest.mark.filterwarnings("ignore")  # imports of TensorBoard and boto3 raise warnings
+def test_tensorboard_follows_growing_event_objects(moto, port, monkeypatch):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    files = pytest.importorskip("tensorboard.compat.tensorflow_stub.io.gfile")
+    pytest.importorskip("boto3")
+    # TensorBoard reads S3_ENDPOINT at import, and another test may have imported it.
+    monkeypatch.setattr(files.get_filesystem("s3://bkt"), "_s3_endpoint", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setattr(growing, "SEGMENT", 600)
+    with SummaryWriter("s3://bkt/board") as writer:
+        board, counts = None, []
+        for step in range(20):
+            writer.add_summary(scalar("loss", float(step)), step)
+            if step % 5 == 4:
+                writer.flush()
+                board = board or accumulators.EventAccumulator("s3://bkt/board")
+                counts.append(len(board.Reload().Scalars("loss")))
+    del board
+    gc.collect()  # frees its unclosed connections here, where warnings are ignored
+    assert counts == [5, 10, 15, 20]
+    assert len([name for name in Objects("s3://bkt/board").list() if "tfevents" in name]) > 1

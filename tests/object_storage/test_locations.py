@@ -1,0 +1,110 @@
+"""Locations: URLs of object stores, paths, and AWS credentials."""
+
+import os
+import pathlib
+
+import pytest
+from etils import epath
+
+from jstep.stores import Objects, aws, is_url, join, location, split
+
+
+@pytest.mark.parametrize(
+    ("given", "normalized"),
+    [
+        ("gs://bkt/run", "gs://bkt/run"),
+        ("s3://bkt/run/", "s3://bkt/run"),
+        ("gs://bkt", "gs://bkt"),
+        ("GS://bkt//a///b/", "gs://bkt/a/b"),
+        (epath.Path("gs://bkt/run"), "gs://bkt/run"),
+        (epath.Path("s3://bkt/run") / "x", "s3://bkt/run/x"),
+        (pathlib.Path("/tmp/run"), "/tmp/run"),
+        ("file:///tmp/run", "/tmp/run"),
+        ("relative", "relative"),
+    ],
+)
+def test_locations_are_normalized(given, normalized):
+    assert location(given, "directory") == normalized
+
+
+@pytest.mark.parametrize("url", ["az://bkt/run", "hf://a/b", "http://host/x", "gcs://bkt/x", "memory://x"])
+def test_error_for_another_scheme_names_the_supported_ones(url):
+    with pytest.raises(ValueError, match=r"directory='.*gs://bucket/… or s3://bucket/…"):
+        location(url, "directory")
+
+
+@pytest.mark.parametrize("url", ["gs://", "s3:///run", "gs://b/../x", "s3://-/x", "gs:/bkt/run", "s3:", "file://x", ""])
+def test_invalid_urls(url):
+    with pytest.raises(ValueError, match="directory="):
+        location(url, "directory")
+
+
+def test_pathlib_paths_of_urls_are_refused():
+    with pytest.raises(ValueError, match="pathlib"):
+        location(pathlib.Path("gs://bkt/run"), "logdir")
+    with pytest.raises(TypeError, match="logdir=3"):
+        location(3, "logdir")
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated():
+    for url in ("s3://KEY:hidden@bkt/run", "http://user:hidden@host/x"):
+        with pytest.raises(ValueError) as caught:
+            location(url, "directory")
+        assert "hidden" not in str(caught.value)
+
+
+def test_join_and_split():
+    assert is_url("gs://b/x")
+    assert not is_url("/gs://b")
+    assert join("gs://bkt/run", "model-1", "x") == "gs://bkt/run/model-1/x"
+    assert join("/run", "x") == os.path.join("/run", "x")
+    assert split("s3://bkt/run/model-7") == ("s3://bkt/run", "model-7")
+    assert split("s3://bkt/model-7") == ("s3://bkt", "model-7")
+    assert split("s3://bkt") == ("s3://bkt", "")
+
+
+def test_aws_environment(tmp_path):
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    no_files = {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no"), "AWS_CONFIG_FILE": str(tmp_path / "none")}
+    assert aws.s3_fields(no_files) == {}
+    assert aws.s3_fields(no_files | keys) == {"aws_credentials": {"type": "environment"}}
+    both = {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b/", "AWS_REGION": "x"}
+    assert aws.s3_fields(no_files | both) == {"endpoint": "http://b", "aws_region": "x"}
+    assert aws.s3_fields(no_files | {"AWS_DEFAULT_REGION": "y"}) == {"aws_region": "y"}
+
+
+def test_aws_profiles(tmp_path):
+    credentials, config = tmp_path / "credentials", tmp_path / "config"
+    credentials.write_text(
+        "[default]\naws_access_key_id = a\n[work]\naws_access_key_id = b\naws_secret_access_key = c\n"
+    )
+    config.write_text("[profile work]\nregion = eu-1\nendpoint_url = http://own\n[profile bare]\nregion = eu-2\n")
+    files = {"AWS_SHARED_CREDENTIALS_FILE": str(credentials), "AWS_CONFIG_FILE": str(config)}
+    paths = {"credentials_file": str(credentials), "config_file": str(config)}
+    assert aws.s3_fields(files) == {"aws_credentials": {"type": "profile", "profile": "default", **paths}}
+    work = aws.s3_fields(files | {"AWS_PROFILE": "work"})
+    assert work["aws_credentials"] == {"type": "profile", "profile": "work", **paths}
+    assert (work["aws_region"], work["endpoint"]) == ("eu-1", "http://own")
+    assert aws.s3_fields(files | {"AWS_PROFILE": "work", "AWS_REGION": "z"})["aws_region"] == "z"
+    with pytest.raises(PermissionError, match="AWS_PROFILE='other'"):
+        aws.s3_fields(files | {"AWS_PROFILE": "other"})
+    assert aws.s3_fields(files | {"AWS_PROFILE": "bare"}) == {"aws_region": "eu-2"}  # the role of the machine
+    assert "c" not in str(work).split()
+
+
+def test_requests_are_signed_with_the_profile(s3, tmp_path, monkeypatch):
+    credentials = tmp_path / "credentials"
+    credentials.write_text("[work]\naws_access_key_id = AKIAOFTHEPROFILE\naws_secret_access_key = c\n")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    authorizations = []
+    respond = s3.respond
+    s3.respond = lambda method, path, query, headers, body: (
+        authorizations.append(headers["Authorization"]),
+        respond(method, path, query, headers, body),
+    )[1]
+    Objects("s3://bkt/run").write("a", b"1")
+    assert "AKIAOFTHEPROFILE" in authorizations[0]

@@ -1,0 +1,183 @@
+"""Summaries: None for defaults, JAX contexts, file names, deleted log directories, and protos."""
+
+import logging
+import os
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from event_reading import events_of
+
+from jstep import summary
+from jstep.summary.proto import proto
+
+
+def test_none_means_the_default():
+    summary.merge_all()
+    created = [
+        summary.scalar("a", 1.0, collections=None),
+        summary.histogram("b", np.ones(3), None),
+        summary.text("c", "x", collections=None),
+        summary.image("d", np.zeros((5, 2, 2, 1), np.uint8), max_images=None, collections=None),
+    ]
+    assert created[-1].tags == ("d/image/0", "d/image/1", "d/image/2")
+    merged = summary.merge(created, collections=None)  # the default of merge is to add to no collection
+    assert summary.merge_all().tags == merged.tags
+    assert summary.merge_all() is None
+    result, collected = summary.collect(lambda: summary.scalar("e", 1.0, collections=None))()
+    assert collected.tags == result.tags == ("e",)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: summary.zero_fraction("x"), TypeError, "value='x': must be an array of numbers, got a str"),
+        (lambda: summary.zero_fraction([1, [2]]), TypeError, "value=.*: must be an array of numbers"),
+        (lambda: summary.zero_fraction(None), TypeError, "value=None: must be an array of numbers"),
+        (lambda: summary.image("x", jnp.ones((1, 2, 2, 1)), "3"), TypeError, "max_images='3': must be an integer"),
+        (lambda: summary.merge(3), TypeError, "summaries=3: must be a list of summaries, got an int"),
+        (lambda: summary.merge_all(3), TypeError, "key=3: must be a string"),
+        (lambda: summary.collect(3), TypeError, "fn=3: must be a function"),
+        (lambda: summary.write_graph(lambda: 1.0, ".", "x", as_text="no"), TypeError, "as_text='no': must be True"),
+        (lambda: summary.write_graph(lambda: 1.0, 3, "x"), TypeError, "logdir=3: must be a path"),
+        (lambda: summary.summary_iterator(3), TypeError, "path=3: must be a path"),
+    ],
+)
+def test_errors_name_the_argument(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_public_names_have_the_public_module():
+    for name in summary.__all__:
+        value = getattr(summary, name)
+        assert value.__module__ == "jstep.summary"
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "..", "a/..", "a/", "x\0y"])
+def test_a_graph_file_must_be_inside_the_logdir(tmp_path, name):
+    with pytest.raises(ValueError, match=r"name=.*: must be the name of a file in logdir or below it"):
+        summary.write_graph(lambda: 1.0, tmp_path / "logs", name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["traced", "lowered", "function", "proto"])
+def test_a_pbtxt_is_a_graph_def_as_text(tmp_path, kind):
+    from google.protobuf import text_format
+
+    traced = jax.jit(lambda x: jnp.tanh(x) * 2.0).trace(jnp.ones(3))
+    graph = {
+        "traced": traced,
+        "lowered": traced.lower(),
+        "function": lambda: jnp.tanh(jnp.ones(3)),
+        "proto": proto("GraphDef")(node=[{"name": "tanh", "op": "tanh"}]),
+    }[kind]
+    path = summary.write_graph(graph, tmp_path, "sub/graph.pbtxt")
+    assert path == str(tmp_path / "sub" / "graph.pbtxt")
+    with open(path, encoding="utf-8") as file:
+        parsed = text_format.Parse(file.read(), proto("GraphDef")())
+    assert any("tanh" in node.op for node in parsed.node)
+
+
+def all_kinds(number, integers):
+    return summary.merge(
+        [
+            summary.scalar("device", number),
+            summary.scalar("numpy", np.float32(2.0)),
+            summary.scalar(["a", "b"], np.ones(2)),
+            summary.histogram("h", np.arange(4.0)),
+            summary.histogram("hd", integers),
+            summary.image("i", np.zeros((1, 2, 2, 1), np.uint8), 1),
+            summary.image("f", np.ones((1, 2, 2, 3), np.float32), 1),
+            summary.scalar("z", summary.zero_fraction(np.array([0, 1]))),
+            summary.text("t", "x"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
+def test_summaries_under_a_transfer_guard(tmp_path, level):
+    x, number, step = jnp.arange(3), jnp.float32(2.0), jnp.int32(7)
+    with jax.transfer_guard(level), summary.SummaryWriter(tmp_path) as writer:
+        writer.add_summary(jax.jit(lambda x: summary.scalar("sum", x.sum()))(x), step)
+        writer.add_summary(all_kinds(number, x), step)
+        writer.add_graph(lambda x: x, jax.ShapeDtypeStruct((2,), jnp.float32))
+    assert [e.step for e in events_of(writer)][:2] == [0, 7]
+
+
+def test_summaries_under_a_mesh_and_x64(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",))  # with Explicit axes
+    with jax.set_mesh(mesh), jax.enable_x64(True), summary.SummaryWriter(tmp_path) as writer:
+        created = all_kinds(jnp.float32(2.0), jnp.arange(3))
+        split = jax.device_put(np.arange(16.0), jax.NamedSharding(mesh, jax.P("data")))
+        writer.add_summary(summary.merge([created, summary.histogram("split", split)]), 3)
+    (event,) = [e for e in events_of(writer) if e.summary.value]
+    values = {v.tag: v for v in event.summary.value}
+    assert values["split"].histo.num == 16
+    assert values["device"].simple_value == 2.0
+
+
+def test_a_removed_logdir_is_logged_and_recreated(tmp_path, caplog):
+    logdir = tmp_path / "logs" / "run"
+    writer = summary.SummaryWriter(logdir, max_queue=1)
+    writer.add_summary(summary.scalar("loss", 1.0), 1)
+    writer.flush()
+    first = writer.path
+    shutil.rmtree(tmp_path / "logs")
+    with caplog.at_level(logging.WARNING, "jstep"):
+        writer.add_summary(summary.scalar("loss", 2.0), 2)
+        writer.add_summary(summary.scalar("loss", 3.0), 3)
+        writer.close()
+    (record,) = caplog.records
+    assert f"{first} was removed while a SummaryWriter wrote to it" in record.getMessage()
+    assert os.listdir(logdir) == [os.path.basename(writer.path)]
+    assert [e.step for e in events_of(writer)] == [0, 2, 3]
+
+
+def test_a_logdir_that_cannot_be_recreated_is_an_error(tmp_path):
+    logdir = tmp_path / "run"
+    writer = summary.SummaryWriter(logdir, max_queue=1)
+    shutil.rmtree(logdir)
+    logdir.write_text("in the way")
+    writer.add_summary(summary.scalar("loss", 2.0), 2)
+    with pytest.raises(OSError, match="run"):
+        writer.close()
+
+
+def test_a_writer_continues_in_a_renamed_logdir(tmp_path, caplog):
+    writer = summary.SummaryWriter(tmp_path / "run", max_queue=1)
+    os.rename(tmp_path / "run", tmp_path / "kept")
+    writer.add_summary(summary.scalar("loss", 2.0), 2)
+    writer.close()
+    (file,) = (tmp_path / "kept").iterdir()
+    assert [e.step for e in summary.summary_iterator(file)] == [0, 2]
+    assert not caplog.records
+
+
+def test_the_thread_inherits_the_jax_settings_of_its_creator(tmp_path):
+    with jax.enable_x64(True), summary.SummaryWriter(tmp_path) as writer:
+        x64_enabled = []
+        encode = writer._worker._encode
+        writer._worker._encode = lambda *args: x64_enabled.append(jax.config.jax_enable_x64) or encode(*args)
+        writer.add_summary(summary.scalar("loss", jnp.float64(1.0)), 1)
+    assert x64_enabled == [True]
+    assert threading.active_count() >= 1
+
+
+def test_to_proto():
+    created = all_kinds(jnp.float32(2.0), jnp.arange(3))
+    with jax.transfer_guard("disallow_explicit"):
+        message = summary.to_proto(created)
+    assert [value.tag for value in message.value] == list(created.tags)
+    assert summary.to_proto(summary.merge([])) == proto("Summary")()
+    stacked = jax.vmap(lambda x: summary.scalar("loss", x))(jnp.arange(3.0))
+    with pytest.raises(ValueError, match="summary 'loss' holds 3 steps"):
+        summary.to_proto(stacked)
+    assert summary.to_proto(jax.tree.map(lambda x: x[2], stacked)).value[0].simple_value == 2.0
+    with pytest.raises(TypeError, match="'loss' is traced"):
+        jax.jit(lambda x: (x, summary.to_proto(summary.scalar("loss", x)))[0])(1.0)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        summary.to_proto(summary.histogram("h", jax.jit(lambda x: x / 0)(jnp.ones(2**17))))

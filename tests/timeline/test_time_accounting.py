@@ -1,0 +1,207 @@
+"""Time accounting of `train`, with a fake clock that only steps, hooks, batches and callbacks advance."""
+
+import json
+import math
+import os
+import time
+
+import forked
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jstep
+from jstep.loop import batch_feeder, timeline_recorder
+
+OPTIMIZER = jstep.gradient_descent(0.25)
+STEP = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, OPTIMIZER)
+
+
+class Clock:
+    def __init__(self, now=1000.0, before=3.0):
+        self.now, self.before = now, before
+
+    def clocks(self):
+        return timeline_recorder.Clocks(
+            seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, before=lambda: self.before
+        )
+
+    def advancing(self, seconds, result=None):
+        def function(*args):
+            self.now += seconds
+            return result(*args) if callable(result) else result
+
+        return function
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timeline_recorder, "CLOCKS", clock.clocks())
+    # A background thread would advance the clock during a step.
+    monkeypatch.setattr(batch_feeder, "_WORTH_A_THREAD_SECS", math.inf)
+    return clock
+
+
+class Hook(jstep.Hook):
+    def __init__(self, clock, fail_at=None):
+        self.begin, self.end = clock.advancing(0.25), clock.advancing(0.5)
+        self.clock, self.fail_at = clock, fail_at
+
+    def after_step(self, step, state, metrics):
+        self.clock.now += 2.0
+        if step == self.fail_at:
+            raise RuntimeError("as planned")
+
+
+def train(clock, last_step, hooks=(), **kwargs):
+    state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
+    step, batches = clock.advancing(1.0, STEP), clock.advancing(0.125, lambda n: jnp.ones(()))
+    return jstep.train(step, state, batches, last_step, hooks=hooks, progress=False, **kwargs)
+
+
+def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
+    evaluate = jstep.EvaluationHook(clock.advancing(10.0, lambda state: {"w": 1.0}), every_n_steps=5)
+    train(clock, 10, [Hook(clock), evaluate], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
+    found = jstep.goodput(tmp_path)
+    assert found.parts == {
+        "productive": 9.0,  # the first step counts as starting
+        "rewound": 0.0,
+        "starting": 3.0 + 0.125 + 1.0,
+        "waiting": 9 * 0.125,
+        "saving": 0.0,
+        "evaluating": 20.0,
+        "hooks": 0.25 + 10 * 2.0 + 0.5,
+        "down": 0.0,
+    }
+    assert found.total == clock.now - 1000.0 + 3.0
+    assert (found.starts, found.steps) == (1, 10)
+
+
+def test_steps_in_progress_at_an_evaluation_are_productive(clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "block_until_ready", clock.advancing(4.0))
+    evaluate = jstep.EvaluationHook(clock.advancing(10.0, lambda state: {"w": 1.0}), every_n_steps=5)
+    train(clock, 9, [evaluate], logdir=tmp_path, save_summaries_steps=None, log_steps=None)
+    found = jstep.goodput(tmp_path)
+    assert (found.productive, found.evaluating) == (8.0 + 2 * 4.0, 20.0)  # at step 5 and at the end
+
+
+def test_audits_are_not_productive(clock, tmp_path):
+    train(clock, 10, [jstep.AuditHook(every_n_steps=3)], logdir=tmp_path)
+    found = jstep.goodput(tmp_path)
+    assert (found.productive, found.hooks, found.steps) == (9.0, 4.0, 10)
+    assert found.total == clock.now - 1000.0 + 3.0
+
+
+def test_a_later_compilation_is_not_productive(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline_recorder, "CLOCKS", timeline_recorder.Clocks(before=lambda: 0.0))
+
+    def loss(params, x):
+        time.sleep(len(x) - 1.0)  # while it is traced
+        return jnp.sum((params["w"] - x) ** 2)
+
+    state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
+    step = jstep.minimize(loss, OPTIMIZER)
+    batches = [jnp.ones(1 if n < 6 else 2) for n in range(9)]
+    jstep.train(step, state, batches, 9, logdir=tmp_path, progress=False, save_summaries_steps=None)
+    found = jstep.goodput(tmp_path)
+    assert found.starting >= 1.0
+    assert found.parts == {**found.parts, "rewound": 0.0, "down": 0.0}
+
+
+def test_lost_steps_are_rewound_and_the_pause_is_down(clock, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        train(clock, 10, [jstep.every(8, lambda step, state, metrics: 1 // 0)], logdir=tmp_path)
+    first = jstep.goodput(tmp_path)
+    assert (first.productive, first.steps) == (7.0, 8)
+    clock.now += 100.0
+    clock.before = 0.0
+    train(clock, 4, logdir=tmp_path)  # there is no checkpoint to resume from
+    found = jstep.goodput(tmp_path)
+    assert (found.productive, found.rewound, found.down, found.starts, found.steps) == (3.0, 7.0, 100.0, 2, 4)
+    assert found.total == clock.now - 1000.0 + 3.0
+
+
+def test_each_checkpoint_has_a_line_with_the_prefix_of_its_saver(clock, tmp_path):
+    with jstep.Saver(tmp_path, prefix="net") as saver:
+        train(clock, 6, checkpoint_dir=saver, save_checkpoint_steps=2)
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert lines[0]["kind"] == "start"
+    assert {2, 4, 6} <= {line["step"][1] for line in lines if line["kind"] == "parts"}
+    assert jstep.goodput(tmp_path, prefix="net").steps == 6
+
+
+def test_a_truncated_line_is_removed(clock, tmp_path):
+    train(clock, 2, checkpoint_dir=tmp_path)
+    path = tmp_path / "timeline.jsonl"
+    complete = path.read_bytes()
+    path.write_bytes(complete + b'{"kind": "par' + b"x" * 10_000)
+    train(clock, 4, checkpoint_dir=tmp_path)
+    assert path.read_bytes().startswith(complete)
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert jstep.goodput(tmp_path).steps == 4
+
+
+def test_a_run_without_directories_writes_nothing(clock, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(clock, 2)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_timeline_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog):
+    (tmp_path / "timeline.jsonl").mkdir()
+    assert train(clock, 2, checkpoint_dir=tmp_path).global_step == 2
+    assert "the times of this run cannot be kept" in caplog.text
+
+
+KILLED = """
+import json, os, signal, sys, time
+import jax.numpy as jnp, jstep
+from jstep.loop import batch_feeder, timeline_recorder
+directory, now, before, die_at, last_step = sys.argv[1], *map(float, sys.argv[2:4]), *map(int, sys.argv[4:6])
+clock = [now]
+timeline_recorder.CLOCKS = timeline_recorder.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
+batch_feeder._WORTH_A_THREAD_SECS = float("inf")
+optimizer = jstep.gradient_descent(0.25)
+minimize = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+steps = []
+
+def step(state, x):
+    steps.append(int(state.global_step))
+    if steps[-1] == die_at:
+        # Wait until the background threads have saved the checkpoint and written the timeline.
+        while not (jstep.latest_checkpoint(directory) or "").endswith(f"-{die_at // 3 * 3}"):
+            time.sleep(0.02)
+        while json.loads(open(directory + "/timeline.jsonl").read().splitlines()[-1])["step"] != [steps[0], die_at]:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    clock[0] += 1.0
+    return minimize(state, x)
+
+state = jstep.TrainState.create({"w": 0.0}, optimizer)
+jstep.train(step, state, lambda n: jnp.ones(()), last_step, progress=False, checkpoint_dir=directory,
+            save_checkpoint_steps=3)
+print(clock[0])
+"""
+
+
+def test_a_run_killed_twice(tmp_path):
+    """Killed in step 5 (checkpoint at 3), resumed, killed in step 8 (checkpoint at 6), and resumed until step 10."""
+    for now, die_at, code in ((100.0, 5, -9), (200.0, 8, -9), (300.0, -1, 0)):
+        with forked.start(KILLED, tmp_path, now, 2.0, die_at, 10) as program:
+            stdout, errors = program.communicate(timeout=120)
+            assert program.returncode == code, errors
+    assert float(stdout) == 304.0
+    found = jstep.goodput(tmp_path)
+    # Starts: from 98 to 105 (2 s before, 1 step, 4 steps), 198 to 205 (from 3 to 8), 298 to 304 (from 6 to 10).
+    assert found.parts == {
+        "productive": 2.0 + 2.0 + 3.0,
+        "rewound": 2.0 + 2.0,
+        "starting": 3 * 3.0,
+        "waiting": 0.0,
+        "saving": 0.0,
+        "evaluating": 0.0,
+        "hooks": 0.0,
+        "down": 93.0 + 93.0,
+    }
+    assert (found.total, found.starts, found.steps) == (206.0, 3, 10)

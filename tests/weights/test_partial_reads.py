@@ -1,0 +1,124 @@
+"""Each device reads only its part of a file, and no byte is read twice; a fixture records all reads."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors_files import same, write_arrays
+
+import jstep
+from jstep.weights import read
+
+ROWS = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """A list of (tensor, first byte, number of bytes) of all reads."""
+    reads = []
+    fill = read._fill
+
+    def counting(file, view, start, tensor):
+        reads.append((tensor.name, start - tensor.start, view.nbytes))
+        fill(file, view, start, tensor)
+
+    monkeypatch.setattr(read, "_fill", counting)
+    return reads
+
+
+def mesh(*types, shape=(8,), names=("data",)):
+    return jax.make_mesh(shape, names, axis_types=(*types,))
+
+
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+SPECS = [P("data"), P(None, "data"), P("model"), P("data", "model"), P(("data", "model")), P(), P("model", "data")]
+
+
+@KINDS
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("threshold", [0, 4096], ids=["separate runs", "merged runs"])
+def test_every_byte_is_read_once(tmp_path, reads, monkeypatch, kind, spec, threshold):
+    monkeypatch.setattr(read, "_SHORT", threshold)
+    path = write_arrays(tmp_path / "model.safetensors", a=ROWS, b=ROWS + 1)
+    sharding = NamedSharding(mesh(kind, kind, shape=(4, 2), names=("data", "model")), spec)
+    target = {name: jax.ShapeDtypeStruct(ROWS.shape, np.float32, sharding=sharding) for name in "ab"}
+    loaded = jstep.load_weights(path, target)
+    assert sum(size for _, _, size in reads) == 2 * ROWS.nbytes
+    covered = np.zeros(ROWS.nbytes, int)
+    for name, start, size in reads:
+        covered[start : start + size] += name == "a"
+    assert (covered == 1).all()
+    assert same(loaded["a"], ROWS)
+    assert loaded["b"].sharding == sharding
+    for shard in loaded["b"].addressable_shards:
+        assert same(shard.data, (ROWS + 1)[shard.index])
+
+
+def test_a_part_reads_only_its_rows_and_columns(reads, tmp_path):
+    """Bytes outside the part are not read."""
+    path = write_arrays(tmp_path / "model.safetensors", a=ROWS)
+    (tensor,) = jstep.weights.find.find_weights(path).tensors.values()
+    for part, runs in (
+        (((8, 16), (0, 32)), 1),
+        (((0, 64), (4, 8)), 64),
+        (((3, 4), (5, 6)), 1),
+        (((0, 64), (0, 32)), 1),
+    ):
+        reads.clear()
+        with open(path, "rb", buffering=0) as file:
+            (loaded,) = read.read_parts(file, tensor, [part])
+        expected = ROWS[tuple(slice(*one) for one in part)]
+        assert same(loaded, expected)
+        assert sum(size for _, _, size in reads) == expected.nbytes
+        assert len(reads) == runs
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 0), (2, 3, 4, 5), (1, 1, 7)], ids=str)
+def test_parts_of_arrays_of_any_shape(tmp_path, shape):
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    path = write_arrays(tmp_path / "model.safetensors", before=ROWS, a=array)
+    (tensor,) = (t for t in jstep.weights.find.find_weights(path).tensors.values() if t.name == "a")
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        part = tuple(tuple(sorted(rng.integers(0, size + 1, 2))) for size in shape)
+        part = tuple((int(begin), int(end)) for begin, end in part)
+        with open(path, "rb", buffering=0) as file:
+            (loaded,) = read.read_parts(file, tensor, [part])
+        assert same(loaded, array[tuple(slice(*one) for one in part)])
+
+
+def test_unused_tensors_are_not_read(tmp_path, reads):
+    path = write_arrays(tmp_path / "model.safetensors", a=ROWS, b=ROWS, c=ROWS)
+    jstep.load_weights(path, {"b": np.zeros((64, 32), np.float32)}, partial=True)
+    assert {name for name, _, _ in reads} == {"b"}
+    reads.clear()
+    with pytest.raises(ValueError, match="mismatched"):
+        jstep.load_weights(path, {"a": np.zeros((64, 32), np.float32), "b": np.zeros(3), "c": np.zeros((64, 32))})
+    assert not reads
+
+
+def test_loaded_arrays_do_not_map_the_file(tmp_path):
+    """On the CPU, device_put of a memory map would alias the file, and a later save in place change the weights."""
+    path = tmp_path / "model.safetensors"
+    write_arrays(path, a=ROWS)
+    on_rows = NamedSharding(mesh(AxisType.Auto), P("data"))
+    targets = [np.zeros_like(ROWS), jax.ShapeDtypeStruct(ROWS.shape, np.float32)]
+    targets.append(jax.ShapeDtypeStruct(ROWS.shape, np.float32, sharding=on_rows))
+    loaded = [jstep.load_weights(path, {"a": target})["a"] for target in targets]
+    with open(path, "r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
+    assert all(same(array, ROWS) for array in loaded)
+
+
+def test_loaded_arrays_may_be_donated(tmp_path):
+    path = write_arrays(tmp_path / "model.safetensors", a=ROWS)
+    for spec in (P("data"), P()):
+        sharding = NamedSharding(mesh(AxisType.Auto), spec)
+        loaded = jstep.load_weights(path, {"a": jax.ShapeDtypeStruct(ROWS.shape, np.float32, sharding=sharding)})["a"]
+        pointers = {shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards}
+        assert len(pointers) == 8
+        added = jax.jit(lambda x: x + 1, donate_argnums=0)(loaded)
+        assert loaded.is_deleted()
+        assert {shard.data.unsafe_buffer_pointer() for shard in added.addressable_shards} == pointers
+        assert same(added, ROWS + 1)
