@@ -194,7 +194,7 @@ def main(steps=600, seed=0, mesh=None, fsdp=False, directory=None):
     before = evaluate(state)["loss"]
     show_sample(state.params, "a sample before training", seed)
 
-    first, then = jstep.global_step(state), time.perf_counter()
+    first, started = jstep.global_step(state), time.perf_counter()
     state = jstep.train(
         train_step,
         state,
@@ -209,7 +209,7 @@ def main(steps=600, seed=0, mesh=None, fsdp=False, directory=None):
         save_summaries_steps=10,
         batch_sharding=rows,
     )
-    seconds, made = time.perf_counter() - then, jstep.global_step(state) - first
+    seconds, count = time.perf_counter() - started, jstep.global_step(state) - first
 
     show_sample(state.params, f"a sample after {steps} steps", seed)
     after = evaluate(state)["loss"]
@@ -217,7 +217,7 @@ def main(steps=600, seed=0, mesh=None, fsdp=False, directory=None):
         f"held-out loss: {before:.4f} nats a character before, {after:.4f} after {steps} steps "
         f"({before / math.log(2):.2f} and {after / math.log(2):.2f} bits)"
     )
-    print(f"{seconds:.1f} s including compilation, {made * 32 * CONTEXT / seconds:,.0f} characters per second")
+    print(f"{seconds:.1f} s including compilation, {count * 32 * CONTEXT / seconds:,.0f} characters per second")
     return before, after
 
 

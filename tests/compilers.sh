@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The tests that need XLA's TPU and GPU compilers, and no TPU or GPU: tests/compilers.
+# Runs tests/compilers, which need XLA's TPU and GPU compilers, but no TPU or GPU.
 #
 #   tests/compilers.sh [pytest arguments]
 #
-# It makes a virtual environment of its own in .compilers (another folder: COMPILERS_VENV; another Python: PYTHON) with
-# libtpu, the CUDA plugin and NVIDIA's compiler, 2 GB in all, and keeps it for the next time.
+# Creates a virtual environment in .compilers (COMPILERS_VENV sets another folder, PYTHON another interpreter) with
+# libtpu, the CUDA plugin and NVIDIA's compiler, 2 GB in total, and reuses it in later runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

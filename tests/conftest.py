@@ -1,4 +1,4 @@
-"""Strictness by configuration: what a user's strict settings would refuse, the tests refuse."""
+"""Configuration of all tests: strict JAX settings, eight CPU devices and fast compilation."""
 
 import contextlib
 import gc
@@ -9,66 +9,66 @@ import sys
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA's pool has a thread for each core. Collectives of 8 devices block in it, and on few cores block each other
-# until XLA gives up, after 40 s.
+# XLA's thread pool has one thread per core. Collectives of 8 devices block its threads, so that on few cores they
+# deadlock until XLA aborts after 40 s.
 os.environ.setdefault("NPROC", "64")
 
 import hypothesis
 import jax
 import pytest
 
-# It may be ignored in what runs the tests, as under nohup or in a background job of a script, and would be in the
-# processes that they start: one that waits for Ctrl-C would wait for ever.
+# SIGINT may be ignored in the process that runs the tests, for example under nohup or in a background job. Processes
+# that tests start would inherit that, and those that wait for Ctrl-C would wait forever.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Compiling is what the tests spend their time on, and a third of it remains where XLA takes no pains with what it
-# makes. `XLA_FLAGS= pytest` tests with the code that users run. Flags come and go with jaxlib, which aborts at one it
-# does not know: so they are tried first, once, in another process. Processes that tests start inherit them.
+# The tests spend most of their time compiling, which takes a third as long without optimizations. `XLA_FLAGS= pytest`
+# tests with XLA's default optimization level. jaxlib aborts on unknown flags, and its flags change between versions, so
+# they are first tried in another process. Processes that tests start inherit them.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 if "XLA_FLAGS" not in os.environ:
-    tried = [sys.executable, "-c", "import jax; jax.devices()"]
-    known = subprocess.run(tried, env=os.environ | {"XLA_FLAGS": QUICK}, capture_output=True, timeout=300, check=False)
-    os.environ["XLA_FLAGS"] = QUICK if known.returncode == 0 else ""
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": QUICK}, capture_output=True, timeout=300, check=False)
+    os.environ["XLA_FLAGS"] = QUICK if done.returncode == 0 else ""
 
-# Several folders have a conftest.py; as modules to look for doctests in, their names would clash.
+# Several folders have a conftest.py; collecting doctests from them would import modules of the same name.
 collect_ignore_glob = ["*conftest.py"]
 
-# Eight devices for the tests of sharding; what says nothing of devices lives on the first. Not by the environment,
-# which subprocesses inherit.
+# Eight devices for the tests of sharding; other tests use the first one. This is not set through the environment, which
+# subprocesses inherit.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
 
-# The first example of a property compiles; a machine that is slow today must not fail for it.
+# The first example of a property compiles, so there is no deadline, which would fail on slow machines.
 hypothesis.settings.register_profile("jstep", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("jstep")
 
 
 @pytest.fixture(autouse=True)
-def settings_are_left_as_they_were():
-    """A mesh or an option that a test forgets would change what the tests after it see, in one order of many."""
+def jax_settings_are_unchanged():
+    """Check that a test leaves no mesh or option set, which would affect the tests that happen to run after it."""
 
     def settings() -> object:
         return dict(jax.config.values), jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
 
     before = settings()
     yield
-    assert settings() == before, "the test left JAX with other settings"
+    assert settings() == before, "the test changed the settings of JAX"
 
 
 @pytest.fixture
 def x64():
-    """float64 and int64 for one test."""
+    """Enable float64 and int64 for one test."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def compilations() -> Callable[[], contextlib.AbstractContextManager[list[str]]]:
-    """`with compilations() as seen:` lists what XLA compiled inside the block."""
+    """A context manager: `with compilations() as seen:` lists the compilations inside of the block."""
 
     @contextlib.contextmanager
     def watch() -> Iterator[list[str]]:
@@ -88,13 +88,13 @@ def compilations() -> Callable[[], contextlib.AbstractContextManager[list[str]]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several processes share the tests by their names, which an address in memory would make different in each."""
-    strange = [item.nodeid for item in items if " at 0x" in item.nodeid]
-    if strange:
-        raise pytest.UsageError(f"tests are named after an address in memory: {strange[:3]}; give them ids")
+    """Check that no test ID contains a memory address: pytest-xdist needs the same IDs in all processes."""
+    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unstable:
+        raise pytest.UsageError(f"tests are named after an memory address: {unstable[:3]}; give them ids")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there before the first test stays to the last: no collection of garbage looks through it again."""
+    """Exempt all objects that exist before the first test from garbage collection, which makes it faster."""
     gc.collect()
     gc.freeze()

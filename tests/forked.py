@@ -1,7 +1,7 @@
-"""Programs that tests start, forked from one that has imported what all of them use, and remembers what they compile.
+"""Programs that tests start, forked from a server process that has imported the common modules.
 
-What a program does is all its own: it has its environment, arguments, pipes and signals, begins before JAX has looked
-for devices, and ends as a program does that Python was started for.
+A program has its own environment, arguments, pipes and signals. It starts before JAX has initialized its devices, and
+exits like a program that was started with Python. All programs share a cache of compiled programs.
 """
 
 import atexit
@@ -26,20 +26,20 @@ _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
 
 class Program:
-    """A program that was started, as `subprocess.Popen` has it, with text in its pipes."""
+    """A running program with the interface of `subprocess.Popen` in text mode."""
 
     def __init__(self, pid: int, exit_status: int, pipes: list[Any]) -> None:
         self.pid, self._exit_status, self.returncode = pid, exit_status, None
         self.stdin, self.stdout, self.stderr = pipes
         self._readers: list[threading.Thread] = []
-        self._said: dict[str, str] = {}
+        self._output: dict[str, str] = {}
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Return the exit code, or None while the program runs."""
         return self._ended(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended."""
+        """Wait for the program to end and return its exit code."""
         code = self._ended(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(f"program {self.pid}", timeout or 0)
@@ -47,13 +47,13 @@ class Program:
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._exit_status], [], [], timeout)[0]:
-            said = os.read(self._exit_status, 16)
+            status = os.read(self._exit_status, 16)
             os.close(self._exit_status)
-            self.returncode = os.waitstatus_to_exitcode(int(said))
+            self.returncode = os.waitstatus_to_exitcode(int(status))
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """All it says, once it has ended."""
+        """Wait for the program to end and return its stdout and stderr."""
         until = None if timeout is None else time.monotonic() + timeout
         if self.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -68,23 +68,23 @@ class Program:
             if reader.is_alive():
                 raise subprocess.TimeoutExpired(f"program {self.pid}", timeout or 0)
         self.wait(None if until is None else max(0.0, until - time.monotonic()))
-        return self._said.get("stdout", ""), self._said.get("stderr", "")
+        return self._output.get("stdout", ""), self._output.get("stderr", "")
 
     def _read(self, name: str) -> None:
         with getattr(self, name) as pipe:
-            self._said[name] = pipe.read()
+            self._output[name] = pipe.read()
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, unless it has ended."""
+        """Send a signal, unless the program has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def __enter__(self) -> "Program":
@@ -99,50 +99,50 @@ class Program:
 
 
 def start(code: str, *args: Any, env: dict[str, str] | None = None, stderr: int | None = None) -> Program:
-    """Starts `python -c code args…`.
+    """Start `python -c code args…`.
 
     Args:
         code: The program.
         *args: Its arguments.
-        env: What differs in its environment. What JAX reads when it is imported is for programs that it starts itself.
-        stderr: Where its errors go; None for a pipe.
+        env: Changes to its environment. Variables that JAX reads on import only affect programs that it starts.
+        stderr: A file descriptor for its stderr; None for a pipe.
     """
     ends = [os.pipe() for _ in range(4)]
-    (in_, us_in), (us_out, out), (us_err, err), (us_exit, exit_status) = ends
-    theirs = [in_, out, err if stderr is None else stderr, exit_status]
-    # That of the test, not that of the one in which the server was started: fixtures set variables.
+    (in_, parent_in), (parent_out, out), (parent_err, err), (parent_exit, exit_status) = ends
+    child_fds = [in_, out, err if stderr is None else stderr, exit_status]
+    # The current environment, not that of the test that started the server: fixtures set variables.
     environment = os.environ | _ENVIRONMENT | (env or {})
-    asked = {"code": code, "args": [str(arg) for arg in args], "env": dict(environment), "cwd": os.getcwd()}
-    pid = _server().fork(asked, theirs)
+    request = {"code": code, "args": [str(arg) for arg in args], "env": dict(environment), "cwd": os.getcwd()}
+    pid = _server().fork(request, child_fds)
     for end in (in_, out, err, exit_status):
         os.close(end)
     if stderr is not None:
-        os.close(us_err)
-    errors = os.fdopen(us_err) if stderr is None else None
-    return Program(pid, us_exit, [os.fdopen(us_in, "w"), os.fdopen(us_out), errors])
+        os.close(parent_err)
+    errors = os.fdopen(parent_err) if stderr is None else None
+    return Program(pid, parent_exit, [os.fdopen(parent_in, "w"), os.fdopen(parent_out), errors])
 
 
 class _Server:
-    """The program that the others are forked from."""
+    """The process that programs are forked from."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair()
+        self._control, server_end = socket.socketpair()
         self._compiled = tempfile.TemporaryDirectory()
-        arguments = theirs.fileno(), _PRELOADED, self._compiled.name
+        arguments = server_end.fileno(), _PRELOADED, self._compiled.name
         code = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); import forked; "
         code += f"code = forked.serve{arguments}; del sys.path[0], forked\nexec(code)"
-        with theirs:
+        with server_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 env=os.environ | _ENVIRONMENT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 start_new_session=True,
             )
         atexit.register(self.close)
 
     def fork(self, request: dict[str, Any], fds: list[int]) -> int:
-        """Starts a program with these standard streams; the last is where its exit status is to be written."""
+        """Start a program and return its pid; `fds` are stdin, stdout, stderr and a pipe for the exit status."""
         with self._lock:
             data = json.dumps(request).encode()
             socket.send_fds(self._control, [b"%16d" % len(data)], fds)
@@ -150,7 +150,7 @@ class _Server:
             return int(self._control.recv(16))
 
     def close(self) -> None:
-        """Ends it, and what it has started."""
+        """End the server and all programs that are still running."""
         self._control.close()
         self._process.wait()
         self._compiled.cleanup()
@@ -162,9 +162,9 @@ def _server() -> _Server:
 
 
 def serve(fd: int, preloaded: str, compiled: str) -> Any:
-    """What the server does: forks when it is asked to. In a forked program it returns the program's code."""
+    """Run the server, which forks on request. In a forked program, return the program's code."""
     exec(f"import {preloaded}")
-    _keep_what_is_compiled(compiled)
+    _enable_compilation_cache(compiled)
     control = socket.socket(fileno=fd)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -185,7 +185,7 @@ def serve(fd: int, preloaded: str, compiled: str) -> Any:
         if control not in ready:
             continue
         head, fds, _, _ = socket.recv_fds(control, 16, 4)
-        if not head:  # the tests are over
+        if not head:  # the tests have ended
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
@@ -197,13 +197,13 @@ def serve(fd: int, preloaded: str, compiled: str) -> Any:
             for number, stream in enumerate(fds[:3]):
                 os.dup2(stream, number)
             control.close()
-            for mine in (*fds, *running.values(), woken, wake):
-                os.close(mine)
+            for unused in (*fds, *running.values(), woken, wake):
+                os.close(unused)
             os.environ.clear()
             os.environ.update(request["env"])
             os.chdir(request["cwd"])
             sys.argv[1:] = request["args"]
-            # A line is one write: `print` has one for each of its words, and XLA's own lines came between them.
+            # Line buffering makes each line one write, so that XLA's log lines do not split the output of a `print`.
             for output in (sys.stdout, sys.stderr):
                 output.reconfigure(line_buffering=True, write_through=False)
             return compile(request["code"], "<string>", "exec")
@@ -213,14 +213,14 @@ def serve(fd: int, preloaded: str, compiled: str) -> Any:
         control.sendall(b"%16d" % pid)
 
 
-def _keep_what_is_compiled(directory: str) -> None:
-    """What one program has compiled the next one does not compile again."""
+def _enable_compilation_cache(directory: str) -> None:
+    """Share compiled programs between all programs."""
     import jax
 
     if jax.__version_info__ < (0, 10, 2):
-        return  # which says on stderr what it thinks of its own programs
+        return  # older versions warn on stderr about cached programs
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # One that is killed while it writes leaves half of it: that is compiled again.
+    # A program that is killed while it writes leaves an incomplete entry, which is compiled again.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Everything that takes too long for each change: the newest versions, the lowest, XLA's own optimization level, 20 000
-# steps with everything on, XLA's compilers for TPUs and GPUs, SLURM where it is
-# installed.
+# Runs the tests that take too long for each change: the newest and the lowest versions, XLA's default optimization
+# level, 20 000 steps with all features, XLA's compilers for TPUs and GPUs, and SLURM if it is installed.
 #
 #   tests/nightly.sh [pytest arguments]
 #
-# Each step runs whatever the others came to, with its output in .nightly/<step>.log (another folder: NIGHTLY_LOGS).
-# A summary comes last; the exit code is 1 if a step failed.
+# Each step runs even if others fail, with its output in .nightly/<step>.log (NIGHTLY_LOGS sets another folder).
+# It ends with a summary; the exit code is 1 if a step failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

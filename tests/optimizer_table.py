@@ -1,4 +1,4 @@
-"""Every optimizer and every way to put optimizers together, with what the contract says of it: a line each."""
+"""Every optimizer and composition of optimizers, with its expected properties, one line each."""
 
 from optimizer_entries.classic import CLASSIC
 from optimizer_entries.entry import EMA, Entry

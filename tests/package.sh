@@ -23,7 +23,7 @@ PY
 
 python3 -m venv "$out/empty"
 "$out/empty/bin/pip" install -q "$wheel"
-cd "$out"  # not in the checkout: what is imported is what was installed
+cd "$out"  # outside of the checkout, so that the installed package is imported
 "$out/empty/bin/python" - <<'PY'
 import jax.numpy as jnp
 import jstep
@@ -36,4 +36,4 @@ state = jstep.train(train_step, state, batches, last_step=20, checkpoint_dir="ru
 assert jstep.global_step(state) == 20
 assert jstep.latest_checkpoint("run").endswith("model-20")
 PY
-echo "the package builds, is whole, and trains without extras"
+echo "the package builds, is complete, and trains without extras"

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine, on loopback, and waits for them."""
+"""Start the processes of a multi-process run on this machine, on loopback, and wait for them."""
 
 import contextlib
 import dataclasses
@@ -33,15 +33,15 @@ data = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)
 batches = jstep.batches(data, 16, seed=1)
 
 def weights(state):
-    everywhere = jax.tree.map(lambda leaf: NamedSharding(leaf.sharding.mesh, P()), state.params)
-    whole = jax.jit(lambda params: params, out_shardings=everywhere)(state.params)
-    return " ".join(np.asarray(leaf.addressable_data(0)).tobytes().hex() for leaf in jax.tree.leaves(whole))
+    replicated = jax.tree.map(lambda leaf: NamedSharding(leaf.sharding.mesh, P()), state.params)
+    gathered = jax.jit(lambda params: params, out_shardings=replicated)(state.params)
+    return " ".join(np.asarray(leaf.addressable_data(0)).tobytes().hex() for leaf in jax.tree.leaves(gathered))
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A process that has ended."""
+    """A process that has ended: exit code, output, and the time at which it ended."""
 
     code: int
     out: str
@@ -56,7 +56,7 @@ def free_address():
 
 
 def start(script, count, directory, *args, devices=4):
-    """Starts `count` processes with 4 devices in all; the script finds what PRELUDE makes."""
+    """Start `count` processes with `devices` devices in total; the script may use the names that PRELUDE defines."""
     address = free_address()
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices // count}"
     env = {"XLA_FLAGS": flags}
@@ -65,7 +65,7 @@ def start(script, count, directory, *args, devices=4):
 
 
 def end(processes, timeout=120):
-    """Waits for all of them, and ends what has not ended in time."""
+    """Wait for all processes, and kill those that do not end in time."""
     until = time.monotonic() + timeout
     ended = []
     try:
@@ -81,7 +81,7 @@ def end(processes, timeout=120):
 
 
 def run(script, count, directory, *args, devices=4):
-    """What each process printed; all have to end well."""
+    """Run the processes and return the lines that each one printed; all of them must exit with 0."""
     ended = end(start(script, count, directory, *args, devices=devices))
     for one in ended:
         assert one.code == 0, one.err[-4000:]
@@ -90,7 +90,7 @@ def run(script, count, directory, *args, devices=4):
 
 @contextlib.contextmanager
 def talking(program, *args, timeout=60):
-    """A program whose output is read as it comes; it ends when the time is up."""
+    """Start a program whose output can be read while it runs; it is killed after `timeout` seconds."""
     with forked.start(textwrap.dedent(program), *args) as process:
         limit = threading.Timer(timeout, process.kill)
         limit.start()
@@ -101,6 +101,6 @@ def talking(program, *args, timeout=60):
 
 
 def said(program, *args, timeout=60):
-    """The exit code of a program, what it printed, and its errors."""
+    """Run a program and return its exit code, stdout and stderr."""
     (one,) = end([forked.start(textwrap.dedent(program), *args)], timeout)
     return one.code, one.out, one.err

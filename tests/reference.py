@@ -1,7 +1,7 @@
-"""The optimizers, schedules and averages once more, in NumPy float64, from their published equations.
+"""Reference implementations of optimizers, schedules and averages in NumPy float64, from their published equations.
 
-Written to be read next to the papers and to share nothing with the package: no jax, no jstep. A rule is
-`rule(g, p, slots, h, t) -> (new p, new slots)` for one array; h holds the hyperparameters in force, t is the age.
+They can be compared with the papers line by line and share no code with the package: no jax, no jstep. A rule is
+`rule(g, p, slots, h, t) -> (new p, new slots)` for one array; h holds the current hyperparameters, t is the age.
 """
 
 import math
@@ -69,7 +69,7 @@ def ftrl(g: Any, p: Any, s: Slots, h: Mapping[str, float], t: int) -> Any:
 
 
 def values(hyper: Mapping[str, float | Sequence[float]], n: int) -> dict[str, float]:
-    """The hyperparameters at step n; a sequence is a schedule written out."""
+    """Return the hyperparameters at step n; a sequence holds the values of a schedule."""
     return {k: float(v[n]) if isinstance(v, Sequence | np.ndarray) else float(v) for k, v in hyper.items()}
 
 
@@ -83,7 +83,7 @@ def trajectory(
     first_step: int = 0,
     start_step: int | None = None,
 ) -> tuple[list[np.ndarray], Slots]:
-    """All parameters of a run that begins at `first_step` with slots of `start_step`, and the last slots."""
+    """Return the parameters after each step from `first_step` on, with slots of `start_step`, and the last slots."""
     start = first_step if start_step is None else start_step
     p = np.asarray(params, np.float64)
     slots = {name: np.full(p.shape, value, np.float64) for name, value in initial.items()}
@@ -96,7 +96,7 @@ def trajectory(
 
 
 def dense(rows: np.ndarray, indices: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
-    """A sparse gradient written out: repeated rows add up."""
+    """Return a sparse gradient as a dense array; repeated rows are added."""
     table = np.zeros(shape)
     for row, index in zip(rows, indices, strict=True):
         table[index] += row
@@ -106,7 +106,7 @@ def dense(rows: np.ndarray, indices: Sequence[int], shape: tuple[int, ...]) -> n
 def sparse_update(
     rule: Rule, rows: np.ndarray, indices: Sequence[int], p: np.ndarray, slots: Slots, h: Mapping[str, float], t: int
 ) -> tuple[np.ndarray, Slots]:
-    """The rule on the named rows alone; the others keep their values and slots."""
+    """Apply the rule to the given rows only; other rows keep their values and slots."""
     g = dense(rows, indices, p.shape)
     touched = sorted(set(indices))
     new_rows, new_slots = rule(g[touched], p[touched], {k: v[touched] for k, v in slots.items()}, h, t)
@@ -121,7 +121,7 @@ def sparse_update(
 
 
 def moved_average(avg: Any, p: Any, decay: float, n: int | None, *, num_updates: bool, age: int | None = None) -> Any:
-    """One move; with an age, unbiased from zero."""
+    """Return the average after one update; with an age, without the bias of an average that starts at zero."""
     d = min(decay, (1 + n) / (10 + n)) if num_updates and n is not None else decay
     rate = 1 - d
     if age is not None:
@@ -133,7 +133,7 @@ def moved_average(avg: Any, p: Any, decay: float, n: int | None, *, num_updates:
 
 
 def quotient(step: int, decay_steps: float) -> tuple[int, float]:
-    """step / decay_steps as a whole number and the rest, exactly."""
+    """Return the integer and the fractional part of step / decay_steps, computed exactly."""
     exact = Fraction(step) / Fraction(decay_steps)
     whole = math.floor(exact)
     return whole, float(exact - whole)

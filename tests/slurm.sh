@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# examples/launchers/slurm.sh on a SLURM cluster of this machine alone: a time limit, a requeue, an error, an end.
+# Tests examples/launchers/slurm.sh on a local SLURM cluster: completion, errors, time limit with requeue, cancellation.
 #
 #   tests/slurm.sh            (Debian: apt-get install slurm-wlm munge; three to five minutes)
 #
-# Starts munged, slurmctld and slurmd in a folder of their own, and ends them. Skipped where they are not installed.
+# Starts munged, slurmctld and slurmd in a temporary folder, and ends them. Skipped if they are not installed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PATH=$PATH:/usr/sbin
@@ -19,7 +19,7 @@ me=$(id -un)
 export SLURM_CONF=$root/slurm.conf JAX_PLATFORMS=cpu PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$root"/{state,spool,bin}
 chmod 755 "$root"
-printf '#!/bin/sh\nexec "%s" "$@"\n' "$python" > "$root/bin/python" # the script calls `python`
+printf '#!/bin/sh\nexec "%s" "$@"\n' "$python" > "$root/bin/python" # slurm.sh calls `python`
 chmod +x "$root/bin/python"
 export PATH=$root/bin:$PATH
 
@@ -40,15 +40,15 @@ fail() {
     exit 1
 }
 
-wait_for() { # seconds, what, command …
-    local left=$1 what=$2
+wait_for() { # seconds, description, command …
+    local left=$1 event=$2
     shift 2
     until "$@"; do
         left=$((left - 1))
-        [ "$left" -gt 0 ] || fail "no $what in time"
+        [ "$left" -gt 0 ] || fail "timed out: $event"
         sleep 1
     done
-    echo "$what"
+    echo "$event"
 }
 
 dd if=/dev/urandom of="$root/key" bs=1024 count=1 2> /dev/null
@@ -83,33 +83,33 @@ END
 slurmctld || fail slurmctld
 slurmd || fail slurmd
 ready() { [ "$(sinfo -h -o %t)" = idle ]; }
-wait_for 60 "SLURM runs" ready
+wait_for 60 "SLURM is ready" ready
 
-submit() { # name, arguments of train.py: as two tasks of this machine, with everything else that the script says
+submit() { # name, arguments of train.py; runs two tasks on this machine, otherwise with the options of the script
     sbatch --parsable -D "$PWD/examples/launchers" -o "$root/$1.out" --nodes=1 --ntasks-per-node=2 --gpus-per-node=0 \
         --time=3 examples/launchers/slurm.sh --checkpoint-dir "$root/$1" "${@:2}"
 }
-says() { scontrol show job "$1" | grep -q "$2"; }
-restarts() { says "$1" "Restarts=$2 " || fail "job $1 was to be restarted $2 times"; }
+job_has() { scontrol show job "$1" | grep -q "$2"; }
+restarts() { job_has "$1" "Restarts=$2 " || fail "job $1: expected $2 restarts"; }
 
 job=$(submit short --steps 20)
-wait_for 120 "a job of 20 steps is COMPLETED" says "$job" JobState=COMPLETED
-grep -q "trained 20 steps on 2 processes" "$root/short.out" || fail "what it says"
+wait_for 120 "a job of 20 steps is COMPLETED" job_has "$job" JobState=COMPLETED
+grep -q "trained 20 steps on 2 processes" "$root/short.out" || fail "the output of the job"
 restarts "$job" 0
 
 job=$(submit wrong --steps many)
-wait_for 120 "a job with a wrong argument is FAILED" says "$job" "JobState=FAILED"
+wait_for 120 "a job with a wrong argument is FAILED" job_has "$job" "JobState=FAILED"
 restarts "$job" 0
 
 job=$(submit long --steps 100000000)
 wait_for 150 "SIGTERM stopped the job, which saved" grep -qs "SIGTERM stopped the run after step" "$root/long.out"
-wait_for 60 "it is queued again" says "$job" "Restarts=1 "
+wait_for 60 "it is requeued" job_has "$job" "Restarts=1 "
 stopped=$(sed -n 's/^SIGTERM stopped the run after step \([0-9]*\),.*/\1/p' "$root/long.out")
-scontrol update JobId="$job" StartTime=now # SLURM waits two minutes
+scontrol update JobId="$job" StartTime=now # otherwise SLURM waits two minutes
 wait_for 240 "it resumed at step $stopped" grep -qs "^restored model-$stopped" "$root/long.out"
 scancel "$job"
 saved_again() { sed '1,/^restored/d' "$root/long.out" | grep -qs "SIGTERM stopped the run after step"; }
 wait_for 120 "a job that is cancelled saves" saved_again
-wait_for 60 "and is CANCELLED" says "$job" JobState=CANCELLED
+wait_for 60 "and is CANCELLED" job_has "$job" JobState=CANCELLED
 restarts "$job" 1
 echo "5 passed in $SECONDS s"

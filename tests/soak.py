@@ -1,9 +1,9 @@
-"""Many steps with everything on: memory, threads and descriptors stay flat.
+"""Soak test: memory, threads and file descriptors do not grow over many steps with all features.
 
     python tests/soak.py [steps]
 
-20 000 steps by default, less than a minute: part of the nightly run. Prints a line for each part of the run and
-exits with 1 if something grew.
+It runs 20 000 steps by default, which takes less than a minute; part of the nightly run. Prints a line for each part
+of the run and exits with 1 if something grew.
 """
 
 import gc
@@ -24,13 +24,13 @@ PARTS = 10
 
 
 def resident():
-    """Bytes of memory of this process."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measured():
-    """What must not grow: live arrays, threads, descriptors, objects, bytes."""
+    """Return the measurements that must not grow: live arrays, threads, file descriptors, objects, bytes."""
     gc.collect()
     return {
         "arrays": len(jax.live_arrays()),
@@ -42,7 +42,7 @@ def measured():
 
 
 def soak(steps, directory):
-    """Measurements after each part of a run with hooks, means, NaN watching, checkpoints, evaluations, event files."""
+    """Run with hooks, means, NaN checks, checkpoints, evaluations and event files; return state and measurements."""
     optimizer = jstep.skip_nonfinite(jstep.adam(jstep.held("learning_rate", 1e-3)))
 
     def loss_fn(params, x):
@@ -50,7 +50,7 @@ def soak(steps, directory):
         return jnp.mean(error**2), {"largest": jnp.max(jnp.abs(error)), "rows": error}
 
     data = np.random.default_rng(0).normal(size=(1000, 16)).astype(np.float32)
-    data[7] = math.nan  # updates are skipped now and then
+    data[7] = math.nan  # some updates are skipped
     train_step = jstep.minimize(loss_fn, optimizer, has_aux=True)
     held_out = jstep.batches(data[100:200], 32, num_epochs=1, shuffle=False, drop_remainder=False)
     found, rows = [], []
@@ -87,14 +87,14 @@ def soak(steps, directory):
 
 
 def growth(found):
-    """What grew between the middle and the end of the measurements, by name."""
+    """Return the measurements that grew between the middle and the end of the run, by name."""
     early, late = found[len(found) // 2 - 1], found[-1]
-    room = {"arrays": 8, "threads": 2, "descriptors": 6, "objects": 5000, "bytes": 32 * 2**20}
-    return {name: (early[name], late[name]) for name in room if late[name] > early[name] + room[name]}
+    tolerance = {"arrays": 8, "threads": 2, "descriptors": 6, "objects": 5000, "bytes": 32 * 2**20}
+    return {name: (early[name], late[name]) for name in tolerance if late[name] > early[name] + tolerance[name]}
 
 
 def main(steps=20_000):
-    """Runs, and reports."""
+    """Run, print the measurements, and return whether none of them grew."""
     logger = logging.getLogger("jstep")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False

@@ -1,4 +1,4 @@
-"""The house: which module may import which, who compiles and donates, and what a bare import loads."""
+"""Architecture: allowed imports between modules, modules that may compile or donate, and lazy loading."""
 
 import ast
 import inspect
@@ -18,8 +18,8 @@ MODULES = {
     if path != ROOT / "__init__.py"
 }
 
-# Imports go down this list, or sideways within a row; sideways never in a circle.
-STOREYS = [
+# A module may import from its own layer and from the layers before it; cycles are not allowed.
+LAYERS = [
     {"core"},
     {"sharding", "schedules", "clipping", "metrics"},
     {"state"},
@@ -36,24 +36,23 @@ STOREYS = [
     {"tools", "transfer"},
     {"cli", "__main__"},
 ]
-HOUSE = set().union(*STOREYS)
-HOST = STOREYS[8]
-STEP = set().union(*STOREYS[:7])
-"""What a training step is made of. The host side may compile helpers of its own; it never steps."""
+HOST = LAYERS[8]
+STEP = set().union(*LAYERS[:7])
+"""The packages of a training step. Host packages may compile helpers, but they do not define steps."""
 PUBLIC_COMPILERS = {"training.step", "training.scan"}
 COUNTERS = {"training.apply"}
 BUILDERS = {"sharding.layout"}
-"""A state too large for one device is made under jit, once; nothing there steps or donates."""
+"""Creates states that are too large for one device under jit; it does not run steps or donate."""
 READERS = {"core.places"}
-"""Reads arrays where they are, outside of steps: fingerprints, and checks of parameters. Donates nothing."""
+"""Reads arrays on their devices outside of steps, for fingerprints and checks of parameters. Donates nothing."""
 STAGES = {"checkpoint.stage"}
-"""Copies a state into memory that a Saver keeps for it: donates its own arrays, never a state."""
+"""Copies a state into the staging buffer of a Saver: it donates this buffer, never a state."""
 SUMS = {"hooks.metric_sums_program"}
-"""Adds metrics up in an array of its own, which it donates; never a state."""
+"""Accumulates metrics in an array, which it donates; it never donates a state."""
 LOADED_WHEN_USED = {"checkpoint.store.orbax_arrays": {"orbax"}, "checkpoint.store.tensors": {"tensorstore"}}
-"""Modules that a bare `import jstep` does not load, and what they may import at their top."""
+"""Modules that `import jstep` does not load, and the packages that they may import at module level."""
 SHARED_TRACES = {
-    "core.meshes",  # a function that JAX may refuse leaves nothing in the caller's program
+    "core.meshes",  # a function that JAX may reject leaves nothing in the caller's program
     "clipping.norms",
     "optimizers.leafwise",
     "optimizers.apply_updates",
@@ -62,16 +61,15 @@ SHARED_TRACES = {
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",
 }
-"""A leaf's rule is traced once for all leaves of a shape: a jit inside the step, which compiles nothing itself. So is a
-norm, which users take outside of steps as well."""
+"""Modules with a jit inside of a step: it compiles nothing, but traces a rule or norm once per shape of leaves."""
 
 
-def storey(module: str) -> int:
+def layer_of(module: str) -> int:
     top = module.split(".")[0]
-    for number, names in enumerate(STOREYS):
+    for number, names in enumerate(LAYERS):
         if top in names:
             return number
-    raise AssertionError(f"jstep/{module.replace('.', '/')}.py has no place in the house: give it one in STOREYS")
+    raise AssertionError(f"jstep/{module.replace('.', '/')}.py is not in a layer: add its package to LAYERS")
 
 
 def tree_of(module: str) -> ast.Module:
@@ -79,7 +77,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def imports(module: str) -> set[str]:
-    """All modules a module imports, wherever in it, as full names."""
+    """Return the full names of all modules that a module imports, also inside of functions."""
     found = set()
     package = ["jstep", *module.split(".")]
     if MODULES[module].name != "__init__.py":
@@ -92,7 +90,7 @@ def imports(module: str) -> set[str]:
             base += (node.module or "").split(".") if node.module else []
             for alias in node.names:
                 inner = [*base[1:], alias.name]
-                known = ".".join(inner) in MODULES or inner[0] in set().union(*STOREYS)
+                known = ".".join(inner) in MODULES or inner[0] in set().union(*LAYERS)
                 is_module = base[0] == "jstep" and known and (len(base) == 1 or ".".join(inner) in MODULES)
                 found.add(".".join([*base, alias.name] if is_module else base))
     return found
@@ -100,21 +98,21 @@ def imports(module: str) -> set[str]:
 
 def inner_imports(module: str) -> set[str]:
     found = {name.removeprefix("jstep.") for name in imports(module) if name.split(".")[0] == "jstep"}
-    assert "jstep" not in found, f"{module} imports the package itself, which imports everything"
+    assert "jstep" not in found, f"{module} imports jstep itself, which imports everything"
     return found - {module}
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_go_one_way(module: str) -> None:
+def test_imports_respect_layers(module: str) -> None:
     for other in inner_imports(module):
-        assert storey(other) <= storey(module), f"{module} imports {other}, which lies above it"
+        assert layer_of(other) <= layer_of(module), f"{module} imports {other}, which is in a higher layer"
 
 
-def test_imports_go_in_no_circle() -> None:
+def test_imports_have_no_cycles() -> None:
     seen: dict[str, bool] = {}
 
     def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, f"a circle of imports: {' -> '.join((*path, module))}"
+        assert module not in path, f"import cycle: {' -> '.join((*path, module))}"
         if module not in seen:
             for other in inner_imports(module) & MODULES.keys():
                 visit(other, (*path, module))
@@ -125,33 +123,33 @@ def test_imports_go_in_no_circle() -> None:
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[0] in HOST])
-def test_host_modules_do_not_know_each_other_nor_the_step(module: str) -> None:
+def test_host_packages_are_independent(module: str) -> None:
     own = module.split(".")[0]
     for other in inner_imports(module):
         top = other.split(".")[0]
         assert top == own or other.split(".")[0] not in HOST, f"{module} imports {other}"
-        assert top != "training", f"{module} imports training: the host side takes a step, it does not make one"
+        assert top != "training", f"{module} imports training"
 
 
-def test_the_root_holds_packages_only() -> None:
+def test_the_root_contains_only_packages() -> None:
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
     assert not [path for path in ROOT.rglob("*.py") if not (path.parent / "__init__.py").exists()]
     assert (ROOT / "py.typed").exists()
 
 
-OF_ALL_PACKAGES = {"architecture", "docstrings", "golden", "optimizer_contract", "public_names", "averages", "scripts"}
+SHARED_TESTS = {"architecture", "docstrings", "golden", "optimizer_contract", "public_names", "averages", "scripts"}
 
 
-def test_tests_lie_in_rooms() -> None:
-    """Those of a package in the folder of its name; a file that comes back to the root is a merge that went wrong."""
+def test_tests_are_in_the_folders_of_their_packages() -> None:
+    """Only tests of several packages are directly in tests/."""
     here = Path(__file__).parent
-    assert {path.stem.removeprefix("test_") for path in here.glob("test_*.py")} <= OF_ALL_PACKAGES
+    assert {path.stem.removeprefix("test_") for path in here.glob("test_*.py")} <= SHARED_TESTS
     assert {"cli", "core", "data", "queues", "summary"} <= {path.name for path in here.iterdir() if path.is_dir()}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_no_underscore_module_crosses_a_wall(module: str) -> None:
-    """What another package needs is public inside jstep, whether or not users see it."""
+def test_underscore_modules_are_private_to_their_package(module: str) -> None:
+    """A module that another package imports has no underscore, even if it is not public to users."""
     for other in inner_imports(module):
         parts = other.split(".")
         private = any(part.startswith("_") and part != "__main__" for part in parts)
@@ -164,7 +162,7 @@ def test_no_export_shadows_a_module() -> None:
             assert inspect.ismodule(getattr(jstep, name)), f"jstep.{name} hides the package of that name"
 
 
-def test_what_is_exported_says_a_name_that_can_be_typed() -> None:
+def test_exports_have_jstep_as_their_module() -> None:
     for name in jstep.__all__:
         value = getattr(jstep, name)
         if inspect.isclass(value) or inspect.isfunction(value):
@@ -172,8 +170,8 @@ def test_what_is_exported_says_a_name_that_can_be_typed() -> None:
             assert getattr(jstep, value.__qualname__) is value
 
 
-def test_formulas_begin_with_a_word() -> None:
-    """A rule that capitalises the first letter of a docstring would make M of Adam's m."""
+def test_docstrings_do_not_begin_with_a_formula() -> None:
+    """A tool that capitalizes the first letter of a docstring would change Adam's m into M."""
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
@@ -181,16 +179,15 @@ def test_formulas_begin_with_a_word() -> None:
                 assert not re.match(r"[A-Za-z]\w? ?(=|·|\+|−|-=|/|\*|≤|<)", first), f"{module}: {first}"
 
 
-def test_the_package_only_reexports() -> None:
-    """Names, which are loaded when they are asked for."""
+def test_the_package_only_has_lazy_exports() -> None:
     tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        names = isinstance(node, ast.Assign) and all(
+        constant = isinstance(node, ast.Assign) and all(
             isinstance(t, ast.Name) and t.id in ("__all__", "__version__", "_EXPORTS") for t in node.targets
         )
         lazy = isinstance(node, ast.FunctionDef) and node.name in ("_exports", "__getattr__", "__dir__")
-        assert docstring or names or lazy, ast.unparse(node)
+        assert docstring or constant or lazy, ast.unparse(node)
 
 
 FORBIDDEN = {"optax", "flax", "tensorflow", "haiku", "equinox", "chex", "torch", "keras"}
@@ -198,7 +195,7 @@ LAZY = {"orbax", "tensorstore", "tensorboard", "matplotlib", "sklearn", "google"
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_foreign_imports(module: str) -> None:
+def test_third_party_imports(module: str) -> None:
     for name in imports(module):
         top = name.split(".")[0]
         assert top not in FORBIDDEN, f"{module} imports {name}"
@@ -210,11 +207,11 @@ def test_foreign_imports(module: str) -> None:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or ""]
         lazy = LAZY - LOADED_WHEN_USED.get(module, set())
-        assert not lazy & {n.split(".")[0] for n in names}, f"{module} imports {names} when jstep is imported"
+        assert not lazy & {n.split(".")[0] for n in names}, f"{module} imports {names} at module level"
 
 
-def compiles(tree: ast.AST) -> list[str]:
-    """Names by which a module could compile."""
+def jit_uses(tree: ast.AST) -> list[str]:
+    """Return the uses of jit and similar functions in a module."""
     found = [
         ast.unparse(node)
         for node in ast.walk(tree)
@@ -228,7 +225,7 @@ def compiles(tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[0] in STEP])
 def test_only_training_compiles(module: str) -> None:
-    found = compiles(tree_of(module))
+    found = jit_uses(tree_of(module))
     assert module in PUBLIC_COMPILERS | BUILDERS | READERS | SHARED_TRACES or not found, f"{module} compiles: {found}"
 
 
@@ -244,24 +241,24 @@ def test_only_training_donates_and_increments(module: str) -> None:
             assert called != "increment_global_step", f"{module} increments the step"
 
 
-def test_training_does_both() -> None:
-    """The rules above would also hold of a house where nobody compiles."""
+def test_training_compiles_donates_and_increments() -> None:
+    """Otherwise the tests above would pass in a package that does not compile at all."""
     text = "".join(MODULES[name].read_text(encoding="utf-8") for name in PUBLIC_COMPILERS | COUNTERS)
     assert "jax.jit(" in text
     assert "donate_argnums" in text
     assert "global_step + 1" in text
 
 
-def test_a_bare_import_loads_nothing_heavy() -> None:
+def test_import_jstep_is_lightweight() -> None:
     code = "import sys, jstep; {}; print(*{{name.split('.')[0] for name in sys.modules}})"
-    every = "[getattr(jstep, name) for name in jstep.__all__]"
-    bare, done = (
+    all_names = "[getattr(jstep, name) for name in jstep.__all__]"
+    bare, complete = (
         subprocess.run(
-            [sys.executable, "-c", code.format(use)], capture_output=True, text=True, check=True, timeout=300
+            [sys.executable, "-c", code.format(expression)], capture_output=True, text=True, check=True, timeout=300
         )
-        for use in ("jstep.__all__", every)
+        for expression in ("jstep.__all__", all_names)
     )
-    assert "jax" not in bare.stdout.split(), "a name is loaded when it is asked for"
+    assert "jax" not in bare.stdout.split(), "names must be loaded lazily"
     heavy = {
         "orbax",
         "tensorboard",
@@ -273,10 +270,10 @@ def test_a_bare_import_loads_nothing_heavy() -> None:
         "pandas",
         "safetensors",
     }
-    assert not set(done.stdout.split()) & (heavy | FORBIDDEN)
+    assert not set(complete.stdout.split()) & (heavy | FORBIDDEN)
 
 
-# The tests themselves.
+# Sizes and names of files.
 
 TESTS = sorted((ROOT.parent / "tests").rglob("*.py"))
 
@@ -286,12 +283,11 @@ TESTS = sorted((ROOT.parent / "tests").rglob("*.py"))
     [*MODULES.values(), *TESTS],
     ids=lambda path: str(path.relative_to(ROOT.parent)),
 )
-def test_a_file_holds_one_idea(path: Path) -> None:
-    """A file that outgrows 300 lines is asking to be two."""
+def test_files_are_shorter_than_300_lines(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 300
 
 
-def test_files_of_tests_have_names_of_their_own() -> None:
-    """Without packages among the tests, pytest knows a file by its base name alone."""
+def test_test_files_have_unique_names() -> None:
+    """tests/ has no packages, so pytest imports a file by its base name."""
     names = [path.name for path in TESTS if path.name != "conftest.py"]
     assert sorted(names) == sorted(set(names))

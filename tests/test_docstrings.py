@@ -1,6 +1,6 @@
-"""Every example in the docstring of a public name runs and prints what it says.
+"""The examples in the docstrings of public names run and print the documented output.
 
-pytest's own collector passes them over: what `jstep` exports says `jstep` as its module, not that of its file.
+pytest's doctest collection skips them, because the `__module__` of exported names is `jstep`, not that of their file.
 """
 
 import doctest
@@ -22,6 +22,6 @@ def examples_of(name: str) -> list[doctest.DocTest]:
 @pytest.mark.parametrize("name", [name for name in NAMES if examples_of(name)])
 def test_examples_run(name: str) -> None:
     for one in examples_of(name):
-        told: list[str] = []
-        doctest.DocTestRunner(verbose=False).run(one, out=told.append)
-        assert not told, "".join(told)
+        failures: list[str] = []
+        doctest.DocTestRunner(verbose=False).run(one, out=failures.append)
+        assert not failures, "".join(failures)

@@ -1,4 +1,4 @@
-"""The names that users type: that they are there, with the signatures and the words of the contract."""
+"""The public names: they exist, with the expected signatures and docstrings."""
 
 import ast
 import importlib
@@ -14,25 +14,25 @@ import pytest
 import jstep
 
 ROOT = Path(inspect.getfile(jstep)).parent
-HOUSE = {path.name for path in ROOT.iterdir() if path.is_dir()}
+PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()}
 
 # The public names.
 
 
-def test_all_is_complete_and_true() -> None:
+def test_all_is_complete_and_unique() -> None:
     assert all(hasattr(jstep, name) for name in jstep.__all__)
     assert len(set(jstep.__all__)) == len(jstep.__all__)
-    public = {name for name in vars(jstep) if not name.startswith("_") and name not in HOUSE}
+    public = {name for name in vars(jstep) if not name.startswith("_") and name not in PACKAGES}
     assert public <= set(jstep.__all__), f"reachable but not in __all__: {sorted(public - set(jstep.__all__))}"
     assert dir(jstep) == sorted(jstep.__all__)
 
 
-def test_each_name_is_where_the_stub_says() -> None:
+def test_each_name_is_in_the_module_of_the_stub() -> None:
     tree = ast.parse((ROOT / "__init__.pyi").read_text(encoding="utf-8"))
-    told = [(a.name, a.asname, n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names]
-    assert sorted(name for name, _, _ in told) == jstep.__all__
-    for name, known_as, module in told:
-        assert known_as == name, f"`import {name} as {name}` is how a stub exports"
+    imported = [(a.name, a.asname, n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert sorted(name for name, _, _ in imported) == jstep.__all__
+    for name, known_as, module in imported:
+        assert known_as == name, f"a stub exports with `import {name} as {name}`"
         assert module == "jstep" or name in importlib.import_module(str(module)).__all__
 
 
@@ -42,22 +42,22 @@ def test_packages_are_attributes() -> None:
     assert done.stdout.split() == ["True", "jstep.schedules", "jstep.summary"]
 
 
-def test_the_packages_docstring_is_its_map() -> None:
+def test_the_package_docstring_lists_every_name() -> None:
     words = re.findall(r"\w+", jstep.__doc__ or "")
-    lacking = [name for name in jstep.__all__ if name not in words]
-    assert not lacking, f"help(jstep) shows what there is: add {lacking} to its docstring, where they belong"
+    missing = [name for name in jstep.__all__ if name not in words]
+    assert not missing, f"help(jstep) lists all names: add {missing} to the docstring of jstep"
     assert len((jstep.__doc__ or "").splitlines()) < 90
 
 
-def test_names_that_are_not_there() -> None:
+def test_missing_names_raise_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'typing'"):
         jstep.typing
     with pytest.raises(AttributeError, match="no attribute 'adamm'"):
         jstep.adamm
 
 
-def test_any_name_may_be_asked_for_first_where_jax_is_tracing() -> None:
-    """Importing makes no arrays: under a trace they would be tracers, and leak."""
+def test_names_can_be_loaded_under_a_trace() -> None:
+    """Importing creates no arrays: under a trace they would be tracers and leak."""
     code = (
         "import jax, jstep\n"
         "with jax.checking_leaks():\n"
@@ -79,7 +79,7 @@ CONTRACT = """
 
 
 @pytest.mark.parametrize("name", CONTRACT)
-def test_every_name_of_the_contract_is_there(name: str) -> None:
+def test_contract_names_exist(name: str) -> None:
     assert name in jstep.__all__
 
 
@@ -129,7 +129,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_the_contracts(name: str) -> None:
+def test_signatures_match_the_contract(name: str) -> None:
     signature = inspect.signature(getattr(jstep, name))
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     assert str(inspect.Signature(bare)) == SIGNATURES[name]
@@ -144,7 +144,7 @@ EXAMPLES_WANTED = [name for name in FUNCTIONS if name not in {"get_global_step",
 def test_public_names_have_docstrings(name: str) -> None:
     doc = getattr(jstep, name).__doc__
     assert doc
-    assert not doc.startswith(f"{name}("), "the docstring Python makes up for a dataclass"
+    assert not doc.startswith(f"{name}("), "this is the generated docstring of a dataclass"
 
 
 @pytest.mark.parametrize("name", EXAMPLES_WANTED)
@@ -152,7 +152,7 @@ def test_public_functions_have_a_runnable_example(name: str) -> None:
     assert ">>> " in getattr(jstep, name).__doc__
 
 
-def test_one_version_is_told_everywhere() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     top = ROOT.parent
     version = tomllib.loads((top / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert jstep.__version__ == version

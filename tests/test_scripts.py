@@ -1,4 +1,4 @@
-"""The shell scripts of the tests: that they parse, and that the nightly one reports what failed."""
+"""The shell scripts of the tests: they parse, and the nightly script reports failures."""
 
 import os
 import shutil
@@ -24,10 +24,10 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
         "tests/compilers.sh": f'[ compilers != "{failing}" ]',
         "tests/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
-        "python": f'[ "$1" = tests/soak.py ] && was=soak || was=optimized; [ "$was" != "{failing}" ]',
+        "python": f'[ "$1" = tests/soak.py ] && step=soak || step=optimized; [ "$step" != "{failing}" ]',
     }
-    for path, ends in stubs.items():
-        (tmp_path / path).write_text(f"#!/bin/sh\necho flags=$XLA_FLAGS.; echo '7 passed in 1.00s'\n{ends}\n")
+    for path, command in stubs.items():
+        (tmp_path / path).write_text(f"#!/bin/sh\necho flags=$XLA_FLAGS.; echo '7 passed in 1.00s'\n{command}\n")
         (tmp_path / path).chmod(0o755)
     environment = os.environ | {"PYTHON": str(tmp_path / "python"), "XLA_FLAGS": "--some"}
     environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
@@ -48,14 +48,14 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
     assert "flags=." in (tmp_path / ".nightly/optimized.log").read_text()
 
 
-def test_slurm_is_skipped_where_it_is_not_installed(tmp_path: Path) -> None:
+def test_slurm_is_skipped_if_it_is_not_installed(tmp_path: Path) -> None:
     bash = shutil.which("bash")
     assert bash
     for name in ("bash", "dirname"):
         (tmp_path / name).symlink_to(shutil.which(name) or "")
     done = subprocess.run(
         [bash, HERE / "slurm.sh"],
-        # It looks in /usr/sbin by itself, where sbatch is not.
+        # The script adds /usr/sbin, which does not contain sbatch.
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs the tests against the lowest versions that pyproject.toml states, or against the newest there are.
+# Runs the tests with the lowest versions that pyproject.toml allows, or with the newest available ones.
 #
 #   tests/versions.sh lowest [pytest arguments]
 #   tests/versions.sh newest [pytest arguments]
 #   PYTHON=python3.13 tests/versions.sh newest
 #
-# Makes its own virtual environment in .venv-lowest or .venv-newest; nothing else is touched.
+# Creates a virtual environment in .venv-lowest or .venv-newest; nothing else is changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +17,7 @@ venv=".venv-$which"
 
 case $which in
     lowest)
-        # The run-time dependencies, each at its lower bound; what tests alone need may be newer.
+        # The run-time dependencies, each at its lower bound; test dependencies may be newer.
         "$venv/bin/python" - > "$venv/constraints.txt" <<'PY'
 import re
 import tomllib
@@ -30,7 +30,7 @@ for requirement in wanted:
     name, version = re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?>=([\w.]+)", requirement).groups()
     print(f"{name}=={version}")
 PY
-        # matplotlib 3.9 uses names that 3.3 warns of, and warnings are errors in the tests.
+        # matplotlib 3.9 uses names that pyparsing 3.3 deprecates, and warnings are errors in the tests.
         echo 'pyparsing<3.3' >> "$venv/constraints.txt"
         cat "$venv/constraints.txt"
         "$venv/bin/pip" install -q -c "$venv/constraints.txt" -e '.[test]'

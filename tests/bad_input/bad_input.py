@@ -1,4 +1,4 @@
-"""Everything wrong that can be passed in: how to call it, and what the message must say."""
+"""Helpers for tests of invalid arguments: calls, expected exceptions and required parts of the message."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def sparse(slices: jstep.IndexedSlices) -> Any:
 
 
 Case = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
-"""A call, the error it must raise, and what the message must say: argument, value, path, way out."""
+"""A call, the exception it must raise, and parts of its message: argument, value, path, how to fix it."""
 
 
 def check(case: Case) -> None:
@@ -55,4 +55,4 @@ def check(case: Case) -> None:
         call()
     message = str(caught.value)
     missing = [fragment for fragment in fragments if fragment not in message]
-    assert not missing, f"{message!r} does not say {missing}"
+    assert not missing, f"{message!r} lacks {missing}"

@@ -1,4 +1,4 @@
-"""What is wrong with sparse gradients, clipping, averages and schedules."""
+"""Errors for invalid sparse gradients, clipping, averages and schedules."""
 
 import functools
 from collections.abc import Callable
@@ -165,5 +165,5 @@ for label, make in WITH_DECAY_STEPS.items():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_refused_and_explained(name: str) -> None:
+def test_invalid_arguments_raise(name: str) -> None:
     check(CASES[name])

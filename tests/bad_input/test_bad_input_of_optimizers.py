@@ -1,4 +1,4 @@
-"""What is wrong with steps, params, hyperparameters, gradients and compositions."""
+"""Errors for invalid steps, params, hyperparameters, gradients and compositions."""
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ CASES: dict[str, Case] = {
         ValueError,
         ("learning_rate", "(2,)"),
     ),
-    # Gradients handed over.
+    # Gradients.
     "all gradients None": (
         lambda: apply({"dense": {"kernel": None, "bias": None}, "n": None}),
         ValueError,
@@ -212,7 +212,7 @@ CASES: dict[str, Case] = {
     ),
     "scope without a name": (lambda: jstep.scope("", adam), ValueError, ("name", "''")),
     "scope with a slash": (lambda: jstep.scope("a/", adam), ValueError, ("name", "'a/'")),
-    "scope the other way round": (lambda: jstep.scope(adam, "fast"), TypeError, ("must be",)),
+    "scope with swapped arguments": (lambda: jstep.scope(adam, "fast"), TypeError, ("must be",)),
     "partition of nothing": (lambda: jstep.partition({}, lambda path, leaf: "a"), ValueError, ("optimizers",)),
     "partition with an unknown label": (
         lambda: create(PARAMS, jstep.partition({"rest": adam}, lambda path, leaf: "rset")),
@@ -248,5 +248,5 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_refused_and_explained(name: str) -> None:
+def test_invalid_arguments_raise(name: str) -> None:
     check(CASES[name])

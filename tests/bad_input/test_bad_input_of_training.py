@@ -1,4 +1,4 @@
-"""What is wrong with a loss, its arguments, var_list, microbatches, metrics and scans."""
+"""Errors for invalid losses and their arguments, var_list, microbatches, metrics and scans."""
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ CASES: dict[str, Case] = {
         ("model_state", "(loss, model_state)"),
     ),
     # scan_steps.
-    "scan of no function": (lambda: jstep.scan_steps(3), TypeError, ("train_step", "3")),
+    "scan of a number": (lambda: jstep.scan_steps(3), TypeError, ("train_step", "3")),
     "scan of scalars": (
         lambda: jstep.scan_steps(jstep.minimize(linear, adam))(create(PARAMS, adam), jnp.float32(1)),
         ValueError,
@@ -156,12 +156,12 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_refused_and_explained(name: str) -> None:
+def test_invalid_arguments_raise(name: str) -> None:
     check(CASES[name])
 
 
 def test_an_error_leaves_the_state_usable() -> None:
-    """Refused before it is compiled, nothing is donated."""
+    """The error is raised before compiling, so nothing is donated."""
     state = create(PARAMS, adam)
     good, bad = jstep.minimize(linear, adam), jstep.minimize(linear, adam, var_list=["nothing"])
     for wrong in (lambda: bad(state, jnp.ones((6, 2))), lambda: good(state, jnp.ones((6, 5)))):
@@ -172,7 +172,7 @@ def test_an_error_leaves_the_state_usable() -> None:
     assert jstep.global_step(state) == 1
 
 
-def test_what_can_be_checked_early_is_checked_before_compiling() -> None:
+def test_arguments_are_checked_before_the_first_call() -> None:
     for early in (
         lambda: jstep.minimize(linear, adam, metrics=("norm",)),
         lambda: jstep.minimize(linear, adam, gate_gradients=9),

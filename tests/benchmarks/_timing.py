@@ -1,4 +1,4 @@
-"""Interleaved timing: contenders take turns, in an order drawn anew, so that a slow spell hits all alike."""
+"""Interleaved timing: contenders take turns in shuffled order, so that slow phases of the machine affect all alike."""
 
 import os
 import random
@@ -10,14 +10,15 @@ import jax
 
 
 def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, rounds: int = 15) -> dict[str, list]:
-    """Seconds per call of each contender, one figure a round.
+    """Return the seconds per call of each contender, one value per round.
 
-    With the environment variable `JSTEP_QUICK_BENCHMARKS` there are three rounds: to see that all of it runs.
+    If `JSTEP_QUICK_BENCHMARKS` is set in the environment, there are at most three rounds, enough to check that the
+    benchmark runs.
 
     Args:
         contenders: Name → `run(calls)`, which makes that many calls and returns arrays to wait for.
-        calls: How many calls a turn.
-        rounds: How many turns each.
+        calls: Number of calls per turn.
+        rounds: Number of turns of each contender.
     """
     if os.environ.get("JSTEP_QUICK_BENCHMARKS"):
         rounds = min(rounds, 3)
@@ -26,8 +27,8 @@ def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, r
     times: dict[str, list] = {name: [] for name in contenders}
     names, shuffled = list(contenders), random.Random(0)
     for _ in range(rounds):
-        # In one fixed order the same one would always follow a heavy neighbour: after a scan of 100 steps the next
-        # thousand calls of any contender take some 10 µs longer.
+        # In a fixed order the same contender would always run after a heavy one: after a scan of 100 steps, the next
+        # thousand calls of any contender take about 10 µs longer.
         shuffled.shuffle(names)
         for name in names:
             start = time.perf_counter()
@@ -37,9 +38,9 @@ def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, r
 
 
 def report(title: str, times: Mapping[str, list], bounds: Mapping[tuple[str, str], float], unit: float = 1e6) -> bool:
-    """Prints medians and the ratios that have a bound; returns whether all hold.
+    """Print medians and ratios; return whether all bounds hold.
 
-    A ratio is the median of the ratios of the rounds, which is steadier than the ratio of medians.
+    A ratio is the median of the ratios of the rounds, which varies less than the ratio of the medians.
     """
     name_of_unit = {1e6: "µs", 1e3: "ms", 1.0: "s"}[unit]
     print(f"\n{title}")
@@ -55,7 +56,7 @@ def report(title: str, times: Mapping[str, list], bounds: Mapping[tuple[str, str
 
 
 def report_ratio(ours: str, peer: str, ratio: float, bound: float | None = None) -> bool:
-    """Prints a ratio in the form that `report.py` reads, below a title; returns whether its bound holds."""
+    """Print a ratio in the format that `report.py` parses, below a title; return whether its bound holds."""
     if bound is None:
         print(f"  {ours} / {peer}: {ratio:.3f}")
         return True

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/bench_checkpoint.py [rounds] [megabytes] [trained|fresh|zeros]
 
-Each round runs every contender in turn. Prints medians and bests, and their ratios to the manager's:
+Each round runs every contender in turn. Prints medians and minima, and their ratios to those of the manager:
   stall     save() and the three donated steps after it
-  save      from save() to the end of wait
-  restore   onto the same sharding
+  save      save() and wait()
+  restore   with the same sharding
 """
 
 import os
@@ -35,14 +35,14 @@ def make_state():
     size = BYTES // 4 // 2 // LEAVES  # params and one slot
     keys = jax.random.split(jax.random.key(0), LEAVES)
     params = {f"layer{i}": {"kernel": jax.random.normal(key, (size,))} for i, key in enumerate(keys)}
-    state = jstep.TrainState.create(params, jstep.momentum(1e-3, 0.9))  # half random, half zeros: a fresh state
+    state = jstep.TrainState.create(params, jstep.momentum(1e-3, 0.9))  # a fresh state is half random, half zeros
     slots = {"momentum": params} if DATA == "trained" else state.slots
     params = jax.tree.map(jnp.zeros_like, params) if DATA == "zeros" else params
     return state.replace(params=params, slots=jax.tree.map(jnp.copy, slots))
 
 
 class Manager:
-    """Orbax as its users set it up."""
+    """Orbax's CheckpointManager with common options."""
 
     def __init__(self, directory):
         self.manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2))
@@ -76,12 +76,12 @@ def measure(contender, state, step):
     start = time.perf_counter()
     contender.save(state)
     contender.wait()
-    whole = time.perf_counter() - start
+    save = time.perf_counter() - start
     start = time.perf_counter()
     restored = jax.block_until_ready(contender.restore(shapes))
     restore = time.perf_counter() - start
     del restored
-    return state, {"stall": stall, "save": whole, "restore": restore}
+    return state, {"stall": stall, "save": save, "restore": restore}
 
 
 def main():
@@ -96,27 +96,27 @@ def main():
     state = step(make_state())
     times = {name: [] for name in contenders}
     try:
-        for number in range(ROUNDS + 1):  # the first warms up
+        for number in range(ROUNDS + 1):  # the first round is a warm-up
             for name, contender in contenders.items():
                 state, found = measure(contender, state, step)
                 if number:
                     times[name].append(found)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    for what in ("stall", "save", "restore"):
-        peer = [found[what] for found in times["orbax manager"]]
+    for phase in ("stall", "save", "restore"):
+        peer = [found[phase] for found in times["orbax manager"]]
         for name, rounds in times.items():
-            own = [found[what] for found in rounds]
+            own = [found[phase] for found in rounds]
             median, best = statistics.median(own), min(own)
             print(
-                f"{what:8} {name:21} median {median * 1e3:7.1f} ms ({median / statistics.median(peer):5.2f})"
+                f"{phase:8} {name:21} median {median * 1e3:7.1f} ms ({median / statistics.median(peer):5.2f})"
                 f"   best {best * 1e3:7.1f} ms ({best / min(peer):5.2f})"
             )
-    for what in ("stall", "save", "restore"):
-        print(f"\n{what[0].upper()}{what[1:]} of a state of {BYTES / 1e6:.0f} MB")
+    for phase in ("stall", "save", "restore"):
+        print(f"\n{phase[0].upper()}{phase[1:]} of a state of {BYTES / 1e6:.0f} MB")
         for name in (name for name in times if name != "orbax manager"):
             pairs = zip(times[name], times["orbax manager"], strict=True)
-            report_ratio(name, "orbax manager", statistics.median(own[what] / peer[what] for own, peer in pairs))
+            report_ratio(name, "orbax manager", statistics.median(own[phase] / peer[phase] for own, peer in pairs))
 
 
 if __name__ == "__main__":

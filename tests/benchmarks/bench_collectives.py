@@ -2,14 +2,14 @@
 
     python tests/benchmarks/bench_collectives.py
 
-Both steps are compiled, not run. The collectives are counted in the compiled HLO, those of a loop as often as it runs;
-bytes are those that each device sends or receives, the larger of the two. Shardings of parameters, slots and batch are
+Both steps are compiled, not run. The collectives are counted in the compiled HLO, those in a loop once per iteration;
+bytes are those that each device sends or receives, whichever is larger. Shardings of parameters, slots and batch are
 the same for both steps, and XLA inserts the collectives of both. With 4 microbatches, the Optax step scans over the
 batch, split into microbatches by `reshape`, with a sharding constraint that keeps their rows on all devices.
 
-XLA's CPU backend has no reduce-scatter: if a device needs a part of a sum, it runs an all-reduce and a slice instead.
-Nor does it move the reduction of a running sum out of a loop, as the GPU backend does: each microbatch reduces, except
-that jstep reduces once per step on Explicit axes.
+XLA's CPU backend has no reduce-scatter: if a device needs one shard of a sum, it runs an all-reduce and a slice.
+Unlike the GPU backend, it does not move the reduction of a running sum out of a loop either: each microbatch runs an
+all-reduce, except that jstep runs one per step on Explicit axes.
 """
 
 import math
@@ -52,7 +52,7 @@ def loss_fn(params, x):
 
 
 def optax_step(mesh, num_microbatches):
-    """A step as a user of Optax writes it: donated, its results sharded like its arguments."""
+    """Return a training step as written with Optax, which `compiled_like` compiles with a donated state."""
     optimizer = optax.adam(0.001)
     rows = NamedSharding(mesh, P(None, "data"))
     explicit = rows if AxisType.Explicit in mesh.axis_types else None
@@ -106,8 +106,8 @@ def main():
     print(f"{PAIRS} pairs of layers, batch {BATCH}, Adam, 8 devices")
     print(f"  {'':30}{'microbatches':>12}  {'MB':>8}  collectives")
     ratios = []
-    for name, (mesh, how) in layouts.items():
-        state = jstep.TrainState.create(init, optimizer, mesh=mesh, **how)
+    for name, (mesh, options) in layouts.items():
+        state = jstep.TrainState.create(init, optimizer, mesh=mesh, **options)
         slots = [state.slots[name] for name in ("m", "v")]
         count = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, P()))
         peer = (state.params, (optax.ScaleByAdamState(count, *slots), optax.EmptyState()))

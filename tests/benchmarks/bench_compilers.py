@@ -5,7 +5,7 @@
 An update is compiled for one v5e chip: gradients are given, the state is donated. Bytes are the "bytes accessed" of the
 compiler's cost analysis. The minimum reads every array once (parameters, gradients, slots) and writes parameters and
 slots once. For a matrix of 8192 × 8192, which does not fit into a cache, the table has the ratio to the minimum. For an
-MLP of a few hundred kB, which the compiler copies into the chip's cache and counts again, it has only the ratio to
+MLP of a few hundred kB, which the compiler copies into the chip's cache and counts twice, it has only the ratio to
 Optax. A conditional counts as its most expensive branch.
 """
 
@@ -74,29 +74,29 @@ def size(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def on_chip(tree, where):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree)
+def on_chip(tree, chip):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), tree)
 
 
-def accessed(step, state, grads, where):
-    """Bytes that the compiled update accesses, divided by the minimum."""
-    state, grads = on_chip(state, where), on_chip(grads, where)
+def accessed(step, state, grads, chip):
+    """Return the bytes that the compiled update accesses, divided by the minimum."""
+    state, grads = on_chip(state, chip), on_chip(grads, chip)
     traffic = jax.jit(step, donate_argnums=0).lower(state, grads).compile().cost_analysis()["bytes accessed"]
     return traffic / (2 * size(state) + size(grads))
 
 
-def ours(optimizer, grads, where):
+def ours(optimizer, grads, chip):
     state = jax.eval_shape(lambda: jstep.TrainState.create(zeros(grads), optimizer))
-    return accessed(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), state, grads, where)
+    return accessed(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), state, grads, chip)
 
 
-def theirs(transformation, grads, where):
+def theirs(transformation, grads, chip):
     def step(state, grads):
         params, slots = state
         updates, slots = transformation.update(grads, slots, params)
         return optax.apply_updates(params, updates), slots
 
-    return accessed(step, (grads, jax.eval_shape(lambda: transformation.init(zeros(grads)))), grads, where)
+    return accessed(step, (grads, jax.eval_shape(lambda: transformation.init(zeros(grads)))), grads, chip)
 
 
 def zeros(shapes):
@@ -126,16 +126,19 @@ WHY = {
     "centralize_gradients": "means: gradients are read twice",
     "soap": "matrices and bases of 8192 rows take minutes to compile: MLP only",
 }
-"""Why an update accesses more than 1.05 times the minimum."""
+"""Reasons for updates that access more than 1.05 times the minimum."""
 
 
 def main(names):
-    where = jax.NamedSharding(jstep.topology("v5e:1x1"), jax.P())
-    shapes = [{key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in of.items()} for of in (MATRIX, MLP)]
+    chip = jax.NamedSharding(jstep.topology("v5e:1x1"), jax.P())
+    shapes = [{key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in tree.items()} for tree in (MATRIX, MLP)]
     print("| optimizer | jstep / least | Optax / least | MLP: jstep / Optax | why |\n|---|---|---|---|---|", flush=True)
     for name in names or TABLE:
         large, small = (
-            [ours(TABLE[name].make(LR), grads, where), theirs(PEERS[name](), grads, where) if name in PEERS else None]
+            [
+                ours(TABLE[name].make(LR), grads, chip),
+                theirs(PEERS[name](), grads, chip) if name in PEERS else None,
+            ]
             if not (name == "soap" and grads is shapes[0])
             else [None, None]
             for grads in shapes

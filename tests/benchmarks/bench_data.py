@@ -1,7 +1,7 @@
 """Shuffled batches: `batches[N]` compared with NumPy fancy indexing by a precomputed permutation.
 
-The bound applies if np.take is much faster than fancy indexing, up to about a kilobyte a row.
-Both are limited by memory for longer rows, which are shown without a bound.
+The bound applies to rows of up to about a kilobyte, for which np.take is much faster than fancy indexing.
+Both are memory-bound for longer rows, which are shown without a bound.
 
 python tests/benchmarks/bench_data.py
 """

@@ -15,7 +15,7 @@ import jstep
 SIZE = 64 * 2**20
 
 
-def again(function, *args):
+def repeated(function, *args):
     def run(calls):
         result = None
         for _ in range(calls):
@@ -39,23 +39,23 @@ def large():
         return jnp.sum(x * x)
 
     contenders = {
-        "XLA's uint32 sum": again(sum_of_bits, device),
-        "sum of squares, one read": again(sum_of_squares, device),
-        "fingerprint, on the device": again(jstep.fingerprint, device),
+        "XLA's uint32 sum": repeated(sum_of_bits, device),
+        "sum of squares, one read": repeated(sum_of_squares, device),
+        "fingerprint, on the device": repeated(jstep.fingerprint, device),
     }
     bounds = {
         ("fingerprint, on the device", "XLA's uint32 sum"): 2.0,
         ("fingerprint, on the device", "sum of squares, one read"): None,
     }
     if jax.default_backend() == "cpu":
-        contenders["fingerprint, in host memory"] = again(jstep.fingerprint, host)
+        contenders["fingerprint, in host memory"] = repeated(jstep.fingerprint, host)
         bounds["fingerprint, in host memory", "XLA's uint32 sum"] = 2.0
     return report("64M floats", interleaved(contenders, 1, 7), bounds, 1e3)
 
 
 def many():
     tree = {f"layer{i}": {"w": jnp.ones((256, 256)), "b": jnp.ones(256)} for i in range(150)}
-    return report("300 leaves", interleaved({"fingerprint": again(jstep.fingerprint, tree)}, 3, 5), {}, 1e3)
+    return report("300 leaves", interleaved({"fingerprint": repeated(jstep.fingerprint, tree)}, 3, 5), {}, 1e3)
 
 
 if __name__ == "__main__":

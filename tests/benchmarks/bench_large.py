@@ -51,7 +51,7 @@ def optimizers(clip):
 
 
 def microbatches(n=8):
-    """A wide two-layer network over n microbatches of 4 rows: accumulation dominates the cost."""
+    """Return contenders for a wide two-layer network on n microbatches of 4 rows, dominated by accumulation."""
 
     def init():
         return {"w1": jnp.full((1024, 4096), 0.01), "w2": jnp.full((4096, 1024), 0.01)}
@@ -107,7 +107,7 @@ def sparse(rows=1000, table=(1_000_000, 64)):
 
 
 def memory():
-    """Temporaries of a donated step, in bytes of parameters, for every optimizer."""
+    """Print the temporaries of a donated update relative to the parameters; return whether the bound holds."""
     table = {
         "gradient_descent": jstep.gradient_descent(0.1),
         "momentum": jstep.momentum(0.1, 0.9),

@@ -43,7 +43,7 @@ def theirs():
 
 def compile_times(make, grads):
     step, state = make()
-    # A new function each time, so that nothing comes from a cache.
+    # A new function each time avoids cache hits.
     jitted = jax.jit(lambda state, grads: step(state, grads), donate_argnums=0)
     start = time.perf_counter()
     traced = jitted.trace(state, grads)

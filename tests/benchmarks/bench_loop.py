@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_loop.py
 
 Steps take about 35 µs (those of bench_step.py), so the loop dominates the measurement. `train` counts steps, logs,
-writes summaries and saves checkpoints; each run resumes where the previous one ended. On a busy machine the medians
-mean little, since `train` uses threads: compare the bests.
+writes summaries and saves checkpoints; each run resumes where the previous one ended. `train` uses threads, so on a
+busy machine the medians are unreliable: compare the minima.
 """
 
 import io
@@ -47,30 +47,30 @@ def main():
     def bare(name, calls):
         state = held.get(name) or fresh()
         start = jstep.global_step(state)
-        then = time.perf_counter()
+        started = time.perf_counter()
         for n in range(start, start + calls):
             state, _ = train_step(state, *batches(n))
         jax.block_until_ready(state)
-        taken = time.perf_counter() - then
+        taken = time.perf_counter() - started
         held[name] = state
         return taken
 
     class Time(jstep.Hook):
-        """Time the steps alone, without opening and closing files at both ends."""
+        """Times the steps, excluding opening and closing files at both ends."""
 
         def begin(self, state):
-            self.then = None
+            self.started = None
 
         def after_step(self, step, state, metrics):
-            if self.then is None:  # compiled
-                self.then, self.first = time.perf_counter(), step
+            if self.started is None:  # the first call, which compiles, is excluded
+                self.started, self.first = time.perf_counter(), step
 
         def end(self, step, state):
             jax.block_until_ready(state)
-            self.taken = (time.perf_counter() - self.then) / (step - self.first)
+            self.taken = (time.perf_counter() - self.started) / (step - self.first)
 
         def next_due(self, step):
-            return step + 1 if self.then is None else 2**62
+            return step + 1 if self.started is None else 2**62
 
     def looped(name, calls, steps_per_call, *hooks):
         directory = tempfile.mkdtemp()

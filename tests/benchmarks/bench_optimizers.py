@@ -65,7 +65,7 @@ def squares():
     return [jnp.full((128, 128), 0.1) for _ in range(8)]
 
 
-WHOLES = {
+OPTIMIZERS = {
     "AdamW": (lambda: jstep.adamw(1e-3), lambda: optax.adamw(1e-3, weight_decay=1e-2)),
     "Lion": (lambda: jstep.lion(1e-4, weight_decay=0.1), lambda: optax.lion(1e-4, weight_decay=0.1)),
     "SGD, momentum": (lambda: jstep.sgd(0.1, 0.9), lambda: optax.sgd(0.1, 0.9)),
@@ -90,9 +90,9 @@ BLOCKS = {
 }
 
 
-def wholes(name):
-    mine, theirs = WHOLES[name]
-    return interleaved({"jstep": by_jstep(mine(), big), "Optax": by_optax(theirs(), big)}, 1, 9)
+def versus_optax(name):
+    ours, theirs = OPTIMIZERS[name]
+    return interleaved({"jstep": by_jstep(ours(), big), "Optax": by_optax(theirs(), big)}, 1, 9)
 
 
 def blocks(name):
@@ -107,13 +107,13 @@ def adafactor():
 
 
 def muon():
-    mine = jstep.muon(1e-2, scale=None, weight_decay=0.0)
+    ours = jstep.muon(1e-2, scale=None, weight_decay=0.0)
     theirs = contrib.muon(1e-2, weight_decay=0.0)
-    return interleaved({"jstep": by_jstep(mine, matrices), "Optax": by_optax(theirs, matrices)}, 1, 9)
+    return interleaved({"jstep": by_jstep(ours, matrices), "Optax": by_optax(theirs, matrices)}, 1, 9)
 
 
 def soap_step(beta=0.95, epsilon=1e-8, frequency=10):
-    """SOAP for matrices, hand-written in JAX."""
+    """Return a step of SOAP for matrices, hand-written in JAX."""
 
     def leaf(p, g, s, t):
         def project(x):
@@ -127,7 +127,7 @@ def soap_step(beta=0.95, epsilon=1e-8, frequency=10):
         p = (p - size * u) * (1 - 3e-5)
         grams = (beta * s["gg0"] + (1 - beta) * g @ g.T, beta * s["gg1"] + (1 - beta) * g.T @ g)
 
-        def turn(v):
+        def rotate(v):
             new = []
             for axis, (gg, q) in enumerate(zip(grams, (s["q0"], s["q1"]), strict=True)):
                 product = gg @ q
@@ -136,7 +136,7 @@ def soap_step(beta=0.95, epsilon=1e-8, frequency=10):
                 new.append(jnp.linalg.qr(product[:, order])[0])
             return *new, v
 
-        q0, q1, v = jax.lax.cond((t + 1) % frequency == 0, turn, lambda v: (s["q0"], s["q1"], v), v)
+        q0, q1, v = jax.lax.cond((t + 1) % frequency == 0, rotate, lambda v: (s["q0"], s["q1"], v), v)
         return p, {"m": m, "v": v, "gg0": grams[0], "gg1": grams[1], "q0": q0, "q1": q1}
 
     def step(state, grads):
@@ -159,7 +159,7 @@ def soap():
 
 
 def batched():
-    """Newton–Schulz over 24 equal matrices: one by one, and in one batch."""
+    """Time Newton–Schulz for 24 matrices of equal shape, one by one and in one batch."""
     from jstep.optimizers.newton_schulz import Iteration, newton_schulz
 
     times = {}
@@ -174,7 +174,7 @@ def batched():
 
 
 def many():
-    """1000 leaves of AdamW: trace, lower, compile."""
+    """Time tracing, lowering and compiling AdamW with 1000 leaves."""
     leaves = {f"leaf{i}": jnp.full(1000, i / 1000) for i in range(1000)}
     ours, theirs = jstep.adamw(1e-3), optax.adamw(1e-3)
     steps = {
@@ -196,7 +196,7 @@ def many():
 
 def main(words):
     peer, parts = ("jstep", "Optax"), ("chain", "whole")
-    rows = [(f"16 leaves of 4M floats, {name}", partial(wholes, name), {peer: 1.03}) for name in WHOLES]
+    rows = [(f"16 leaves of 4M floats, {name}", partial(versus_optax, name), {peer: 1.03}) for name in OPTIMIZERS]
     rows += [(f"blocks beside the whole, {name}", partial(blocks, name), {parts: 1.03}) for name in BLOCKS]
     rows += [
         ("16 leaves of 4M floats, Adafactor", adafactor, {peer: 1.05}),

@@ -44,7 +44,7 @@ def device_step(state, batch, amount):
 
 
 def calibrated(run):
-    """The amount of work that takes the target time."""
+    """Return the amount of work that takes the target time."""
     amount = 16
     for _ in range(4):
         run(amount)

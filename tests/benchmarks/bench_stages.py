@@ -5,7 +5,7 @@
 There are two stage changes: another training step of the same size, and batches of twice the size. Both programs are
 compiled in the background during the earlier steps, so the first step of a stage need not wait for XLA.
 
-The first run of a program takes XLA's CPU backend some 30 to 300 ms more than later ones, also in plain JAX and however
+On XLA's CPU backend the first run of a program takes 30 to 300 ms longer than later ones, also in plain JAX and however
 long ago it was compiled. Steps are long here (many microbatches), as in programs that take seconds to compile.
 """
 
@@ -28,18 +28,18 @@ ROUNDS = 3
 
 
 def loss_fn(params, x, *, scale):
-    for w in params:  # unrolled, so that it takes long to compile
+    for w in params:  # unrolled to take long to compile
         x = jnp.tanh(x * w[None]) + 0.5 * jnp.roll(x, 1, axis=1)
     return scale * jnp.mean(x**2)
 
 
 def step_of(optimizer, scale):
-    """A separate program for each scale: none is compiled twice."""
+    """Return a step whose program depends on the scale, so that none comes from a cache."""
     return jstep.minimize(functools.partial(loss_fn, scale=scale), optimizer, num_microbatches=MICROBATCHES)
 
 
 class Steps(jstep.Hook):
-    """Seconds of each step, by the step that it begins from, all of them waited for."""
+    """Records the seconds of each step, indexed by the step at which it starts; waits for each state."""
 
     def begin(self, state):
         self.seconds, self._then = [], time.perf_counter()
@@ -52,7 +52,7 @@ class Steps(jstep.Hook):
 
 
 def one_round(number, compiled):
-    """Seconds of the steps, and of the compilations in the background, in order, perhaps with the first program."""
+    """Return the seconds of the steps and of background compilations, in order; these may include the first program."""
     optimizer = jstep.adam(1e-4)
     weights = list(np.random.default_rng(1).normal(size=(LAYERS, WIDTH)).astype(np.float32))
     data = jstep.batches(

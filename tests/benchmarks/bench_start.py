@@ -1,9 +1,9 @@
 """Time to the first finished step: overlapped or sequential startup, with and without a compilation cache.
 
     python tests/benchmarks/bench_start.py            # restore slowed to 5 s
-    python tests/benchmarks/bench_start.py --char-lm  # the start of examples/char_lm.py, too
+    python tests/benchmarks/bench_start.py --char-lm  # also the start of examples/char_lm.py
 
-Each start runs in a separate process, since JAX keeps compiled programs. Times count from the call of `train`.
+Each start runs in a separate process, since JAX caches compiled programs. Times count from the call of `train`.
 """
 
 import argparse
@@ -59,8 +59,8 @@ else:
 
 
 def start(directory, cache, kind, restore_secs):
-    """Seconds to the first finished step of a run."""
-    with tempfile.TemporaryDirectory() as own:  # which the run ends in
+    """Return the seconds to the first finished step of a run."""
+    with tempfile.TemporaryDirectory() as own:  # a copy, since the run writes its final checkpoint
         subprocess.run(["cp", "-r", f"{directory}/.", own], check=True)
         command = [sys.executable, "-c", START, own if kind != "make" else str(directory), cache, kind]
         done = subprocess.run([*command, str(restore_secs)], capture_output=True, text=True, check=True)
@@ -68,7 +68,7 @@ def start(directory, cache, kind, restore_secs):
 
 
 def char_lm(cache):
-    """Seconds to the first finished step of the example, from the call of `train`."""
+    """Return the seconds from the call of `train` in the example to its first finished step."""
     example = pathlib.Path(__file__).parents[2] / "examples" / "char_lm.py"
     code = (
         "import runpy, sys, time, jax, jstep\n"

@@ -35,7 +35,7 @@ def loss_fn(params, x, y):
 
 
 def hand_written_step(state, x, y):
-    """Adam over a flat tuple, hand-written for speed alone."""
+    """Run a step of Adam on a flat tuple, hand-written for speed."""
     params, m, v, step = state
     loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
     rate = RATE * DECAY_RATE ** (step // DECAY_STEPS).astype(jnp.float32)
@@ -62,7 +62,7 @@ def main():
         loss, grads = jax.value_and_grad(loss_fn)(state.params, x, y)
         return state.apply_gradients(grads=grads), {"loss": loss, "learning_rate": schedule(state.step)}
 
-    # As in Flax's guides and examples, and also with the state donated, which they leave out.
+    # As in Flax's guides and examples, and also with a donated state, which those do not show.
     flax_compiled = jax.jit(flax_step)
     flax_donated = jax.jit(flax_step, donate_argnums=0)
     hand = jax.jit(hand_written_step, donate_argnums=0)
@@ -87,8 +87,8 @@ def main():
         return params, jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params), jnp.int32(0)
 
     def flax_state():
-        made = flax.training.train_state.TrainState.create(apply_fn=None, params=init_params(), tx=optax.adam(schedule))
-        return made.replace(step=jnp.int32(0))
+        new = flax.training.train_state.TrainState.create(apply_fn=None, params=init_params(), tx=optax.adam(schedule))
+        return new.replace(step=jnp.int32(0))
 
     contenders = {
         "jstep minimize": runner(train_step, jstep.TrainState.create(init_params(), optimizer), x, y),

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/report.py                  # all: takes hours on an otherwise idle machine
     python tests/benchmarks/report.py --only step      # bench_step.py alone; other sections are kept
-    python tests/benchmarks/report.py --quick          # few rounds: checks that they run, not for figures
+    python tests/benchmarks/report.py --quick          # few rounds, only to check that they run
 
 Each benchmark runs in a separate process, one after the other. Only its ratios are kept: jstep's time divided by that
-of another library, measured in turns in the same run, since ratios carry over to other machines better than times do.
+of another library, measured in turns in the same run, since ratios depend less on the machine than times do.
 The page gives the date and the machine of each measurement, and the benchmarks that could not run.
 """
 
@@ -73,7 +73,7 @@ def section(source: str, output: str, failure: str | None, where: str) -> str:
     Args:
         source: Its source, whose docstring describes it.
         output: Its output.
-        failure: Why it could not run, in one line; None if it ran.
+        failure: The reason why it could not run, in one line; None if it ran.
         where: Date, machine and versions.
     """
     about = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
@@ -146,7 +146,7 @@ def versions() -> str:
 
 
 def run(name: str, quick: bool, limit: float) -> tuple[str, str | None]:
-    """Run a benchmark; return its output, and why it did not finish, or None if it did.
+    """Run a benchmark; return its output, and the reason why it did not finish, or None if it did.
 
     An exit code of 1 without a traceback means that a bound does not hold, which the table shows.
     """
@@ -170,9 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", choices=names, metavar="NAME", help=f"repeatable: {', '.join(names)}"
     )
-    parser.add_argument("--quick", action="store_true", help="few rounds; the page says so")
+    parser.add_argument("--quick", action="store_true", help="few rounds, which the page mentions")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for a benchmark (default: 3600)")
-    parser.add_argument("--page", type=Path, default=PAGE, help="where to write (default: docs/benchmarks.md)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write (default: docs/benchmarks.md)")
     given = parser.parse_args(argv)
     failures = 0
     for name in given.only or names:

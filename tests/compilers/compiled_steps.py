@@ -1,4 +1,4 @@
-"""Steps that the tests here compile, and what is asked of the compiled programs."""
+"""Training steps that these tests compile, and checks of the compiled programs."""
 
 import warnings
 
@@ -22,7 +22,7 @@ def loss(p, x, y):
 
 
 def batch(mesh, *lead, rows=64):
-    """Rows for each device, behind the axes of `scan_steps`."""
+    """Return a batch with `rows` rows on each device; `lead` are the leading axes for `scan_steps`."""
     sharding = jax.NamedSharding(mesh, jax.P(*[None] * len(lead), mesh.axis_names[0]))
     return [
         jax.ShapeDtypeStruct((*lead, rows * mesh.size, width), jnp.float32, sharding=sharding) for width in (512, 1024)
@@ -39,34 +39,34 @@ def state(optimizer, mesh, layout, params=params, **kwargs):
 
 
 def compiled(step, state, *batch):
-    """The compiled program; a warning, such as that of a buffer which is not donated, is an error."""
+    """Compile a step; warnings, such as the one about a buffer that is not donated, are errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return step.lower(state, *batch).compile()
 
 
 def check(program, state):
-    """The program donates the whole state, and each leaf stays where it is."""
-    held = sum(bytes_of(leaf) for leaf in jax.tree.leaves(state))
+    """Check that the program donates the complete state and keeps the sharding of each leaf."""
+    expected = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(state))
     analysis = program.memory_analysis()
-    assert analysis.alias_size_in_bytes + analysis.host_alias_size_in_bytes >= held, "a leaf is not donated"
+    assert analysis.alias_size_in_bytes + analysis.host_alias_size_in_bytes >= expected, "a leaf is not donated"
     shardings = program.output_shardings[0]
     for path, leaf in jax.tree.leaves_with_path(state):
-        where = shardings
+        sharding = shardings
         for key in path:
-            where = getattr(where, key.name) if hasattr(key, "name") else where[key.key]
-        assert where.is_equivalent_to(leaf.sharding, leaf.ndim), f"{jax.tree_util.keystr(path)} moves to {where}"
+            sharding = getattr(sharding, key.name) if hasattr(key, "name") else sharding[key.key]
+        assert sharding.is_equivalent_to(leaf.sharding, leaf.ndim), f"{jax.tree_util.keystr(path)} moves to {sharding}"
 
 
-def moved(program):
+def collectives(program):
     return collectives_of(program.as_text())
 
 
-def size_of(tree):
-    """The bytes of a tree, whole."""
+def total_bytes(tree):
+    """Return the bytes of all leaves of a tree, unsharded."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def bytes_of(leaf):
-    """The bytes of a leaf on each device."""
+def bytes_per_device(leaf):
+    """Return the bytes of a leaf on each device."""
     return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize

@@ -1,6 +1,6 @@
-"""Each of these tests runs in a process of its own: XLA's compilers may abort it, and stay loaded to its end.
+"""Runs each of these tests in its own process: XLA's compilers may abort it and stay loaded until it exits.
 
-They are skipped where the compiler is not installed: `pip install 'jstep[tpu]'`, `'jstep[aot-cuda]'`.
+Tests are skipped if the compiler is not installed: `pip install 'jstep[tpu]'`, `'jstep[aot-cuda]'`.
 """
 
 import importlib.util
@@ -12,8 +12,8 @@ import sys
 import pytest
 
 LIMIT = 600
-"""Seconds for one test."""
-_INSIDE = "JSTEP_IN_A_PROCESS_OF_ITS_OWN"
+"""Time limit of one test in seconds."""
+_IN_SUBPROCESS = "JSTEP_TEST_IN_SUBPROCESS"
 
 
 def _is_installed(module):
@@ -31,17 +31,17 @@ COMPILERS = {
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        for marker, (module, how) in COMPILERS.items():
+        for marker, (module, command) in COMPILERS.items():
             if item.get_closest_marker(marker) and not _is_installed(module):
-                item.add_marker(pytest.mark.skip(reason=f"{module} is not installed: {how}"))
+                item.add_marker(pytest.mark.skip(reason=f"{module} is not installed: {command}"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    if os.environ.get(_INSIDE) or not any(map(pyfuncitem.get_closest_marker, COMPILERS)):
+    if os.environ.get(_IN_SUBPROCESS) or not any(map(pyfuncitem.get_closest_marker, COMPILERS)):
         return None
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", pyfuncitem.nodeid]
-    environment = os.environ | {_INSIDE: "1", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {_IN_SUBPROCESS: "1", "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(
         command,
         cwd=pyfuncitem.config.rootpath,
@@ -57,5 +57,5 @@ def pytest_pyfunc_call(pyfuncitem):
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
-        pytest.fail(f"exit code {process.returncode} of its own process:\n{output[-6000:]}", pytrace=False)
+        pytest.fail(f"the subprocess exited with code {process.returncode}:\n{output[-6000:]}", pytrace=False)
     return True

@@ -1,4 +1,4 @@
-"""Prints by what share of the slots' bytes peak device memory falls: MODEL OPTIMIZER LAYOUT, on v5e:2x4."""
+"""Prints the fraction of the slots' bytes by which peak device memory falls: MODEL OPTIMIZER LAYOUT, on v5e:2x4."""
 
 import functools
 import json

@@ -1,8 +1,7 @@
-"""What GPUs move is read right from their compiler's text, and warned about only if it should not be."""
+"""Collectives read from programs compiled for GPUs, and the warnings about avoidable ones."""
 
 import pytest
-from compiled_steps import batch, loss, state
-from exchanging import (
+from collective_programs import (
     LAYER,
     LAYERS,
     LOOPS,
@@ -13,14 +12,15 @@ from exchanging import (
     B,
     F,
     X,
+    collectives,
+    cost_warnings,
+    gathers_of_equal_shape,
     loops,
-    moved,
-    of_equal_shapes,
     tokens,
     transformer,
     transformer_step,
-    warned,
 )
+from compiled_steps import batch, loss, state
 
 import jstep
 
@@ -28,40 +28,40 @@ pytestmark = pytest.mark.gpu_compiler
 OPTIMIZER = jstep.adam(1e-3)
 
 
-def test_steps():
+def test_training_steps():
     mesh = jstep.topology("h100:8")
     step = jstep.minimize(loss, OPTIMIZER)
     gradients = 4 * (A + B + X + F)
-    assert moved(step, state(OPTIMIZER, mesh, "replicated"), *batch(mesh)) == {"all-reduce": (1, gradients + 4)}
-    four = moved(jstep.scan_steps(step, 4), state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 4))
+    assert collectives(step, state(OPTIMIZER, mesh, "replicated"), *batch(mesh)) == {"all-reduce": (1, gradients + 4)}
+    four = collectives(jstep.scan_steps(step, 4), state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 4))
     assert four == {"all-reduce": (4, 4 * (gradients + 4))}
-    assert moved(step, state(OPTIMIZER, mesh, "zero1"), *batch(mesh)) == {
+    assert collectives(step, state(OPTIMIZER, mesh, "zero1"), *batch(mesh)) == {
         "all-reduce": (1, 4),
         "all-gather": (1, gradients),
         "reduce-scatter": (1, gradients),
     }
-    assert moved(step, state(OPTIMIZER, mesh, "fsdp"), *batch(mesh)) == {
+    assert collectives(step, state(OPTIMIZER, mesh, "fsdp"), *batch(mesh)) == {
         "all-reduce": (1, 4 * (B + 1)),
         "all-gather": (1, 4 * (A + X + F)),
         "reduce-scatter": (1, 4 * (A + X + F)),
     }
 
 
-def test_programs_of_ones_own():
+def test_custom_programs():
     mesh = jstep.topology("h100:8")
     assert loops(mesh) == LOOPS
-    assert of_equal_shapes(mesh) == {"all-gather": (2, 2 * 8 * PART)}
+    assert gathers_of_equal_shape(mesh) == {"all-gather": (2, 2 * 8 * PART)}
 
 
-def test_a_transformer_and_its_one_line():
+def test_transformer_with_and_without_constraint():
     mesh = jstep.topology("h100:8")
-    placed = transformer_step(mesh, OPTIMIZER, placed=True)
+    constrained = transformer_step(mesh, OPTIMIZER, constrained=True)
     shapes = state(OPTIMIZER, mesh, "fsdp", transformer)
-    found = moved(placed, shapes, tokens(mesh))
+    found = collectives(constrained, shapes, tokens(mesh))
     assert "all-to-all" not in found
     # Layers are gathered in bfloat16, forward and backward, two arrays at a time; one embedding in float32.
     embedding = WORDS * WIDTH
     assert found["all-gather"] == (2 * LAYERS + 1, 2 * (2 * LAYERS * LAYER + embedding) + 4 * embedding)
-    assert warned(placed, shapes, tokens(mesh)) == []
-    (warning,) = warned(transformer_step(mesh, OPTIMIZER, placed=False), shapes, tokens(mesh))
+    assert cost_warnings(constrained, shapes, tokens(mesh)) == []
+    (warning,) = cost_warnings(transformer_step(mesh, OPTIMIZER, constrained=False), shapes, tokens(mesh))
     assert warning.startswith("activations are resharded (all-gather and all-to-all, ")

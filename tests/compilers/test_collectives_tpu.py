@@ -1,10 +1,9 @@
-"""What TPUs move is read right from their compiler's text, and warned about only if it should not be."""
+"""Collectives read from programs compiled for TPUs, and the warnings about avoidable ones."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled_steps import batch, loss, state
-from exchanging import (
+from collective_programs import (
     LAYER,
     LAYERS,
     LOOPS,
@@ -15,15 +14,16 @@ from exchanging import (
     B,
     F,
     X,
+    collectives,
+    cost_warnings,
+    gathers_of_equal_shape,
     loops,
-    moved,
-    of_equal_shapes,
-    rows,
+    row_sharded,
     tokens,
     transformer,
     transformer_step,
-    warned,
 )
+from compiled_steps import batch, loss, state
 
 import jstep
 from jstep.tools.recomputed import recomputes
@@ -36,57 +36,57 @@ def test_data_parallel_steps():
     mesh = jstep.topology("v5e:2x4")
     step = jstep.minimize(loss, OPTIMIZER)
     gradients = 4 * (A + B + X + F)
-    assert moved(step, state(OPTIMIZER, mesh, "replicated"), *batch(mesh)) == {"all-reduce": (1, gradients + 4)}
-    four = moved(jstep.scan_steps(step, 4), state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 4))
+    assert collectives(step, state(OPTIMIZER, mesh, "replicated"), *batch(mesh)) == {"all-reduce": (1, gradients + 4)}
+    four = collectives(jstep.scan_steps(step, 4), state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 4))
     assert four == {"all-reduce": (4, 4 * (gradients + 4))}
     parts = jstep.minimize(loss, OPTIMIZER, num_microbatches=4)
-    found = moved(parts, state(OPTIMIZER, mesh, "replicated"), *batch(mesh))
-    assert gradients <= found["all-reduce"].bytes <= gradients + 4 * 4  # gradients once, the losses
+    found = collectives(parts, state(OPTIMIZER, mesh, "replicated"), *batch(mesh))
+    assert gradients <= found["all-reduce"].bytes <= gradients + 4 * 4  # gradients once, and the losses
 
 
-def test_split_states():
+def test_sharded_states():
     mesh = jstep.topology("v5e:2x4")
     step = jstep.minimize(loss, OPTIMIZER)
-    zero1 = moved(step, state(OPTIMIZER, mesh, "zero1"), *batch(mesh))
+    zero1 = collectives(step, state(OPTIMIZER, mesh, "zero1"), *batch(mesh))
     assert zero1["reduce-scatter"] == (1, 4 * (A + X))
     assert zero1["all-gather"].bytes == 4 * (A + X + F)
-    assert zero1["all-reduce"].bytes <= 4 * (3 * B + F + 1)  # small ones; that of b is gathered by a sum
+    assert zero1["all-reduce"].bytes <= 4 * (3 * B + F + 1)  # small ones; b is gathered by an all-reduce
     assert zero1.keys() == {"all-reduce", "all-gather", "reduce-scatter"}
-    fsdp = moved(step, state(OPTIMIZER, mesh, "fsdp"), *batch(mesh))
+    fsdp = collectives(step, state(OPTIMIZER, mesh, "fsdp"), *batch(mesh))
     assert fsdp["reduce-scatter"] == (1, 4 * (A + X))
     assert fsdp["all-gather"] == (3, 2 * (A + X) + 4 * F)  # one of them asynchronous, in three fusions
     assert fsdp["all-reduce"].bytes <= 4 * (B + F + 1)
 
 
-def test_calls_on_another_core():
-    """A TPU 7x leaves exchanges to its sparse cores."""
+def test_collectives_on_sparse_cores():
+    """TPU 7x runs collectives on its sparse cores."""
     mesh = jstep.topology("tpu7x:2x2x1")
-    found = moved(jstep.minimize(loss, OPTIMIZER), state(OPTIMIZER, mesh, "fsdp"), *batch(mesh))
+    found = collectives(jstep.minimize(loss, OPTIMIZER), state(OPTIMIZER, mesh, "fsdp"), *batch(mesh))
     assert found["all-gather"] == (3, 2 * (A + X) + 4 * F)
     assert found["reduce-scatter"].bytes == 4 * (A + X)
     assert loops(mesh) == LOOPS
 
 
-def test_programs_of_ones_own():
+def test_custom_programs():
     mesh = jstep.topology("v5e:2x4")
     assert loops(mesh) == LOOPS
-    assert of_equal_shapes(mesh) == {"all-gather": (2, 2 * 8 * PART)}
+    assert gathers_of_equal_shape(mesh) == {"all-gather": (2, 2 * 8 * PART)}
 
 
-def test_a_transformer_and_its_one_line():
+def test_transformer_with_and_without_constraint():
     mesh = jstep.topology("v5e:2x4")
-    placed = transformer_step(mesh, OPTIMIZER, placed=True)
+    constrained = transformer_step(mesh, OPTIMIZER, constrained=True)
     shapes = state(OPTIMIZER, mesh, "fsdp", transformer)
-    found = moved(placed, shapes, tokens(mesh))
+    found = collectives(constrained, shapes, tokens(mesh))
     assert "all-to-all" not in found
     # Layers are gathered in bfloat16, forward and backward; the embeddings once.
     assert found["all-gather"] == (2 * 2 * LAYERS + 2, 2 * (2 * LAYERS * LAYER + 2 * WORDS * WIDTH))
-    assert warned(placed, shapes, tokens(mesh)) == []
-    (warning,) = warned(transformer_step(mesh, OPTIMIZER, placed=False), shapes, tokens(mesh))
+    assert cost_warnings(constrained, shapes, tokens(mesh)) == []
+    (warning,) = cost_warnings(transformer_step(mesh, OPTIMIZER, constrained=False), shapes, tokens(mesh))
     assert warning.startswith("activations are resharded (all-gather and all-to-all, ")
 
 
-def test_layers_stacked_on_the_axis_that_is_split():
+def test_layers_stacked_on_the_sharded_axis():
     mesh = jstep.topology("v5e:2x4")
 
     def layers():
@@ -101,7 +101,7 @@ def test_layers_stacked_on_the_axis_that_is_split():
 
     def found(spec):
         shapes = jstep.TrainState.create(layers, OPTIMIZER, mesh=mesh, param_specs=[("*", spec)])
-        return warned(jstep.minimize(mean, OPTIMIZER), shapes, rows(mesh, 64, 64))
+        return cost_warnings(jstep.minimize(mean, OPTIMIZER), shapes, row_sharded(mesh, 64, 64))
 
     (warning,) = found(jax.P("data"))
     assert warning.startswith("parameters are gathered more often than they are used (")
@@ -111,22 +111,22 @@ def test_layers_stacked_on_the_axis_that_is_split():
 
 def test_two_slices():
     mesh = jstep.topology("v5e:4x4*2")
-    found = moved(jstep.minimize(loss, OPTIMIZER), state(OPTIMIZER, mesh, "replicated"), *batch(mesh))
+    found = collectives(jstep.minimize(loss, OPTIMIZER), state(OPTIMIZER, mesh, "replicated"), *batch(mesh))
     assert found["reduce-scatter"].bytes == found["all-gather"].bytes == 4 * (A + X)
-    # A sixteenth of the gradients goes to the other slice, what is small as a whole and padded.
+    # A sixteenth of the gradients goes to the other slice; small ones go completely and padded.
     assert 4 * (A + X) // 16 + 4 * (B + F) <= found["between slices"].bytes <= 4 * (A + X) // 16 + 4 * 2 * (B + F)
 
 
-def test_recomputing_to_fit():
+def test_recomputation_to_fit_is_detected():
     def program(count, wrap):
         def mean(params, x):
             for weights in params:
                 x = wrap(lambda x, weights: jnp.tanh(x @ weights))(x, weights)
             return jnp.mean(x**2)
 
-        where = jax.NamedSharding(jstep.topology("v5e:1x1"), jax.P())
-        shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=where)] * 3
-        x = jax.ShapeDtypeStruct((count, 256), jnp.float32, sharding=where)
+        sharding = jax.NamedSharding(jstep.topology("v5e:1x1"), jax.P())
+        shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding)] * 3
+        x = jax.ShapeDtypeStruct((count, 256), jnp.float32, sharding=sharding)
         return jax.jit(jax.grad(mean)).lower(shapes, x).compile().as_text()
 
     assert recomputes(program(4_000_000, lambda function: function))

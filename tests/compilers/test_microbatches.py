@@ -1,7 +1,7 @@
-"""Microbatches of a batch that is split over devices: no row moves."""
+"""Microbatches of a sharded batch: no rows move between devices."""
 
 import pytest
-from compiled_steps import batch, compiled, loss, moved, state
+from compiled_steps import batch, collectives, compiled, loss, state
 
 import jstep
 
@@ -10,7 +10,7 @@ STEP = jstep.minimize(loss, OPTIMIZER, num_microbatches=4)
 
 
 def kinds(mesh, layout):
-    return set(moved(compiled(STEP, state(OPTIMIZER, mesh, layout), *batch(mesh))))
+    return set(collectives(compiled(STEP, state(OPTIMIZER, mesh, layout), *batch(mesh))))
 
 
 @pytest.mark.tpu_compiler
@@ -19,7 +19,7 @@ def test_on_tpus():
     assert kinds(mesh, "replicated") == {"all-reduce"}
     assert not {"all-to-all", "collective-permute"} & (kinds(mesh, "zero1") | kinds(mesh, "fsdp"))
     scanned = jstep.scan_steps(STEP, 2)
-    found = moved(compiled(scanned, state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 2)))
+    found = collectives(compiled(scanned, state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 2)))
     assert set(found) == {"all-reduce"}
 
 

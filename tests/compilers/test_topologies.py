@@ -1,4 +1,4 @@
-"""Meshes of devices that only compile, with the compilers: what they are, what they refuse, what they say of memory."""
+"""Compile-only meshes with real compilers: shape, refused operations and memory estimates."""
 
 import contextlib
 import subprocess
@@ -18,7 +18,7 @@ import jstep
 
 OPTIMIZER = jstep.adam(1e-3)
 
-SILENT = """
+PROGRAM = """
 import {first}
 import jstep
 mesh = jstep.topology({name!r})
@@ -38,7 +38,7 @@ print(jstep.cost(step, state).fits, jnp.ones(2).sum())
         *[("v4:1x1x1", 1, 1), ("v5p:1x1x1", 1, 1)],
     ],
 )
-def test_slices(name, count, hosts):
+def test_meshes_of_tpu_slices(name, count, hosts):
     mesh = jstep.topology(name)
     assert dict(mesh.shape) == {"data": count}
     assert mesh == jstep.topology(name, {"data": count})
@@ -47,7 +47,7 @@ def test_slices(name, count, hosts):
 
 
 @pytest.mark.tpu_compiler
-def test_axes():
+def test_mesh_axes():
     mesh = jstep.topology("v5p:4x4x4", {"replica": 2, "model": 32}, axis_types=(AxisType.Auto, AxisType.Explicit))
     assert (dict(mesh.shape), mesh.axis_types) == ({"replica": 2, "model": 32}, (AxisType.Auto, AxisType.Explicit))
     for axes in ({"data": 7}, {"data": 8, "model": 2}):
@@ -56,7 +56,7 @@ def test_axes():
 
 
 @pytest.mark.tpu_compiler
-def test_slices_lie_along_one_axis():
+def test_slices_are_placed_along_one_axis():
     mesh = jstep.topology("v5e:4x4*2", {"model": 1, "data": 8, "expert": 4})
     halves = np.split(mesh.devices, 2, axis=1)
     assert [{device.slice_index for device in half.flat} for half in halves] == [{0}, {1}]
@@ -69,7 +69,7 @@ def test_slices_lie_along_one_axis():
     ("name", "count", "hosts"),
     [("a100:16", 16, 1), ("h100:8", 8, 1), ("h100:4x8", 32, 4), ("h200:2x8", 16, 2), ("b200:1", 1, 1)],
 )
-def test_clusters(name, count, hosts):
+def test_meshes_of_gpu_clusters(name, count, hosts):
     mesh = jstep.topology(name)
     assert mesh.size == count
     assert mesh == jstep.topology(name)
@@ -85,22 +85,22 @@ def test_clusters(name, count, hosts):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("first", ["jstep", "jax"])
 @pytest.mark.parametrize("platforms", ["cpu", ""])
-def test_nothing_stray_on_stderr(first, platforms, monkeypatch):
-    _silent("v5e:2x2", first, platforms, monkeypatch)
+def test_stderr_is_empty(first, platforms, monkeypatch):
+    _check_stderr("v5e:2x2", first, platforms, monkeypatch)
 
 
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("platforms", ["cpu", ""])
-def test_nothing_stray_on_stderr_of_gpus(platforms, monkeypatch):
-    _silent("h100:2", "jstep", platforms, monkeypatch)
+def test_stderr_is_empty_for_gpus(platforms, monkeypatch):
+    _check_stderr("h100:2", "jstep", platforms, monkeypatch)
 
 
-def _silent(name, first, platforms, monkeypatch):
+def _check_stderr(name, first, platforms, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     for variable in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
-    code = SILENT.format(first=first, name=name)
+    code = PROGRAM.format(first=first, name=name)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["True", "2.0"]
@@ -108,7 +108,7 @@ def _silent(name, first, platforms, monkeypatch):
 
 @pytest.mark.tpu_compiler
 def test_two_processes_at_once():
-    code = SILENT.format(first="jstep", name="v5e:2x2") + "input()"
+    code = PROGRAM.format(first="jstep", name="v5e:2x2") + "input()"
     command = [sys.executable, "-c", code]
     with contextlib.ExitStack() as stack:
         pipe = subprocess.PIPE
@@ -117,7 +117,7 @@ def test_two_processes_at_once():
             for _ in range(2)
         ]
         stack.callback(lambda: [process.kill() for process in both])
-        # Each has compiled, and is still there, before either is let go.
+        # Both have compiled and are still running before either one is released.
         assert [process.stdout.readline().split() for process in both] == [["True", "2.0"]] * 2
         assert [process.communicate("\n", timeout=60)[1] for process in both] == ["", ""]
 
@@ -137,12 +137,12 @@ def test_threads_get_equal_meshes():
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("is_set", [False, True])
-def test_everything_that_does_not_run(types, is_set):
+def test_operations_that_only_trace_or_compile(types, is_set):
     mesh = jstep.topology("v5e:2x4", axis_types=(types,))
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         shapes = state(OPTIMIZER, mesh, "zero1")
-        given = jax.eval_shape(compiled_steps.params)
-        again = jstep.TrainState.create(given, OPTIMIZER, mesh=mesh, slot_axis="data")
+        shapes_of_params = jax.eval_shape(compiled_steps.params)
+        again = jstep.TrainState.create(shapes_of_params, OPTIMIZER, mesh=mesh, slot_axis="data")
         assert jax.tree.leaves(again) == jax.tree.leaves(shapes)
         abstract = jax.eval_shape(lambda: jstep.TrainState.create(params(), OPTIMIZER))
         assert jax.tree.leaves(jstep.shard_state(abstract, mesh, slot_axis="data")) == jax.tree.leaves(shapes)
@@ -165,7 +165,7 @@ def test_everything_that_does_not_run(types, is_set):
 
 
 @pytest.mark.tpu_compiler
-def test_what_would_run_says_that_these_devices_only_compile(tmp_path):
+def test_operations_that_would_run_raise(tmp_path):
     mesh = jstep.topology("v5e:2x4")
     shapes, rows = state(OPTIMIZER, mesh, "replicated"), batch(mesh)
     step = jstep.minimize(loss, OPTIMIZER)
@@ -195,7 +195,7 @@ def test_what_would_run_says_that_these_devices_only_compile(tmp_path):
 
 
 @pytest.mark.tpu_compiler
-def test_what_does_not_fit():
+def test_a_state_that_does_not_fit():
     mesh = jstep.topology("v5e:2x4")
     huge = state(OPTIMIZER, mesh, "replicated", lambda: params() | {"huge": jnp.zeros((2**18, 2**14))})
     cost = jstep.cost(jstep.minimize(loss, OPTIMIZER), huge, *batch(mesh))
@@ -211,14 +211,14 @@ def test_a_state_without_a_mesh():
     abstract = jax.eval_shape(lambda: jstep.TrainState.create(params(), OPTIMIZER))
     rows = [jax.ShapeDtypeStruct((512, width), jnp.float32) for width in (512, 1024)]
     mesh = jstep.topology("v5e:2x4")
-    ours = jstep.cost(step, abstract, *rows, topology="v5e:2x4")
+    bare = jstep.cost(step, abstract, *rows, topology="v5e:2x4")
     placed = jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *jstep.shard_batch(rows, mesh))
-    assert (ours.collectives, ours.flops, ours.peak_bytes) == (placed.collectives, placed.flops, placed.peak_bytes)
+    assert (bare.collectives, bare.flops, bare.peak_bytes) == (placed.collectives, placed.flops, placed.peak_bytes)
     arrays = jstep.cost(step, jstep.TrainState.create(params(), OPTIMIZER), *rows, topology="v5e:2x4")
-    assert arrays.collectives == ours.collectives
+    assert arrays.collectives == bare.collectives
     stacked = [jax.ShapeDtypeStruct((3, *one.shape), one.dtype) for one in rows]
     many = jstep.cost(jstep.scan_steps(step), abstract, *stacked, topology="v5e:2x4")
-    assert many.collectives["all-reduce"].number == 3 * ours.collectives["all-reduce"].number
+    assert many.collectives["all-reduce"].number == 3 * bare.collectives["all-reduce"].number
     with pytest.raises(ValueError, match="has 511 rows, which do not split over 8 devices"):
         jstep.cost(step, abstract, *[jax.ShapeDtypeStruct((511, 512), jnp.float32)] * 2, topology="v5e:2x4")
     with pytest.raises(ValueError, match="on a mesh already"):

@@ -1,4 +1,4 @@
-"""A scanned, rematerialized transformer, FSDP and tensor parallel, on a pod of v5p, on two slices of v5e, on GPUs."""
+"""A scanned, rematerialized transformer with FSDP and tensor parallelism on a v5p pod, two v5e slices, and GPUs."""
 
 import math
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_steps import bytes_of, check, compiled, moved
+from compiled_steps import bytes_per_device, check, collectives, compiled
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,21 +71,21 @@ def program(mesh, model=None, rows=2, **kwargs):
 
 
 @pytest.mark.tpu_compiler
-def test_on_a_pod():
+def test_on_a_tpu_pod():
     mesh = jstep.topology("v5p:4x4x4", {"data": 16, "model": 4})
     step, state, tokens = program(mesh, "model")
     done = compiled(step, state, tokens)
     check(done, state)
-    found = moved(done)
-    # Each device gathers its share of all columns forward and backward, in bfloat16: some of it piece by piece, between
-    # products of matrices.
+    found = collectives(done)
+    # Each device gathers its share of all columns in the forward and in the backward pass, in bfloat16; some of it in
+    # pieces, between matrix products.
     shares = []
     for leaf in jax.tree.leaves(state.params):
         spec = P(*("model" if axis == "model" else None for axis in leaf.sharding.spec))
         shares.append(leaf.update(sharding=NamedSharding(mesh, spec)))
     gathered = sum(found[kind].bytes for kind in ("all-gather", "collective-permute") if kind in found)
-    assert gathered < 1.1 * sum(map(bytes_of, shares)), found
-    # Rows are looked up in a table whose columns are split, so that they change places with columns, there and back.
+    assert gathered < 1.1 * sum(map(bytes_per_device, shares)), found
+    # The columns of the embedding are sharded, so the looked-up rows need an all-to-all, and so does their gradient.
     rows = 2 * LENGTH * WIDTH * 2
     assert "all-to-all" not in found or found["all-to-all"].bytes <= 2 * rows, found
     assert done.memory_analysis().peak_memory_in_bytes < 2**30
@@ -97,14 +97,14 @@ def test_on_two_slices():
     step, state, tokens = program(mesh)
     done = compiled(step, state, tokens)
     check(done, state)
-    assert moved(done)["between slices"].bytes > 0
+    assert collectives(done)["between slices"].bytes > 0
     inside = jstep.topology("v5e:4x4", {"data": 16})
-    assert "between slices" not in moved(compiled(*program(inside)))
+    assert "between slices" not in collectives(compiled(*program(inside)))
 
 
 @pytest.mark.gpu_compiler
-def test_on_hosts_of_gpus():
+def test_on_several_gpu_hosts():
     step, state, tokens = program(jstep.topology("h100:2x8", {"data": 8, "model": 2}), "model", num_microbatches=2)
     done = compiled(step, state, tokens)
     check(done, state)
-    assert {"all-gather", "all-reduce"} <= set(moved(done))
+    assert {"all-gather", "all-reduce"} <= set(collectives(done))

@@ -1,4 +1,4 @@
-"""The page "Will it fit?" and its script say what they promise."""
+"""The page "Will it fit?" and its script run and report the documented results."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "how" / "will-it-fit.md"
 
 def rows_of(capsys, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
-    with as_users_have_it():
+    with default_promotion():
         runpy.run_path(str(SCRIPT), run_name="__main__")
     head, line, *rows = capsys.readouterr().out.splitlines()
     assert set(line) == {"|", "-"}
@@ -28,8 +28,8 @@ def rows_of(capsys, monkeypatch, *arguments):
 
 
 @contextlib.contextmanager
-def as_users_have_it():
-    """JAX's own settings, not those of our tests."""
+def default_promotion():
+    """JAX's default promotion settings instead of the stricter ones of the tests."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -37,7 +37,7 @@ def as_users_have_it():
 @pytest.mark.tpu_compiler
 def test_the_code_of_the_page_runs(capsys):
     (block,) = re.findall(r"```py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    with as_users_have_it():
+    with default_promotion():
         exec(compile(block, str(PAGE), "exec"), {"__name__": "__main__"})
     out = capsys.readouterr().out
     assert out.startswith("a step on each of 16 devices, v5e:4x4 (compiled, not run")
@@ -46,7 +46,7 @@ def test_the_code_of_the_page_runs(capsys):
 
 
 @pytest.mark.tpu_compiler
-def test_the_script_says_what_does_not_fit(capsys, monkeypatch):
+def test_the_script_reports_what_does_not_fit(capsys, monkeypatch):
     arguments = ("--model", "1b", "--topology", "v5e:4x4", "--layout", "replicated")
     (row,) = rows_of(capsys, monkeypatch, *arguments)
     assert row["devices"] == "16 × v5e:4x4"
@@ -56,8 +56,8 @@ def test_the_script_says_what_does_not_fit(capsys, monkeypatch):
 
 
 @pytest.mark.tpu_compiler
-def test_the_command_line_takes_its_function(capsys):
-    with as_users_have_it():
+def test_the_command_line_runs_the_scripts_function(capsys):
+    with default_promotion():
         assert main(["cost", f"{SCRIPT}:gpt_1b", "--topology", "v5e:4x4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["topology"], found["devices"], found["fits"]) == ("v5e:4x4", 16, False)
@@ -66,10 +66,10 @@ def test_the_command_line_takes_its_function(capsys):
 
 
 @pytest.mark.gpu_compiler
-def test_the_script_knows_gpus(capsys, monkeypatch):
+def test_the_script_supports_gpus(capsys, monkeypatch):
     found = rows_of(
         capsys, monkeypatch, "--model", "small", "--topology", "h100:8", "--layout", "fsdp", "--layout", "fsdp+host"
     )
-    (row,) = found  # GPUs that only compile have no memory of the host
+    (row,) = found  # compile-only GPUs have no host memory
     assert (row["layout"], row["fits"]) == ("fsdp", "yes")
     assert row["peak memory"].endswith("of 59.33 GiB")

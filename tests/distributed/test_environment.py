@@ -1,4 +1,4 @@
-"""`initialize()` without arguments: what launchers put into the environment of their processes."""
+"""`initialize()` without arguments: environment variables that launchers set for their processes."""
 
 import os
 import textwrap
@@ -23,19 +23,19 @@ SKY = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n", "SKYPILOT_NUM_NODES": "2", "
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """What jstep asks JAX for, in an environment of its own."""
+def calls(monkeypatch):
+    """The calls of `jax.distributed.initialize`, with the launchers' variables removed from the environment."""
     for name in list(os.environ):
         if name.startswith(KINDS) and name != "JAX_PLATFORMS":
             monkeypatch.delenv(name)
-    calls = []
+    recorded = []
 
     def initialize(address, count, index, **kwargs):
-        calls.append((address, count, index, kwargs["cluster_detection_method"]))
+        recorded.append((address, count, index, kwargs["cluster_detection_method"]))
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    return calls
+    return recorded
 
 
 def with_environment(monkeypatch, variables):
@@ -51,11 +51,11 @@ def with_environment(monkeypatch, variables):
         (FULL, {"num_processes": 3}, ("10.0.0.1:1234", 3, 0, "deactivate")),
         (FULL, {"coordinator_address": "h:1"}, ("h:1", 2, 0, "deactivate")),
         ({}, {"coordinator_address": "h:1", "num_processes": 2, "process_id": 0}, ("h:1", 2, 0, "deactivate")),
-        # What is complete wins over a launcher below it: Ray on SLURM, several processes on a node of SkyPilot's.
+        # Complete settings override an outer launcher: Ray on SLURM, several processes per SkyPilot node.
         (FULL | SLURM | {"SLURM_NTASKS": "7"}, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
         (FULL | SKY | {"SKYPILOT_NUM_NODES": "7"}, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
         (SKY | SLURM | {"SLURM_NTASKS": "7", "JAX_COORDINATOR_PORT": "9"}, {}, ("10.0.0.1:9", 2, 0, "deactivate")),
-        # SLURM's are JAX's to read.
+        # JAX reads the variables of SLURM itself.
         (SLURM, {}, (None, None, None, None)),
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "h:1"}, {}, ("h:1", None, None, None)),
         (SLURM | {"JAX_NUM_PROCESSES": "2"}, {}, (None, 2, None, None)),
@@ -66,17 +66,17 @@ def with_environment(monkeypatch, variables):
         ({"JAX_COORDINATOR_ADDRESS": "", "JAX_NUM_PROCESSES": ""}, {}, (None, None, None, None)),
     ],
 )  # fmt: skip
-def test_what_is_asked_of_jax(asked, monkeypatch, variables, arguments, want):
+def test_arguments_for_jax(calls, monkeypatch, variables, arguments, want):
     with_environment(monkeypatch, variables)
     jstep.distributed.initialize(**arguments)
-    assert asked == [want]
+    assert calls == [want]
 
 
-def test_each_task_of_skypilot_has_a_port_of_its_own(asked, monkeypatch):
+def test_each_skypilot_task_has_its_own_port(calls, monkeypatch):
     for task in ("sky-1", "sky-2", "sky-1"):
         with_environment(monkeypatch, SKY | {"SKYPILOT_TASK_ID": task})
         jstep.distributed.initialize()
-    first, second, third = (int(address.removeprefix("10.0.0.1:")) for address, *_ in asked)
+    first, second, third = (int(address.removeprefix("10.0.0.1:")) for address, *_ in calls)
     assert first == third != second
     assert all(61440 <= port < 65536 for port in (first, second))
 
@@ -91,24 +91,24 @@ def test_each_task_of_skypilot_has_a_port_of_its_own(asked, monkeypatch):
         {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"},
     ],
 )
-def test_one_process_joins_nobody(asked, monkeypatch, variables):
+def test_one_process_does_not_initialize_jax(calls, monkeypatch, variables):
     with_environment(monkeypatch, variables)
     jstep.distributed.initialize()
-    assert asked == []
+    assert calls == []
 
 
-def test_whoever_says_one_process_trains_alone(asked, monkeypatch):
+def test_num_processes_1_overrides_the_environment(calls, monkeypatch):
     with_environment(monkeypatch, {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"} | FULL)
     jstep.distributed.initialize(num_processes=1)
-    assert asked == []
+    assert calls == []
 
 
 def without(variables, *names):
     return {name: value for name, value in variables.items() if name not in names}
 
 
-def jax_itself(monkeypatch):
-    """JAX looks for what it does not know, and finds no cluster."""
+def no_cluster_detected(monkeypatch):
+    """Replace JAX's function by one that raises like JAX when it detects no cluster."""
 
     def initialize(address, count, index, **kwargs):
         for value, words in ((address, "coordinator_address should be"), (count, "Number of processes must be")):
@@ -154,9 +154,9 @@ def jax_itself(monkeypatch):
         ({"PMI_SIZE": "2"}, ["PMI_SIZE=2"]),
     ],
 )  # fmt: skip
-def test_incomplete_or_contradictory(asked, monkeypatch, variables, words):
-    """All the names are in the error: nobody trains alone by mistake, and nobody waits for a time-out."""
-    jax_itself(monkeypatch)
+def test_incomplete_or_contradictory_variables_raise(calls, monkeypatch, variables, words):
+    """The error names all variables; no process trains alone by mistake or waits for a time-out."""
+    no_cluster_detected(monkeypatch)
     with_environment(monkeypatch, variables)
     with pytest.raises(ValueError) as raised:
         jstep.distributed.initialize()
@@ -164,7 +164,7 @@ def test_incomplete_or_contradictory(asked, monkeypatch, variables, words):
         assert word in str(raised.value)
 
 
-def test_an_index_that_arguments_and_variables_make(asked, monkeypatch):
+def test_an_argument_is_checked_against_a_variable(calls, monkeypatch):
     with_environment(monkeypatch, FULL)
     with pytest.raises(ValueError, match="process_id=2: must be < JAX_NUM_PROCESSES=2"):
         jstep.distributed.initialize(process_id=2)
@@ -176,7 +176,7 @@ PROGRAM = """
 import sys
 import jstep
 jstep.distributed.initialize(initialization_timeout_secs=60)
-jstep.distributed.initialize()  # JAX is initialized: nothing
+jstep.distributed.initialize()  # has no effect, since JAX is initialized
 import jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
 total = multihost_utils.process_allgather(jnp.float32(1 + jax.process_index())).sum()
@@ -190,11 +190,11 @@ jstep.distributed.initialize(num_processes=2, process_id=jax.process_index())
 """
 
 
-def of_jobset(i, address):
-    """What `jobset.yaml` gives, and Kubernetes beside it: JAX is not to ask for it."""
+def jobset(i, address):
+    """Return the variables of `jobset.yaml` and those of Kubernetes, which JAX must not query."""
     host, port = address.split(":")
-    given = {"JAX_COORDINATOR_ADDRESS": f"{host}:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": f"{i}"}
-    return given | {
+    variables = {"JAX_COORDINATOR_ADDRESS": f"{host}:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": f"{i}"}
+    return variables | {
         "KUBERNETES_SERVICE_HOST": "127.0.0.1",
         "KUBERNETES_SERVICE_PORT": "1",
         "JOB_COMPLETION_INDEX": f"{i}",
@@ -210,7 +210,7 @@ LAUNCHERS = {
         "SLURM_LOCALID": f"{i}",
         "JAX_COORDINATOR_PORT": address.split(":")[1],
     },
-    "JobSet": of_jobset,
+    "JobSet": jobset,
     "SkyPilot": lambda i, address: {
         "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
         "SKYPILOT_NODE_RANK": f"{i}",
@@ -232,7 +232,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_processes_find_each_other(launcher):
+def test_two_processes_connect(launcher):
     address = free_address()
     environments = [LAUNCHERS[launcher](i, address) for i in range(2)]
     ended = end([forked.start(textwrap.dedent(PROGRAM), env=one) for one in environments])
@@ -241,4 +241,4 @@ def test_two_processes_find_each_other(launcher):
         first, *refused = [line for line in one.out.splitlines() if not line.startswith("[Gloo]")]
         assert first == f"process {i} 2 3.0"
         assert [line.split(":")[0] for line in refused] == ["num_processes=3", f"process_id={1 - i}"]
-        assert "kubernetes" not in one.err  # JAX warns of the package that it would ask with
+        assert "kubernetes" not in one.err  # JAX would warn that the kubernetes package is missing

@@ -1,4 +1,4 @@
-"""Loaders of several processes: each resumes where it was, by real processes that are killed."""
+"""Positions of data loaders on several processes: each loader resumes at its own position after a SIGKILL."""
 
 import signal
 
@@ -12,7 +12,7 @@ TRAIN = """
 kind, die_at = sys.argv[5], int(sys.argv[6])
 
 class Packed:
-    '''Filters its share of the rows: how many it has read depends on the process.'''
+    '''A loader that filters its rows, so that the number of rows read depends on the process.'''
     def __init__(self):
         self.at, self.batches = 0, 0
     def __iter__(self):
@@ -66,43 +66,43 @@ except ValueError as error:
 """
 
 
-def of(lines, name):
+def value_of(lines, name):
     return next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None)
 
 
 @pytest.mark.parametrize("kind", ["get_state", "state_dict"])
-def test_each_process_goes_on_where_it_was(tmp_path, kind):
-    whole = run(TRAIN, 2, tmp_path / "whole", kind, -1)
+def test_each_loader_resumes_at_its_position(tmp_path, kind):
+    uninterrupted = run(TRAIN, 2, tmp_path / "uninterrupted", kind, -1)
     killed = start(TRAIN, 2, tmp_path / "killed", kind, 10)
     assert killed[1].wait(100) == -signal.SIGKILL
     end(killed)
-    again = run(TRAIN, 2, tmp_path / "killed", kind, -1)
-    for lines in again:
-        assert of(lines, "step") == "12"
-        assert of(lines, "weights") == of(whole[0], "weights")
-        assert of(lines, "log") is None
+    resumed = run(TRAIN, 2, tmp_path / "killed", kind, -1)
+    for lines in resumed:
+        assert value_of(lines, "step") == "12"
+        assert value_of(lines, "weights") == value_of(uninterrupted[0], "weights")
+        assert value_of(lines, "log") is None
     with jstep.Saver(tmp_path / "killed") as saver:
-        kept = saver.extra()
-    both = kept[positions.POSITIONS]
-    assert both["processes"] == 2
-    assert both["positions"][0] != both["positions"][1]
-    assert kept[positions.POSITION] == both["positions"][0]
+        extra = saver.extra()
+    saved = extra[positions.POSITIONS]
+    assert saved["processes"] == 2
+    assert saved["positions"][0] != saved["positions"][1]
+    assert extra[positions.POSITION] == saved["positions"][0]
     if kind == "state_dict":
         return
-    for lines in run(TRAIN, 4, tmp_path / "killed", kind, -1):  # at its end nothing is asked of the loaders
-        assert of(lines, "step") == "12"
+    for lines in run(TRAIN, 4, tmp_path / "killed", kind, -1):  # a finished run does not restore the loaders
+        assert value_of(lines, "step") == "12"
     with jstep.Saver(tmp_path / "killed") as saver:
         saver.delete(12)
     for count in (1, 4):
         for lines in run(TRAIN, count, tmp_path / "killed", kind, -1):
-            error = of(lines, "raised")
+            error = value_of(lines, "raised")
             assert "GetState" in error
             assert "saved by 2 processes" in error
             assert f"this run has {count}" in error
             assert "jstep.batches" in error
 
 
-def test_equal_positions_suit_any_number(tmp_path):
+def test_equal_positions_work_on_any_number_of_processes(tmp_path):
     killed = start(TRAIN, 2, tmp_path, "same", 10)
     assert killed[1].wait(100) == -signal.SIGKILL
     end(killed)
@@ -110,7 +110,7 @@ def test_equal_positions_suit_any_number(tmp_path):
         assert len(saver.extra()[positions.POSITIONS]["positions"]) == 1
     for count in (1, 4):
         for lines in run(TRAIN, count, tmp_path, "same", -1):
-            assert of(lines, "step") == "12"
-            assert of(lines, "log") is None
+            assert value_of(lines, "step") == "12"
+            assert value_of(lines, "log") is None
         with jstep.Saver(tmp_path) as saver:
             saver.delete(12)

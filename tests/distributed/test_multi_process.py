@@ -1,4 +1,4 @@
-"""Several processes on this machine: one run. Whatever one of them meets, all of them end."""
+"""Training with several processes on this machine: if one of them fails or gets a signal, all of them end."""
 
 import os
 import re
@@ -16,8 +16,8 @@ import jstep
 
 TRAIN = """
 mode = sys.argv[5]
-how = dict(param_specs=P("data")) if "fsdp" in sys.argv else dict(slot_axis="data")
-state = jstep.TrainState.create(init, optimizer, mesh=mesh, **how)
+layout = dict(param_specs=P("data")) if "fsdp" in sys.argv else dict(slot_axis="data")
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, **layout)
 step = jstep.minimize(loss_fn, optimizer)
 saved = []
 from jstep.hooks.run_hook import RunHook
@@ -25,7 +25,7 @@ from jstep.hooks.run_hook import RunHook
 class Watch(RunHook):
     def after_step(self, step, state, metrics):
         if mode in ("term", "int", "die"):
-            time.sleep(0.01 if step < 30 or mode == "die" else 0.15)  # JAX looks for signals once a second
+            time.sleep(0.01 if step < 30 or mode == "die" else 0.15)  # JAX checks for signals once a second
         if mode in ("term", "int") and step == 30 and process == count - 1:
             os.kill(os.getpid(), signal.SIGTERM if mode == "term" else signal.SIGINT)
         if mode == "die" and step == 30 and process == count - 1:
@@ -57,16 +57,16 @@ def value(lines, name):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Weights after 60 steps on 2 processes, where nothing happened."""
-    directory = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory):
+    """An uninterrupted run of 60 steps on 2 processes."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
     ended = end(start(TRAIN, 2, directory, "none"))
     assert [one.code for one in ended] == [0, 0], ended[0].err[-3000:] + ended[1].err[-3000:]
     return directory, ended
 
 
-def test_process_0_alone_logs_and_writes_and_all_save(undisturbed):
-    directory, ended = undisturbed
+def test_process_0_logs_and_all_processes_save(uninterrupted):
+    directory, ended = uninterrupted
     first, second = ended
     assert re.search(r"^step 60  loss", first.err, re.MULTILINE)
     assert "loss" not in second.err
@@ -77,8 +77,8 @@ def test_process_0_alone_logs_and_writes_and_all_save(undisturbed):
 
 
 @pytest.mark.parametrize("mode", ["term", "int"])
-def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, undisturbed, mode):
-    """All save that step and leave; the run goes on bitwise."""
+def test_a_signal_stops_all_processes_at_the_same_step(tmp_path, uninterrupted, mode):
+    """All processes save that step and exit; the resumed run is bitwise identical."""
     ended = end(start(TRAIN, 2, tmp_path, mode))
     lines = [one.out.split("\n") for one in ended]
     raised = [value(one, "raised") for one in lines]
@@ -91,44 +91,44 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, undisturbed, mode)
         assert [one.code for one in ended] == [143, 143]
         assert all(one.startswith("Preempted SIGTERM") for one in raised)
     resumed = run(TRAIN, 2, tmp_path, "none")
-    assert value(resumed[0], "weights") == value(undisturbed[1][0].out.split("\n"), "weights")
+    assert value(resumed[0], "weights") == value(uninterrupted[1][0].out.split("\n"), "weights")
 
 
-def test_the_others_end_when_one_is_killed_and_a_restart_goes_on(tmp_path, undisturbed):
+def test_a_killed_process_ends_the_others_and_a_restart_resumes(tmp_path, uninterrupted):
     processes = start(TRAIN, 2, tmp_path, "die")
     assert processes[1].wait(60) == -signal.SIGKILL
     died = time.monotonic()
     survivor, _ = end(processes, timeout=60)
     assert survivor.code not in (0, 143)
-    assert survivor.at - died < 40  # heartbeats are missed after 10 s
+    assert survivor.at - died < 40  # missing heartbeats are detected after 10 s
     assert jstep.Saver(tmp_path).latest_step() == 20
-    resumed = run(TRAIN, 2, tmp_path, "scan")  # several steps in a call give the same
+    resumed = run(TRAIN, 2, tmp_path, "scan")  # several steps per call give the same weights
     assert value(resumed[0], "saved") == "40 60"
-    assert value(resumed[0], "weights") == value(undisturbed[1][0].out.split("\n"), "weights")
+    assert value(resumed[0], "weights") == value(uninterrupted[1][0].out.split("\n"), "weights")
 
 
-def test_the_others_end_when_one_raises(tmp_path):
+def test_an_error_in_one_process_ends_the_others(tmp_path):
     ended = end(start(TRAIN, 2, tmp_path, "raise"), timeout=60)
     assert ended[1].code not in (0, 143)
     assert "OSError: the disk of process 1 is gone" in ended[1].err
     assert ended[0].code not in (0, 143)
 
 
-def test_a_run_goes_on_on_another_number_of_processes(tmp_path, undisturbed):
-    """2, then 1, then 4 processes: the same batches, and within rounding the same weights."""
+def test_a_run_resumes_on_another_number_of_processes(tmp_path, uninterrupted):
+    """With 2, then 1, then 4 processes, the batches are the same, and the weights up to rounding."""
     script = TRAIN.replace("batches, 60", "batches, int(sys.argv[6])")
     for count, last_step in ((2, 20), (1, 40), (4, 60)):
         lines = run(script, count, tmp_path, "none", last_step, *(["fsdp"] if count == 1 else []))
         assert {value(one, "step") for one in lines} == {str(last_step)}
-    got, want = (
+    actual, expected = (
         np.frombuffer(bytes.fromhex("".join(value(one, "weights").split())), np.float32)
-        for one in (lines[0], undisturbed[1][0].out.split("\n"))
+        for one in (lines[0], uninterrupted[1][0].out.split("\n"))
     )
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_saving_by_the_clock_happens_on_all_at_the_same_steps(tmp_path):
-    """Each process has a clock of its own, one of them wrong; the first one's counts."""
+def test_time_based_saves_happen_at_the_same_steps(tmp_path):
+    """The processes run at different speeds; the clock of the first one decides."""
     script = """
     state = jstep.TrainState.create(init, optimizer, mesh=mesh)
     saved = []
@@ -154,31 +154,31 @@ def test_saving_by_the_clock_happens_on_all_at_the_same_steps(tmp_path):
 
 
 def test_states_and_batches_over_processes(tmp_path):
-    """What one process does with arrays that lie on several."""
+    """States, batches, errors and checkpoints with arrays that span two processes."""
     script = """
-    # A state made here and laid out, from arrays with keys, equals one that is made there.
+    # A local state with PRNG keys that is then sharded equals one that is created sharded.
     extra = {"key": jax.random.key(7), "n": np.arange(3)}
     local = jstep.TrainState.create(init(), optimizer, model_state=extra)
     moved = jstep.shard_state(local, mesh, P("data"))
-    made = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P("data"), model_state=extra)
+    created = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P("data"), model_state=extra)
     given = jstep.TrainState.create(init(), optimizer, mesh=mesh, param_specs=P("data"), model_state=extra)
-    again = jstep.TrainState.create(made.params, optimizer, mesh=mesh, param_specs=P("data"), model_state=extra)
-    other = jstep.shard_state(made, mesh)
+    again = jstep.TrainState.create(created.params, optimizer, mesh=mesh, param_specs=P("data"), model_state=extra)
+    other = jstep.shard_state(created, mesh)
     for state in (moved, given, again):
-        assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, made)
+        assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, created)
     assert weights(moved) == weights(given)
-    assert weights(made) == weights(again) == weights(other)  # compiled, which may round otherwise
+    assert weights(created) == weights(again) == weights(other)  # compiled code may round differently
     assert jax.random.key_data(moved.slots["model_state"]["key"]).tolist() == [0, 7]
 
-    # Batches from each one's rows: of NumPy or JAX, by shard_batch, by the loop, by prefetch_to_device.
-    mine = batches[3]
-    assert mine.shape == (8, 8)
+    # Global batches from the rows of each process: NumPy or JAX arrays, with shard_batch, the loop, prefetch_to_device.
+    local_rows = batches[3]
+    assert local_rows.shape == (8, 8)
     step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
     results = []
     for batch in (
-        jstep.shard_batch(mine, mesh),
-        jstep.shard_batch(jnp.asarray(mine), mesh),
-        *jstep.prefetch_to_device([mine, jnp.asarray(mine)], sharding=rows),
+        jstep.shard_batch(local_rows, mesh),
+        jstep.shard_batch(jnp.asarray(local_rows), mesh),
+        *jstep.prefetch_to_device([local_rows, jnp.asarray(local_rows)], sharding=rows),
     ):
         assert batch.shape == (16, 8) and batch.sharding.spec == P("data")
         state = jstep.TrainState.create(init, optimizer, mesh=mesh)
@@ -193,10 +193,10 @@ def test_states_and_batches_over_processes(tmp_path):
     print("rows", message(lambda: jstep.shard_batch(np.ones((7, 2)), mesh)))
     print("split", message(lambda: jstep.batches(data, 15)[0]))
     print("loop", message(lambda: jstep.train(
-        step, made, [np.ones((7, 8), np.float32)] * 3, 3, batch_sharding=rows, progress=False)))
+        step, created, [np.ones((7, 8), np.float32)] * 3, 3, batch_sharding=rows, progress=False)))
     with jstep.Saver(directory) as saver:
         print("alone", message(lambda: saver.save(local)))
-        saver.save(made)
+        saver.save(created)
     """
     first, second = run(script, 2, tmp_path)
     losses = value(first, "losses").split()
@@ -209,29 +209,28 @@ def test_states_and_batches_over_processes(tmp_path):
     assert "2, the number of processes" in value(first, "split")
     assert "has shape (7, 8) on this process" in value(first, "loop")
     assert "jstep.shard_state" in value(first, "alone")
-    # Saved by two, looked at and restored by one.
+    # Saved by two processes, restored by one.
     assert jstep.Saver(tmp_path).restore()["params"]["w"].shape == (8, 8)
 
 
 # --- joining --------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_needs_nothing():
+def test_one_process_needs_no_coordinator():
     jstep.distributed.initialize()
     jstep.distributed.initialize(num_processes=1)
     jstep.distributed.initialize("localhost:1", 1, 0)
 
 
-def alone(code):
-    """What a fresh process prints."""
+def output_of(code):
+    """Run code in a new process and return its output."""
     command = [sys.executable, "-c", "import jstep\n" + textwrap.dedent(code)]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def test_a_coordinator_that_cannot_be_reached():
-    """A time-out that names it."""
+def test_an_unreachable_coordinator_raises_a_timeout():
     address = free_address()
     code = f"""
     try:
@@ -246,7 +245,7 @@ def test_a_coordinator_that_cannot_be_reached():
     jstep.distributed.initialize()
     print("alone")
     """
-    first, second, third, fourth = alone(code).splitlines()
+    first, second, third, fourth = output_of(code).splitlines()
     assert first.startswith(f"TimeoutError coordinator_address={address!r} could not be reached within 2 s")
     assert "process_id=None" in second
     assert "all three" in second
@@ -267,14 +266,13 @@ def test_a_coordinator_that_cannot_be_reached():
         (("localhost:1234", 2, True), TypeError, "process_id=True: must be an integer"),
     ],
 )
-def test_bad_arguments(arguments, kind, words, monkeypatch):
+def test_bad_arguments_raise(arguments, kind, words, monkeypatch):
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     with pytest.raises(kind, match=words):
         jstep.distributed.initialize(*arguments)
 
 
-def test_too_late_is_said():
-    """This process has used JAX for long."""
+def test_initialize_after_jax_is_used_raises():
     np.asarray(jstep.create_global_step())
     with pytest.raises(RuntimeError, match="before"):
         jstep.distributed.initialize(free_address(), 2, 0, initialization_timeout_secs=2)

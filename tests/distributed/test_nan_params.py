@@ -1,4 +1,4 @@
-"""Parameters that are split over processes, and not finite although each loss is."""
+"""NaN detection in parameters that are sharded over processes while each loss is finite."""
 
 from processes import run
 
@@ -23,7 +23,7 @@ except jstep.NanLossDuringTrainingError as error:
 """
 
 
-def test_parameters_split_over_processes_are_checked_before_a_checkpoint(tmp_path):
+def test_sharded_params_are_checked_before_a_checkpoint(tmp_path):
     for lines in run(NAN_GRADIENT, 2, tmp_path):
         assert "raised 10 True" in lines
     assert jstep.Saver(tmp_path).all_steps() == [5]

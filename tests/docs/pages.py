@@ -1,4 +1,4 @@
-"""Running what the pages show."""
+"""Run the code blocks of documentation pages."""
 
 import importlib.util
 import os
@@ -15,12 +15,12 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 NEEDS = re.compile(r"<!-- needs: ([\w, ]+) -->")
-# On the line above a block: that block alone is left out where the package is missing. The rest of the page still runs.
+# On the line above a block: only this block is skipped if a package is missing; the rest of the page still runs.
 BLOCK_NEEDS = re.compile(r"<!-- block needs: ([\w, ]+) -->\s*\Z")
 
 
 class Block(NamedTuple):
-    """Python code of a page, without the indentation of tabs and lists."""
+    """A Python code block of a page, without the indentation of tabs and lists."""
 
     line: int
     code: str
@@ -41,9 +41,9 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
 
 
 def run_page(page: pathlib.Path, change: Callable[[str], str] = str) -> dict[str, object]:
-    """Run the blocks of a page in order, each after a change of its text; return the names they define."""
+    """Run the code blocks of a page in order, after applying `change` to each; return the names they define."""
     names: dict[str, object] = {"__name__": "__main__"}
-    # A page is read with JAX's own settings, not with those of our tests; what it does to the environment is undone.
+    # Pages run with JAX's default settings, not those of the tests; changes to the environment are undone.
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
@@ -51,7 +51,7 @@ def run_page(page: pathlib.Path, change: Callable[[str], str] = str) -> dict[str
         mock.patch.dict(os.environ),
         warnings.catch_warnings(),
     ):
-        # Keras 3.15 meets a newer NumPy than it knew.
+        # Keras 3.15 uses NumPy functions that are now deprecated.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"keras\.")
         for line, code, needs in blocks_of(page):
             if all(importlib.util.find_spec(module) for module in needs):

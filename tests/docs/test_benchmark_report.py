@@ -1,4 +1,4 @@
-"""`tests/benchmarks/report.py`: what it reads from a benchmark, and what it writes into the page."""
+"""`tests/benchmarks/report.py`: parsing the output of benchmarks and writing the page."""
 
 import importlib.util
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_ratios_are_read_with_their_titles():
     assert report.ratios_in("") == []
 
 
-def test_a_section_has_the_table_and_says_where_it_was_measured():
+def test_a_section_has_the_table_and_the_machine():
     lines = report.section(SOURCE, OUTPUT, None, "2026-11-21, a CPU").splitlines()
     assert lines[0] == "## A step beside Optax"
     assert lines[2] == "A step beside `Optax`: small, and large."
@@ -66,23 +66,23 @@ def test_sections_are_written_between_the_markers_in_order():
     assert two.endswith("\n\nMore words.\n")
     again = report.written(two, {"step": "## S again\n"}, order)
     assert [line for line in again.splitlines() if line.startswith("##")] == ["## D", "## S again", "## T"]
-    assert report.written(again, {}, order) == again, "it can be written any number of times"
-    assert "## T" not in report.written(again, {}, order[:2]), "a benchmark that is gone leaves the page"
+    assert report.written(again, {}, order) == again, "writing is idempotent"
+    assert "## T" not in report.written(again, {}, order[:2]), "the section of a deleted benchmark is removed"
 
 
 @pytest.mark.parametrize("page", ["# B\n", f"{report.END}\n{report.BEGIN}\n", page_with(report.BEGIN)])
-def test_a_page_without_the_markers_is_refused(page):
+def test_a_page_without_markers_raises(page):
     with pytest.raises(ValueError, match="must have the line"):
         report.written(page, {"step": "## S\n"}, ["step"])
 
 
 def test_benchmarks_are_run_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "HERE", tmp_path)
-    say = "import os, sys\nprint('Title')\nprint('  a / b: 0.5  (bound 0.4) OVER')\n"
-    (tmp_path / "bench_over.py").write_text(f'"""Over."""\n{say}sys.exit(1)\n')
+    prints = "import os, sys\nprint('Title')\nprint('  a / b: 0.5  (bound 0.4) OVER')\n"
+    (tmp_path / "bench_over.py").write_text(f'"""Over."""\n{prints}sys.exit(1)\n')
     quick = "print('  q / b:', 1.0 if os.environ.get('JSTEP_QUICK_BENCHMARKS') else 2.0)"
-    (tmp_path / "bench_quick.py").write_text(f'"""Quick."""\n{say}{quick}\n')
-    (tmp_path / "bench_raises.py").write_text(f'"""Raises."""\n{say}import nosuchmodule\n')
+    (tmp_path / "bench_quick.py").write_text(f'"""Quick."""\n{prints}{quick}\n')
+    (tmp_path / "bench_raises.py").write_text(f'"""Raises."""\n{prints}import nosuchmodule\n')
     (tmp_path / "bench_slow.py").write_text('"""Slow."""\nimport time\nprint("Title", flush=True)\ntime.sleep(300)\n')
     page = tmp_path / "page.md"
     page.write_text(page_with(""))
@@ -107,4 +107,4 @@ def test_benchmarks_are_run_and_written(tmp_path, monkeypatch, capsys):
 def test_the_page_has_its_markers_and_known_sections():
     page = report.PAGE.read_text(encoding="utf-8")
     names = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
-    assert report.written(page, {}, names) == page, "written by hand, or a benchmark is gone: run report.py"
+    assert report.written(page, {}, names) == page, "the page was edited, or a benchmark was deleted: run report.py"

@@ -1,4 +1,4 @@
-"""The page of common errors: each program on it gives the message below it."""
+"""The page of common errors: each program on it raises or logs the message below it."""
 
 import contextlib
 import logging
@@ -23,21 +23,21 @@ class Section(NamedTuple):
 
 
 SECTIONS = [Section(*part.split("\n", 1)) for part in re.split(r"^### ", TEXT, flags=re.MULTILINE)[1:]]
-# The first words of a title: ids of pytest are ASCII.
+# Test IDs are ASCII: the first words of a title.
 IDS = ["-".join(re.findall(r"[A-Za-z0-9]+", section.title)[:8]) for section in SECTIONS]
 
 
 def as_pattern(quoted: str) -> str:
-    """A quoted message as an expression: "…" stands for text that is left out."""
+    """Return a regular expression for a quoted message, in which "…" stands for omitted text."""
     return r".*?".join(re.escape(part) for part in quoted.split("…"))
 
 
-def shows(quoted: str, given: str) -> bool:
-    return re.fullmatch(as_pattern(quoted), given.rstrip("\n"), re.DOTALL) is not None
+def matches(quoted: str, actual: str) -> bool:
+    return re.fullmatch(as_pattern(quoted), actual.rstrip("\n"), re.DOTALL) is not None
 
 
 def message_of(code: str, caplog: pytest.LogCaptureFixture) -> str:
-    """What a reader sees of a program: the end of its traceback, or else the lines of jstep's log."""
+    """Run a program and return the end of its traceback, or its jstep log lines if it does not raise."""
     names: dict[str, object] = {"__name__": "__main__"}
     caplog.clear()
     try:
@@ -54,30 +54,30 @@ def message_of(code: str, caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=IDS)
-def test_the_program_gives_the_message_on_the_page(section, tmp_path, caplog):
+def test_the_program_produces_the_quoted_message(section, tmp_path, caplog):
     entry = ENTRY.search(section.body)
     assert entry, f"{section.title}: a program in ```py, its message in ```text, and what to do"
     for module in NEEDS.findall(section.body):
         pytest.importorskip(module)
-    # A page is read with JAX's own settings, not with those of our tests.
+    # Pages run with JAX's default settings, not those of the tests.
     caplog.set_level(logging.INFO, logger="jstep")
     with contextlib.chdir(tmp_path), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        given = message_of(entry["code"], caplog)
+        actual = message_of(entry["code"], caplog)
     quoted = entry["message"]
     if quoted.startswith(("INFO: ", "WARNING: ")):
         level, _, rest = quoted.partition(": ")
         quoted = f"…{level}: {rest}…"
-    assert shows(quoted, given), f"quoted: {entry['message']}\n\ngiven: {given}"
+    assert matches(quoted, actual), f"quoted: {entry['message']}\n\nactual: {actual}"
 
 
-def test_the_page_has_the_thirty_likeliest_and_no_title_twice():
+def test_the_page_has_thirty_entries_with_unique_titles():
     titles = [section.title for section in SECTIONS]
     assert len(titles) >= 30
     assert len(set(titles)) == len(titles)
 
 
-def test_a_changed_word_is_found():
-    assert shows("ValueError: a …; use c", "ValueError: a = 1; use c\n")
-    assert not shows("ValueError: a …; use c", "ValueError: a = 1; use d\n")
-    assert not shows("ValueError: a", "ValueError: a, and more\n")
-    assert not shows("ValueError: a…", "TypeError: a\n")
+def test_a_changed_word_is_detected():
+    assert matches("ValueError: a …; use c", "ValueError: a = 1; use c\n")
+    assert not matches("ValueError: a …; use c", "ValueError: a = 1; use d\n")
+    assert not matches("ValueError: a", "ValueError: a, and more\n")
+    assert not matches("ValueError: a…", "TypeError: a\n")

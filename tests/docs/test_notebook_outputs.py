@@ -1,4 +1,4 @@
-"""What the pages show of notebooks is what a notebook shows."""
+"""The notebook outputs shown on the pages are up to date."""
 
 import importlib.util
 import re
@@ -17,32 +17,32 @@ def text_of(html):
 
 
 @pytest.fixture(scope="module")
-def made():
+def outputs():
     pytest.importorskip("matplotlib")
     return notebook.outputs()
 
 
-def test_an_output_is_what_the_object_shows_today(made):
-    assert text_of((DOCS / "notebook" / "state.html").read_text(encoding="utf-8")) == text_of(made["state"])
+def test_the_stored_output_is_up_to_date(outputs):
+    assert text_of((DOCS / "notebook" / "state.html").read_text(encoding="utf-8")) == text_of(outputs["state"])
 
 
-@pytest.mark.parametrize("name", ["plan", "cost", "goodput"])  # with numbers of this machine and these versions
-def test_an_output_that_is_computed_has_the_rows_of_today(made, name):
-    kept = (DOCS / "notebook" / f"{name}.html").read_text(encoding="utf-8")
-    titles = [set(re.findall(r"<t[dh][^>]*left[^>]*>([^<]*)<", html)) for html in (kept, made[name])]
+@pytest.mark.parametrize("name", ["plan", "cost", "goodput"])  # their numbers depend on the machine and on versions
+def test_a_computed_output_has_the_current_rows(outputs, name):
+    stored = (DOCS / "notebook" / f"{name}.html").read_text(encoding="utf-8")
+    titles = [set(re.findall(r"<t[dh][^>]*left[^>]*>([^<]*)<", html)) for html in (stored, outputs[name])]
     assert titles[0]
     assert titles[0] & titles[1]
-    assert text_of(kept).split()[0] == text_of(made[name]).split()[0]
+    assert text_of(stored).split()[0] == text_of(outputs[name]).split()[0]
 
 
-def test_every_output_is_on_a_page_and_every_place_has_one(made):
-    places = [
+def test_outputs_and_placeholders_match(outputs):
+    placeholders = [
         name for page in DOCS.rglob("*.md") for name in re.findall(r"<!-- notebook: (\w+) -->", page.read_text("utf-8"))
     ]
-    assert sorted(places) == sorted(made) == sorted(path.stem for path in (DOCS / "notebook").glob("*.html"))
+    assert sorted(placeholders) == sorted(outputs) == sorted(path.stem for path in (DOCS / "notebook").glob("*.html"))
 
 
-def test_it_is_embedded_as_one_block():
+def test_an_output_is_embedded_as_one_block():
     page = notebook.on_page_markdown("before\n\n<!-- notebook: state -->\n\n`<!-- notebook: nope -->`\n")
     lines = page.splitlines()
     assert lines[2].startswith('<div class="notebook-output"><div')

@@ -1,4 +1,4 @@
-"""The page on choosing an optimizer: its bytes per parameter are those of the slots, its names are jstep's."""
+"""The page on choosing an optimizer: its bytes per parameter match the slots, and its names exist in jstep."""
 
 import pathlib
 import re
@@ -17,16 +17,16 @@ BYTES = re.findall(r"^\| `(\w+\(.*?\))` \| ([\d.]+) \|", TEXT, re.MULTILINE)
 def test_bytes_per_parameter(call, quoted):
     optimizer = eval(f"jstep.{call}", {"jstep": jstep, "jnp": jnp})
     state = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((1024, 1024))}, optimizer))
-    taken = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.slots)) / 1024**2
-    # Counts beside the slots are some bytes in a million; two digits are quoted.
-    assert taken == pytest.approx(float(quoted), abs=0.005)
+    actual = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.slots)) / 1024**2
+    # Scalar counters add a few bytes per million parameters; the page has two digits.
+    assert actual == pytest.approx(float(quoted), abs=0.005)
 
 
-def test_all_rows_are_read():
+def test_all_rows_are_parsed():
     assert len(BYTES) == 15
 
 
-def test_every_name_is_one_of_jstep():
+def test_every_name_exists_in_jstep():
     named = re.findall(r"`(\w+)(?:\([^`]*\))?`", TEXT.replace("```", ""))
     arguments = {"mask", "var_list", "weight_decay_mask"}
     assert {name for name in named if not hasattr(jstep, name)} <= arguments

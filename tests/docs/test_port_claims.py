@@ -1,4 +1,4 @@
-"""What the pages "From PyTorch", "From the HF Trainer" and "From Keras" say of the other side, asked of it."""
+"""Claims of the pages "From PyTorch", "From the HF Trainer" and "From Keras", checked against those libraries."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ import jstep
 
 
 def rates_of(scheduler, optimizer, count: int) -> list[float]:
-    """The rate at each of the first updates."""
+    """Return the learning rates of the first `count` updates."""
     rates = []
     for _ in range(count):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -58,7 +58,7 @@ def test_schedules_of_transformers(name: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
     scheduler = transformers.get_scheduler(name, optimizer, num_warmup_steps=3, num_training_steps=20)
     ours = [float(SCHEDULES[name]()(step)) for step in range(20)]
-    assert ours[0] == 0.0, "the first update does nothing"
+    assert ours[0] == 0.0, "the learning rate of the first update must be 0"
     np.testing.assert_allclose(ours, rates_of(scheduler, optimizer, 20), rtol=1e-5, atol=1e-9)
 
 
@@ -79,7 +79,7 @@ def test_schedules_of_torch() -> None:
         np.testing.assert_allclose([float(ours(n)) for n in range(12)], torch_rates(theirs), rtol=1e-5, atol=1e-9)
 
 
-def test_the_left_of_the_table_is_of_the_trainer() -> None:
+def test_the_tables_left_column_has_trainer_names() -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     lines = (DOCS / "from" / "hf-trainer.md").read_text(encoding="utf-8").splitlines()
@@ -94,13 +94,13 @@ def test_the_left_of_the_table_is_of_the_trainer() -> None:
 @pytest.fixture
 def keras(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    # Keras makes keys of two uint32 and promotes dtypes.
+    # Keras creates keys of two uint32 and promotes dtypes.
     with warnings.catch_warnings(), jax.legacy_prng_key("allow"), jax.numpy_dtype_promotion("standard"):
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         yield pytest.importorskip("keras")
 
 
-def test_warm_up_of_keras_comes_before_decay_steps(keras) -> None:
+def test_keras_warmup_precedes_decay_steps(keras) -> None:
     theirs = keras.optimizers.schedules.CosineDecay(0.0, 17, warmup_target=1e-2, warmup_steps=3)
     ours = jstep.warmup_cosine_decay(1e-2, 3, 20)
     assert float(ours(0)) == 0.0
@@ -109,8 +109,8 @@ def test_warm_up_of_keras_comes_before_decay_steps(keras) -> None:
     )
 
 
-def test_patience_of_keras(keras) -> None:
-    """That of EarlyStopping is the same number, that of ReduceOnPlateau one less."""
+def test_patience_in_keras(keras) -> None:
+    """The patience of EarlyStopping is the same as in Keras, that of ReduceOnPlateau is one less."""
     losses = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(optimizer=keras.optimizers.SGD(1.0), loss="mse")
@@ -119,22 +119,22 @@ def test_patience_of_keras(keras) -> None:
     for callback in (plateau, stop):
         callback.set_model(model)
         callback.on_train_begin()
-    theirs, stopped = [], []
+    theirs, keras_stopped = [], []
     for epoch, loss in enumerate(losses):
         for callback in (plateau, stop):
             callback.on_epoch_end(epoch, {"val_loss": loss})
         theirs.append(float(model.optimizer.learning_rate))
-        stopped.append(bool(model.stop_training))
+        keras_stopped.append(bool(model.stop_training))
 
     optimizer = jstep.gradient_descent(jstep.held("learning_rate", 1.0))
     state = jstep.TrainState.create({"w": 1.0}, optimizer)
     reduce = jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=2)
     early = jstep.EarlyStopping("loss", patience=3)
-    ours, ended = [], []
+    ours, jstep_stopped = [], []
     for step, loss in enumerate(losses):
         state = reduce(step, state, {"loss": loss}) or state
         ours.append(float(jstep.get_hyperparameter(state, "learning_rate")))
-        ended.append(bool(early(step, state, {"loss": loss})))
+        jstep_stopped.append(bool(early(step, state, {"loss": loss})))
     assert ours == theirs
     assert theirs[-1] < 1.0
-    assert ended.index(True) == stopped.index(True)
+    assert jstep_stopped.index(True) == keras_stopped.index(True)

@@ -1,4 +1,4 @@
-"""Both programs of a page "From …" compute the same, a changed one does not; its table names what there is."""
+"""Pages "From …": both programs give the same results, an altered port does not, and the table's names exist."""
 
 import contextlib
 import importlib.util
@@ -18,7 +18,7 @@ PORTS = {
     "hf-trainer": ("torch", "transformers", "accelerate"),
     "keras": ("keras",),
 }
-# What the other side has too, and a port easily gets wrong: page, what the page says, what it would say by mistake.
+# Likely mistakes in a port: page, correct code, mistaken code.
 MISTAKES = [
     ("pytorch", "weight_decay=0.1", "weight_decay=0.01"),
     ("pytorch", "lambda path, leaf: leaf.ndim >= 2", "None"),
@@ -54,28 +54,28 @@ def test_each_page_compares_its_two_programs(name: str) -> None:
     blocks = blocks_of(page_of(name))
     assert any("assert_allclose" in block.code and block.needs == PORTS[name] for block in blocks)
     alone = [block.code for block in blocks if not block.needs]
-    assert any("jstep.train(" in code for code in alone), "jstep's side runs without the other package"
+    assert any("jstep.train(" in code for code in alone), "jstep's program must run without the other package"
 
 
-@pytest.mark.parametrize(("name", "said", "mistaken"), MISTAKES)
-def test_a_mistake_in_the_port_is_seen(name: str, said: str, mistaken: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("name", "correct", "mistaken"), MISTAKES)
+def test_a_mistake_in_the_port_is_detected(name: str, correct: str, mistaken: str, tmp_path: pathlib.Path) -> None:
     for module in PORTS[name]:
         if not importlib.util.find_spec(module):
             pytest.skip(f"needs {module}")
     found: list[int] = []
     with contextlib.chdir(tmp_path), pytest.raises(AssertionError, match="Not equal to tolerance"):
-        run_page(page_of(name), replaced(said, mistaken, found))
-    assert sum(found) == 1, f"{page_of(name).name} says {said!r} {sum(found)} times"
+        run_page(page_of(name), replaced(correct, mistaken, found))
+    assert sum(found) == 1, f"{page_of(name).name} contains {correct!r} {sum(found)} times"
 
 
 def cells(page: pathlib.Path) -> list[str]:
-    """What stands right in the tables of a page."""
+    """Return the last cell of each table row of a page."""
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     return [row.strip("| ").split(" | ")[-1] for row in rows]
 
 
 def calls(text: str) -> list[tuple[str, list[str]]]:
-    """Names that are called in code spans, with the keywords that they are called with (nested calls apart)."""
+    """Return the names of calls in code spans with their keywords, nested calls separately."""
     found = []
     for span in re.findall(r"`([^`]+)`", text):
         for match in re.finditer(r"([A-Za-z][\w.]*)\(", span):
@@ -90,7 +90,7 @@ def calls(text: str) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("name", PORTS)
-def test_the_table_names_what_there_is(name: str) -> None:
+def test_names_in_the_table_exist(name: str) -> None:
     tables = cells(page_of(name))
     assert len(tables) > 10
     checked = 0
@@ -111,7 +111,7 @@ def test_the_table_names_what_there_is(name: str) -> None:
     assert not unknown, f"{name}.md: {sorted(unknown)}"
 
 
-def test_running_a_page_leaves_the_environment_alone(tmp_path: pathlib.Path) -> None:
+def test_running_a_page_restores_the_environment(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```python\nimport os\nos.environ['OF_A_PAGE'] = '1'\n```\n\n"

@@ -1,4 +1,4 @@
-"""What the README shows, runs."""
+"""The program and the commands of the README."""
 
 import pathlib
 import re
@@ -10,12 +10,12 @@ import jstep
 README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
 
 
-def test_the_program_of_the_readme_learns(tmp_path, monkeypatch):
+def test_the_program_learns(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in program.splitlines() if line]) <= 25
     monkeypatch.chdir(tmp_path)
-    # A README is read with JAX's own settings, not with those of our tests.
+    # The program runs with JAX's default settings, not those of the tests.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(compile(program, "README.md", "exec"), names)
         first, last = (
@@ -26,11 +26,11 @@ def test_the_program_of_the_readme_learns(tmp_path, monkeypatch):
     assert last < 0.5 * first
 
 
-def test_it_is_read_in_one_sitting():
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 200
 
 
-def test_the_two_commands_are_lines_that_make_their_own_environment():
+def test_both_commands_create_an_environment():
     commands = [
         re.search(rf"<!-- {name} command -->\n```bash\n(.*)\n```", README).group(1) for name in ("example", "test")
     ]

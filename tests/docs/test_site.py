@@ -1,4 +1,4 @@
-"""The site, built: nothing is fetched from another host, equations are typeset, and programs can read it."""
+"""The built site: nothing is loaded from other hosts, equations are typeset, Markdown and llms.txt are generated."""
 
 import importlib
 import re
@@ -18,22 +18,22 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    at = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(at)]
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(directory)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    return at
+    return directory
 
 
 @pytest.fixture(scope="module")
 def docs():
-    """The hooks as modules."""
+    """A function that imports the hooks of docs/ as modules."""
     sys.path.insert(0, str(ROOT / "docs"))
     yield importlib.import_module
     sys.path.remove(str(ROOT / "docs"))
 
 
-def test_nothing_comes_from_another_host(site):
+def test_nothing_is_loaded_from_other_hosts(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
     for page in pages:
@@ -47,7 +47,7 @@ def test_equations_are_typeset(site, docs):
     clock = (site / "how" / "one-clock" / "index.html").read_text("utf-8")
     assert "<mfrac>" in clock
     for page in site.rglob("*.html"):
-        assert "arithmatex" not in page.read_text("utf-8"), f"{page} has TeX that nothing typeset"
+        assert "arithmatex" not in page.read_text("utf-8"), f"{page} has TeX that was not typeset"
     formulas = docs("formulas")
     reference = "".join(page.read_text("utf-8") for page in (site / "reference").rglob("*.html"))
     assert reference.count('<div class="equation">') >= sum(map(len, formulas.FORMULAS.values()))
@@ -55,13 +55,13 @@ def test_equations_are_typeset(site, docs):
     assert 0 < entry.index("<math") < entry.index("Kingma")
 
 
-def test_equations_are_of_public_names(docs):
+def test_equations_belong_to_public_names(docs):
     formulas = docs("formulas")
     assert set(formulas.FORMULAS) <= set(jstep.__all__)
     assert set(formulas.WHERE) <= set(formulas.FORMULAS)
 
 
-def test_an_equation_that_cannot_be_typeset_ends_the_build(docs):
+def test_an_invalid_equation_fails_the_build(docs):
     typeset = docs("equations").on_page_content
     assert typeset('<p><span class="arithmatex">\\(a &lt; b\\)</span></p>').count("<math") == 1
     with pytest.raises(ValueError, match="nosuch"):
@@ -70,7 +70,7 @@ def test_an_equation_that_cannot_be_typeset_ends_the_build(docs):
     assert typeset(code) == code
 
 
-def test_every_page_is_there_as_markdown(site):
+def test_every_page_is_also_served_as_markdown(site):
     for source in (ROOT / "docs").rglob("*.md"):
         name = source.relative_to(ROOT / "docs")
         text = (site / name).read_text("utf-8")
@@ -102,7 +102,7 @@ def test_llms_txt_lists_every_page(site):
     assert all((site / target).exists() for target in linked)
 
 
-def test_what_llms_txt_says_of_a_page(docs):
+def test_page_descriptions_in_llms_txt(docs):
     about = docs("for_machines").about
     assert about("# T\n\n![x](y.png)\n\nA [link](z.md) is `f(x)`. More.\n") == "A link is `f(x)`."
     assert about("# T\n\n<!-- needs: a -->\n```python\nx = 1\n```\n\nFirst: then this.\n") == "First: then this."

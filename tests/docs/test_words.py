@@ -1,4 +1,4 @@
-"""Public words use the field's terms: no phrase of the list below in strings, comments and pages."""
+"""Pages, the package and the tests use the field's terms: none of the phrases below occurs in them."""
 
 import ast
 import inspect
@@ -17,6 +17,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 )
 MODULES = [path for name in ("jstep", "examples", "docs") for path in sorted((ROOT / name).rglob("*.py"))]
 MODULES.append(ROOT / "jstep" / "__init__.pyi")
+TESTS = [path for path in sorted((ROOT / "tests").rglob("*")) if path.suffix in (".py", ".sh")]
 
 # Phrase → what to write. Case matters only for `none` (not the value None) and `Besides` (the start of a sentence).
 BANNED = {
@@ -61,13 +62,13 @@ PATTERNS = {pattern_of(phrase): instead for phrase, instead in BANNED.items()}
 
 
 def found_in(text: str) -> list[str]:
-    prose = re.sub(r"`[^`\n]*`", "`…`", text)  # code is code
+    prose = re.sub(r"`[^`\n]*`", "`…`", text)  # code is not checked
     return [
         f"{match[0]!r} (write: {instead})" for pattern, instead in PATTERNS.items() for match in pattern.finditer(prose)
     ]
 
 
-def words_of(module: pathlib.Path) -> list[str]:
+def strings_and_comments(module: pathlib.Path) -> list[str]:
     tokens = tokenize.generate_tokens(io.StringIO(module.read_text(encoding="utf-8")).readline)
     return [token.string for token in tokens if token.type in (tokenize.STRING, tokenize.COMMENT)]
 
@@ -78,18 +79,65 @@ def test_pages(page: pathlib.Path) -> None:
 
 
 def test_strings_and_comments() -> None:
-    found = {str(module.relative_to(ROOT)): found_in("\n".join(words_of(module))) for module in MODULES}
+    found = {str(module.relative_to(ROOT)): found_in("\n".join(strings_and_comments(module))) for module in MODULES}
     assert not {module: phrases for module, phrases in found.items() if phrases}
 
 
-def test_the_list_finds_what_it_bans() -> None:
+def docstrings_and_comments(source: str) -> list[str]:
+    """Return the comments of Python source and the strings that are statements, without other strings (data)."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    expressions = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    return comments + [one.value for one in expressions if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+
+
+def prose_of(test: pathlib.Path) -> list[str]:
+    """Return the docstrings and comments of a file of tests, unwrapped; for a shell script, its comments."""
+    source = test.read_text(encoding="utf-8")
+    texts = re.findall(r"(?:^|\s)#[^!\n].*", source) if test.suffix == ".sh" else docstrings_and_comments(source)
+    return [" ".join(text.split()) for text in texts]
+
+
+def names_in(source: str) -> list[str]:
+    """Return the names of test functions and test classes in Python source."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+    return [node.name for node in nodes if node.name.lower().startswith("test")]
+
+
+def in_words(name: str) -> str:
+    """Return a name in snake_case as words."""
+    return " ".join(name.split("_"))
+
+
+def test_docstrings_and_comments_of_tests() -> None:
+    found = {str(test.relative_to(ROOT)): found_in("\n".join(prose_of(test))) for test in TESTS}
+    assert not {test: phrases for test, phrases in found.items() if phrases}
+
+
+def test_names_of_tests() -> None:
+    modules = [test for test in TESTS if test.suffix == ".py"]
+    found = {
+        f"{module.relative_to(ROOT)}: {name}": found_in(in_words(name))
+        for module in modules
+        for name in [module.stem, *names_in(module.read_text(encoding="utf-8"))]
+    }
+    assert not {name: phrases for name, phrases in found.items() if phrases}
+
+
+def test_data_in_tests_is_not_checked() -> None:
+    source = '"""A run goes on."""\nx = "x is no number"  # damaged\n"""It is told."""\ndef test_it_is_told(): pass\n'
+    assert sorted(docstrings_and_comments(source)) == ["# damaged", "A run goes on.", "It is told."]
+    assert [in_words(name) for name in names_in(source)] == ["test it is told"]
+
+
+def test_banned_phrases_are_found() -> None:
     dialect = "The run goes on. x is no number. The run makes a step. Besides, it is damaged. The step must be none."
     assert len(found_in(dialect)) == 6
     assert not found_in("There is no file, and x is no longer None. `told` is a name.")
 
 
-def riddles(module: pathlib.Path) -> list[str]:
-    """First lines of docstrings that do not say what the thing is."""
+def vague_first_lines(module: pathlib.Path) -> list[str]:
+    """Return the first lines of docstrings that begin with a relative clause."""
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docs = [
         ast.get_docstring(n) for n in ast.walk(ast.parse(module.read_text(encoding="utf-8"))) if isinstance(n, nodes)
@@ -98,7 +146,7 @@ def riddles(module: pathlib.Path) -> list[str]:
 
 
 def test_docstrings_begin_with_a_noun_or_an_imperative() -> None:
-    found = {str(module.relative_to(ROOT)): riddles(module) for module in MODULES if module.suffix == ".py"}
+    found = {str(module.relative_to(ROOT)): vague_first_lines(module) for module in MODULES if module.suffix == ".py"}
     assert not {module: lines for module, lines in found.items() if lines}
 
 

@@ -1,4 +1,4 @@
-"""Programs of examples/, as a user runs them."""
+"""Run the programs of examples/ as a user does."""
 
 import pathlib
 import subprocess
@@ -6,9 +6,9 @@ import subprocess
 import forked
 
 ROOT = pathlib.Path(__file__).parents[2]
-AS_IN_A_TERMINAL = """
+RUN_SCRIPT = """
 import pathlib, runpy, signal, sys
-# It may be ignored in what runs the tests, as under nohup or in a background job of a script.
+# SIGINT may be ignored in the process that runs the tests, for example under nohup or in a background job.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 del sys.argv[0]
 sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
@@ -17,7 +17,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def start(script, *args, env=None):
-    return forked.start(AS_IN_A_TERMINAL, ROOT / "examples" / script, *args, env=env)
+    return forked.start(RUN_SCRIPT, ROOT / "examples" / script, *args, env=env)
 
 
 def finished(script, *args, env=None, timeout=300):

@@ -1,4 +1,4 @@
-"""What moves between the devices of examples/char_lm.py with FSDP: weights, never activations."""
+"""Collectives of examples/char_lm.py with FSDP: weights are exchanged, activations never."""
 
 import functools
 import runpy
@@ -26,20 +26,20 @@ def cost_of(module: dict[str, Any], loss_fn: Callable[..., Any], mesh: jax.shard
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
-def test_with_fsdp_activations_stay_with_their_rows(axes: dict[str, int], axis_type: AxisType) -> None:
+def test_fsdp_does_not_reshard_activations(axes: dict[str, int], axis_type: AxisType) -> None:
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes))
     module = runpy.run_path(str(ROOT / "examples" / "char_lm.py"))
     cost = cost_of(module, module["loss_fn"], mesh)
     module["predict"].__globals__["split_by_rows"] = lambda x: x
     without = cost_of(module, lambda params, windows: module["loss_fn"](params, windows), mesh)
 
-    assert "all-to-all" in without.collectives, "the trap that split_by_rows is there for"
+    assert "all-to-all" in without.collectives, "the problem that split_by_rows avoids"
     assert "all-to-all" not in cost.collectives
     assert cost.warnings == ()
     assert [warning.startswith("activations are resharded") for warning in without.warnings] == [True]
     assert cost.temp_bytes < without.temp_bytes
-    assert moved(cost) < moved(without) / 2
+    assert collective_bytes(cost) < collective_bytes(without) / 2
 
 
-def moved(cost: jstep.Cost) -> int:
+def collective_bytes(cost: jstep.Cost) -> int:
     return sum(collective.bytes for collective in cost.collectives.values())

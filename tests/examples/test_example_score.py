@@ -1,4 +1,4 @@
-"""examples/score.py, shortened: killed in the middle of each phase, it ends as if nothing had happened."""
+"""examples/score.py, shortened: a run killed in each phase gives the result of an uninterrupted run."""
 
 import re
 import signal
@@ -12,26 +12,26 @@ def fingerprint(out):
     return re.search(rf"fingerprint of the state after {STEPS} steps: (\w{{16}})", out)[1]
 
 
-def test_a_score_killed_in_each_phase_ends_the_same(tmp_path):
+def test_a_run_killed_in_each_phase_gives_the_same_state(tmp_path):
     picture = tmp_path / "plan.png"
-    whole = run("score.py", "--steps", STEPS, "--plot", picture)
+    uninterrupted = run("score.py", "--steps", STEPS, "--plot", picture)
     assert picture.stat().st_size > 1000
-    assert re.search(r"stages +0: short, 4: long\nbatch size +0: 8, 8: 16\nrows +code \d+ .* prose \d+ ", whole)
-    losses = [float(loss) for loss in re.findall(r"held-out \w+: ([\d.]+) nats", whole)]
+    assert re.search(r"stages +0: short, 4: long\nbatch size +0: 8, 8: 16\nrows +code \d+ .* prose \d+ ", uninterrupted)
+    losses = [float(loss) for loss in re.findall(r"held-out \w+: ([\d.]+) nats", uninterrupted)]
     assert len(losses) == 2
-    assert max(losses) < 4.7  # a guess among 128 characters is 4.85
+    assert max(losses) < 4.7  # a uniform guess among 128 characters gives 4.85
 
     killed = ("score.py", "--steps", STEPS, "--checkpoint-dir", tmp_path / "killed")
     resumed_from = []
-    for at in (3, 7, 11, 15):  # checkpoints are at even steps
-        done = finished(*killed, "--kill-at", at)
+    for step in (3, 7, 11, 15):  # checkpoints are at even steps
+        done = finished(*killed, "--kill-at", step)
         assert done.returncode == -signal.SIGKILL, done.stderr
         resumed_from += re.findall(r"restored model-(\d+)", done.stderr)
     done = finished(*killed)
     assert done.returncode == 0, done.stderr
     resumed_from += re.findall(r"restored model-(\d+)", done.stderr)
     assert resumed_from == ["2", "6", "10", "14"]
-    assert fingerprint(done.stdout) == fingerprint(whole)
+    assert fingerprint(done.stdout) == fingerprint(uninterrupted)
 
 
 def test_a_kill_needs_a_directory():

@@ -1,4 +1,4 @@
-"""The example about going back finds what it has hidden."""
+"""examples/time_travel.py, shortened, finds the bugs that it plants."""
 
 import pytest
 from programs import ROOT, run

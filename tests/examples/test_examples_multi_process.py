@@ -1,4 +1,4 @@
-"""examples/multi_process.py, as a user runs it, shortened."""
+"""examples/multi_process.py, shortened."""
 
 import os
 import re
@@ -6,10 +6,10 @@ import re
 from programs import finished
 
 
-def test_a_killed_run_that_is_started_again_ends_with_the_same_weights(tmp_path):
+def test_a_killed_and_restarted_run_gives_the_same_weights(tmp_path):
     env = {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
-        # The processes that it starts compile the same.
+        # The processes that it starts share compiled programs.
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

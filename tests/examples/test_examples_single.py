@@ -1,4 +1,4 @@
-"""Each example runs as a user runs it, in a process of its own, shortened."""
+"""The single-process examples run as a user runs them, each in its own process, shortened."""
 
 import re
 import signal
@@ -17,12 +17,12 @@ def events(directory):
 
 
 def scalars(directory, tag):
-    """Step → value."""
+    """Return the values of a tag by step."""
     return {e.step: v.simple_value for e in events(directory) for v in e.summary.value if v.tag == tag}
 
 
-def same_bits(a, b):
-    """Whether the newest checkpoints of two directories hold the same state."""
+def is_bitwise_equal(a, b):
+    """Return whether the newest checkpoints of two directories are bitwise identical."""
     first, second = ({k: np.asarray(v) for k, v in leaves(jstep.Saver(d).restore(None))} for d in (a, b))
     return first.keys() == second.keys() and all(first[k].tobytes() == second[k].tobytes() for k in first)
 
@@ -35,7 +35,7 @@ def leaves(tree, path=""):
         yield from leaves(value, f"{path}/{key}")
 
 
-def test_global_step_shows_the_rate_moving_with_the_step():
+def test_global_step_shows_the_rate_following_the_step():
     lines = run("global_step.py").splitlines()
     first, second = (i for i, line in enumerate(lines) if line.endswith((":", "began:")))
     moving = [line.split() for line in lines[first + 1 : first + 11]]
@@ -50,7 +50,7 @@ DIGITS_STEPS = 120
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """An undisturbed run: its directory and what it printed."""
+    """An uninterrupted run: its directory and its output."""
     pytest.importorskip("sklearn")
     pytest.importorskip("tensorboard")
     directory = tmp_path_factory.mktemp("digits")
@@ -64,7 +64,7 @@ def test_digits_learns(digits):
     assert raw >= 0.96
     assert averaged >= 0.96
     rates = scalars(directory, "learning_rate")
-    assert list(rates.values()) == pytest.approx([2e-3] * len(rates))  # the first stair, of 200 steps
+    assert list(rates.values()) == pytest.approx([2e-3] * len(rates))  # the first plateau of the staircase, 200 steps
     losses = scalars(directory, "validation/loss")
     assert list(losses) == [50, 100, DIGITS_STEPS]
     assert best == min(losses, key=losses.get)
@@ -73,7 +73,7 @@ def test_digits_learns(digits):
         assert saver.all_steps() == [best]
 
 
-def test_digits_can_be_watched(digits):
+def test_digits_writes_summaries(digits):
     directory, out = digits
     kinds = {(v.tag, v.WhichOneof("value")) for e in events(directory) for v in e.summary.value}
     assert kinds >= {("loss", "simple_value"), ("grad_norm", "simple_value"), ("global_step/sec", "simple_value")}
@@ -85,8 +85,8 @@ def test_digits_can_be_watched(digits):
     assert (picture.height, picture.width) == (2 * 9 * 8, 8 * 9 * 8)
 
 
-def test_digits_goes_on_after_ctrl_c_as_if_nothing_had_happened(digits, tmp_path):
-    undisturbed, expected = digits
+def test_digits_resumes_bitwise_after_ctrl_c(digits, tmp_path):
+    uninterrupted, expected = digits
     args = ("--steps", DIGITS_STEPS, "--dir", tmp_path)
     process = start("digits.py", *args)
     try:
@@ -105,28 +105,28 @@ def test_digits_goes_on_after_ctrl_c_as_if_nothing_had_happened(digits, tmp_path
 
     again = run("digits.py", *args)
     assert f"model-{stopped}: resuming from it" in again
-    assert again.splitlines()[-3:] == expected.splitlines()[-3:]  # with the fingerprint
-    assert same_bits(undisturbed, tmp_path)
-    assert scalars(tmp_path, "loss") == scalars(undisturbed, "loss")
+    assert again.splitlines()[-3:] == expected.splitlines()[-3:]  # including the fingerprint
+    assert is_bitwise_equal(uninterrupted, tmp_path)
+    assert scalars(tmp_path, "loss") == scalars(uninterrupted, "loss")
 
-    finished_already = run("digits.py", *args)
-    assert finished_already.splitlines()[-3:] == expected.splitlines()[-3:]
+    rerun = run("digits.py", *args)
+    assert rerun.splitlines()[-3:] == expected.splitlines()[-3:]
 
 
-def test_char_lm_has_the_same_losses_on_one_device_and_on_a_mesh(tmp_path):
+def test_char_lm_losses_are_equal_on_one_device_and_a_mesh(tmp_path):
     pytest.importorskip("tensorboard")
     one, many = tmp_path / "one", tmp_path / "many"
-    with ThreadPoolExecutor() as pool:  # most of such short runs is compilation, on one core
+    with ThreadPoolExecutor() as pool:  # such short runs mostly compile, on one core
         alone = pool.submit(run, "char_lm.py", "--steps", 20, "--dir", one)
         sharded = run("char_lm.py", "--steps", 10, "--dir", many, "--mesh", "data=4,model=2")
         out = alone.result()
     before, after = map(float, re.search(r"loss: ([\d.]+) nats a character before, ([\d.]+) after 20", out).groups())
-    assert before > 4.8  # a guess among 128 characters is 4.85
+    assert before > 4.8  # a uniform guess among 128 characters gives 4.85
     assert after < 3.6
     assert len(re.findall(r"^def ", out, re.MULTILINE)) == 2  # the two samples
 
     assert "8 cpu devices {'data': 4, 'model': 2}: 0.92 MB of params on each" in sharded
-    # Kept on eight devices, it goes on with split parameters, and then on one.
+    # The run saved on a 4 × 2 mesh resumes with FSDP, and then on one device.
     split = run("char_lm.py", "--steps", 15, "--dir", many, "--mesh", "data=8", "--fsdp")
     assert "8 cpu devices {'data': 8}: 0.25 MB of params on each" in split
     out = run("char_lm.py", "--steps", 20, "--dir", many)
@@ -136,7 +136,7 @@ def test_char_lm_has_the_same_losses_on_one_device_and_on_a_mesh(tmp_path):
     assert list(b.values()) == pytest.approx(list(a.values()), rel=1e-4)
 
 
-def test_char_lm_says_what_is_wrong_with_a_mesh():
+def test_char_lm_error_for_a_bad_mesh():
     done = finished("char_lm.py", "--mesh", "data=4,modle=2")
     assert (done.returncode, done.stdout) == (1, "")
     assert (
@@ -144,7 +144,7 @@ def test_char_lm_says_what_is_wrong_with_a_mesh():
     )
 
 
-def test_char_lm_says_that_fsdp_needs_an_axis_of_data():
+def test_char_lm_error_for_fsdp_without_a_data_axis():
     for mesh in ([], ["--mesh", "model=2"]):
         done = finished("char_lm.py", "--fsdp", *mesh)
         assert (done.returncode, done.stdout) == (1, "")
@@ -156,11 +156,11 @@ def test_queues_learns_and_ends():
     assert (done.returncode, done.stderr) == (0, "")
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 4
-    assert losses[-1] < 2.5  # a guess among 128 characters is 4.85
+    assert losses[-1] < 2.5  # a uniform guess among 128 characters gives 4.85
     assert "done after 800 steps" in done.stdout
 
 
-def test_queues_shows_a_reader_that_fails():
+def test_queues_reports_a_failing_reader():
     done = finished("queues.py", "--fail", "--steps", 1_000_000)
     assert done.returncode == 1
     assert "in read_file" in done.stderr

@@ -1,4 +1,4 @@
-"""examples/launchers: files that say what their launchers need, and the program that all of them start."""
+"""examples/launchers: the launchers' files are valid, and the program that they start trains and resumes."""
 
 import ast
 import os
@@ -20,8 +20,8 @@ import jstep
 HERE = ROOT / "examples" / "launchers"
 
 
-def substance(path):
-    """The lines that are neither empty nor a comment, nor a docstring."""
+def code_lines(path):
+    """Return the lines that are not empty, a comment or a docstring."""
     text = path.read_text()
     lines = dict(enumerate(text.splitlines(), 1))
     if path.suffix == ".py":
@@ -34,8 +34,8 @@ def substance(path):
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "jobset.yaml", "sky.yaml", "ray_train.py"])
-def test_each_is_short(name):
-    assert len(substance(HERE / name)) <= 25
+def test_each_file_is_short(name):
+    assert len(code_lines(HERE / name)) <= 25
 
 
 def loaded(name):
@@ -43,7 +43,7 @@ def loaded(name):
     return yaml.safe_load((HERE / name).read_text())
 
 
-def test_the_job_set():
+def test_fields_of_the_jobset():
     job_set = loaded("jobset.yaml")
     assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (replicated,) = job_set["spec"]["replicatedJobs"]
@@ -59,7 +59,7 @@ def test_the_job_set():
     assert re.fullmatch(r"\S+/\S+:\S+", container["image"])
     variables = {one["name"]: one for one in container["env"]}
     assert set(variables) == {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
-    # Text: Kubernetes refuses numbers. The name of the first pod is <set>-<job>-0-0, its domain that of the set.
+    # Values are strings: Kubernetes rejects numbers. The first pod is called <set>-<job>-0-0, in the domain of the set.
     assert variables["JAX_NUM_PROCESSES"]["value"] == str(job["completions"])
     name = f"{job_set['metadata']['name']}-{replicated['name']}-0-0.{job_set['metadata']['name']}"
     assert re.fullmatch(rf"{name}:\d+", variables["JAX_COORDINATOR_ADDRESS"]["value"])
@@ -67,8 +67,8 @@ def test_the_job_set():
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def test_the_job_of_the_set_is_one_that_kubernetes_knows():
-    """Each field, down to the container, is one of the published schema, and of its type."""
+def test_the_job_matches_the_kubernetes_schema():
+    """Each field, down to the container, is in the published schema and has its type."""
     client = pytest.importorskip("kubernetes.client")
 
     def check(value, kind, path):
@@ -85,7 +85,7 @@ def test_the_job_of_the_set_is_one_that_kubernetes_knows():
                 assert key in names, f"{path}.{key} is not a field of {kind}"
                 check(one, model.openapi_types[names[key]], f"{path}.{key}")
         else:
-            assert type(value).__name__ == kind, f"{path}={value!r}: {kind} expected"
+            assert type(value).__name__ == kind, f"{path}={value!r}: expected {kind}"
 
     job_set = loaded("jobset.yaml")
     check(job_set["metadata"], "V1ObjectMeta", "metadata")
@@ -93,7 +93,7 @@ def test_the_job_of_the_set_is_one_that_kubernetes_knows():
         check(job["template"], "V1JobTemplateSpec", job["name"])
 
 
-def test_the_task_of_skypilot():
+def test_fields_of_the_skypilot_task():
     task = loaded("sky.yaml")
     assert task["num_nodes"] == 2
     assert task["run"].split()[:2] == ["python", "train.py"]
@@ -101,7 +101,7 @@ def test_the_task_of_skypilot():
     assert "jstep" in task["setup"]
 
 
-def test_skypilot_takes_the_task(tmp_path, monkeypatch):
+def test_skypilot_accepts_the_task(tmp_path, monkeypatch):
     sky = pytest.importorskip("sky")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(HERE)
@@ -119,27 +119,27 @@ def options():
     return dict(line.partition("=")[::2] for line in lines)
 
 
-def test_what_the_script_asks_of_slurm():
-    asked = options()
-    assert asked["signal"] == "TERM@120"  # B: would reach the batch shell alone
-    assert {"requeue", "time", "nodes", "ntasks-per-node"} <= set(asked)
-    assert asked["open-mode"] == "append"
-    # JAX gives each task one GPU.
-    assert asked["ntasks-per-node"] == asked["gpus-per-node"]
+def test_slurm_options_of_the_script():
+    sbatch = options()
+    assert sbatch["signal"] == "TERM@120"  # with the prefix B: only the batch shell would get the signal
+    assert {"requeue", "time", "nodes", "ntasks-per-node"} <= set(sbatch)
+    assert sbatch["open-mode"] == "append"
+    # JAX assigns one GPU to each task.
+    assert sbatch["ntasks-per-node"] == sbatch["gpus-per-node"]
 
 
 @pytest.mark.parametrize("code", [143, 0, 1, 2, 15, 137])
-def test_only_what_was_preempted_is_queued_again(tmp_path, code):
-    """The script, with stand-ins for srun, which leaves with the exit code of the tasks, and for scontrol."""
-    said = tmp_path / "said"
-    for name, ends in (("srun", code), ("scontrol", 0)):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(said))}\nexit {ends}\n')
+def test_only_preempted_jobs_are_requeued(tmp_path, code):
+    """Run the script with fakes of scontrol and of srun, which exits with the exit code of the tasks."""
+    log = tmp_path / "log"
+    for name, exit_code in (("srun", code), ("scontrol", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(log))}\nexit {exit_code}\n')
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "77"}
     script = shutil.copy(HERE / "slurm.sh", tmp_path / "slurm_script")  # SLURM runs a copy
     done = subprocess.run(["bash", script, "--steps", "7"], env=environment, timeout=60, check=False)
     assert done.returncode == code
-    first, *others = said.read_text().splitlines()
+    first, *others = log.read_text().splitlines()
     assert first.endswith("python train.py --steps 7")
     assert others == (["scontrol requeue 77"] if code == 143 else [])
 
@@ -151,35 +151,35 @@ def steps(out):
     return [int(step) for step in re.findall(r"^step (\d+) ", out, re.MULTILINE)]
 
 
-def test_it_trains_alone(tmp_path):
+def test_it_trains_on_one_process(tmp_path):
     (one,) = end([start("launchers/train.py", "--steps", 20, "--checkpoint-dir", tmp_path)])
     assert one.code == 0, one.err
     assert "trained 20 steps on 1 processes" in one.out
 
 
-def of_slurm(i, address):
+def slurm(i, address):
     port = address.split(":")[1]
     names = {"JOB_ID": 1, "STEP_NODELIST": "localhost", "NTASKS": 2, "PROCID": i, "LOCALID": i}
     return {f"SLURM_{name}": str(value) for name, value in names.items()} | {"JAX_COORDINATOR_PORT": port}
 
 
-def of_jobset(i, address):
-    """The variables of the manifest, with the address of this machine."""
+def jobset(i, address):
+    """Return the variables of the manifest with the address of this machine."""
     (replicated,) = loaded("jobset.yaml")["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
-    given = {one["name"]: one.get("value", str(i)) for one in container["env"]}
-    return given | {"JAX_COORDINATOR_ADDRESS": address, "KUBERNETES_SERVICE_HOST": "127.0.0.1"}
+    variables = {one["name"]: one.get("value", str(i)) for one in container["env"]}
+    return variables | {"JAX_COORDINATOR_ADDRESS": address, "KUBERNETES_SERVICE_HOST": "127.0.0.1"}
 
 
-def of_skypilot(i, address):
+def skypilot(i, address):
     port = address.split(":")[1]
     names = {"NODE_IPS": "127.0.0.1\n127.0.0.1", "NODE_RANK": i, "NUM_NODES": 2}
     return {f"SKYPILOT_{name}": str(value) for name, value in names.items()} | {"JAX_COORDINATOR_PORT": port}
 
 
-@pytest.mark.parametrize("launcher", [of_slurm, of_jobset, of_skypilot])
-def test_a_run_that_is_stopped_resumes_under(tmp_path, launcher):
-    """Two processes, one of which is sent SIGTERM; the same command again goes on from the step that was saved."""
+@pytest.mark.parametrize("launcher", [slurm, jobset, skypilot])
+def test_a_stopped_run_resumes(tmp_path, launcher):
+    """One of two processes gets SIGTERM; the same command then resumes from the saved step."""
 
     def run(last, stop_after=None):
         address = free_address()
@@ -208,13 +208,13 @@ def test_a_run_that_is_stopped_resumes_under(tmp_path, launcher):
 
 
 def workers_of(pid):
-    """The workers of Ray Train among the processes that a process has started, and those have started."""
+    """Return the process IDs of the Ray Train workers among the descendants of a process."""
     children = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
             children.setdefault(parent, []).append((int(entry.name), (entry / "cmdline").read_bytes()))
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     todo, found = [pid], []
     while todo:
@@ -224,8 +224,8 @@ def workers_of(pid):
     return found
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds Ray's workers in /proc")
-def test_ray_starts_a_worker_that_was_killed_again(tmp_path):
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="Ray's workers are found through /proc")
+def test_ray_restarts_a_killed_worker(tmp_path):
     pytest.importorskip("ray.train")
     last = 3000
     command = [sys.executable, HERE / "ray_train.py", "--steps", str(last), "--save-secs", "1"]
@@ -247,7 +247,7 @@ def test_ray_starts_a_worker_that_was_killed_again(tmp_path):
         assert program.poll() == 0, log.read_text()[-5000:]
     finally:
         if program.poll() is None:
-            program.terminate()  # Ray ends what it has started
+            program.terminate()  # Ray ends its workers
             program.wait(60)
     assert killed is not None
     assert jstep.Saver(checkpoints).latest_step() == last

@@ -5,7 +5,7 @@ import re
 from programs import run
 
 
-def test_the_best_of_sixteen_rates_trains_on():
+def test_the_best_of_sixteen_rates_is_trained_further():
     out = run("sweep.py", "--steps", 100, "--more", 200)
     losses = {float(rate): float(loss) for rate, loss in re.findall(r"^  (\S+) +(\d\.\d{4})$", out, re.MULTILINE)}
     assert len(losses) == 16

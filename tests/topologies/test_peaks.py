@@ -1,4 +1,4 @@
-"""The peak of a device for the matrix products of a step."""
+"""Peak FLOP/s of a device for the matrix products of a step."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def of(dtype, precision="DEFAULT", flops=1.0):
     return {Product(dtype, precision): flops}
 
 
-def test_products_are_found_wherever_they_are():
+def test_products_are_found_in_nested_programs():
     def fn(a, b, w):
         half, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), b, length=3)
         return jax.jit(jnp.dot)(a, a) + jnp.dot(a, a, precision="highest"), half
@@ -40,16 +40,16 @@ def test_products_are_found_wherever_they_are():
     assert products(jnp.sin, shape(4)) == {}
 
 
-def test_products_of_ragged_groups_and_of_kernels():
+def test_products_of_ragged_dot_and_of_kernels():
     def fn(a, b):
         return jnp.sum(jax.lax.ragged_dot(a, b, jnp.array([24, 8], jnp.int32)))
 
     found = products(jax.grad(fn, (0, 1)), shape(32, 4), shape(2, 4, 8))
-    assert found == {Product("float32", "DEFAULT"): 3 * 2 * 32 * 4 * 8}  # forward, and for each of the two gradients
+    assert found == {Product("float32", "DEFAULT"): 3 * 2 * 32 * 4 * 8}  # the forward pass and two gradients
 
     def kernel(a, estimate):
-        made = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-        return pallas.pallas_call(lambda x, y: None, made, cost_estimate=estimate)(a)
+        out = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+        return pallas.pallas_call(lambda x, y: None, out, cost_estimate=estimate)(a)
 
     estimate = pallas.CostEstimate(flops=12345, transcendentals=0, bytes_accessed=0)
     for given, expected in ((estimate, 12345), (None, 8 * 128)):
@@ -57,7 +57,7 @@ def test_products_of_ragged_groups_and_of_kernels():
         assert work_of(body_of(traced)).all == expected
 
 
-def test_formats_as_jax_says_them():
+def test_formats_are_read_from_jaxprs():
     def named(precision, *dtypes):
         fn = lambda a, b: jax.lax.dot(a, b, precision=precision)  # noqa: E731
         (found,) = products(fn, *(shape(2, 2, dtype=one) for one in dtypes or ("float32",) * 2))
@@ -103,12 +103,12 @@ def test_formats_as_jax_says_them():
         (A100, "float32", "NEW_NEW_F32", None),
     ],
 )
-def test_the_peak_of_a_format(kind, dtype, precision, teraflops):
+def test_peak_of_a_format(kind, dtype, precision, teraflops):
     peak = peak_of(kind, of(dtype, precision))
     assert peak == (None if teraflops is None else pytest.approx(teraflops * 1e12))
 
 
-def test_several_formats_take_their_time_one_after_the_other():
+def test_times_of_several_formats_add_up():
     both = of("bfloat16", flops=312.0) | of("float32", flops=156.0)
     assert peak_of(A100, both) == pytest.approx(468e12 / 2)
     assert peak_of(A100, {}) is None
@@ -116,7 +116,7 @@ def test_several_formats_take_their_time_one_after_the_other():
     assert peak_of(A100, of("int32", flops=1.0) | of("bfloat16", flops=9.0)) is None
 
 
-def test_every_kind_that_can_be_compiled_for_has_a_figure():
+def test_every_compilable_device_has_a_peak():
     for one in (*(tpu.device_kind for tpu in TPUS.values()), *(gpu.description for gpu in GPUS.values())):
         assert has_peaks(one)
         assert peak_of(one, of("bfloat16")) > 2e13

@@ -1,4 +1,4 @@
-"""Names of topologies are checked before a compiler sees them: libtpu aborts the process at some sizes."""
+"""Validation of topology names before a compiler is called: libtpu aborts the process for some sizes."""
 
 import sys
 
@@ -31,7 +31,7 @@ from jstep.topologies.tpus import TPUS
         ("a100:2x16", "a100", (2, 16), 1),
     ],
 )
-def test_names(name, kind, sizes, slices):
+def test_names_are_parsed(name, kind, sizes, slices):
     found = parsed(name)
     assert found == (kind, sizes, slices)
     assert parsed(str(found)) == found
@@ -73,13 +73,13 @@ def test_equal_topologies_have_equal_names():
         ("", "must not be empty"),
     ],
 )
-def test_bad_names(name, words):
+def test_bad_names_raise(name, words):
     with pytest.raises(ValueError, match=words):
         jstep.topology(name)
 
 
 @pytest.mark.parametrize("name", [None, 8, ("v5e", 2, 4), b"v5e:2x4"])
-def test_names_are_strings(name):
+def test_names_must_be_strings(name):
     with pytest.raises(TypeError, match="name="):
         jstep.topology(name)
 
@@ -97,19 +97,19 @@ def test_names_are_strings(name):
         ("data", TypeError, "expected a dict"),
     ],
 )
-def test_bad_axes(axes, error, words):
+def test_bad_axes_raise(axes, error, words):
     with pytest.raises(error, match=words):
         jstep.topology("v5e:2x4", axes)
 
 
-def test_bad_axis_types():
+def test_bad_axis_types_raise():
     with pytest.raises(TypeError, match="axis_types='auto'"):
         jstep.topology("v5e:2x4", axis_types="auto")
     with pytest.raises(ValueError, match="one for each axis"):
         jstep.topology("v5e:2x4", {"a": 2, "b": 4}, axis_types=(AxisType.Auto,))
 
 
-def test_a_missing_compiler_is_an_error_that_says_what_to_install(monkeypatch):
+def test_a_missing_compiler_error_names_the_package(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     for module in ("libtpu", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -119,7 +119,7 @@ def test_a_missing_compiler_is_an_error_that_says_what_to_install(monkeypatch):
         jstep.topology("a100:3")
 
 
-def test_figures_are_plausible():
+def test_device_tables_are_plausible():
     assert len({tpu.device_kind for tpu in TPUS.values()}) == len(TPUS)
     assert all(7 * 2**30 < tpu.memory < 2**37 for tpu in TPUS.values())
     for gpu in GPUS.values():

@@ -1,4 +1,4 @@
-"""Programs whose exchanges are known, and what a step of them moves."""
+"""Programs with known collectives, and helpers that count the collectives of a step."""
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +10,23 @@ from jstep.tools.collectives import collectives_of
 from jstep.tools.cost_warnings import warnings_of
 
 A, B, X, F = 512 * 256, 256, 256 * 1024, 1024
-"""Elements of the parameters of `compiled_steps`."""
+"""Number of elements of each parameter in `compiled_steps`."""
 WIDTH, LAYERS, WORDS, TIME = 256, 4, 1024, 128
 LAYER = 2 * WIDTH * 4 * WIDTH
 PART = 4 * 128 * 256
-"""The bytes on each device of what the programs with shard_map exchange."""
+"""Bytes per device of the arrays that the `shard_map` programs exchange."""
 
 
-def moved(step, state, *args):
+def collectives(step, state, *args):
     return collectives_of(compiled(step, state, *args).as_text())
 
 
-def warned(step, state, *args):
+def cost_warnings(step, state, *args):
     program = compiled(step, state, *args)
     return warnings_of(program.as_text(), state, args, step.trace(state, *args).jaxpr, program.out_info)
 
 
-def rows(mesh, *shape, dtype=jnp.float32):
+def row_sharded(mesh, *shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P("data")))
 
 
@@ -38,15 +38,15 @@ def transformer():
     }
 
 
-def transformer_step(mesh, optimizer, *, placed):
-    """A step of a language model with scanned, recomputed layers; with or without the line that FSDP needs."""
+def transformer_step(mesh, optimizer, *, constrained):
+    """A language model's step with scanned, rematerialized layers, with or without the constraint that FSDP needs."""
 
     def block(x, layer):
         return x + jax.nn.gelu(x @ layer["up"].astype(x.dtype)) @ layer["down"].astype(x.dtype), None
 
     def loss(params, tokens):
         x = params["embed"][tokens[:, :-1]].astype(jnp.bfloat16)
-        if placed:
+        if constrained:
             x = lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))
         x, _ = lax.scan(jax.checkpoint(block), x, params["layers"])
         logits = (x @ params["out"].astype(x.dtype)).astype(jnp.float32)
@@ -57,16 +57,16 @@ def transformer_step(mesh, optimizer, *, placed):
 
 
 def tokens(mesh):
-    return rows(mesh, 4 * mesh.size, TIME + 1, dtype=jnp.int32)
+    return row_sharded(mesh, 4 * mesh.size, TIME + 1, dtype=jnp.int32)
 
 
-def in_shards(function, mesh):
+def sharded_jit(function, mesh):
     spec = jax.P("data")
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
 def loops(mesh):
-    """Loops in loops, one of unknown length, and a conditional: what `LOOPS` counts."""
+    """Nested loops, one of unknown length, and a conditional; `LOOPS` holds the expected collectives."""
 
     def inner(x, _):
         return jnp.sin(lax.psum(x, "data") / 8), None
@@ -83,18 +83,18 @@ def loops(mesh):
             x[0, 0] > 0, lambda x: lax.psum(x, "data"), lambda x: lax.all_gather(x, "data", tiled=True)[:128], x
         )
 
-    return moved(in_shards(function, mesh), rows(mesh, 128 * mesh.size, 256))
+    return collectives(sharded_jit(function, mesh), row_sharded(mesh, 128 * mesh.size, 256))
 
 
 LOOPS = {"all-reduce": (5 * 3 + 1 + 1 + 7, 24 * PART), "all-gather": (5 + 1, 6 * 8 * PART)}
 
 
-def of_equal_shapes(mesh):
-    """Two gathers of one shape, which one channel serves."""
+def gathers_of_equal_shape(mesh):
+    """Two all-gathers of equal shape, which share one channel."""
 
     def function(x):
         first = lax.all_gather(x, "data", tiled=True)
         second = lax.all_gather(jnp.sin(first[:128]) + x, "data", tiled=True)
         return second[-128:]
 
-    return moved(in_shards(function, mesh), rows(mesh, 128 * mesh.size, 256))
+    return collectives(sharded_jit(function, mesh), row_sharded(mesh, 128 * mesh.size, 256))
