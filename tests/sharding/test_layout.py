@@ -48,10 +48,8 @@ def test_bytes_on_each_device():
 
 def test_create_on_a_mesh_never_holds_the_full_state():
     """Outputs and temporaries of the program that creates it take about an eighth of the state per device."""
-    created = []
 
     def big():
-        created.append(True)
         keys = jax.random.split(jax.random.key(0), 4)
         return [jax.random.normal(key, (1024, 512)) for key in keys]
 

@@ -181,10 +181,6 @@ def test_undonated_state_warns():
     assert found.startswith(f"{total / 1024:.3g} KiB of the state is not donated (params['a'] and 10 more)")
     assert "jax.jit(step, donate_argnums=0)" in found
 
-    def some(params, *args):
-        state = REPLICATED().replace(params=params)
-        return state, regression(params, *args)
-
     def only_metrics(state, x, y):
         return {"loss": regression(state.params, x, y)}
 

@@ -43,16 +43,23 @@ def test_loss_is_scaled_for_a_scoped_loss_scale() -> None:
     optimizer = jstep.scope("outer", jstep.dynamic_loss_scale(jstep.gradient_descent(1.0), initial=4.0))
     seen: list[Any] = []
 
-    def tapped_loss(params: Any, x: jax.Array) -> jax.Array:
-        @jax.custom_jvp
-        def tap(w: jax.Array) -> jax.Array:
-            return w
+    @jax.custom_vjp
+    def tap(w: jax.Array) -> jax.Array:
+        return w
 
-        tap.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
-        seen.append(1)
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        jax.debug.callback(seen.append, gradient)
+        return (gradient,)
+
+    tap.defvjp(lambda w: (w, None), backward)
+
+    def tapped_loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(tap(params["w"]) * x)
 
     state, metrics = jstep.minimize(tapped_loss, optimizer)(fresh(optimizer), X)
+    jax.effects_barrier()
+    (gradient,) = seen
+    np.testing.assert_allclose(np.sum(gradient), 4.0 * 2.5)
     np.testing.assert_allclose(state.params["w"], 2.0 - 2.5)
     assert float(metrics["outer/loss_scale"]) == 4.0
     two = jstep.partition(
