@@ -1,4 +1,4 @@
-"""Trajectories against the libraries whose numbers these are: Optax, torch, schedulefree, pytorch_optimizer."""
+"""Trajectories compared with other libraries: Optax, torch, schedulefree, pytorch_optimizer."""
 
 import warnings
 from typing import Any
@@ -7,12 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from golden import DECAY, DECAYED, RATE, STEPS, by_optax, by_torch, gradients, ours, same, start, written
+from golden import (
+    DECAY,
+    DECAYED,
+    RATE,
+    STEPS,
+    assert_close,
+    gradients,
+    initial_params,
+    run_jstep,
+    run_optax,
+    run_torch,
+    table_schedule,
+)
 from optax import contrib
 
 import jstep
 
-LR, WD, MASK = written(RATE), written(DECAY), list(DECAYED)
+LR, WD, MASK = table_schedule(RATE), table_schedule(DECAY), list(DECAYED)
 THEIR_MASK = {name: name in DECAYED for name in "abc"}
 ADAM = {"beta1": 0.9, "beta2": 0.99, "epsilon": 1e-6}
 THEIR_ADAM = {"b1": 0.9, "b2": 0.99, "eps": 1e-6}
@@ -21,7 +33,7 @@ THEIR_DECAY = {"weight_decay": WD, "mask": THEIR_MASK}
 
 
 def decayed(direction: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The decay that is decoupled and multiplied by the rate, for those that have none."""
+    """Add decoupled weight decay, multiplied by the rate, to a transformation without weight decay."""
     return optax.chain(direction, optax.add_decayed_weights(WD, mask=THEIR_MASK), optax.scale_by_learning_rate(LR))
 
 
@@ -79,18 +91,18 @@ BY_OPTAX: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", BY_OPTAX)
-def test_optax(name: str) -> None:
+def test_matches_optax(name: str) -> None:
     mine, theirs = BY_OPTAX[name]
-    same(ours(mine())[0], by_optax(theirs()), rtol=1e-4, atol=1e-5)
+    assert_close(run_jstep(mine())[0], run_optax(theirs()), rtol=1e-4, atol=1e-5)
 
 
-def test_moments_of_low_precision_are_those_of_optax() -> None:
+def test_low_precision_moments_match_optax() -> None:
     mine = jstep.adamw(LR, **ADAM, m_dtype=jnp.bfloat16, **DECAYING)
     theirs = optax.adamw(LR, **THEIR_ADAM, mu_dtype=jnp.bfloat16, **THEIR_DECAY)
-    found, state = ours(mine)
+    found, state = run_jstep(mine)
     assert state.slots["m"]["a"].dtype == jnp.bfloat16
-    # A rounding of m that falls to the other side is one in 256.
-    same(found, by_optax(theirs), rtol=1e-2, atol=1e-2)
+    # Rounding m in the other direction changes it by one part in 256.
+    assert_close(found, run_optax(theirs), rtol=1e-2, atol=1e-2)
 
 
 BY_TORCH: dict[str, tuple[Any, Any]] = {
@@ -120,34 +132,38 @@ BY_TORCH: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", BY_TORCH)
-def test_torch(name: str) -> None:
+def test_matches_torch(name: str) -> None:
     torch = pytest.importorskip("torch")
     mine, theirs = BY_TORCH[name]
     changing = {"lr": RATE} | ({} if name == "adamax" else {"weight_decay": DECAY})
-    same(ours(mine())[0], by_torch(lambda groups: theirs(torch.optim, groups), changing), rtol=1e-4, atol=1e-5)
+    assert_close(
+        run_jstep(mine())[0], run_torch(lambda groups: theirs(torch.optim, groups), changing), rtol=1e-4, atol=1e-5
+    )
 
 
-def test_rprop_is_that_of_torch() -> None:
+def test_rprop_matches_torch() -> None:
     torch = pytest.importorskip("torch")
-    same(ours(jstep.rprop(0.05))[0], by_torch(lambda groups: torch.optim.Rprop(groups, 0.05), {}), atol=1e-5)
+    assert_close(
+        run_jstep(jstep.rprop(0.05))[0], run_torch(lambda groups: torch.optim.Rprop(groups, 0.05), {}), atol=1e-5
+    )
 
 
-def test_muon_is_that_of_torch() -> None:
+def test_muon_matches_torch() -> None:
     torch = pytest.importorskip("torch")
     shapes = {"a": (4, 6), "b": (6, 4)}
-    mine = ours(jstep.muon(LR, **DECAYING), shapes)[0]
-    theirs = by_torch(
+    mine = run_jstep(jstep.muon(LR, **DECAYING), shapes)[0]
+    theirs = run_torch(
         lambda groups: torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw"),
         {"lr": RATE, "weight_decay": DECAY},
         shapes,
     )
-    # torch multiplies in bfloat16: each step is off by a hundredth or two of its size.
-    same(mine, theirs, rtol=0.0, atol=3e-2 * float(RATE.sum()))
+    # torch multiplies in bfloat16, so that each step is off by one or two percent.
+    assert_close(mine, theirs, rtol=0.0, atol=3e-2 * float(RATE.sum()))
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
 @pytest.mark.parametrize("power", [2.0, 1.0])
-def test_schedule_free_is_that_of_facebook(warmup: int, power: float) -> None:
+def test_schedule_free_matches_schedulefree(warmup: int, power: float) -> None:
     facebook, torch = pytest.importorskip("schedulefree"), pytest.importorskip("torch")
     free = {"weight_lr_power": power, "r": 0.5, "weight_decay": 0.1, "weight_decay_mask": MASK}
     rate = jstep.linear_warmup(0.1, warmup)
@@ -172,8 +188,8 @@ def test_schedule_free_is_that_of_facebook(warmup: int, power: float) -> None:
             made[0].train()
             return made[0]
 
-        found, state = ours(mine)
-        same(found, by_torch(make, {}), rtol=1e-4, atol=1e-5)
+        found, state = run_jstep(mine)
+        assert_close(found, run_torch(make, {}), rtol=1e-4, atol=1e-5)
         made[0].eval()
         averages = [g["params"][0].detach().numpy() for g in made[0].param_groups]
         for x, average in zip(jstep.schedule_free_params(state).values(), averages, strict=True):
@@ -182,16 +198,16 @@ def test_schedule_free_is_that_of_facebook(warmup: int, power: float) -> None:
 
 
 @pytest.mark.parametrize("guard", [False, True])
-def test_prodigy_is_the_official_one(guard: bool) -> None:
+def test_prodigy_matches_pytorch_optimizer(guard: bool) -> None:
     library = pytest.importorskip("pytorch_optimizer")
     mine = jstep.prodigy(0.7, d0=1e-2, growth_rate=1.5, safeguard_warmup=guard, weight_decay=0.1)
-    same(ours(mine)[0], prodigy_of(library, guard), rtol=1e-4, atol=1e-5)
+    assert_close(run_jstep(mine)[0], run_prodigy(library, guard), rtol=1e-4, atol=1e-5)
 
 
-def prodigy_of(library: Any, guard: bool) -> list[dict[str, Any]]:
+def run_prodigy(library: Any, guard: bool) -> list[dict[str, Any]]:
     import torch
 
-    tensors = {n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32)) for n, x in start().items()}
+    tensors = {n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32)) for n, x in initial_params().items()}
     optimizer = library.Prodigy(
         tensors.values(),
         lr=0.7,
@@ -210,30 +226,30 @@ def prodigy_of(library: Any, guard: bool) -> list[dict[str, Any]]:
     return trajectory
 
 
-@pytest.mark.parametrize("longest", [10000, 4])
-def test_soap_is_that_of_pytorch_optimizer(longest: int) -> None:
+@pytest.mark.parametrize("max_dim", [10000, 4])
+def test_soap_matches_pytorch_optimizer(max_dim: int) -> None:
     library = pytest.importorskip("pytorch_optimizer")
-    shapes = {"a": (5,), "b": (4, 4) if longest > 4 else (4, 5), "c": ()}
-    mine = jstep.soap(LR, weight_decay=0.1, precondition_frequency=3, max_precondition_dim=longest)
+    shapes = {"a": (5,), "b": (4, 4) if max_dim > 4 else (4, 5), "c": ()}
+    mine = jstep.soap(LR, weight_decay=0.1, precondition_frequency=3, max_precondition_dim=max_dim)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = by_torch(
+        theirs = run_torch(
             lambda groups: library.SOAP(
-                [{**g, "weight_decay": 0.1} for g in groups], precondition_frequency=3, max_precondition_dim=longest
+                [{**g, "weight_decay": 0.1} for g in groups], precondition_frequency=3, max_precondition_dim=max_dim
             ),
             {"lr": RATE},
             shapes,
         )
-    same(ours(mine, shapes)[0], theirs, rtol=1e-3, atol=1e-4)
+    assert_close(run_jstep(mine, shapes)[0], theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_adan_and_ademamix_are_those_of_pytorch_optimizer() -> None:
+def test_adan_matches_pytorch_optimizer() -> None:
     library = pytest.importorskip("pytorch_optimizer")
-    found = ours(jstep.adan(LR, weight_decay=0.1))[0]
-    theirs = by_torch(
+    found = run_jstep(jstep.adan(LR, weight_decay=0.1))[0]
+    theirs = run_torch(
         lambda groups: library.Adan(
             [{**g, "weight_decay": 0.1} for g in groups], betas=(0.98, 0.92, 0.99), weight_decouple=False
         ),
         {"lr": RATE},
     )
-    same(found, theirs, rtol=1e-3, atol=1e-4)
+    assert_close(found, theirs, rtol=1e-3, atol=1e-4)
