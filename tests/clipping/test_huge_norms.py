@@ -23,10 +23,10 @@ CLIPS = {
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_huge_finite_gradients_are_clipped_and_not_zeroed(name: str, dtype: str, size: float, wrap: Any) -> None:
     x = jnp.array([size, -size / 4], jnp.float32).astype(dtype)
-    got = np.asarray(wrap(CLIPS[name])(x, 2.0), np.float64)
+    clipped = np.asarray(wrap(CLIPS[name])(x, 2.0), np.float64)
     exact = np.asarray(x, np.float64)
     norm = np.linalg.norm(exact) / (2 if name == "average" else 1)
-    np.testing.assert_allclose(got, exact * 2.0 / norm, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
+    np.testing.assert_allclose(clipped, exact * 2.0 / norm, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
 def test_the_global_norm_uses_the_whole_range_of_float32() -> None:
@@ -60,11 +60,11 @@ def test_nonfinite_norms_turn_clipped_leaves_into_nan(name: str, bad: float) -> 
 
 def test_rows_are_clipped_independently() -> None:
     x = jnp.array([[3.0, 4.0], [1e30, 0.0], [np.nan, 1.0], [0.3, 0.4]])
-    got = jstep.clip_by_norm(x, 1.0, axes=1)
-    np.testing.assert_allclose(got[0], [0.6, 0.8], rtol=1e-6)
-    np.testing.assert_allclose(got[1], [1.0, 0.0])
-    assert np.all(np.isnan(got[2]))
-    np.testing.assert_array_equal(got[3], x[3])
+    clipped = jstep.clip_by_norm(x, 1.0, axes=1)
+    np.testing.assert_allclose(clipped[0], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(clipped[1], [1.0, 0.0])
+    assert np.all(np.isnan(clipped[2]))
+    np.testing.assert_array_equal(clipped[3], x[3])
 
 
 def test_norms_of_complex_leaves_use_absolute_values() -> None:

@@ -93,10 +93,10 @@ def test_names_of_custom_slots_have_no_special_meaning(wrapper: str, kind: str) 
         np.testing.assert_equal(jax.tree.map(np.asarray, one), jax.tree.map(np.asarray, other))
     rename = dict(zip(PLAIN, ODD, strict=True))
     for name, tree in plain.slots.items():
-        called = {name.removesuffix(p) + o for p, o in rename.items() if name == p or name.endswith("/" + p)} or {name}
+        names = {name.removesuffix(p) + o for p, o in rename.items() if name == p or name.endswith("/" + p)} or {name}
         if name == "start_step":
-            called = {OWN_AGE.get(wrapper, name)}
-        np.testing.assert_equal(jax.tree.map(np.asarray, odd.slots[called.pop()]), jax.tree.map(np.asarray, tree))
+            names = {OWN_AGE.get(wrapper, name)}
+        np.testing.assert_equal(jax.tree.map(np.asarray, odd.slots[names.pop()]), jax.tree.map(np.asarray, tree))
 
 
 # Guards in all positions.
@@ -206,9 +206,9 @@ def test_slots_inside_a_custom_wrapper_keep_their_roles() -> None:
             return slots | {"extra": jnp.zeros(())}
 
         def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
-            own = {name.removeprefix("my/"): tree for name, tree in slots.items() if name.startswith("my/")}
-            updates, own = inner.update(updates, own, params, step)
-            return updates, {f"my/{name}": tree for name, tree in own.items()} | {"extra": slots["extra"]}
+            inner_slots = {name.removeprefix("my/"): tree for name, tree in slots.items() if name.startswith("my/")}
+            updates, inner_slots = inner.update(updates, inner_slots, params, step)
+            return updates, {f"my/{name}": tree for name, tree in inner_slots.items()} | {"extra": slots["extra"]}
 
         return jstep.Optimizer(init, update, inner.hyperparameters)
 

@@ -67,11 +67,11 @@ def test_loops_over_matrices_of_one_size_equal_single_calls(turn):
     leaves = leaves_of(SHAPES)
     one_by_one = eigenbases.one_by_one(jnp.int32(turn), leaves)
     in_loops = jax.jit(lambda turn: eigenbases.in_loops(turn, leaves, library_eigh))(jnp.int32(turn))
-    for before, mine, theirs in zip(leaves, in_loops, one_by_one, strict=True):
-        assert mine.bases.keys() == theirs.bases.keys() == before.bases.keys()
-        np.testing.assert_allclose(mine.v, theirs.v)
-        for axis, basis in mine.bases.items():
-            np.testing.assert_allclose(np.abs(basis), np.abs(theirs.bases[axis]), atol=2e-5)
+    for before, from_loops, from_calls in zip(leaves, in_loops, one_by_one, strict=True):
+        assert from_loops.bases.keys() == from_calls.bases.keys() == before.bases.keys()
+        np.testing.assert_allclose(from_loops.v, from_calls.v)
+        for axis, basis in from_loops.bases.items():
+            np.testing.assert_allclose(np.abs(basis), np.abs(from_calls.bases[axis]), atol=2e-5)
             assert np.array_equal(basis, before.bases[axis]) == (turn == eigenbases.SAME)
     assert any(not np.array_equal(a.v, b.v) for a, b in zip(leaves, in_loops, strict=True)) == (turn == eigenbases.NEXT)
 

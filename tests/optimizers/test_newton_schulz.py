@@ -73,7 +73,7 @@ def test_presets_equal_their_coefficients(name: str, shape: tuple[int, int], nor
 @pytest.mark.parametrize("name", ["jordan", "dion"])
 def test_presets_match_optax(name: str, normalization: Any) -> None:
     x = {"w": jnp.float32(with_spectrum(np.linspace(0.4, 1.0, 12), (12, 20)))}
-    theirs = contrib.scale_by_muon(
+    optax_muon = contrib.scale_by_muon(
         LISTS[name][0],
         5,
         0.0,
@@ -82,7 +82,7 @@ def test_presets_match_optax(name: str, normalization: Any) -> None:
         weight_dimension_numbers={"w": contrib.MuonDimensionNumbers()},
     )
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        expected = theirs.update(x, theirs.init(x), x)[0]["w"]
+        expected = optax_muon.update(x, optax_muon.init(x), x)[0]["w"]
     np.testing.assert_allclose(
         orthogonalized(x["w"], ns_coefficients=name, normalization=normalization), expected, rtol=1e-3, atol=1e-4
     )
@@ -104,9 +104,9 @@ def test_bounds_of_singular_values(name: str, steps: Any, least: float, low: flo
         for values in (spectrum(1.02 * least), [1.0], np.ones(12)):
             x = with_spectrum(values, (20, 16))
             found = singular(orthogonalized(x, ns_steps=steps, ns_coefficients=name, normalization=normalization))
-            kept = found[: len(values)]
-            assert low - 1e-4 <= kept.min(), (normalization, len(values))
-            assert kept.max() <= high + 1e-4, (normalization, len(values))
+            nonzero = found[: len(values)]
+            assert low - 1e-4 <= nonzero.min(), (normalization, len(values))
+            assert nonzero.max() <= high + 1e-4, (normalization, len(values))
             assert found[len(values) :].max(initial=0.0) < 1e-2  # rounding errors grow at most a hundredfold
 
 

@@ -11,7 +11,7 @@ import jax, numpy as np
 import jstep
 sys.path.insert(0, "tests")
 key = np.array([0, 7], np.uint32)
-jax.random.key = lambda seed: key  # a key made by the caller would initialize the backend
+jax.random.key = lambda seed: key  # creating a key would initialize the backend
 from optimizer_table import TABLE
 schedule = jstep.linear_warmup(jstep.exponential_decay(0.1, 10, 0.5), 5)
 for name, entry in TABLE.items():

@@ -66,8 +66,8 @@ def test_leaves_of_other_labels_are_unchanged() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_other_slots_named_master_are_ignored(dtype, kind: str) -> None:
     def init(params, global_step=0):
-        made = {"tree": jax.tree.map(lambda p: jnp.full(p.shape, 7.0), params), "scalar": jnp.float32(7.0)}
-        return {"master": made.get(kind, {"odd": jnp.zeros(2)})}
+        values = {"tree": jax.tree.map(lambda p: jnp.full(p.shape, 7.0), params), "scalar": jnp.float32(7.0)}
+        return {"master": values.get(kind, {"odd": jnp.zeros(2)})}
 
     other = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, dict(slots)), lambda step: {})
     free_below = jstep.scope("net", free())

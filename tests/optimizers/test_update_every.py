@@ -50,12 +50,12 @@ def test_updates_equal_a_run_on_the_due_gradients_alone(k, phase):
     grads = [gradients(n) for n in range(8)]
     due = [n for n in range(8) if (n - phase) % k == k - 1]
     states = run(jstep.update_every(k, jstep.adam(rate), phase=phase), grads)
-    alone = run(jstep.adam(rate), [grads[n] for n in due])
+    reference = run(jstep.adam(rate), [grads[n] for n in due])
     done = 0
     for n, (before, after) in enumerate(itertools.pairwise(states)):
         done += n in due
-        assert_close(after.params, alone[done].params)
-        assert_close(without_start_steps(after.slots), without_start_steps(alone[done].slots))
+        assert_close(after.params, reference[done].params)
+        assert_close(without_start_steps(after.slots), without_start_steps(reference[done].slots))
         assert after.slots["start_step"] == n + 1 - done
         if n not in due:
             assert_same(after.params, before.params)
@@ -81,9 +81,9 @@ def test_accumulated_gradients_are_averaged():
     mean = [jax.tree.map(lambda *g: sum(g) / 3, *grads[i : i + 3]) for i in (0, 3)]
     optimizer = jstep.update_every(3, jstep.momentum(0.1, 0.9), accumulate=True)
     states = run(optimizer, grads)
-    alone = run(jstep.momentum(0.1, 0.9), mean)
+    reference = run(jstep.momentum(0.1, 0.9), mean)
     for n, state in enumerate(states):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, alone[n // 3].params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, reference[n // 3].params)
         assert all(count == n % 3 for count in jax.tree.leaves(state.slots["gradient_count"]))
 
 
@@ -148,8 +148,8 @@ def test_inner_and_outer_averages():
     inside = jstep.update_every(2, jstep.with_moving_average(jstep.adam(0.1), ema))
     outside = jstep.with_moving_average(jstep.update_every(2, jstep.adam(0.1)), ema)
     grads = [gradients(n) for n in range(6)]
-    alone = run(jstep.with_moving_average(jstep.adam(0.1), ema), grads[1::2])
-    assert_close(jstep.averaged_params(run(inside, grads)[-1]), jstep.averaged_params(alone[-1]))
+    reference = run(jstep.with_moving_average(jstep.adam(0.1), ema), grads[1::2])
+    assert_close(jstep.averaged_params(run(inside, grads)[-1]), jstep.averaged_params(reference[-1]))
     states, average = run(outside, grads), ema.init(PARAMS)
     for n, state in enumerate(states[1:], 1):
         average = ema.apply(average, state.params, n)
@@ -159,10 +159,10 @@ def test_inner_and_outer_averages():
 def test_inner_lookahead_counts_updates_and_outer_steps():
     grads = [{"w": jnp.float32(-1.0)}] * 8
     inside = run(jstep.update_every(2, jstep.lookahead(jstep.adam(0.1), 2)), grads, {"w": 0.0})
-    alone = run(jstep.lookahead(jstep.adam(0.1), 2), grads[:4], {"w": 0.0})
-    assert_close(inside[-1].params, alone[-1].params)
-    around = run(jstep.lookahead(jstep.update_every(2, jstep.adam(0.1)), 4), grads, {"w": 0.0})
-    slow = [float(jstep.slow_params(state)["w"]) for state in around]
+    reference = run(jstep.lookahead(jstep.adam(0.1), 2), grads[:4], {"w": 0.0})
+    assert_close(inside[-1].params, reference[-1].params)
+    outer = run(jstep.lookahead(jstep.update_every(2, jstep.adam(0.1)), 4), grads, {"w": 0.0})
+    slow = [float(jstep.slow_params(state)["w"]) for state in outer]
     assert slow[:4] == [0.0] * 4
     assert slow[5:8] == [slow[4]] * 3
     assert 0 < slow[4] < slow[8]
@@ -170,8 +170,8 @@ def test_inner_lookahead_counts_updates_and_outer_steps():
 
 def test_nested_ones_update_when_both_are_due():
     both = run(jstep.update_every(2, jstep.update_every(3, jstep.adam(0.1))), [gradients(n) for n in range(12)])
-    alone = run(jstep.adam(0.1), [gradients(5), gradients(11)])
-    assert_close(both[-1].params, alone[-1].params)
+    reference = run(jstep.adam(0.1), [gradients(5), gradients(11)])
+    assert_close(both[-1].params, reference[-1].params)
     assert both[-1].slots["start_step"] == 10
 
 
@@ -194,10 +194,10 @@ def test_wrappers_do_not_change_updates(wrapper, accumulate):
     state = jstep.TrainState.create(PARAMS, optimizer)
     scale = state.slots.get("loss_scale", 1.0)
     grads = [gradients(n) for n in range(5)]
-    around = run(optimizer, [jax.tree.map(lambda g: g * scale, one) for one in grads])[-1]
+    outer = run(optimizer, [jax.tree.map(lambda g: g * scale, one) for one in grads])[-1]
     plain = run(inner, grads)[-1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), around.params, plain.params)
-    ages = [int(tree) for name, tree in around.slots.items() if name.endswith("start_step")]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), outer.params, plain.params)
+    ages = [int(tree) for name, tree in outer.slots.items() if name.endswith("start_step")]
     assert ages == [int(plain.slots["start_step"])]
 
 
@@ -220,10 +220,10 @@ def test_states_of_optax_are_preserved():
     optax = pytest.importorskip("optax")
     optimizer = jstep.update_every(2, jstep.from_optax(optax.adam(0.1)))
     grads = [gradients(n) for n in range(4)]
-    alone = run(jstep.from_optax(optax.adam(0.1)), grads[1::2])[-1]
+    reference = run(jstep.from_optax(optax.adam(0.1)), grads[1::2])[-1]
     state = run(optimizer, grads)[-1]
-    assert_close(state.params, alone.params)
-    assert_close(state.slots, alone.slots)
+    assert_close(state.params, reference.params)
+    assert_close(state.slots, reference.slots)
 
 
 def test_context_is_passed_through():
