@@ -42,13 +42,13 @@ class Wrapped:
 
     def build(self):
         inner = self.inner.build()
-        if self.how == "scope":
+        if self.wrapper == "scope":
             return jstep.scope(self.name, inner)
-        if self.how == "average":
+        if self.wrapper == "average":
             return jstep.with_moving_average(inner, jstep.ExponentialMovingAverage(0.5, name=f"avg_{self.name}"))
-        if self.how == "skip":
+        if self.wrapper == "skip":
             return jstep.skip_nonfinite(inner)
-        if self.how == "every":
+        if self.wrapper == "every":
             return jstep.update_every(1, inner)
         return jstep.chain(jstep.clip_gradients(by_value=1e6), inner)
 
